@@ -68,13 +68,9 @@ class AttentionSpec:
     @property
     def work_shape(self) -> AttentionShape:
         """The shape as :mod:`bench.kernels.roofline` counts it."""
-        return AttentionShape(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            kv_bytes=1 if self.fp8 else 2,
-            scale_bytes=4 if self.fp8 else 0,
-        )
+        names = ("num_heads", "num_kv_heads", "head_dim")
+        heads = {name: getattr(self, name) for name in names}
+        return AttentionShape(kv_bytes=2 - self.fp8, scale_bytes=4 * self.fp8, **heads)
 
 
 @attrs.frozen(kw_only=True)
@@ -129,9 +125,8 @@ def make_data(spec: AttentionSpec, setting: Setting) -> AttentionData:
 def _make_buffers(spec: AttentionSpec, setting: Setting) -> Buffers:
     heads = spec.num_heads + 2 * spec.num_kv_heads
     qkv = setting.random((spec.num_tokens, heads, spec.head_dim), spec.dtype)
-    out = torch.empty(
-        (spec.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=setting.device
-    )
+    shape = (spec.num_tokens, spec.num_heads, spec.head_dim)
+    out = torch.empty(shape, dtype=spec.dtype, device=setting.device)
     poison(out)
     shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
     caches = [setting.random(shape, spec.dtype) for _ in range(2)]
@@ -139,14 +134,8 @@ def _make_buffers(spec: AttentionSpec, setting: Setting) -> Buffers:
     if spec.fp8:
         found = [_quantize(cache) for cache in caches]
         caches, scales = [cache for cache, _ in found], [scale for _, scale in found]
-    return Buffers(
-        qkv=qkv,
-        k_cache=caches[0],
-        v_cache=caches[1],
-        k_scale=scales[0],
-        v_scale=scales[1],
-        out=out,
-    )
+    pages = {"k_cache": caches[0], "v_cache": caches[1]}
+    return Buffers(qkv=qkv, out=out, k_scale=scales[0], v_scale=scales[1], **pages)
 
 
 def _quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

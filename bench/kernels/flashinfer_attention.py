@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.kernels.attention_data import AttentionData, Buffers, reference
+from bench.kernels.attention_data import AttentionData, AttentionSpec, Buffers, reference
 from bench.kernels.case import Contestant, Peer, PeerAbsent, poison, relative_error
 from bench.kernels.peers import flashinfer_module
 from bench.kernels.timing import Launch
@@ -57,6 +57,14 @@ def _page_lists(data: AttentionData, first: int = 0) -> tuple[torch.Tensor, ...]
     return indptr, indices, torch.tensor(last, dtype=torch.int32)
 
 
+def _sizes(spec: AttentionSpec) -> tuple[int, ...]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
+
+
+def _types(spec: AttentionSpec) -> dict[str, torch.dtype]:
+    return {"q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype}
+
+
 def _window_left(data: AttentionData) -> int:
     return data.spec.window - 1 if data.spec.window else -1
 
@@ -86,16 +94,7 @@ def _decode(data: AttentionData) -> Contestant:
     wrapper = flashinfer_module().BatchDecodeWithPagedKVCacheWrapper(
         _workspace(), _LAYOUT, use_tensor_cores=True, backend="fa2"
     )
-    wrapper.plan(
-        *_page_lists(data),
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.page_size,
-        window_left=_window_left(data),
-        q_data_type=spec.dtype,
-        kv_data_type=spec.cache_dtype,
-    )
+    wrapper.plan(*_page_lists(data), *_sizes(spec), window_left=_window_left(data), **_types(spec))
     return _contestant(data, _paged_run(wrapper, data))
 
 
@@ -109,15 +108,10 @@ def _prefill(data: AttentionData, backend: str) -> Contestant:
     counts = [0, *(count for count, _ in spec.rows)]
     wrapper.plan(
         torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        *_page_lists(data),
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.page_size,
+        *(*_page_lists(data), *_sizes(spec)),
         causal=True,
         window_left=_window_left(data),
-        q_data_type=spec.dtype,
-        kv_data_type=spec.cache_dtype,
+        **_types(spec),
     )
     return _contestant(data, _paged_run(wrapper, data))
 
@@ -139,19 +133,10 @@ def _xqa(data: AttentionData) -> Contestant:
     scale = _SCALE if spec.fp8 else 1.0
 
     def run(q: torch.Tensor, buffers: Buffers) -> None:
-        decode(
-            q,
-            (buffers.k_cache, buffers.v_cache),
-            workspace,
-            tables,
-            lengths,
-            max(spec.contexts),
-            bmm1_scale=scale * spec.head_dim**-0.5,
-            bmm2_scale=scale,
-            window_left=_window_left(data),
-            out=buffers.out,
-            kv_layout=_LAYOUT,
-        )
+        pages = (buffers.k_cache, buffers.v_cache)
+        scales = {"bmm1_scale": scale * spec.head_dim**-0.5, "bmm2_scale": scale}
+        how = {"window_left": _window_left(data), "out": buffers.out, "kv_layout": _LAYOUT}
+        decode(q, pages, workspace, tables, lengths, max(spec.contexts), **scales, **how)
 
     return _contestant(data, run)
 
@@ -171,12 +156,8 @@ def _cascade(data: AttentionData) -> Contestant:
         [ints([0, shared]), indptr.to(device)],
         [data.block_tables[0, :shared].contiguous(), indices],
         [ints([spec.page_size]), last.to(device)],
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.page_size,
-        q_data_type=spec.dtype,
-        kv_data_type=spec.cache_dtype,
+        *_sizes(spec),
+        **_types(spec),
     )
 
     def run(q: torch.Tensor, buffers: Buffers) -> None:

@@ -43,19 +43,21 @@ class _Variant:
     flat: bool = False
 
 
-_VARIANTS = (
-    _Variant(name="greedy", params=SamplerParams(temperature=0.0)),
-    _Variant(name="temperature", params=SamplerParams(temperature=0.8)),
-    _Variant(name="top_k 50", params=SamplerParams(temperature=0.8, top_k=50)),
-    _Variant(name="top_p 0.9", params=SamplerParams(temperature=0.8, top_p=0.9)),
-    _Variant(name="top_p 0.9 flat", params=SamplerParams(top_p=0.9), flat=True),
-    _Variant(name="top_k 50 top_p 0.9", params=SamplerParams(top_k=50, top_p=0.9, min_p=0.01)),
-    _Variant(
-        name="penalties",
-        params=SamplerParams(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1),
-    ),
-    _Variant(name="top_p 0.9 logprobs 5", params=SamplerParams(top_p=0.9, logprobs=5)),
-)
+_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+_PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_k 50": {"temperature": 0.8, "top_k": 50},
+    "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top_p 0.9 flat": {"top_p": 0.9},
+    "top_k 50 top_p 0.9": {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    "penalties": _PENALTIES,
+    "top_p 0.9 logprobs 5": {"top_p": 0.9, "logprobs": 5},
+}
+_VARIANTS = [
+    _Variant(name=name, params=SamplerParams(**params), flat=name.endswith("flat"))
+    for name, params in _PARAMS.items()
+]
 
 
 def cases(*, tiny: bool) -> list[Case]:
@@ -91,14 +93,8 @@ class _Data:
 def _make(variant: _Variant, rows: int, vocabulary: int, setting: Setting) -> Trial:
     data = _make_data(variant, rows, vocabulary, setting)
     wanted = max(variant.params.logprobs, 1)
-    sampler = DeviceSampler(
-        setting.loader,
-        vocab_size=vocabulary,
-        num_slots=rows,
-        max_rows=rows,
-        history=data.history,
-        max_logprobs=wanted,
-    )
+    sizes = {"vocab_size": vocabulary, "num_slots": rows, "max_rows": rows}
+    sampler = DeviceSampler(setting.loader, history=data.history, max_logprobs=wanted, **sizes)
     for slot, params in enumerate(data.params):
         sampler.open(slot, params, _PROMPT)
     slots = torch.arange(rows, dtype=torch.int32, device=setting.device)

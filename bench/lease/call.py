@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.lease.archive import pack
 from bench.lease.manifest import CUBINS, MANIFEST, WHEELS, Manifest, PreparedError
 from bench.lease.plan import LIMIT, RESERVE, ROOT, Setting, stages_of
-from bench.lease.running import Machine, Outcome, World, run_stages
+from bench.lease.running import Machine, Outcome, World, log_name, run_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,9 @@ def scratch_folder() -> Path:
 
 
 def run_part(call: Call, began: float, world: World | None = None) -> int:
-    """Run one part; 0 if every step went well.
+    """Run one part that ``began`` at that time of the world's clock; 0 if every step went well.
 
-    ``began`` is when the call began, by the world's clock.
-
-    Raises:
-        PreparedError: the prepared folder is damaged, or is for another Python.
+    Raises :class:`PreparedError` if the prepared folder is damaged, or is for another Python.
     """
     site, cache, work = _folders(call)
     install = _set_up(call, site, cache)
@@ -162,7 +159,7 @@ def _environment(site: Path, cache: Path | None) -> dict[str, str]:
 
 
 def _show_log(logs: Path, outcome: Outcome) -> None:
-    log = logs / f"{outcome.stage}-{outcome.step.name}.log".replace(" ", "-")
+    log = logs / log_name(outcome.stage, outcome.step)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     print(f"\n== {outcome.stage}: {outcome.step.name}: {outcome.verdict}")
     print("\n".join(lines[-25:]), flush=True)

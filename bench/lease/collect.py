@@ -23,11 +23,7 @@ _TABLES = {"kernels": "gpu_kernels", "decode-step": "gpu_steps", "engine-idle": 
 
 
 def collect(archives: Sequence[Path], *, results: Path, docs: Path) -> int:
-    """Read ``archives``, write one result of each kind, fill the pages; 1 if nothing was timed.
-
-    Raises:
-        PreparedError: an archive can't be read.
-    """
+    """Read ``archives``, write one result of each kind, fill the pages; 1 if nothing was timed."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for archive in archives:
         try:

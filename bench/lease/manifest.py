@@ -41,11 +41,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read that of ``folder``, and compare every file with it.
-
-        Raises:
-            PreparedError: there is none, or a file is missing or differs.
-        """
+        """Read that of ``folder``, and compare every file with it."""
         try:
             manifest = cls(**json.loads((folder / MANIFEST).read_text()))
         except (OSError, ValueError, TypeError) as error:

@@ -76,6 +76,7 @@ REPORTED = 9
 _KERNEL_FILES = ("gpu/kernels/*.cu", "tests/kernels/conformance.cu", "bench/kernels/planted.cu")
 _DEFINITION = re.compile(
     r'extern\s+"C"\s+__global__\s[^;{]*?\b(\w+)\s*\(\s*(?:const\s+)?Parameters\b'
+    r"|#define\s+ENTRY\s+(\w+)"  # a source of several kernels names each so
 )
 
 
@@ -128,7 +129,8 @@ def kernel_names() -> list[str]:
     Those of the conformance tests and the planted faults are among them.
     """
     paths = [path for pattern in _KERNEL_FILES for path in sorted(ROOT.glob(pattern))]
-    return sorted({name for path in paths for name in _DEFINITION.findall(path.read_text())})
+    found = [names for path in paths for names in _DEFINITION.findall(path.read_text())]
+    return sorted({one or other for one, other in found} - {"ENTRY"})
 
 
 def stages_of(part: int, setting: Setting) -> list[Stage]:

@@ -53,10 +53,8 @@ def prepare(
 ) -> Manifest:
     """Fill ``folder`` anew for a machine with ``python`` and a GPU of ``target``.
 
-    ``run`` runs pip; ``kernels`` are those of the whole catalogue.
-
-    Raises:
-        PreparedError: pip or a kernel fails, or the folder is too large to be carried.
+    ``run`` runs pip; ``kernels`` are those of the whole catalogue. Raises :class:`PreparedError`
+    if pip or a kernel fails, or the folder is too large to be carried.
     """
     wheels = folder / WHEELS
     shutil.rmtree(folder, ignore_errors=True)

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from bench.lease.plan import ROOT, SECONDS, Stage, Step, deadline
 
@@ -21,31 +21,17 @@ SAVE_EVERY = 10.0
 _CHILD_RESERVE = 8.0
 
 
-class Process(Protocol):
-    """A running command."""
-
-    def poll(self) -> int | None:
-        """Return the exit status; None while the command runs."""
-
-    def end(self) -> None:
-        """End the command and all that it started."""
-
-
 class World(Protocol):
-    """A clock and processes: the machine's own, or those of a test."""
+    """A clock and processes: the machine's own, or those of a test.
 
-    def now(self) -> float:
-        """Return seconds of a clock that never goes back."""
+    A process has ``poll``, the exit status or None, and ``end``, which ends all that it started.
+    """
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
+    def now(self) -> float: ...
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-        """Start ``command``, its output in ``log``.
+    def sleep(self, seconds: float) -> None: ...
 
-        Raises:
-            OSError: there is no such program.
-        """
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +44,9 @@ class Outcome:
     seconds: float = 0.0
 
 
-def log_name(stage: Stage, step: Step) -> str:
+def log_name(stage: str, step: Step) -> str:
     """Return the file name of a step's log."""
-    return f"{stage.name}-{step.name}.log".replace(" ", "-")
+    return f"{stage}-{step.name}.log".replace(" ", "-")
 
 
 def processes(stage: Stage, cores: int) -> int:
@@ -83,103 +69,94 @@ def run_stages(
     so far after each step, and every few seconds between.
     """
     runner = _Runner(world, logs, save)
-    with runner.ending_all():
+    try:
         for stage in stages:
-            if stage.background:
-                for step in stage.steps:
-                    runner.start(stage, step, end)
+            for step in stage.steps if stage.background else ():
+                runner.start(stage, step, end)
         for number, stage in enumerate(stages):
             until = deadline(stages, number, world.now(), end)
             runner.run(stage, until, processes(stage, cores))
+    finally:  # no process is left behind
+        for one in runner.running:
+            one.process.end()
     return runner.outcomes
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Running:
     stage: Stage
     step: Step
-    process: Process
+    process: Any
     began: float
 
 
+@dataclass(eq=False)
 class _Runner:
-    def __init__(self, world: World, logs: Path, save: Callable[[Sequence[Outcome]], None]) -> None:
-        self.outcomes: list[Outcome] = []
-        self._world = world
-        self._logs = logs
-        self._save = save
-        self._saved = world.now()
-        self._running: list[_Running] = []
+    world: World
+    logs: Path
+    save: Callable[[Sequence[Outcome]], None]
+    outcomes: list[Outcome] = field(default_factory=list)
+    running: list[_Running] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def ending_all(self) -> Iterator[None]:
-        """Leave no process behind."""
-        try:
-            yield
-        finally:
-            for one in self._running:
-                one.process.end()
+    def __post_init__(self) -> None:
+        self._saved = self.world.now()
 
     def run(self, stage: Stage, until: float, at_once: int) -> None:
         """Run all steps of ``stage`` that fit before ``until``."""
         waiting = [] if stage.background else list(stage.steps)
         while waiting or self._of(stage):
             self._collect(stage)
-            if self._world.now() >= until:
+            if self.world.now() >= until:
                 for one in self._of(stage):
                     self._finish(one, "out of time")
                 for step in waiting:
-                    self._note(Outcome(stage=stage.name, step=step, verdict="not run"))
+                    self._note(stage, step, "not run")
                 return
             while waiting and len(self._of(stage)) < at_once:
                 self.start(stage, waiting.pop(0), until)
             if self._of(stage):
-                self._world.sleep(_TICK)
-            if self._world.now() - self._saved >= SAVE_EVERY:
+                self.world.sleep(_TICK)
+            if self.world.now() - self._saved >= SAVE_EVERY:
                 self._keep()
 
     def start(self, stage: Stage, step: Step, until: float) -> None:
         """Start ``step``; one whose program is missing has failed."""
-        left = max(1, int(until - self._world.now() - _CHILD_RESERVE))
+        left = max(1, int(until - self.world.now() - _CHILD_RESERVE))
         command = [str(left) if word == SECONDS else word for word in step.command]
-        log = self._logs / log_name(stage, step)
+        log = self.logs / log_name(stage.name, step)
         try:
-            process = self._world.start(command, step.environment, log)
+            process = self.world.start(command, step.environment, log)
         except OSError as error:
             log.write_text(f"{error}\n")
-            self._note(Outcome(stage=stage.name, step=step, verdict="failed"))
-            return
-        self._running.append(
-            _Running(stage=stage, step=step, process=process, began=self._world.now())
-        )
+            self._note(stage, step, "failed")
+        else:
+            self.running.append(_Running(stage, step, process, self.world.now()))
 
     def _of(self, stage: Stage) -> list[_Running]:
-        return [one for one in self._running if one.stage is stage]
+        return [one for one in self.running if one.stage is stage]
 
     def _collect(self, stage: Stage) -> None:
         for one in self._of(stage):
             status = one.process.poll()
             if status is not None:
-                well = status == one.step.status and one.step.says in self._log(one)
+                log = (self.logs / log_name(stage.name, one.step)).read_text(errors="replace")
+                well = status == one.step.status and one.step.says in log
                 self._finish(one, "ok" if well else "failed")
-
-    def _log(self, one: _Running) -> str:
-        return (self._logs / log_name(one.stage, one.step)).read_text(errors="replace")
 
     def _finish(self, one: _Running, verdict: str) -> None:
         # Those that ended may have left children.
         one.process.end()
-        self._running.remove(one)
-        seconds = self._world.now() - one.began
-        self._note(Outcome(stage=one.stage.name, step=one.step, verdict=verdict, seconds=seconds))
+        self.running.remove(one)
+        self._note(one.stage, one.step, verdict, self.world.now() - one.began)
 
-    def _note(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
+    def _note(self, stage: Stage, step: Step, verdict: str, seconds: float = 0.0) -> None:
+        found = Outcome(stage=stage.name, step=step, verdict=verdict, seconds=seconds)
+        self.outcomes.append(found)
         self._keep()
 
     def _keep(self) -> None:
-        self._saved = self._world.now()
-        self._save(self.outcomes)
+        self._saved = self.world.now()
+        self.save(self.outcomes)
 
 
 class Machine:
@@ -196,20 +173,13 @@ class Machine:
         """Wait."""
         time.sleep(seconds)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> _Group:
         """Start ``command`` in the repository, in a process group of its own."""
+        environment = {**self._environment, **environment}
+        how = {"cwd": ROOT, "env": environment, "start_new_session": True}
         with log.open("wb") as output:
-            return _Group(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**self._environment, **environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            return _Group(subprocess.Popen(command, **how, **streams))
 
 
 class _Group:

@@ -136,7 +136,8 @@ class TestPlan:
 
     def test_every_step_has_a_log_of_its_own(self) -> None:
         for part in PARTS:
-            logs = [running.log_name(s, one) for s in stages_of(part, SETTING) for one in s.steps]
+            steps = [(each.name, one) for each in stages_of(part, SETTING) for one in each.steps]
+            logs = [running.log_name(*each) for each in steps]
             assert len(set(logs)) == len(logs)
 
     def test_few_processes_start_at_once(self) -> None:
@@ -179,7 +180,10 @@ class TestSanitizers:
     def test_all_kernels_of_ours_are_looked_at(self) -> None:
         names = kernel_names()
         sources = {path.stem for path in (ROOT / "gpu" / "kernels").glob("*.cu")}
+        # One source has two kernels, each under a name of its own.
+        sources = sources - {"tiled_attention"} | {"prefill_attention", "prefix_attention"}
         assert sources | {"multiply", "load_matrices", "copy_async"} <= set(names)
+        assert "ENTRY" not in names
         # A filter that keeps but one of its options would keep the first or the last.
         assert not {names[0], names[-1]} & set(plan.CONTROLS.values())
         assert set(plan.CONTROLS.values()) <= set(names)
