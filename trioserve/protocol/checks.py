@@ -1,4 +1,4 @@
-"""Validators and converters of the fields that a caller gives: each refuses by the field's name."""
+"""Validators and converters of the fields that a caller gives. Each error names the field."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_IDS = 1 << 20
 
 
 def refuse(param: str, value: object, wanted: str) -> InvalidRequest:
-    """The error that says what ``param`` must be."""
+    """Return the error that says what ``param`` must be."""
     return InvalidRequest(f"{param} must be {wanted}, got {value!r}", param=param)
 
 
 def number(low: float, high: float, wanted: str) -> Any:
-    """A validator: a finite number from ``low`` to ``high``."""
+    """Return a validator: a finite number from ``low`` to ``high``."""
 
     def check(_: object, attribute: attrs.Attribute[float], value: float) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -36,14 +36,14 @@ def number(low: float, high: float, wanted: str) -> Any:
 
 
 def positive_number(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-    """A validator: a finite number above 0."""
+    """Validate a finite number above 0."""
     number(0.0, math.inf, "a number above 0")(_, attribute, value)
     if value == 0:
         raise refuse(attribute.name, value, "a number above 0")
 
 
 def integer(low: int, wanted: str, *, high: int = MAX_COUNT) -> Any:
-    """A validator: an integer from ``low`` to ``high``."""
+    """Return a validator: an integer from ``low`` to ``high``."""
 
     def check(_: object, attribute: attrs.Attribute[int], value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -55,15 +55,15 @@ def integer(low: int, wanted: str, *, high: int = MAX_COUNT) -> Any:
 
 
 def boolean(_: object, attribute: attrs.Attribute[bool], value: bool) -> None:
-    """A validator: true or false."""
+    """Validate true or false."""
     if not isinstance(value, bool):
         raise refuse(attribute.name, value, "true or false")
 
 
 def as_strings(name: str, value: Any, *, most: int, longest: int) -> tuple[str, ...]:
-    """What converts ``value``: one string or several, empty ones left out.
+    """Return a converter to a tuple of strings: one string or several, empty ones left out.
 
-    At most ``most`` of them, of at most ``longest`` characters each.
+    It refuses more than ``most`` strings, and strings longer than ``longest`` characters.
     """
     if value is None:
         return ()
@@ -82,7 +82,7 @@ def as_strings(name: str, value: Any, *, most: int, longest: int) -> tuple[str, 
 
 
 def as_ids(name: str, value: Any, *, most: int = MAX_IDS) -> tuple[int, ...]:
-    """What converts ``value``: a list of token ids, at most ``most`` of them."""
+    """Return a converter of a list of token ids, at most ``most`` of them."""
     if value is not None and not isinstance(value, Iterable):
         raise refuse(name, value, "a list of token ids")
     ids = () if value is None else tuple(value)
@@ -92,7 +92,7 @@ def as_ids(name: str, value: Any, *, most: int = MAX_IDS) -> tuple[int, ...]:
         set(map(type, ids)) <= {int}
         and 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_COUNT
     ):
-        return ids  # What a check of each by itself would take a tenth of a second to find.
+        return ids  # a check of each id would take a tenth of a second
     for item in ids:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_COUNT:
             raise refuse(name, item, "a list of token ids")
@@ -100,12 +100,12 @@ def as_ids(name: str, value: Any, *, most: int = MAX_IDS) -> tuple[int, ...]:
 
 
 def as_id_set(name: str, value: Any) -> tuple[int, ...]:
-    """Convert ``value``, a list of token ids, to a sorted one in which each of them is once."""
+    """Convert ``value``, a list of token ids, to a sorted tuple without duplicates."""
     return tuple(sorted(set(as_ids(name, value))))
 
 
 def as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
-    """A converter: a map of token ids, which may be strings, to numbers from -100 to 100."""
+    """Convert a map of token ids, which may be strings, to numbers from -100 to 100."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -117,15 +117,15 @@ def as_bias(value: Mapping[Any, float] | None) -> dict[int, float]:
         try:
             token = int(key) if isinstance(key, str) else int(operator.index(key))
         except (TypeError, ValueError):
-            raise refuse("logit_bias", key, "a map whose keys are token ids") from None
+            raise refuse("logit_bias", key, "a map with token ids as keys") from None
         if (
             isinstance(amount, bool)
             or not isinstance(amount, (int, float))
             or not -100 <= amount <= 100
         ):
-            wanted = f"a map whose values are from -100 to 100 (key {key!r})"
+            wanted = f"a map with values from -100 to 100 (key {key!r})"
             raise refuse("logit_bias", amount, wanted)
         if token < 0:
-            raise refuse("logit_bias", key, "a map whose keys are token ids")
+            raise refuse("logit_bias", key, "a map with token ids as keys")
         bias[token] = float(amount)
     return bias

@@ -1,6 +1,6 @@
-"""Every exception that trioserve raises on purpose, and what each one means to a caller.
+"""Every exception that trioserve raises on purpose, and its meaning to a caller.
 
-The HTTP status of each is decided in one place, :mod:`trioserve.http.api.errors`.
+:mod:`trioserve.http.api.errors` decides the HTTP status of each.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class InvalidRequest(TrioserveError, ValueError):
 
 
 class AdapterNotFound(InvalidRequest):
-    """The request names an adapter that isn't loaded (any more), or a folder that isn't there."""
+    """The request names an adapter that isn't loaded, or a folder that doesn't exist."""
 
     def __init__(self, message: str, *, param: str | None = "adapter") -> None:
         super().__init__(message, param=param, code="model_not_found")
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt and the tokens asked for fit neither the model's length nor the page pool.
+    """The prompt and the tokens asked for exceed the model's length or the page pool.
 
-    Clients know it by words of OpenAI's message: ``this model's maximum context length is``.
+    Clients recognize it by OpenAI's words: ``this model's maximum context length is``.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -68,8 +68,8 @@ class ContextTooLong(InvalidRequest):
 class ModelLoadError(TrioserveError):
     """The model can't be found, read or understood; the message is one line and says what to do.
 
-    It may quote names out of a file that somebody else has made: characters that can't be printed
-    are written as escapes, and of a very long message the middle is left out.
+    The message may quote names from an untrusted file. Characters that can't be printed are written
+    as escapes, and a very long message loses its middle.
     """
 
     def __init__(self, message: str) -> None:
@@ -77,7 +77,7 @@ class ModelLoadError(TrioserveError):
 
 
 class QueueFull(TrioserveError):
-    """The waiting queue is at its bound; ``retry_after`` is a hint in seconds."""
+    """The waiting queue is full; ``retry_after`` is a hint in seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -85,26 +85,26 @@ class QueueFull(TrioserveError):
 
 
 def printable(text: str) -> str:
-    """``text`` from somewhere else as one line that does nothing to a terminal."""
+    """Return ``text`` as one line without characters that control a terminal."""
     if len(text) > 2 * _MAX_HALF_MESSAGE:
         text = f"{text[:_MAX_HALF_MESSAGE]} … {text[-_MAX_HALF_MESSAGE:]}"
     return escaped(text)
 
 
 class SessionLimit(TrioserveError):
-    """As many sessions are open as may be."""
+    """The limit of open sessions is reached."""
 
 
 class WatcherLimit(TrioserveError):
-    """As many watch the engine (:func:`trioserve.observability.live.watch`) as may."""
+    """The limit of subscriptions to :func:`trioserve.observability.live.watch` is reached."""
 
 
 class Draining(TrioserveError):
-    """The engine is shutting down and admits nothing new."""
+    """The engine is shutting down and admits no new request."""
 
 
 class Paused(TrioserveError):
-    """The engine is paused, and was told to refuse what comes meanwhile."""
+    """The engine is paused and refuses requests meanwhile."""
 
 
 class DeadlineExceeded(TrioserveError):
@@ -112,15 +112,15 @@ class DeadlineExceeded(TrioserveError):
 
 
 class RequestAborted(TrioserveError):
-    """The request was ended by somebody other than its caller (an administrator, a shutdown)."""
+    """The request was ended by an administrator or a shutdown, not by its caller."""
 
 
 class ShuttingDown(RequestAborted):
-    """The request ran when its server ended, and got no more time to finish."""
+    """The server shut down while the request ran, and its time to finish was over."""
 
 
 class SlowReader(TrioserveError):
-    """The reader of a stream fell behind by more than the bytes allowed, and was aborted."""
+    """A stream's reader fell behind by more than the bytes allowed, so the request was aborted."""
 
 
 class EngineError(TrioserveError):
@@ -128,7 +128,7 @@ class EngineError(TrioserveError):
 
 
 class CallFailed(EngineError):
-    """The worker couldn't do what it was asked for, and says why in ``reason``; it goes on."""
+    """The worker couldn't do what a call asked for. ``reason`` says why; the worker goes on."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -136,12 +136,12 @@ class CallFailed(EngineError):
 
 
 class WorkerLost(TrioserveError):
-    """A worker process died, hung or spoke nonsense; the supervisor decides what follows.
+    """A worker process died, hung or sent an invalid message; the supervisor decides what follows.
 
     Attributes:
-        from_outside: whether it was ended by a signal that others send, and no fault raises.
+        from_outside: whether a signal from outside ended it, not one that a fault raises.
         reason: ``killed`` (from outside), ``crashed`` (the process ended otherwise), ``hung``, or
-            ``failed`` (it said that it can't go on, or what makes no sense).
+            ``failed`` (it reported a fatal error, or sent an invalid message).
     """
 
     def __init__(self, message: str, *, from_outside: bool = False, reason: str = "failed") -> None:
@@ -151,14 +151,15 @@ class WorkerLost(TrioserveError):
 
 
 class WorkerSentAway(WorkerLost):
-    """The worker was sent away for a while, on request: no fault of anything that it was doing."""
+    """The worker was stopped on request; no request is to blame."""
 
 
 class FrontEndLost(TrioserveError):
-    """A front-end process died, hung or spoke nonsense; its supervisor decides what follows.
+    """A front-end process died, hung or sent an invalid message; its supervisor decides what
+    follows.
 
     Attributes:
-        is_hung: whether it is there and says nothing any more.
+        is_hung: whether the process still runs but doesn't answer any more.
     """
 
     def __init__(self, message: str, *, is_hung: bool = False) -> None:
@@ -167,4 +168,4 @@ class FrontEndLost(TrioserveError):
 
 
 class NoRoomForWorker(WorkerLost):
-    """No worker can be started at the moment: the disk is full, or no process is to be had."""
+    """The system has no room for another worker: the disk is full, or no process is left."""

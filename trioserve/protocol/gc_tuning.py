@@ -1,4 +1,4 @@
-"""What a process that is all ours does with its memory while it starts, and when it has started."""
+"""Garbage collection and free memory of a process of trioserve's own, at its start and later."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import gc
 from collections.abc import Callable, Iterator
 
 _COLLECT_AFTER = 50_000
-"""By how many objects the process has to have grown before cycles are looked for among them."""
+"""Objects that the process has to have grown by before the collector looks for cycles."""
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """No cycles are looked for in the block, which imports: it would take a fifth of the time.
+    """Disable the garbage collector in the block, which imports.
 
-    Imports make no garbage worth looking for.
+    Imports leave no garbage, and looking for it takes a fifth of their time.
     """
     gc.disable()
     try:
@@ -25,17 +25,17 @@ def importing() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Give free memory back to the system, which the C library would keep for the process."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    """Return free memory to the system; the C library would keep it for the process."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 def settle() -> None:
-    """Free what loading has left over, and have the collector never look at the rest again.
+    """Free what loading has left over, and exclude the remaining objects from later collections.
 
-    The C library keeps what is freed for a process that goes on as it began; a server that has read
-    its model's files doesn't.
+    The C library keeps freed memory in case the process needs it again. A server that has read its
+    model's files doesn't.
     """
     gc.collect()
     give_back()
@@ -44,14 +44,14 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[Callable[[], None]]:
-    """Have the garbage collector hold up the event loop seldom and briefly.
+    """Make the garbage collector stop the event loop seldom and briefly.
 
-    Gives what is to be called once everything is there that stays.
+    Yield a function to call once every object that stays for good exists.
 
-    Nearly everything that a request leaves is freed without it. At Python's settings it took a
-    sixth of a busy server's time, and stopped all streams for a tenth of a second now and then,
-    mostly to look through what was there from the start, which is left out from then on. This is
-    for a process that is all ours.
+    Reference counts free nearly everything that a request leaves. At Python's settings, the
+    collector took a sixth of a busy server's time and now and then stopped all streams for a tenth
+    of a second, mostly to look through objects that were there from the start. Those are excluded
+    from then on. Only a process of trioserve's own may call this.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])

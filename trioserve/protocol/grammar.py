@@ -1,8 +1,9 @@
-"""What an output may be made to follow: a JSON schema, a regular expression, a grammar, a choice.
+"""Rules that an output may have to follow: a JSON schema, a regular expression, a grammar, a
+choice.
 
-A :class:`Grammar` is only text with its kind. The worker compiles it
-(:mod:`gpu.constraints.grammars`), since it is there that a token is known first; the engine asks it
-to before it admits a request.
+A :class:`Grammar` is a text and its kind. The worker compiles it (:mod:`gpu.constraints.grammars`),
+since only the worker knows the tokens. The engine has the worker compile it before it admits the
+request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_GRAMMAR_CHARACTERS = 256 << 10
 
 @attrs.frozen
 class Grammar:
-    """A rule for the whole of an output.
+    """A rule for the whole output.
 
     =============== ===============================================================================
     kind            text
@@ -32,8 +33,8 @@ class Grammar:
     =============== ===============================================================================
 
     Raises:
-        InvalidRequest: an unknown kind, or a text that is empty or too long. Whether the text can
-            be compiled turns out later.
+        InvalidRequest: an unknown kind, or a text that is empty or too long. Compiling it may fail
+            later.
     """
 
     kind: str

@@ -1,7 +1,7 @@
-"""Pieces of grammars in llguidance's dialect of Lark: text in, text out, nothing is compiled.
+"""Pieces of grammars in llguidance's dialect of Lark. Nothing is compiled here.
 
-Every rule that is made of another grammar stands in a ``%lark`` block of its own, so that names of
-one don't meet those of another.
+A rule made of another grammar stands in a ``%lark`` block of its own, so that the names of two
+grammars don't clash.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 
 HEADER = "%llguidance {}\n"
-"""Without it a grammar without a hint of Lark may be taken for GBNF."""
+"""Start of every grammar: llguidance may otherwise take a grammar for GBNF."""
 TEXT = "TEXT: /(?s:.*)/\n"
 GAP = "GAP: /[ \\n]{1,4}/\n"
-"""White space between parts, bounded: a model that may go on with it for ever sometimes does."""
+"""Bounded white space between parts; without a bound, a model sometimes repeats it for ever."""
 MAX_GBNF_CHARACTERS = 32768
-"""Of a GBNF grammar that another one is to contain: the time of its conversion is quadratic."""
-# What llguidance takes for Lark; its own pattern takes quadratic time over empty lines.
+"""Limit of a GBNF grammar inside another grammar: its conversion takes quadratic time."""
+# llguidance's test for Lark. Its own pattern takes quadratic time over empty lines.
 _LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
 _WHITESPACE_IN_JSON = r"[\x20\x0A\x0D\x09]{1,16}"
 
 TokenOf = Callable[[str], int | None]
-"""The id of the token that is spelled like this; None if there is none."""
+"""Function that returns the id of the token spelled like its argument; None if there is none."""
 
 
 def literal(text: str, token_of: TokenOf) -> str:
-    """What matches ``text``, spelled out or as a token of its own.
+    """Return the Lark expression that matches ``text``, as characters or as a token of its own.
 
     Both have to be named: llguidance takes every added token that looks like ``<this>`` for a
-    special one, which no text matches.
+    special token, and no text matches a special token.
     """
     spelled = json.dumps(text, ensure_ascii=False)
     id = token_of(text)
@@ -43,11 +43,11 @@ def literal(text: str, token_of: TokenOf) -> str:
 
 
 _MARK = re.compile(r"(<[^<>\s]{1,64}>|\[[A-Z_]{1,64}\])")
-"""What tokens of their own are spelled like."""
+"""Spelling of a special token."""
 
 
 def spelled(text: str, token_of: TokenOf) -> list[str]:
-    """Return what matches ``text``, part by part: marks in it may be tokens of their own."""
+    """Return the Lark expressions that match ``text`` part by part; marks may be special tokens."""
     parts: list[str] = []
     for piece in _MARK.split(text):
         if piece and _MARK.fullmatch(piece) and token_of(piece) is not None:
@@ -58,7 +58,9 @@ def spelled(text: str, token_of: TokenOf) -> list[str]:
 
 
 def head(text: str, token_of: TokenOf, *, name: str = "head") -> str:
-    """The rule ``name``: any text up to the first ``text``, and that. It needs :data:`TEXT`."""
+    """Return the rule ``name``: any text up to and including the first ``text``. It uses
+    :data:`TEXT`.
+    """
     spelled = json.dumps(text, ensure_ascii=False)
     id = token_of(text)
     token = "" if id is None else f" | TEXT <[{id}]>"
@@ -66,9 +68,9 @@ def head(text: str, token_of: TokenOf, *, name: str = "head") -> str:
 
 
 def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
-    """What matches the JSON that ``schema`` allows.
+    """Return the Lark expression that matches the JSON that ``schema`` allows.
 
-    With ``lenient``, what the schema says that can't be made a grammar is left out of it.
+    With ``lenient``, parts of the schema that no grammar can express are left out.
     """
     options = {"whitespace_pattern": _WHITESPACE_IN_JSON}
     given = schema.get("x-guidance")
@@ -80,14 +82,14 @@ def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
 
 
 def nested(lark: str) -> str:
-    """What matches a whole grammar."""
+    """Return the Lark expression that matches a whole grammar."""
     return "%lark {\n" + lark.removeprefix(HEADER) + "\n}"
 
 
 def lark_of(grammar: Grammar, token_of: TokenOf) -> str:
-    """``grammar`` as a Lark grammar whatever its kind, for one that is to contain it.
+    """Return ``grammar``, of whatever kind, as a Lark grammar that another one can contain.
 
-    Takes up to a second.
+    This takes up to a second.
 
     Raises:
         InvalidRequest: its text isn't of its kind, or is GBNF that is too long.
@@ -97,7 +99,7 @@ def lark_of(grammar: Grammar, token_of: TokenOf) -> str:
     except InvalidRequest:
         raise
     except Exception as error:
-        # Of a text that isn't what it should be, parsers raise whatever Python raises there.
+        # Parsers of Python raise many kinds of errors for an invalid text.
         reason = f"{type(error).__name__}: {error}"
         raise InvalidRequest(
             f"grammar can't be read as a {grammar.kind}: {reason}", param="grammar"
@@ -115,7 +117,7 @@ def _of_regex(text: str, token_of: TokenOf) -> str:
 
 
 def _escaped_slashes(pattern: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """Return a regular expression escaped to stand between slashes."""
     escaped, result = False, []
     for character in pattern:
         if character == "\n":
@@ -139,13 +141,13 @@ def _of_grammar(text: str, token_of: TokenOf) -> str:
 
 
 def _of_choice(text: str, token_of: TokenOf) -> str:
-    # One lexeme: as alternatives of a rule, thousands of choices would be slow.
+    # One lexeme: thousands of choices would be slow as alternatives of a rule.
     choices = " | ".join(json.dumps(str(choice)) for choice in json.loads(text))
     return f"start: CHOICE\nCHOICE: {choices}\n"
 
 
 def _of_structural_tag(text: str, token_of: TokenOf) -> str:
-    """Free text in which what begins with a trigger is one of the structures."""
+    """Return a grammar: free text where a trigger begins one of the structures."""
     tag = json.loads(text)
     rules, names = [], []
     for number, structure in enumerate(tag["structures"]):

@@ -1,6 +1,6 @@
-"""Where the lines of a log go, the server's and its worker's alike: stderr, which may be stuck.
+"""The log handler of the server and its worker: it writes to stderr, which may be stuck.
 
-Of the standard library only, because the worker shares it.
+It imports only the standard library, because the worker shares it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ WORKER_LOG = "_TRIOSERVE_WORKER_LOG"
 """The environment variable that tells a worker how to log: the format, a colon, the level."""
 
 PATIENCE = 0.05
-"""Seconds that a line waits for whoever reads stderr. The server waits, too, and the worker."""
+"""Seconds that a line waits for the reader of stderr. The server and the worker wait with it."""
 PIECE = 1000
-"""Characters that a pipe takes at once if it takes any: at most 4 bytes each, of 4096."""
+"""Characters that a pipe takes at once or not at all: at most 4 bytes each, of 4096."""
 
 
 def escaped(text: str, keep: str = "") -> str:
@@ -26,8 +26,8 @@ def escaped(text: str, keep: str = "") -> str:
     order around: control and format characters, line ends, surrogates, unassigned ones.
 
     Args:
-        text: From a client, a model, a file or another server.
-        keep: Characters to leave as they are.
+        text: from a client, a model, a file or another server.
+        keep: characters to leave as they are.
     """
     if text.isprintable():
         return text
@@ -38,18 +38,18 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 class StderrHandler(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time: a progress bar puts itself in between.
+    """Log handler for ``sys.stderr`` as it is at the time, since a progress bar replaces it.
 
-    Where nobody reads a pipe or a terminal was stopped, a write would wait for ever, and with it
-    every request. So a line that isn't taken soon is dropped, and so is one that can't be written:
-    the disk is full, the reader has left. The next line that is taken tells how many were lost.
+    A write to a full pipe or a stopped terminal would block for ever, and every request with it. So
+    a line is dropped if it can't be written soon or at all (the disk is full, the reader has left).
+    The next line that is written tells how many were lost.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._num_dropped = 0
         self._is_torn = False
-        """Whether only the beginning of the last line that was taken is there."""
+        """True if only the beginning of the last line was written."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, or drop it."""
@@ -67,7 +67,7 @@ class StderrHandler(logging.Handler):
         self._num_dropped = 0 if is_taken else self._num_dropped + 1
 
     def _write(self, text: str) -> bool:
-        """Write ``text`` and say whether all of it was taken."""
+        """Write ``text`` and return whether all of it was written."""
         stream = sys.stderr
         for start in range(0, len(text), PIECE):
             if not _takes(stream, 0.0 if self._num_dropped else PATIENCE):
@@ -80,11 +80,11 @@ class StderrHandler(logging.Handler):
 
 
 def _takes(stream: TextIO, seconds: float) -> bool:
-    """Whether ``stream`` takes a piece, or is broken, within so many seconds."""
+    """Return whether ``stream`` becomes writable, or is broken, within ``seconds``."""
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        return True  # no file of the system's: it has no reader that could stop
+        return True  # not a file of the system: no reader can block it
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(seconds * 1000))

@@ -1,10 +1,10 @@
-"""Logits processors of the user's own: classes that change logits before a token is drawn.
+"""The interface of logits processors: the user's classes that change logits before sampling.
 
-``trioserve serve --logits-processors module:Class`` names them; the worker imports and makes them
-at its start. Nothing that a client sends is ever executed: a request only passes parameters
-(``vllm_xargs``, ``custom_params`` or ``SamplingParams.extra_args``), which a processor looks at.
+``trioserve serve --logits-processors module:Class`` names them; the worker imports and creates them
+at its start. Code from a client is never executed: a request only passes parameters
+(``vllm_xargs``, ``custom_params`` or ``SamplingParams.extra_args``), which a processor reads.
 
-A processor for everybody who sends ``{"target_token": 42}``::
+A processor for requests with ``{"target_token": 42}``::
 
     class TargetToken:
         parameters = ("target_token",)
@@ -47,13 +47,13 @@ Tensor: TypeAlias = Any
 
 @attrs.frozen(kw_only=True)
 class ProcessorContext:
-    """What a processor is made with."""
+    """The environment of a processor, passed to its constructor."""
 
     vocab_size: int
     max_num_seqs: int
-    """Slots are numbered from 0 to one less than this."""
+    """The number of slots; they are numbered from 0."""
     device: str
-    """torch's name of the device that the logits are on."""
+    """Device of the logits, by torch's name."""
     model: str
     """The model's folder or GGUF file."""
 
@@ -62,33 +62,33 @@ class ProcessorContext:
 class ProcessorRow:
     """One sequence that is to get a token.
 
-    ``tokens`` is int32, the prompt and the whole output so far, of which the first
-    ``prompt_length`` are the prompt. Whatever a processor remembers of a sequence must follow from
-    these and the arguments: a sequence that was preempted, or whose worker died, is opened again.
+    ``tokens`` is int32, the prompt and the whole output so far; the first ``prompt_length`` are the
+    prompt. A processor's state of a sequence must follow from these and the arguments: a sequence
+    that was preempted, or that lost its worker, is opened again.
     """
 
     index: int
-    """Which row of the logits and of the bias is this sequence's."""
+    """The sequence's row of the logits and of the bias."""
     slot: int
     tokens: npt.NDArray[np.int32]
     prompt_length: int
 
 
 class LogitsProcessor(Protocol):
-    """What a processor's class has to have, besides a constructor that takes the context."""
+    """The interface of a processor's class, besides a constructor that takes the context."""
 
     @property
     def parameters(self) -> Collection[str]:
-        """The names of the parameters that it takes; an attribute of the class will do.
+        """The names of the parameters that it takes; a class attribute will do.
 
-        A request with a parameter that no processor of the server takes is refused.
+        A request with a parameter unknown to every processor of the server is refused.
         """
         ...
 
     def check(self, args: Mapping[str, Any]) -> bool:
-        """Whether this processor is to see a request with these arguments.
+        """Return whether this processor handles a request with these arguments.
 
-        May be called in any thread, before the request is admitted.
+        This may be called in any thread, before the request is admitted.
 
         Raises:
             ValueError: an argument is wrong; the text reaches the client with status 400.
@@ -96,15 +96,15 @@ class LogitsProcessor(Protocol):
         ...
 
     def open(self, slot: int, args: Mapping[str, Any]) -> None:
-        """A sequence, for which :meth:`check` said yes, has got ``slot``."""
+        """Start a sequence in ``slot``; :meth:`check` returned true for its arguments."""
         ...
 
     def close(self, slot: int) -> None:
-        """The sequence in ``slot`` has left."""
+        """Forget the sequence in ``slot``, which has left."""
         ...
 
     def apply(self, logits: Tensor, bias: Tensor, rows: Sequence[ProcessorRow]) -> None:
-        """Say what to add to the logits of ``rows``.
+        """Add this processor's changes to ``bias`` for ``rows``.
 
         Args:
             logits: [R, vocab_size] float32, the model's own; not to be changed.

@@ -1,6 +1,6 @@
-"""What this machine lets a process use: cores, memory, instruction sets, a compiler. Linux only.
+"""Limits of this machine for a process: cores, memory, instruction sets, a compiler. Linux only.
 
-Everything is read from files under a root, so that a test can lay out a machine of its own.
+All files are read below a root folder, so that a test can lay out a machine of its own.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pathlib import Path
 import attrs
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
-"""The instruction sets, as /proc/cpuinfo spells them, that make a difference to a model."""
+"""Instruction sets that make a difference to a model, as /proc/cpuinfo spells them."""
 KERNEL_FEATURES = ("avx512f", "avx512_bf16", "avx512_vnni")
-"""The instruction sets that the compiled kernels of a CPU are written in."""
+"""Instruction sets that the compiled CPU kernels need."""
 COMPILER_ADVICE = "install g++ (`apt install g++`, `dnf install gcc-c++`), or name one in CXX"
-"""How to get a C++ compiler."""
+"""Advice on how to get a C++ compiler."""
 PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
-"""What installs a package into this process's own environment, which need not be on the PATH."""
+"""Command that installs a package for this process's Python, which need not be on the PATH."""
 
 _NO_LIMIT = 1 << 60
-"""The first control groups write a number near 2**63 where there is no limit."""
+"""Threshold of "no limit": version 1 of control groups then reports a number near 2**63."""
 
 
 @attrs.frozen
 class Machine:
-    """The machine whose files lie under ``root``."""
+    """A machine, described by the files below ``root``."""
 
     root: Path = Path("/")
 
     def cores(self) -> float:
-        """Cores that this process may use: its affinity, and the quota of its control groups."""
+        """Return the number of cores by this process's affinity and its control groups' quota."""
         return min([float(len(os.sched_getaffinity(0))), *self._cpu_quotas()])
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of memory in all and available, within the limits of the control groups."""
+        """Return the total and the available memory in bytes, within the control groups' limits."""
         fields = self._table("proc/meminfo")
         total, available = (
             int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
@@ -50,27 +50,31 @@ class Machine:
         return total, available
 
     def cpu_name(self) -> str:
-        """The processor's name, or "unknown"."""
+        """Return the processor's name, or "unknown"."""
         return self._table("proc/cpuinfo").get("model name", "unknown")
 
     def cpu_features(self) -> list[str]:
-        """Those of :data:`CPU_FEATURES` that the processor has."""
+        """Return the :data:`CPU_FEATURES` that the processor has."""
         flags = self._table("proc/cpuinfo").get("flags", "").split()
         return [name for name in CPU_FEATURES if name in flags]
 
     def obstacle_to_kernels(self) -> str | None:
-        """Say which of :data:`KERNEL_FEATURES` the processor lacks; None if it has them all."""
+        """Return which :data:`KERNEL_FEATURES` the processor lacks, as text; None if it has them
+        all.
+        """
         missing = [name for name in KERNEL_FEATURES if name not in self.cpu_features()]
         return f"the processor has no {', '.join(missing)}" if missing else None
 
     def cpu_identity(self) -> tuple[str, ...]:
-        """What distinguishes processors that a compiler makes different programs for."""
+        """Return properties that differ where a compiler makes different programs for two
+        processors.
+        """
         fields = self._table("proc/cpuinfo")
         names = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
         return tuple(fields.get(name, "") for name in names)
 
     def _table(self, path: str) -> dict[str, str]:
-        """A file of ``name: value`` lines; the first line of a name counts."""
+        """Return a file of ``name: value`` lines as a dict; a name's first line counts."""
         fields: dict[str, str] = {}
         for line in (self._read(self.root / path) or "").splitlines():
             name, colon, value = line.partition(":")
@@ -99,7 +103,7 @@ class Machine:
                     yield limit, self._number(group / used_file) or 0
 
     def _groups(self, controller: str) -> Iterator[Path]:
-        """The folders of this process's control groups, inner ones and those around them."""
+        """Yield the folders of this process's control groups, from the innermost outwards."""
         top = self.root / "sys/fs/cgroup"
         for line in (self._read(self.root / "proc/self/cgroup") or "").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -107,7 +111,7 @@ class Machine:
                 continue
             base = top / controller if controllers else top
             inner = Path(path.lstrip("/"))
-            # In a container the path may be the host's; what doesn't exist is simply not read.
+            # In a container the path may be the host's; a missing file is skipped.
             for folder in (inner, *inner.parents):
                 yield base / folder
 
@@ -129,7 +133,7 @@ def extra_advice(extra: str) -> str:
 
 
 def cache_folder(name: str) -> Path:
-    """``$XDG_CACHE_HOME/trioserve/name``, by default under ``~/.cache``: may not exist yet.
+    """Return ``$XDG_CACHE_HOME/trioserve/name``, by default under ``~/.cache``; it may not exist.
 
     Raises:
         OSError: this user has no home, and no variable says where else.
@@ -142,7 +146,7 @@ def cache_folder(name: str) -> Path:
 
 
 def compiler_version() -> str | None:
-    """The C++ compiler with its version; None if there is none that runs."""
+    """Return the C++ compiler with its version; None if none runs."""
     command = compiler_command()
     if shutil.which(command[0]) is None:
         return None
@@ -156,9 +160,9 @@ def compiler_version() -> str | None:
 
 
 def compiler_command() -> list[str]:
-    """What calls the C++ compiler: ``$CXX``, which may have arguments (``ccache g++``), or g++."""
+    """Return the C++ compiler's command: ``$CXX``, maybe with arguments, or g++."""
     given = os.environ.get("CXX", "")
     try:
         return shlex.split(given) or ["g++"]
-    except ValueError:  # a quote without its end: a strange name, perhaps
+    except ValueError:  # a quotation mark without its end: a program's strange name, perhaps
         return [given]

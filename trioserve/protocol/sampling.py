@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, and the one description of what the sampler does.
+"""Sampling parameters, and the description of the sampler.
 
 Order of operations
 -------------------
@@ -11,34 +11,33 @@ For one row, with ``logits`` the model's output in float32, the worker applies, 
    occurs in the prompt or the output; ``frequency_penalty`` times the count and
    ``presence_penalty`` times "occurs" are then subtracted, counting the output only;
 4. while fewer than ``min_tokens`` tokens have been produced, every stop id is masked;
-5. what the logits processors made of the raw logits is added
+5. the logits processors' bias, computed from the raw logits, is added
    (:mod:`trioserve.protocol.logits_processors`), and then every token is masked that
    ``allowed_token_ids`` leaves out, that would complete one of ``bad_words``, or that the
    ``grammar`` doesn't allow next;
 6. with ``temperature == 0`` the first largest logit wins, and what follows is skipped;
 7. logits are divided by ``temperature``;
 8. ``top_k`` keeps the k largest logits (ties with the k-th are kept);
-9. ``top_p`` keeps the smallest set of the most probable tokens whose probability, renormalised
-   after step 8, reaches p (always at least one);
-10. ``min_p`` keeps tokens whose probability is at least ``min_p`` times that of the most probable
-    one;
+9. ``top_p`` keeps the smallest set of the most probable tokens with a total probability of at
+   least p, renormalised after step 8 (always at least one);
+10. ``min_p`` keeps tokens that are at least ``min_p`` times as probable as the most probable one;
 11. one token is drawn from what is left, renormalised; the *processed log-probabilities* are those
     of this last distribution (after step 5 for a greedy row).
 
-Where the masks leave nothing to draw, the sequence ends with an error. ``prompt_logprobs`` and
+If the masks leave no token, the sequence ends with an error. ``prompt_logprobs`` and
 ``logprob_token_ids`` always report raw log-probabilities.
 
-The draw is an exponential race (what is also known as Gumbel-max): every candidate gets an
-exponential random number divided by its probability, and the smallest wins. It is run twice,
-between blocks of 128 consecutive token ids by the blocks' probabilities, and between the tokens of
-the block that won. So another rounding of the logits changes the token only where two candidates
-nearly tie; an inverse transform, one number looked up in a running sum, would shift with every
-rounding before it.
+The draw is an exponential race (also known as Gumbel-max): every candidate gets an exponential
+random number divided by its probability, and the smallest wins. It is run twice, between blocks of
+128 consecutive token ids by the blocks' probabilities, and between the tokens of the block that
+won. So a different rounding of the logits changes the token only where two candidates nearly tie.
+An inverse transform looks one number up in a running sum, so it would shift with every earlier
+rounding.
 
 The random numbers are Philox4x32-10's (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC'11), whose key is the seed and whose counter is (position, sequence index, purpose, lane):
-the lane is the block's number, then the token's id. Nothing else enters, so a seeded request draws
-with the same numbers whatever shares its batch and however often it was preempted.
+3", SC'11). The key is the seed, and the counter is (position, sequence index, purpose, lane); the
+lane is the block's number, then the token's id. Nothing else enters, so a seeded request draws with
+the same numbers in every batch and after every preemption.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from trioserve.protocol.token_ids import as_column, has_id
 
 MAX_SEED = 2**63 - 1
 MAX_SEQUENCES = 128
-"""How many outputs one request may ask for."""
+"""The most outputs that one request may ask for."""
 MAX_STOP_STRINGS = 64
 MAX_STRING_CHARACTERS = 1024
 MAX_BAD_WORDS = 256
@@ -73,8 +72,9 @@ MAX_EXTRA_ARGS = 64
 MAX_PROCESSORS = 16
 
 NO_TOKEN = -1
-"""Number in place of a token where all logits are -inf. What a request masks is, so it may be NaN
-that was masked."""
+"""Number in place of a token if all logits are -inf. The request's masks are -inf, so they may hide
+NaN.
+"""
 NAN_LOGITS = -2
 """Number in place of a token where logits that aren't masked hold NaN."""
 
@@ -106,7 +106,7 @@ def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _as_map(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """JSON values by name."""
+    """Convert to a dict of JSON values by name."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -144,7 +144,8 @@ GENERATION_CONFIG_FIELDS = ("repetition_penalty", "temperature", "top_k", "top_p
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How one request is to be sampled and when it ends; see the module's text for the order.
+    """The sampling parameters and the end conditions of one request; the module's text has the
+    order.
 
     Raises:
         InvalidRequest: a field is out of its range; ``param`` names it.
@@ -154,12 +155,13 @@ class SamplingParams:
         default=1,
         validator=integer(1, f"an integer from 1 to {MAX_SEQUENCES}", high=MAX_SEQUENCES),
     )
-    """How many outputs to make of the one prompt, which is computed once."""
+    """Number of outputs for the prompt, which is computed once."""
     max_tokens: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
-    """Output tokens at most; None for the engine's default. 0 computes the prompt and nothing more:
-    for its log-probabilities, or to have it cached."""
+    """The most output tokens; None for the engine's default. 0 computes the prompt alone, for its
+    log-probabilities or to cache it.
+    """
     min_tokens: int = attrs.field(default=0, validator=integer(0, "an integer of at least 0"))
     temperature: float = attrs.field(
         default=1.0, validator=number(0.0, 100.0, "a number from 0 to 100")
@@ -189,24 +191,27 @@ class SamplingParams:
         default=(),
         converter=_as_stop_regex,
     )
-    """Regular expressions that end the output where they match its text."""
+    """Regular expressions that end the output at their first match."""
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_stop_token_ids)
     include_stop_str_in_output: bool = attrs.field(default=False, validator=boolean)
     ignore_eos: bool = attrs.field(default=False, validator=boolean)
     skip_special_tokens: bool = attrs.field(default=True, validator=boolean)
     spaces_between_special_tokens: bool = attrs.field(default=True, validator=boolean)
-    """Leave the spaces that a word-level tokenizer puts between special tokens too; others put none
-    there, whatever this says."""
+    """True keeps a word-level tokenizer's spaces between special tokens. Other tokenizers put none
+    there.
+    """
     detokenize: bool = attrs.field(default=True, validator=boolean)
-    """Whether the output has text; without it, there are token ids alone."""
+    """True for an output with text; False for token ids alone."""
     logprobs: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
-    """None for no log-probabilities; n for the chosen token's and those of the n most probable."""
+    """None for no log-probabilities; n for those of the chosen token and the n most probable
+    tokens.
+    """
     prompt_logprobs: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
-    """The same for the tokens of the prompt. The first one has none: nothing comes before it."""
+    """Like ``logprobs``, for the tokens of the prompt. The first token has none."""
     prompt_logprobs_start: int = attrs.field(
         default=0, validator=integer(0, "an integer of at least 0")
     )
@@ -215,7 +220,7 @@ class SamplingParams:
         default=(),
         converter=_as_logprob_token_ids,
     )
-    """Tokens whose log-probabilities are reported wherever some are asked for."""
+    """Tokens to report the log-probabilities of at each position that reports any."""
     allowed_token_ids: tuple[int, ...] | None = attrs.field(
         default=None,
         converter=_as_allowed_token_ids,
@@ -225,17 +230,20 @@ class SamplingParams:
         default=(),
         converter=_as_bad_words,
     )
-    """Words whose last token is never drawn behind the others."""
+    """Words that are never completed: their last token is masked behind the others."""
     grammar: Grammar | None = attrs.field(default=None, validator=_check_grammar)
     extra_args: dict[str, Any] = attrs.field(factory=dict, converter=_as_map)
     """Parameters for logits processors, by name."""
     logits_processors: tuple[str, ...] = attrs.field(default=(), converter=_as_processors)
-    """Classes ``module:Class`` that change this request's logits beside the server's own. The
-    worker imports them; no HTTP request can name one."""
+    """Classes ``module:Class`` for this request's logits, in addition to the server's. The worker
+    imports them; no HTTP request can name one.
+    """
     truncate_prompt_tokens: int | None = attrs.field(default=None, validator=_optional(_truncation))
-    """Keep this many tokens of a longer prompt; -1 for as many as the model's context leaves."""
+    """The number of tokens to keep of a longer prompt; -1 for as many as the model's context
+    leaves.
+    """
     truncation_side: str = "left"
-    """Where a prompt is cut off that is too long: ``left`` or ``right``."""
+    """Side that a long prompt is cut on: ``left`` or ``right``."""
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -245,7 +253,7 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             raise refuse("allowed_token_ids", [], "a list of at least one token id")
         if self.grammar is not None and self.min_tokens:
-            # The grammar may allow nothing but the end before as many tokens are there.
+            # The grammar may end the output before ``min_tokens`` tokens are there.
             raise refuse("min_tokens", self.min_tokens, "0 where the output follows a grammar")
         for name in ("stop", "stop_regex"):
             if getattr(self, name) and not self.detokenize:
@@ -266,13 +274,13 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True)
 class SamplerParams:
-    """What the worker needs of a :class:`SamplingParams`, with nothing left to be looked up.
+    """The worker's form of a :class:`SamplingParams`, with every default filled in.
 
     ``stop_ids`` already holds the model's end-of-sequence ids unless they are ignored; it and
-    ``allowed_token_ids`` are columns of :mod:`trioserve.protocol.token_ids`. ``seed`` is
-    in 0 to 2**64 - 1. ``logprobs`` and ``prompt_logprobs`` are -1 for none; an empty
-    ``allowed_token_ids`` allows all; each of ``bad_words`` is a list of token ids.
-    ``sequence_index`` enters the random counter.
+    ``allowed_token_ids`` are columns of :mod:`trioserve.protocol.token_ids`. ``seed`` is in 0 to
+    2**64 - 1. ``logprobs`` and ``prompt_logprobs`` are -1 for none; an empty ``allowed_token_ids``
+    allows all; each of ``bad_words`` is a list of token ids. ``sequence_index`` enters the random
+    counter.
     """
 
     temperature: float = 1.0
@@ -296,8 +304,10 @@ class SamplerParams:
     extra_args: dict[str, Any] = attrs.field(factory=dict)
     logits_processors: list[str] = attrs.field(factory=list)
     pooling: str = ""
-    """What the prompt's hidden states become: ``last`` or ``mean``; empty for nothing."""
+    """Pooling of the prompt's hidden states: ``last`` or ``mean``; empty for none."""
 
     def is_stop(self, token: int, num_output: int) -> bool:
-        """Whether ``token``, the ``num_output``-th of the output (from 1), ends the sequence."""
+        """Return whether ``token``, number ``num_output`` of the output (from 1), ends the
+        sequence.
+        """
         return num_output >= max(self.min_tokens, 1) and has_id(self.stop_ids, token)

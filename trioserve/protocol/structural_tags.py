@@ -26,15 +26,15 @@ from trioserve.protocol.lark import (
 )
 
 MAX_FORMAT_DEPTH = 32
-"""How deep formats may be nested."""
+"""The deepest nesting of formats."""
 
 
 def format_lark(format: Any, token_of: TokenOf) -> str:
     """Return the grammar of an output that follows ``format``.
 
     Raises:
-        InvalidRequest: it is no such format, or one that no grammar can follow; the message begins
-            with its path, and ``param`` is ``grammar``.
+        InvalidRequest: the format is unknown, or no grammar can express it; the message begins with
+            its path, and ``param`` is ``grammar``.
     """
     writer = _Writer(token_of, lambda grammar: nested(lark_of(grammar, token_of)))
     start = writer.rule(format, "format", 0)
@@ -42,7 +42,7 @@ def format_lark(format: Any, token_of: TokenOf) -> str:
 
 
 def check_format(format: Any) -> None:
-    """Refuse what :func:`format_lark` refuses, but for what its grammars say. It takes no time."""
+    """Refuse what :func:`format_lark` refuses, except for errors inside its grammars."""
     _Writer(lambda _: None, lambda grammar: grammar.kind).rule(format, "format", 0)
 
 
@@ -67,7 +67,7 @@ class _Writer:
         self._token_of = token_of
         self._nest = nest
         self._num_nested = 0
-        """Characters of grammars, whose conversion takes long."""
+        """Characters of nested grammars, which take long to convert."""
         self._kinds: dict[str, Callable[[Mapping[str, Any], str, int], str]] = {
             "const_string": self._const_string,
             "json_schema": self._json_schema,
@@ -129,7 +129,7 @@ class _Writer:
         return self._free(format, path)
 
     def _free(self, format: Mapping[str, Any], path: str) -> str:
-        """The name of a terminal: any text but what a format excludes."""
+        """Return the name of a terminal that matches any text except what a format excludes."""
         names = ("excludes", "excluded_strs", "excluded_str")
         _check_keys(format, names, path)
         excluded: list[str] = []
@@ -167,7 +167,7 @@ class _Writer:
         return " ".join(parts)
 
     def _behind(self, free: str, element: Mapping[str, Any], path: str, depth: int) -> list[str]:
-        """Free text up to what ``element`` begins with, and the rest of it."""
+        """Return free text up to the beginning of ``element``, and the rest of ``element``."""
         if element.get("type") == "const_string" and element.get("value"):
             return [self._until(free, [_text(element, "value", path)])]
         if element.get("type") == "tag" and element.get("begin"):
@@ -189,7 +189,7 @@ class _Writer:
         return " ".join([self._spelled(begin), *self._inside(format, path, depth)])
 
     def _inside(self, tag: Mapping[str, Any], path: str, depth: int) -> list[str]:
-        """A tag's content and end."""
+        """Return a tag's content and end."""
         _check_keys(tag, ("begin", "content", "end"), path)
         content, end = tag.get("content"), tag.get("end")
         ends = [end] if isinstance(end, str) else _texts(tag, "end", path, empty=True)
@@ -244,7 +244,7 @@ class _Writer:
     # -- texts -------------------------------------------------------------------------------
 
     def _until(self, free: str, ends: Sequence[str]) -> str:
-        """The name of a rule: text up to the first of ``ends``, and that."""
+        """Return the name of a rule that matches text up to and including the first of ``ends``."""
         alternatives = " | ".join(json.dumps(end, ensure_ascii=False) for end in ends)
         lazy = self._add(f"{free} ({alternatives})", lazy=True)
         ids = [id for id in map(self._token_of, ends) if id is not None]

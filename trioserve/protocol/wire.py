@@ -1,4 +1,4 @@
-"""Every message that crosses the boundary between the engine and a worker process.
+"""The messages between the engine and a worker process.
 
 Messages are attrs classes encoded as MessagePack by msgspec, one tag byte in front. Bulk fields are
 *columns*: little-endian int32 or float32 numbers held as bytes, so that a step of 256 rows costs
@@ -7,10 +7,9 @@ the envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses
 The conversation: the worker says :class:`Hello`; the engine checks it and answers :class:`Start`;
 the worker loads its model, saying :class:`Progress` as it goes, and then :class:`Ready` or a
 :class:`Failure`. From then on the engine sends :class:`Plan` messages and the worker answers each
-with a :class:`StepResult`, in order; :class:`Drop` names those of whom nothing more is wanted.
-:class:`Call` and :class:`Reply` are for the rare and slow: a reply may come long after its call,
-and steps go on meanwhile.
-:class:`Quit` ends the worker.
+with a :class:`StepResult`, in order; :class:`Drop` names a slot that needs no more results.
+:class:`Call` and :class:`Reply` are for rare, slow operations: a reply may come long after its
+call, and steps go on meanwhile. :class:`Quit` ends the worker.
 """
 
 from __future__ import annotations
@@ -30,38 +29,38 @@ from trioserve.protocol.sampling import SamplerParams
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
-"""What either side's socket takes; a longer message is dropped with its connection."""
+"""The longest message that either socket takes; a longer one is dropped with its connection."""
 BUFFERED_MESSAGES = 64
-"""How many messages may wait in either direction of either side's socket."""
+"""The most messages that may wait in each direction of each socket."""
 
 
 class WireError(Exception):
-    """Bytes that are no message of ours."""
+    """The bytes aren't a valid message."""
 
 
 def from_ints(values: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
-    """A column of int32 as bytes."""
+    """Encode integers as a column of int32."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
 def ints(column: bytes) -> npt.NDArray[np.int32]:
-    """The read-only int32 view of a column."""
+    """Return the read-only int32 view of a column."""
     return np.frombuffer(column, dtype="<i4")
 
 
 def from_floats(values: Sequence[float] | npt.NDArray[np.float32]) -> bytes:
-    """A column of float32 as bytes."""
+    """Encode numbers as a column of float32."""
     return np.asarray(values, dtype="<f4").tobytes()
 
 
 def floats(column: bytes) -> npt.NDArray[np.float32]:
-    """The read-only float32 view of a column."""
+    """Return the read-only float32 view of a column."""
     return np.frombuffer(column, dtype="<f4")
 
 
 @attrs.frozen(kw_only=True)
 class Hello:
-    """Worker to engine, first: who is there. A stranger is refused by path, version or schema."""
+    """Worker to engine: the first message. The engine refuses a wrong path, version or schema."""
 
     protocol: int
     schema: str
@@ -72,9 +71,9 @@ class Hello:
 
 @attrs.frozen(kw_only=True)
 class MockSteps:
-    """How long the steps of a worker take that computes nothing: measuring all but the model.
+    """Durations of a mock worker's steps, which compute nothing: for measuring all but the model.
 
-    A step takes ``step_seconds``, and ``token_seconds`` more for each token that it would compute.
+    A step takes ``step_seconds``, plus ``token_seconds`` for each token that it would compute.
     """
 
     step_seconds: float
@@ -83,10 +82,10 @@ class MockSteps:
 
 @attrs.frozen(kw_only=True)
 class Start:
-    """Engine to worker: what to load and within which limits; 0 means "choose"."""
+    """Engine to worker: the model to load and its limits; 0 means "choose"."""
 
     model: str
-    """A folder or a GGUF file: already found, never a name to be looked up."""
+    """The path of a folder or a GGUF file; names are looked up before."""
     device: str
     dtype: str
     max_model_len: int
@@ -104,26 +103,26 @@ class Start:
     deterministic: bool
     quantization: str
     tokenizer: str
-    """Where the tokenizer comes from if it isn't the model's own, else empty; for grammars."""
+    """The tokenizer's path if it isn't the model's own, else empty; for grammars."""
     logits_processors: list[str]
-    """``module:Class`` of each, in the order in which they are applied."""
+    """``module:Class`` of each, in the order of application."""
     model_impl: str = "auto"
-    """What is to compute the model: ``auto``, ``native`` or ``transformers``."""
+    """Implementation of the model: ``auto``, ``native`` or ``transformers``."""
     weights: str = ""
-    """Where the weights are if they aren't the model's own any more: a folder or a file."""
+    """Path of the weights if they aren't the model's own any more: a folder or a file."""
     max_lora_rank: int = 0
-    """The largest rank of adapters; 0 if none are to be served."""
+    """The largest rank of adapters; 0 for no adapters."""
     kv_offloading_bytes: int = 0
-    """How much of the host's memory is for pages that the KV cache has no room for."""
+    """Bytes of the host's memory for pages that are offloaded from the KV cache."""
     max_loras: int = 0
-    """The most adapters that one plan's sequences have."""
+    """The most adapters in one plan."""
     free_memory: int = 0
-    """:attr:`Ready.free_memory` of the first worker, which this one replaces; 0 if it is the first.
+    """:attr:`Ready.free_memory` of the first worker; 0 for the first worker itself.
 
     The memory of a process that has ended may come back a little later.
     """
     mock: MockSteps | None = None
-    """Load no weights and compute nothing; None for a worker that is of use."""
+    """Set for a worker that loads no weights and computes nothing; None for a real one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -143,7 +142,9 @@ class Ready:
     device: str
     device_name: str
     computing: str
-    """What computes, and with which weights, in a few words; on a CPU also why, if it is torch."""
+    """Short description of the implementation and the weights; on a CPU with torch, also the
+    reason.
+    """
     dtype: str
     num_pages: int
     page_size: int
@@ -152,24 +153,24 @@ class Ready:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_host_pages: int = 0
-    """Places for pages in the host's memory."""
+    """Number of pages in the host's memory."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
-    """Of its process, which whoever has started that fills in."""
+    """Process id of the worker; the supervisor sets it."""
     warning: str = ""
-    """Why the model computes slower than it could on another machine, and what to do; one line."""
+    """One line: why the model computes slower than it could on another machine, and what to do."""
 
 
 @attrs.frozen(kw_only=True)
 class OpenSlot:
     """A sequence enters the worker.
 
-    ``tokens`` is an int32 column: the prompt and whatever has been produced so far. The first
-    ``computed`` of them already have their KV in the first pages of ``pages`` (a prefix hit).
-    ``prompt_logprobs_from`` is the position of the first prompt token whose log-probability is
-    wanted, above ``computed``; -1 if none is (any more). ``adapter`` is the number of an
-    adapter that the call ``load_adapter`` has brought, 0 for none.
+    ``tokens`` is an int32 column: the prompt and the output so far. The first ``computed`` of them
+    already have their KV in the first pages of ``pages`` (a prefix hit). ``prompt_logprobs_from``
+    is the position, above ``computed``, of the first prompt token that needs a log-probability; -1
+    if none does. ``adapter`` is the number of an adapter loaded by the call ``load_adapter``, 0 for
+    none.
     """
 
     slot: int
@@ -185,16 +186,15 @@ class OpenSlot:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """One step's work, as changes to what the worker already knows.
+    """Engine to worker: one step's work, as changes to the worker's state.
 
     A worker applies ``closed``, then ``opened``, then the pages, then copies, then computes the
-    rows. Row i
-    computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that reaches the end
-    of what the slot holds (its own last sampled token included), the row samples one more. Rows
-    stand in the order in which the worker may lay them out; each slot occurs at most once.
-    ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of slot i.
-    ``copies`` are pairs: whole pages are copied from the first to the second, one after the other.
-    Numbers from :attr:`Ready.num_pages` on are those of places in the host's memory.
+    rows. Row i computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that
+    reaches the end of what the slot holds (its own last sampled token included), the row samples
+    one more. Rows stand in the order in which the worker may lay them out; each slot occurs at most
+    once. ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of
+    slot i. ``copies`` are pairs: whole pages are copied from the first to the second, one after the
+    other. Numbers from :attr:`Ready.num_pages` on are pages in the host's memory.
     """
 
     number: int
@@ -209,7 +209,7 @@ class Plan:
 
 @attrs.frozen(kw_only=True)
 class PromptPiece:
-    """The raw log-probabilities of the P prompt tokens that a row got to, from ``start`` on.
+    """The raw log-probabilities of the P prompt tokens that a row computed, from ``start`` on.
 
     ``logprobs`` is float32 [P], ``ranks`` int32 [P] (1 for the most probable token). With K of the
     slot's ``prompt_logprobs`` (or the whole vocabulary, if it is smaller) and M of its
@@ -228,7 +228,7 @@ class PromptPiece:
 
 @attrs.frozen(kw_only=True)
 class PooledPrompt:
-    """What the hidden states of a slot's prompt became: ``vector`` is float32 [E]."""
+    """The pooled hidden states of a slot's prompt: ``vector`` is float32 [E]."""
 
     slot: int
     vector: bytes
@@ -236,7 +236,7 @@ class PooledPrompt:
 
 @attrs.frozen(kw_only=True)
 class StepResult:
-    """What a plan produced, in ragged columns.
+    """Worker to engine: the results of a plan, in ragged columns.
 
     Row i is slot ``slots[i]`` in generation ``generations[i]`` and gave the tokens
     ``tokens[offsets[i]:offsets[i+1]]``: none for a chunk of a prompt or for a sequence that had
@@ -245,10 +245,10 @@ class StepResult:
     ``top_ids[top_offsets[k]:top_offsets[k+1]]``, most probable first, with ``top_logprobs`` beside
     them; ``top_offsets`` is empty when no row of the plan asked for any. Likewise, the raw
     log-probabilities of its slot's ``logprob_token_ids``, in their order, are
-    ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A token of -1 says that there was none to
-    draw: the logits hold NaN, or what the request allows leaves nothing. ``prompts`` has a piece
-    for each row that computed prompt tokens whose log-probabilities are wanted, ``pooled`` a vector
-    for each that completed a prompt of which one is.
+    ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A token of -1 means that none could be drawn:
+    the logits hold NaN, or the request's masks leave no token. ``prompts`` has a piece for each row
+    that computed prompt tokens with log-probabilities. ``pooled`` has a vector for each row that
+    completed a prompt to be pooled.
 
     Times are microseconds: in ``step_us`` the device ran kernels of this step, in ``gap_us`` of the
     step it ran none, ``idle_us`` lie between the last step's end and this one's start, and the
@@ -286,7 +286,7 @@ class Failure:
     """Worker to engine: plan ``number`` (or, with 0, the start) failed.
 
     The worker then refuses every plan until it is told to :class:`Reset`. ``slot`` is -1 unless one
-    slot is known to be to blame. ``fatal`` says that this worker can't go on at all.
+    slot is known to have caused it. ``fatal`` says that this worker can't go on at all.
     """
 
     number: int
@@ -297,12 +297,12 @@ class Failure:
 
 @attrs.frozen(kw_only=True)
 class Call:
-    """Engine to worker: something rare and slow, by name; answered by a :class:`Reply`."""
+    """Engine to worker: a rare, slow operation, by name. A :class:`Reply` answers it."""
 
     number: int
     name: str
     arguments: bytes = b""
-    """MessagePack of whatever the call takes."""
+    """The call's arguments as MessagePack."""
 
 
 @attrs.frozen(kw_only=True)
@@ -321,16 +321,17 @@ class Quit:
 
 @attrs.frozen(kw_only=True)
 class Drop:
-    """Engine to worker: nothing more is wanted of a slot that plans on their way still name.
+    """Engine to worker: a slot that plans in flight still name needs no more results.
 
-    Their rows that haven't begun needn't be computed, and give no token then. A plan to come closes
-    the slot. Nobody else reads pages that such a row would write.
+    Its rows that haven't begun needn't be computed and then give no token. A later plan closes the
+    slot. No other sequence reads pages that such a row would write.
     """
 
     slot: int
     generation: int
 
 
+# A class's position is its tag byte, so new messages go at the end.
 Message = (
     Hello
     | Start
@@ -346,21 +347,7 @@ Message = (
     | Drop
 )
 
-# The position in this tuple is the tag byte, so new messages go at the end.
-_CLASSES: tuple[type, ...] = (
-    Hello,
-    Start,
-    Progress,
-    Ready,
-    Plan,
-    StepResult,
-    Reset,
-    Failure,
-    Call,
-    Reply,
-    Quit,
-    Drop,
-)
+_CLASSES: tuple[type, ...] = typing.get_args(Message)
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
@@ -369,12 +356,12 @@ _DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     return _TAG_OF[type(message)] + _ENCODER.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    """The message that ``data`` holds.
+    """Return the message in ``data``.
 
     Raises:
         WireError: an unknown tag, or a body that doesn't fit its class.
@@ -389,7 +376,7 @@ def decode(data: bytes) -> Message:
 
 
 def schema_hash() -> str:
-    """A hash over every message's fields and types; two sides that differ must not talk."""
+    """Return a hash of every message's fields and types; both sides must have the same."""
     description = [
         (cls.__name__, [(field.name, str(field.type)) for field in attrs.fields(cls)])
         for cls in (
