@@ -113,29 +113,36 @@ def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def readme_figures(folder: Path = RESULTS) -> str:
     """Return the README's block, of the same results."""
-    throughput = json.loads((folder / "throughput.json").read_text())
-    lines = throughput["table"].splitlines()
-    heads, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    cells = {(row[0], row[1]): dict(zip(heads, row, strict=True)) for row in rows[1:]}
+    throughput = table_cells(folder / "throughput.json")
+    leaving = table_cells(folder / "cpu_after_leave.json")
+    servers = [f"{name} bf16" for name in ("trioserve", "vllm", "llama.cpp")]
 
     def figure(case: str, server: str, name: str) -> str:
-        return f"{float(cells[case, server][name]):,.0f}"
+        return f"{float(throughput[case, server][name]):,.0f}"
 
     shown = []
     for case in ("1 stream", "8 streams", "32 streams"):
-        servers = [f"{name} bf16" for name in ("trioserve", "vllm", "llama.cpp")]
         pairs = [(figure(case, s, "tokens/s"), figure(case, s, "TTFT p50 ms")) for s in servers]
-        shown.append([case.split()[0], *(f"{rate}, {first} ms" for rate, first in pairs)])
+        shown.append([case, *(f"{rate} tokens/s, {first} ms" for rate, first in pairs)])
+    burnt = [f"{leaving['', server]['CPU burnt s']} s" for server in servers]
+    shown.append(["CPU time after 16 clients left", *burnt])
     events = json.loads((folder / "sse.json").read_text())
     (ratio,) = [v["reached"] for v in events["verdicts"] if "SSE event, 256" in v["what"]]
     ours = figure("1 stream", "trioserve q4_1", "tokens/s")
     theirs = figure("1 stream", "llama.cpp q4_1", "tokens/s")
     return (
-        f"{markdown(['streams', 'trioserve', 'vLLM', 'llama.cpp'], shown)}\n\n"
+        f"{markdown(['', 'trioserve', 'vLLM', 'llama.cpp'], shown)}\n\n"
         f"With the 4-bit weights of the model's own file one stream gets {ours} tokens/s "
-        f"(llama.cpp {theirs}),\nand an event of a stream costs {ratio:.2f} times the CPU "
-        f"that it costs uvicorn. From `bench/results/throughput.json`."
+        f"(llama.cpp {theirs}).\nAn event of a stream costs {ratio:.2f} times the CPU time "
+        f"that it costs under uvicorn."
     )
+
+
+def table_cells(path: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the rows of a result's table, by case and server."""
+    lines = json.loads(path.read_text())["table"].splitlines()
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {(row[0], row[1]): dict(zip(heads, row, strict=True)) for row in rows}
 
 
 def fill(page: Path, blocks: Mapping[str, str]) -> None:
