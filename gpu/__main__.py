@@ -54,11 +54,11 @@ def examine() -> dict[str, Any]:
 
 def _examine_cpu_kernels() -> str:
     """Where the kernels of the CPU are, or why torch computes in their place."""
-    from gpu.cpu.build import BuildError, built
+    from gpu.cpu.build import LibraryBuildError, built
 
     try:
         library = built()
-    except BuildError as error:
+    except LibraryBuildError as error:
         return f"none, torch computes: {error}"
     if library is None:
         return "not built yet: compiled when a model is first served"

@@ -55,7 +55,7 @@ MAX_PREPARING = 64
 _log = logging.getLogger("gpu.worker")
 
 
-class Quit(Exception):
+class QuitRequested(Exception):
     """The engine is done with this worker."""
 
 
@@ -88,7 +88,7 @@ class Worker:
         """Talk until told to quit."""
         try:
             self._send(
-                wire.Hello(
+                wire.WorkerHello(
                     protocol=wire.PROTOCOL_VERSION,
                     schema=wire.schema_hash(),
                     package=str(Path(__file__).resolve().parent),
@@ -102,7 +102,7 @@ class Worker:
             self._weights = serving.weights
             self._adapters = serving.adapters
             self.serve(serving.runner, serving.constraints, serving.calls)
-        except Quit:
+        except QuitRequested:
             return
         finally:
             self._background.close()
@@ -129,7 +129,7 @@ class Worker:
         now = time.monotonic()
         if done == total or now - self._last_progress >= PROGRESS_INTERVAL:
             self._last_progress = now
-            self._send(wire.Progress(stage=stage, done=done, total=total))
+            self._send(wire.LoadingProgress(stage=stage, done=done, total=total))
 
     def serve(
         self,
@@ -269,7 +269,7 @@ class Worker:
         """The next message; waits for it. Raises Quit if it is that."""
         message = wire.decode(self._socket.recv(block=block))
         if isinstance(message, wire.Quit):
-            raise Quit
+            raise QuitRequested
         return message
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from bench.engine.compiled_steps import CompiledSteps, load_compiled, num_pages_of, usual
 from bench.report import markdown, run_script
 from bench.servers import MODEL
-from gpu.lora.reading import Adapter, Update
+from gpu.lora.reading import LoraWeights, LowRankUpdate
 from gpu.weights.expected import expected_tensors
 from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig, locate
@@ -30,7 +30,7 @@ KINDS = {
 }
 
 
-def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
+def random_adapter(config: ModelConfig, rank: int, seed: int) -> LoraWeights:
     """Return an adapter of all projections, with small random numbers."""
     draw = np.random.default_rng(seed)
     shapes = expected_tensors(config)
@@ -40,8 +40,8 @@ def random_adapter(config: ModelConfig, rank: int, seed: int) -> Adapter:
             outputs, inputs = shapes[f"model.layers.{layer}.{part}.weight"]
             a = draw.standard_normal((rank, inputs), dtype=np.float32) / 100
             b = draw.standard_normal((outputs, rank), dtype=np.float32) / 100
-            updates[layer, part] = Update(a, b, 1.0)
-    return Adapter(updates=updates, checksum="")
+            updates[layer, part] = LowRankUpdate(a, b, 1.0)
+    return LoraWeights(updates=updates, checksum="")
 
 
 def measure(options: argparse.Namespace) -> str:

@@ -44,7 +44,7 @@ from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import SequenceState
-from trioserve.scheduler.slots import SlotTable
+from trioserve.scheduler.slots import SlotAllocator
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor
@@ -120,7 +120,7 @@ def _released_at_once(original: Any) -> Any:
 @plants(
     "a slot is reused before its step is acknowledged",
     "vllm-project/vllm#32255",
-    SlotTable,
+    SlotAllocator,
     "close",
 )
 def _closed_at_once(original: Any) -> Any:

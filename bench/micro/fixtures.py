@@ -17,7 +17,7 @@ from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Request, Sequence, Times, TokensPrompt
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 32
@@ -44,9 +44,9 @@ def make_request(prompt: list[int], budget: StreamBudget, max_tokens: int = MAX_
     return request
 
 
-def make_limits(rows: int, pages_per_row: int = 256) -> Limits:
+def make_limits(rows: int, pages_per_row: int = 256) -> SchedulerLimits:
     """Room for ``rows`` sequences in one step."""
-    return Limits(
+    return SchedulerLimits(
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows * PROMPT_TOKENS, 8192),
         max_model_len=1 << 14,

@@ -19,7 +19,7 @@ import trio
 from trioserve.cli.remote import remote_of
 from trioserve.cli.remote_options import RemoteOptions
 from trioserve.cli.top.drawing import draw
-from trioserve.cli.top.feed import Feed
+from trioserve.cli.top.feed import SnapshotFeed
 from trioserve.cli.top.glyphs import UNICODE
 from trioserve.cli.top.view import View
 from trioserve.load.remote import Remote
@@ -75,7 +75,7 @@ async def ask_again_and_again(remote: Remote, number: int) -> None:
 
 async def watch(remote: Remote) -> View:
     view = View(url=remote.url)
-    async with Feed.open(remote, "", 0.5) as feed:
+    async with SnapshotFeed.open(remote, "", 0.5) as feed:
         view.greet(feed.hello)
         async for shown in feed:
             view.take(shown.picture, trio.current_time())

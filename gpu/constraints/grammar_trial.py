@@ -7,7 +7,7 @@ it dies of that, the grammar is refused. What passes costs the worker as much ag
 
 :func:`main` is the child. Both ways go MessagePack messages behind their length, four bytes: to it
 first a :class:`~gpu.constraints.grammars.GrammarVocabulary` with the limits, then grammars; from it
-a :class:`Verdict` for each. It ends when its standard input does.
+a :class:`TrialVerdict` for each. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 @attrs.frozen
-class Verdict:
+class TrialVerdict:
     """A grammar in llguidance's form and the bytes that it takes compiled, or why it is refused."""
 
     text: str = ""
@@ -67,7 +67,7 @@ class GrammarTrial:
         self._max_memory = max_memory
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, grammar: Grammar) -> Verdict:
+    def run(self, grammar: Grammar) -> TrialVerdict:
         """Try out ``grammar``; returns a verdict without an error.
 
         Raises:
@@ -99,7 +99,7 @@ class GrammarTrial:
             process.kill()
             process.communicate()
 
-    def _ask(self, grammar: Grammar) -> Verdict:
+    def _ask(self, grammar: Grammar) -> TrialVerdict:
         process = self._process
         if process is None or process.poll() is not None:
             self.close()
@@ -114,7 +114,7 @@ class GrammarTrial:
         assert process.stdin is not None
         assert process.stdout is not None
         _write(process.stdin, grammar)
-        return msgspec.convert(_read(process.stdout), Verdict)
+        return msgspec.convert(_read(process.stdout), TrialVerdict)
 
 
 # The package is found where this process has found it, whatever the environment says.
@@ -132,7 +132,7 @@ def main() -> None:
     try:
         tokenizer = msgspec.convert(vocabulary, GrammarVocabulary).build()
     except GrammarError as error:
-        _write(target, Verdict(error=str(error)))
+        _write(target, TrialVerdict(error=str(error)))
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + max_memory)
@@ -148,11 +148,11 @@ def main() -> None:
             text = to_llguidance(grammar, tokenizer)
             compiled = compile_text(text, tokenizer)
         except GrammarError as error:
-            _write(target, Verdict(error=str(error)))
+            _write(target, TrialVerdict(error=str(error)))
         else:
             num_bytes = max(allocated() - before, 0) or estimated_bytes(grammar)
             del compiled
-            _write(target, Verdict(text, num_bytes))
+            _write(target, TrialVerdict(text, num_bytes))
 
 
 class _Mallinfo(ctypes.Structure):

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from gpu.lora.reading import Adapter, Update
+from gpu.lora.reading import LoraWeights, LowRankUpdate
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Numbers
 from gpu.weights.packed_modules import PACKED_MODULES, packed_shapes
 from trioserve.model_files import ModelConfig
@@ -32,19 +32,19 @@ class Module(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
+class AdapterProductStruct(ctypes.Structure):
     """``AdapterProduct``."""
 
     _fields_ = (("num_modules", c_int64), ("modules", Module * _MAX_MODULES))
 
 
-class Group(ctypes.Structure):
+class AdapterGroupStruct(ctypes.Structure):
     """``AdapterGroup``."""
 
     _fields_ = (("layers", c_void_p), ("tokens", c_void_p), ("num_tokens", c_int64))
 
 
-class Step(ctypes.Structure):
+class AdapterStepStruct(ctypes.Structure):
     """``AdapterStep``."""
 
     _fields_ = (("groups", c_void_p), ("num_groups", c_int64))
@@ -54,7 +54,7 @@ class Step(ctypes.Structure):
 class CompiledAdapter:
     """An adapter in the decoder's layout: what points into it, and the memory that it points to."""
 
-    layers: ctypes.Array[Product]  # [num_layers * len(PACKED_MODULES)]
+    layers: ctypes.Array[AdapterProductStruct]  # [num_layers * len(PACKED_MODULES)]
     memory: object
 
 
@@ -62,12 +62,12 @@ class CompiledAdapter:
 class AdapterStep:
     """The groups of a step, valid as long as this lives."""
 
-    step: Step
-    _groups: ctypes.Array[Group]
+    step: AdapterStepStruct
+    _groups: ctypes.Array[AdapterGroupStruct]
     _tokens: list[npt.NDArray[np.int32]]
 
 
-def pack_module(update: Update) -> tuple[Numbers, Numbers]:
+def pack_module(update: LowRankUpdate) -> tuple[Numbers, Numbers]:
     """The matrices of an update as ``AdapterModule`` has them: ``a`` and ``b`` in bfloat16.
 
     The inputs are a multiple of 32, the outputs of 16.
@@ -83,9 +83,9 @@ def pack_module(update: Update) -> tuple[Numbers, Numbers]:
     return np.ascontiguousarray(strips), np.ascontiguousarray(b)
 
 
-def pack_adapter(adapter: Adapter, config: ModelConfig) -> CompiledAdapter:
+def pack_adapter(adapter: LoraWeights, config: ModelConfig) -> CompiledAdapter:
     """The compiled decoder's form of ``adapter``."""
-    layers = (Product * (config.num_layers * len(PACKED_MODULES)))()
+    layers = (AdapterProductStruct * (config.num_layers * len(PACKED_MODULES)))()
     # In one piece, in the order in which it is read: NumPy asks for large pages for it.
     memory = np.empty(_packed_size(adapter), dtype=np.uint16)
     end = -memory.ctypes.data // 2 % ALIGNMENT
@@ -115,7 +115,7 @@ def pack_adapter(adapter: Adapter, config: ModelConfig) -> CompiledAdapter:
     return CompiledAdapter(layers, memory)
 
 
-def _packed_size(adapter: Adapter) -> int:
+def _packed_size(adapter: LoraWeights) -> int:
     """How many numbers of 16 bits its matrices have at most, with what is between them."""
     padded: list[int] = [
         -(-update.rank // LANES) * LANES * (update.a.shape[1] + len(update.b)) + 2 * ALIGNMENT
@@ -128,8 +128,10 @@ def step_of(
     adapters: Mapping[int, CompiledAdapter], tokens: Mapping[int, npt.NDArray[np.int32]]
 ) -> AdapterStep:
     """A step in which ``tokens`` of each adapter, by its number, are computed."""
-    groups = (Group * len(tokens))()
+    groups = (AdapterGroupStruct * len(tokens))()
     for group, (number, own) in zip(groups, tokens.items(), strict=True):
         group.layers = ctypes.addressof(adapters[number].layers)
         group.tokens, group.num_tokens = own.ctypes.data, len(own)
-    return AdapterStep(Step(ctypes.addressof(groups), len(groups)), groups, list(tokens.values()))
+    return AdapterStep(
+        AdapterStepStruct(ctypes.addressof(groups), len(groups)), groups, list(tokens.values())
+    )

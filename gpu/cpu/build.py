@@ -49,7 +49,7 @@ _TEMPORARY = "trioserve-kernels-"
 _log = logging.getLogger(__name__)
 
 
-class BuildError(Exception):
+class LibraryBuildError(Exception):
     """Why there is no library: one line."""
 
 
@@ -88,7 +88,7 @@ def build(
     try:
         return _build_temporarily(stem, sources, on_progress)
     except OSError as error:
-        raise BuildError(f"the kernels can't be built: {error}") from error
+        raise LibraryBuildError(f"the kernels can't be built: {error}") from error
 
 
 def _build_temporarily(stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
@@ -111,7 +111,7 @@ def built() -> Path | None:
     try:
         return _find(default_folder(), stem)
     except OSError as error:
-        raise BuildError(str(error)) from error
+        raise LibraryBuildError(str(error)) from error
 
 
 def is_temporary(library: Path) -> bool:
@@ -123,10 +123,10 @@ def _stem(sources: Path, machine: Machine) -> str:
     """The name of the library of ``sources`` for this machine, without its ending."""
     obstacle = machine.obstacle_to_kernels()
     if obstacle is not None:
-        raise BuildError(obstacle)
+        raise LibraryBuildError(obstacle)
     compiler = compiler_version()
     if compiler is None:
-        raise BuildError(f"there is no C++ compiler: {COMPILER_ADVICE}")
+        raise LibraryBuildError(f"there is no C++ compiler: {COMPILER_ADVICE}")
     digest = hashlib.sha256(repr((compiler, OPTIONS, machine.cpu_identity())).encode())
     for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -181,7 +181,7 @@ def _compile(sources: list[Path], work: Path, on_progress: OnProgress | None) ->
         try:
             pending = [threads.submit(one, source) for source in by_size]
         except RuntimeError as error:
-            raise BuildError(f"no compiler can be started: {error}") from error
+            raise LibraryBuildError(f"no compiler can be started: {error}") from error
         try:
             for done, future in enumerate(as_completed(pending), 1):
                 future.result()
@@ -205,11 +205,11 @@ def _run(arguments: Sequence[str]) -> None:
             check=False,
         )
     except OSError as error:
-        raise BuildError(f"{compiler} can't be run: {error.strerror or error}") from error
+        raise LibraryBuildError(f"{compiler} can't be run: {error.strerror or error}") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         said = next((line for line in lines if "error" in line), lines[0] if lines else "nothing")
-        raise BuildError(f"{compiler} failed with status {done.returncode}: {said}")
+        raise LibraryBuildError(f"{compiler} failed with status {done.returncode}: {said}")
     if done.stderr:
         _log.warning("%s: %s", compiler, done.stderr.strip())
 

@@ -18,7 +18,7 @@ from gpu.cpu.adapters import CompiledAdapter, pack_adapter, step_of
 from gpu.cpu.decoder_abi import DecoderLimits, DecoderShape, DecoderStep, DecoderVector, declare
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
-from gpu.cpu.parts import NUM_PARTS, Part, ProductKind, part_of
+from gpu.cpu.parts import NUM_PARTS, ProductKind, ProductPart, part_of
 from gpu.executor import Copies
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
@@ -271,7 +271,7 @@ class CompiledModel:
         pointer, count = values.ctypes.data, values.size
         _check_memory(self._library.decoder_set_vector(self._decoder, which, layer, pointer, count))
 
-    def _take_part(self, part: Part, last: str, weight: Weight) -> None:
+    def _take_part(self, part: ProductPart, last: str, weight: Weight) -> None:
         product = self._products.setdefault(part.product, _Product())
         if last == "weight":
             product.weights[part.number] = weight

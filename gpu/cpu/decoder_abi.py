@@ -6,7 +6,7 @@ import ctypes
 import enum
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
-from gpu.cpu.adapters import Step
+from gpu.cpu.adapters import AdapterStepStruct
 from gpu.cpu.library import Library
 from trioserve.model_files import ModelConfig
 
@@ -82,7 +82,10 @@ def declare(library: Library) -> Library:
         "decoder_finish": (number, [pointer, POINTER(DecoderLimits), pointer]),
         "decoder_hidden": (pointer, [pointer]),
         "decoder_copy_pages": (None, [pointer, pointer, count]),
-        "decoder_forward": (None, [pointer, pointer, POINTER(DecoderStep), POINTER(Step)]),
+        "decoder_forward": (
+            None,
+            [pointer, pointer, POINTER(DecoderStep), POINTER(AdapterStepStruct)],
+        ),
         "decoder_logits": (None, [pointer, pointer, pointer, count, pointer]),
         "decoder_most_probable": (None, [pointer, pointer, pointer, count, pointer]),
     }

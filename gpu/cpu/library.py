@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 
-from gpu.cpu.build import BuildError, OnProgress, build, is_temporary
+from gpu.cpu.build import LibraryBuildError, OnProgress, build, is_temporary
 
 Library = ctypes.CDLL
 """Functions by name; whoever calls one says before what it takes and gives."""
@@ -27,7 +27,7 @@ def load_library(on_progress: OnProgress | None = None) -> Library:
         try:
             _loaded = Library(str(path))
         except OSError as error:
-            raise BuildError(f"the compiled kernels can't be loaded: {error}") from error
+            raise LibraryBuildError(f"the compiled kernels can't be loaded: {error}") from error
         finally:
             if is_temporary(path):
                 shutil.rmtree(path.parent, ignore_errors=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import attrs
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
@@ -219,7 +219,7 @@ def _compiled(
         raise _NotCompiled("the compiled kernels compute in bfloat16 only")
     try:
         library = load_library(lambda done, total: on_progress("kernels", done, total))
-    except BuildError as error:
+    except LibraryBuildError as error:
         raise _NoKernels(str(error)) from error
     quantization = start.quantization
     if quantization == "auto" and start.dtype != "auto":

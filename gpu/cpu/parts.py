@@ -45,7 +45,7 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 
 
 @attrs.frozen
-class Part:
+class ProductPart:
     """A part of a product, the ``number``-th along its outputs."""
 
     which: ProductKind
@@ -59,22 +59,22 @@ class Part:
         return self.which, self.layer, self.expert
 
 
-def part_of(module: str) -> Part | None:
+def part_of(module: str) -> ProductPart | None:
     """The part that is called ``module``, such as ``model.layers.3.self_attn.k_proj``.
 
     None for what is no matrix.
     """
     if module in _WHOLE:
-        return Part(_WHOLE[module], 0, 0, 0)
+        return ProductPart(_WHOLE[module], 0, 0, 0)
     match = _LAYER.fullmatch(module)
     if match is None:
         return None
     layer, inner, expert, products = int(match[1]), match[2], 0, _OF_LAYER
     if inner == "mlp.gate":
-        return Part(ProductKind.ROUTER, layer, 0, 0)
+        return ProductPart(ProductKind.ROUTER, layer, 0, 0)
     if of_expert := _EXPERT.fullmatch(inner):
         expert, inner, products = int(of_expert[1]), f"mlp.{of_expert[2]}", _OF_EXPERT
     if inner not in PACKED_PLACES:
         return None
     product, number = PACKED_PLACES[inner]
-    return Part(products[product], layer, expert, number)
+    return ProductPart(products[product], layer, expert, number)

@@ -160,7 +160,7 @@ def _pack(
     return packed
 
 
-class Product:
+class PackedProduct:
     """``x @ weight.T + bias``; the weight is one to three packed ones, one below the other.
 
     A row's result is the same whatever other rows there are and by however many threads.
@@ -195,7 +195,7 @@ class Product:
             segment.packed = weight.memory.data_ptr()
             first += weight.outputs
 
-    def precedes(self, other: Product) -> None:
+    def precedes(self, other: PackedProduct) -> None:
         """Say that ``other``, which must live as long, is computed next: so it is fetched ahead."""
         self.struct.next = ctypes.addressof(other.struct)
 

@@ -30,7 +30,7 @@ from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
 from gpu.cuda.step import CudaStep, CudaSubmission, Replay
 from gpu.cuda.step_buffer import StepBuffer
-from gpu.cuda.timeline import Ending, Timeline
+from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Copies, Submission
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
@@ -223,7 +223,7 @@ class CudaExecutor:
             reports=reports,
         )
 
-    def _end(self, step: CudaStep) -> Ending:
+    def _end(self, step: CudaStep) -> StepEnd:
         """Queue the draws of ``step``, and its end."""
         with torch.inference_mode():
             if step.adjusted:

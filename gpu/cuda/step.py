@@ -11,7 +11,7 @@ import torch
 
 from gpu.cuda.graphs import GraphLadder
 from gpu.cuda.sampler import SamplerOutputs, top_lists
-from gpu.cuda.timeline import Ending, Finished
+from gpu.cuda.timeline import FinishedStep, StepEnd
 from gpu.executor import Drawn
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
@@ -65,7 +65,7 @@ class CudaStep:
         count = int(self.places.max()) + 1
         return [*(output[:count] for output in wanted), *self.reports]
 
-    def drawn(self, finished: Finished) -> Drawn:
+    def drawn(self, finished: FinishedStep) -> Drawn:
         """What the copied outputs say, row by row."""
         arrived = iter(finished.outputs)
         tokens = next(arrived)[self.places] if self.rows else np.zeros(0, np.int32)
@@ -91,8 +91,8 @@ class CudaSubmission:
     """:class:`gpu.executor.Submission` of a step; ``finish`` queues its draws and its end."""
 
     _step: CudaStep
-    _finish: Callable[[CudaStep], Ending]
-    _ending: Ending | None = None
+    _finish: Callable[[CudaStep], StepEnd]
+    _ending: StepEnd | None = None
 
     @property
     def deferred(self) -> bool:

@@ -31,17 +31,17 @@ M = TypeVar("M")
 
 
 @attrs.frozen(kw_only=True)
-class Finished:
+class FinishedStep:
     """A step that has ended: its outputs on the host, and its times in microseconds."""
 
     outputs: list[npt.NDArray[Any]]
     times: DeviceTimes
 
 
-class Ending(Protocol):
+class StepEnd(Protocol):
     """The end of a step that is queued."""
 
-    def wait(self) -> Finished:
+    def wait(self) -> FinishedStep:
         """Wait for it. To be called once for every step, in their order."""
 
 
@@ -64,10 +64,10 @@ class Timeline(Protocol):
     def begin_sampling(self) -> None:
         """Begin the sampler's kernels, which may overwrite the outputs of the step before."""
 
-    def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
+    def end_step(self, outputs: Sequence[torch.Tensor]) -> StepEnd:
         """All of the step is queued. Its ``outputs`` are copied to the host when it ends."""
 
-    def skip_step(self) -> Ending:
+    def skip_step(self) -> StepEnd:
         """A step with nothing to do: it ends with the one before it."""
 
 
@@ -105,25 +105,25 @@ class HostTimeline(_Marked[int]):
         """Nothing is ever pending."""
         return None
 
-    def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
+    def end_step(self, outputs: Sequence[torch.Tensor]) -> StepEnd:
         """See :meth:`Timeline.end_step`."""
         return _Ended(
-            Finished(
+            FinishedStep(
                 outputs=[output.numpy().copy() for output in outputs],
                 times=self._marking.end_step().times(lambda start, end: (end - start) / 1000),
             )
         )
 
-    def skip_step(self) -> Ending:
+    def skip_step(self) -> StepEnd:
         """See :meth:`Timeline.skip_step`."""
-        return _Ended(Finished(outputs=[], times=DeviceTimes()))
+        return _Ended(FinishedStep(outputs=[], times=DeviceTimes()))
 
 
 @attrs.frozen
 class _Ended:
-    _finished: Finished
+    _finished: FinishedStep
 
-    def wait(self) -> Finished:
+    def wait(self) -> FinishedStep:
         return self._finished
 
 
@@ -147,7 +147,7 @@ class CudaTimeline(_Marked[torch.cuda.Event]):
             self._copied.wait()
         super().begin_sampling()
 
-    def end_step(self, outputs: Sequence[torch.Tensor]) -> Ending:
+    def end_step(self, outputs: Sequence[torch.Tensor]) -> StepEnd:
         """See :meth:`Timeline.end_step`."""
         marks = self._marking.end_step()
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class CudaTimeline(_Marked[torch.cuda.Event]):
         self._completions.add(copied)
         return ending
 
-    def skip_step(self) -> Ending:
+    def skip_step(self) -> StepEnd:
         """See :meth:`Timeline.skip_step`."""
         self._completions.add(None)
         return _Skipped(self._completions)
@@ -183,10 +183,10 @@ class _CudaEnding:
     marks: Marks[torch.cuda.Event]
     copied: torch.cuda.Event
 
-    def wait(self) -> Finished:
+    def wait(self) -> FinishedStep:
         self.completions.take()
         self.copied.synchronize()  # has passed; raises what went wrong on the device
-        return Finished(
+        return FinishedStep(
             # Pinned memory goes back to torch's pool with its tensor: the arrays are copies.
             outputs=[host.numpy().copy() for host in self.hosts],
             times=self.marks.times(lambda start, end: start.elapsed_time(end) * 1000),
@@ -197,9 +197,9 @@ class _CudaEnding:
 class _Skipped:
     _completions: Completions
 
-    def wait(self) -> Finished:
+    def wait(self) -> FinishedStep:
         self._completions.take()
-        return Finished(outputs=[], times=DeviceTimes())
+        return FinishedStep(outputs=[], times=DeviceTimes())
 
 
 class _Waitable(Protocol):

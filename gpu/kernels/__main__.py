@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from gpu.kernels import KernelSource, nvrtc, sass
-from gpu.kernels.budget import BUDGET, Budget, Measured, Violation, replace_costs
+from gpu.kernels.budget import BUDGET, Budget, BudgetViolation, MeasuredKernel, replace_costs
 from gpu.kernels.catalogue import digests, sources
 from gpu.kernels.cubins import CubinCache, Outcome, build_all, default_jobs
 from gpu.kernels.nvrtc import KernelBuildError
@@ -77,7 +77,7 @@ def measure(
     jobs: int,
     *,
     show: bool = False,
-) -> tuple[list[Measured], list[str]]:
+) -> tuple[list[MeasuredKernel], list[str]]:
     """Build ``wanted`` for ``targets``: what was built, and why the rest wasn't.
 
     Kernels that must have certain instructions are disassembled. ``show`` tells of the progress on
@@ -93,7 +93,7 @@ def measure(
     failures = [str(each.result) for each in outcomes if not isinstance(each.result, nvrtc.Build)]
     instructions = _instructions(outcomes, budget)
     measured = [
-        Measured(
+        MeasuredKernel(
             source=each.source,
             target=each.target,
             usage=each.result.usage,
@@ -105,9 +105,9 @@ def measure(
     return measured, failures
 
 
-def table(measured: Sequence[Measured], targets: Sequence[str]) -> list[str]:
+def table(measured: Sequence[MeasuredKernel], targets: Sequence[str]) -> list[str]:
     """The lines that say what every kernel costs on every target."""
-    rows: dict[KernelSource, dict[str, Measured]] = defaultdict(dict)
+    rows: dict[KernelSource, dict[str, MeasuredKernel]] = defaultdict(dict)
     for each in measured:
         rows[each.source][each.target] = each
     lines = ["registers of a thread x blocks on a multiprocessor (+ bytes of local memory)", ""]
@@ -123,7 +123,7 @@ def table(measured: Sequence[Measured], targets: Sequence[str]) -> list[str]:
     return lines
 
 
-def explain(problems: Sequence[Violation]) -> list[str]:
+def explain(problems: Sequence[BudgetViolation]) -> list[str]:
     """The lines that say what is broken, under the title of each kernel."""
     by_title: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for each in problems:
@@ -137,7 +137,7 @@ def explain(problems: Sequence[Violation]) -> list[str]:
     return lines
 
 
-def _cell(each: Measured) -> str:
+def _cell(each: MeasuredKernel) -> str:
     spilled = f" +{each.local}" if each.local else ""
     return f"{each.usage.registers} x{each.blocks}{spilled}"
 

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from gpu.kernels import FOLDER, KernelSource
-from gpu.kernels.nvrtc import Usage
+from gpu.kernels.nvrtc import KernelUsage
 from gpu.kernels.sass import Instructions
 from gpu.kernels.targets import TARGETS
 
@@ -36,12 +36,12 @@ _COSTS_START = f"""\
 
 
 @attrs.frozen(kw_only=True)
-class Measured:
+class MeasuredKernel:
     """One kernel as built for one target."""
 
     source: KernelSource
     target: str
-    usage: Usage
+    usage: KernelUsage
     instructions: Instructions | None = None
     """None where none are asked for."""
 
@@ -96,7 +96,7 @@ class Excuse:
 
 
 @attrs.frozen
-class Violation:
+class BudgetViolation:
     """One thing that isn't as the budget says."""
 
     title: str
@@ -159,12 +159,12 @@ class Budget:
             digests=data.get("digests", {}),
         )
 
-    def violations(self, each: Measured) -> Iterator[Violation]:
+    def violations(self, each: MeasuredKernel) -> Iterator[BudgetViolation]:
         """Everything in which ``each`` breaks the budget."""
         for problem in (*self._broken_promises(each), *self._overspent(each)):
-            yield Violation(each.source.title, each.target, problem)
+            yield BudgetViolation(each.source.title, each.target, problem)
 
-    def _broken_promises(self, each: Measured) -> Iterator[str]:
+    def _broken_promises(self, each: MeasuredKernel) -> Iterator[str]:
         if each.local and not self._excused(each, "local"):
             yield f"{each.local} bytes of local memory: registers are spilled, or an array is there"
         if each.blocks == 0 and not self._excused(each, "fits"):
@@ -174,7 +174,7 @@ class Budget:
             if each.instructions is not None and not each.instructions.like(wanted):
                 yield f"has no {wanted} instruction"
 
-    def _overspent(self, each: Measured) -> Iterator[str]:
+    def _overspent(self, each: MeasuredKernel) -> Iterator[str]:
         cost = self.costs.get(each.source.title)
         if cost is None or each.target not in cost.registers:
             yield "not in the budget; --write-budget adds it"
@@ -187,29 +187,31 @@ class Budget:
             if now > most:
                 yield f"{now} {what}, the budget says {most}"
 
-    def stale(self, sources: Iterable[KernelSource]) -> Iterator[Violation]:
+    def stale(self, sources: Iterable[KernelSource]) -> Iterator[BudgetViolation]:
         """What the file says of kernels that are not among ``sources``, and excuses of no use."""
         known = {source.title: source for source in sources}
         names = {source.name for source in known.values()}
         for title in sorted(self.costs.keys() - known.keys()):
-            yield Violation(title, "", "in the budget, but no kernel")
+            yield BudgetViolation(title, "", "in the budget, but no kernel")
         for name in sorted(self.instructions.keys() - names):
-            yield Violation(name, "", "must have instructions, but is no kernel")
+            yield BudgetViolation(name, "", "must have instructions, but is no kernel")
         for excuse in self.excuses:
             covered = [source for source in known.values() if excuse.covers(source)]
             where = " ".join((excuse.kernel, *excuse.defines))
             if not covered:
-                yield Violation(where, "", "excused, but no kernel")
+                yield BudgetViolation(where, "", "excused, but no kernel")
             if any(_is_common(source) for source in covered):
-                yield Violation(where, "", "sizes that common models use can't be excused")
+                yield BudgetViolation(where, "", "sizes that common models use can't be excused")
 
-    def outdated(self, digests: Mapping[str, str]) -> Iterator[Violation]:
+    def outdated(self, digests: Mapping[str, str]) -> Iterator[BudgetViolation]:
         """Yield the kernels, by their present ``digests``, that have changed since measured."""
         for name, now in digests.items():
             if self.digests.get(name) != now:
-                yield Violation(name, "", "has changed since it was measured; see --write-budget")
+                yield BudgetViolation(
+                    name, "", "has changed since it was measured; see --write-budget"
+                )
 
-    def _excused(self, each: Measured, promise: str) -> bool:
+    def _excused(self, each: MeasuredKernel, promise: str) -> bool:
         return any(
             excuse.promise == promise
             and each.target in excuse.targets
@@ -220,7 +222,7 @@ class Budget:
 
 def replace_costs(
     text: str,
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredKernel],
     digests: Mapping[str, str],
     compiler: str,
     *,
@@ -236,7 +238,7 @@ def replace_costs(
     before = {} if all_of else budget.costs
     digests = dict(digests) if all_of else {**budget.digests, **digests}
     costs = {title: cost for title, cost in before.items() if title.partition("<")[0] not in again}
-    found: dict[str, list[Measured]] = {}
+    found: dict[str, list[MeasuredKernel]] = {}
     for each in measured:
         found.setdefault(each.source.title, []).append(each)
     for title, rows in found.items():

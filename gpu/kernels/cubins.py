@@ -21,7 +21,7 @@ import attrs
 
 from gpu._util.private_files import check_private, make_private_folder
 from gpu.kernels import KernelSource, nvrtc
-from gpu.kernels.nvrtc import Build, KernelBuildError, Usage
+from gpu.kernels.nvrtc import Build, KernelBuildError, KernelUsage
 from trioserve.protocol.machine import Machine, cache_folder
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class CubinCache:
             note = json.loads((self.folder / f"{stem}.json").read_bytes())
             cubin = (self.folder / f"{stem}.cubin").read_bytes()
             if hashlib.sha256(cubin).hexdigest() == note["sha256"]:
-                return Build(cubin=cubin, usage=Usage(**note["usage"]))
+                return Build(cubin=cubin, usage=KernelUsage(**note["usage"]))
         except (OSError, ValueError, KeyError, TypeError):
             pass  # never built here, damaged, or such that others could have put it there
         return None

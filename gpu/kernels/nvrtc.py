@@ -30,7 +30,7 @@ class KernelBuildError(RuntimeError):
 
 
 @attrs.frozen(kw_only=True)
-class Usage:
+class KernelUsage:
     """What ptxas says that a kernel needs; dynamic shared memory is not in it."""
 
     registers: int
@@ -48,7 +48,7 @@ class Build:
     """A compiled kernel: an ELF file for one target."""
 
     cubin: bytes
-    usage: Usage
+    usage: KernelUsage
 
 
 @attrs.frozen(kw_only=True)
@@ -174,7 +174,7 @@ def capabilities() -> tuple[int, ...]:
     return tuple(sorted(_nvrtc().getSupportedArchs()))
 
 
-def usage_in(log: str) -> Usage:
+def usage_in(log: str) -> KernelUsage:
     """The report in the log of a compilation of one kernel.
 
     Raises:
@@ -187,7 +187,7 @@ def usage_in(log: str) -> Usage:
     if memory is None or used is None:
         raise KernelBuildError(f"NVRTC's log has no report of ptxas:\n{_first_errors(log)}")
     stack, stored, loaded = map(int, memory.groups())
-    return Usage(
+    return KernelUsage(
         registers=int(used[1]),
         stack=stack,
         spills=stored + loaded,

@@ -19,7 +19,7 @@ _RESERVED_SHARED = 1024
 
 
 @attrs.frozen
-class Target:
+class GpuTarget:
     """One kind of GPU, with the limits of a multiprocessor.
 
     From the table "Technical Specifications per Compute Capability" of the CUDA C++ Programming
@@ -55,12 +55,12 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_80", shared=164 << 10, warps=64, blocks=32),
-        Target("sm_86", shared=100 << 10, warps=48, blocks=16),
-        Target("sm_89", shared=100 << 10, warps=48, blocks=24),
-        Target("sm_90a", shared=228 << 10, warps=64, blocks=32),
-        Target("sm_100", shared=228 << 10, warps=64, blocks=32),
-        Target("sm_120", shared=100 << 10, warps=48, blocks=24),
+        GpuTarget("sm_80", shared=164 << 10, warps=64, blocks=32),
+        GpuTarget("sm_86", shared=100 << 10, warps=48, blocks=16),
+        GpuTarget("sm_89", shared=100 << 10, warps=48, blocks=24),
+        GpuTarget("sm_90a", shared=228 << 10, warps=64, blocks=32),
+        GpuTarget("sm_100", shared=228 << 10, warps=64, blocks=32),
+        GpuTarget("sm_120", shared=100 << 10, warps=48, blocks=24),
     )
 }
 """Those that the tests compile for: A100; A10, A40, RTX 30; L4, L40S, RTX 40; H100 and H200; B200;

@@ -16,7 +16,7 @@ import torch
 
 from gpu._util.upload import pinned
 from gpu.kernels.lora import ENTRY, ProductShape, padded_rank, partial_numbers
-from gpu.lora.reading import Adapter, Update
+from gpu.lora.reading import LoraWeights, LowRankUpdate
 from gpu.lora.store import AdapterStore
 from gpu.weights.blocks import FLOAT32
 from gpu.weights.packed_modules import PACKED_MODULES, packed_shapes
@@ -45,7 +45,7 @@ class PlacedAdapter:
 
     @classmethod
     def of(
-        cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype, device: torch.device
+        cls, adapter: LoraWeights, config: ModelConfig, dtype: torch.dtype, device: torch.device
     ) -> PlacedAdapter:
         """Return ``adapter`` in ``dtype``, ready to be copied to ``device``."""
         entries = np.zeros(config.num_layers * len(PACKED_MODULES), ENTRY)
@@ -66,14 +66,14 @@ class PlacedAdapter:
         return cls(pinned(torch.cat(pieces), device), pinned(words, device))
 
 
-def _a(update: Update) -> torch.Tensor:
+def _a(update: LowRankUpdate) -> torch.Tensor:
     """[padded rank, inputs]."""
     matrix = as_tensor(update.a)
     padding = padded_rank(update.rank) - update.rank
     return torch.nn.functional.pad(matrix, (0, 0, 0, padding))
 
 
-def _b(update: Update) -> torch.Tensor:
+def _b(update: LowRankUpdate) -> torch.Tensor:
     """[outputs, padded rank], with the scale in it."""
     matrix = as_tensor(update.b.astype(FLOAT32) * np.float32(update.scale))
     return torch.nn.functional.pad(matrix, (0, padded_rank(update.rank) - update.rank))

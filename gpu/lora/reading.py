@@ -35,7 +35,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 @attrs.frozen(eq=False)
-class Update:
+class LowRankUpdate:
     """What one projection W gets added: ``scale * b @ a``. Both are bfloat16 or float32."""
 
     a: Numbers  # [rank, inputs]
@@ -49,10 +49,10 @@ class Update:
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class Adapter:
+class LoraWeights:
     """The updates of an adapter, by layer and part, such as ``mlp.up_proj``."""
 
-    updates: Mapping[tuple[int, str], Update]
+    updates: Mapping[tuple[int, str], LowRankUpdate]
     checksum: str
     """Of both files, in hexadecimal."""
 
@@ -62,7 +62,7 @@ class Adapter:
         return max(update.rank for update in self.updates.values())
 
 
-def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeights:
     """Read the adapter in ``folder`` for a model of this shape.
 
     Raises:
@@ -82,10 +82,12 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> Adapter:
     for (layer, part, letter), numbers in _read(shard, parts, digest.update):
         found.setdefault((layer, part), {})[letter] = numbers
     updates = {
-        (layer, part): Update(both["A"], both["B"], lora.scale_of(f"model.layers.{layer}.{part}"))
+        (layer, part): LowRankUpdate(
+            both["A"], both["B"], lora.scale_of(f"model.layers.{layer}.{part}")
+        )
         for (layer, part), both in sorted(found.items())
     }
-    return Adapter(updates=updates, checksum=digest.hexdigest())
+    return LoraWeights(updates=updates, checksum=digest.hexdigest())
 
 
 def _read_config(path: Path) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpu.lora.reading import Adapter, read_adapter
+from gpu.lora.reading import LoraWeights, read_adapter
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
@@ -25,7 +25,9 @@ class AdapterStore(Mapping[int, T]):
         pack: makes the device's form of what was read.
     """
 
-    def __init__(self, config: ModelConfig, max_rank: int, pack: Callable[[Adapter], T]) -> None:
+    def __init__(
+        self, config: ModelConfig, max_rank: int, pack: Callable[[LoraWeights], T]
+    ) -> None:
         self._config = config
         self.max_rank = max_rank
         self._pack = pack
@@ -64,7 +66,7 @@ class AdapterStore(Mapping[int, T]):
         self.put(number, adapter)
         return {"checksum": adapter.checksum, "rank": adapter.rank}
 
-    def put(self, number: int, adapter: Adapter) -> None:
+    def put(self, number: int, adapter: LoraWeights) -> None:
         """Hold what was read as number ``number``."""
         self._adapters[number] = self._pack(adapter)
 

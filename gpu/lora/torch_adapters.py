@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpu.lora.groups import tokens_by_adapter
-from gpu.lora.reading import Adapter
+from gpu.lora.reading import LoraWeights
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row
 from gpu.weights.blocks import FLOAT32
@@ -32,7 +32,7 @@ class TorchAdapter:
     updates: Mapping[tuple[int, str], tuple[_Update, ...]]
 
     @classmethod
-    def of(cls, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> TorchAdapter:
+    def of(cls, adapter: LoraWeights, config: ModelConfig, dtype: torch.dtype) -> TorchAdapter:
         """``adapter`` in ``dtype``, on the CPU."""
         updates: dict[tuple[int, str], tuple[_Update, ...]] = {}
         for layer in range(config.num_layers):

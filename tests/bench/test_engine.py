@@ -16,7 +16,7 @@ from bench.engine import accuracy, embeddings, experts, live, long_prompts, offl
 from bench.engine import grammar_masks as masks
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from tests.support.engines import open_tiny_engine
 from tests.support.grammar_vocabularies import EOS, VOCABULARY
@@ -57,7 +57,7 @@ async def test_embeddings_are_timed() -> None:
 def test_every_way_computes_every_step_of_experts(name: str) -> None:
     try:
         load_library()
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(f"no compiled kernels: {error}")
     tiny = {
         **{"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 32},

@@ -228,8 +228,8 @@ class FakeServe:
         task_status: Any,
     ) -> int:
         assert mock is None
-        on_progress(wire.Progress(stage="weights", done=1, total=2))
-        on_progress(wire.Progress(stage="weights", done=2, total=2))
+        on_progress(wire.LoadingProgress(stage="weights", done=1, total=2))
+        on_progress(wire.LoadingProgress(stage="weights", done=2, total=2))
         if self.starts:
             task_status.started(["http://127.0.0.1:1"])
         try:

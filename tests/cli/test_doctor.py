@@ -17,8 +17,8 @@ import torch
 from gpu.__main__ import examine as examine_worker
 from gpu.kernels import nvrtc
 from trioserve.cli.doctor import (
+    DoctorReport,
     Fact,
-    Report,
     as_json,
     as_table,
     machine_facts,
@@ -204,7 +204,7 @@ def test_known_models_and_the_hubs_cache_are_listed() -> None:
 
 
 def test_only_what_is_needed_and_missing_makes_a_report_unhealthy() -> None:
-    report = Report({"A": [Fact("x", "1")], "B": [Fact("y", "none", "optional", "get [y]")]})
+    report = DoctorReport({"A": [Fact("x", "1")], "B": [Fact("y", "none", "optional", "get [y]")]})
     assert report.healthy
     assert json.loads(as_json(report)) == {
         "healthy": True,
@@ -217,7 +217,7 @@ def test_only_what_is_needed_and_missing_makes_a_report_unhealthy() -> None:
     console.print(as_table(report))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert lines == ["A", "  x  ok        1", "B", "  y  optional  none", "               get [y]"]
-    assert not Report({"A": [Fact("x", "none", "missing")]}).healthy
+    assert not DoctorReport({"A": [Fact("x", "none", "missing")]}).healthy
 
 
 def test_the_worker_says_what_there_is_for_a_cpu(

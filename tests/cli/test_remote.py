@@ -15,7 +15,7 @@ import trio
 from tests.support.load_server import CUT, DONE, FakeServer, Script, event, usage
 from trioserve.cli.chat import chat
 from trioserve.cli.chat_backends import ServerChatBackend, find_server
-from trioserve.cli.conversation import Conversation
+from trioserve.cli.conversation import ChatConversation
 from trioserve.cli.terminal import Terminal
 from trioserve.load.events import MAX_EVENT_BYTES, Event, EventReader
 from trioserve.load.remote import Refusal, Remote, RemoteError
@@ -135,7 +135,7 @@ async def talk(server: Remote, lines: str, **conversation: Any) -> tuple[str, st
             end.write(lines.encode())
         terminal = Terminal(stdin, stdout, stderr)
         backend = ServerChatBackend(server, "/v1", "m", 100)
-        await chat(backend, Conversation(**conversation), terminal=terminal)
+        await chat(backend, ChatConversation(**conversation), terminal=terminal)
     return stdout.getvalue(), stderr.getvalue()
 
 

@@ -20,7 +20,7 @@ from tests.support.pseudo_terminals import Person, person_at
 from trioserve.cli import generate as generating
 from trioserve.cli.chat import chat
 from trioserve.cli.chat_backends import EngineChatBackend
-from trioserve.cli.conversation import HELP, Conversation
+from trioserve.cli.conversation import HELP, ChatConversation
 from trioserve.cli.history import History
 from trioserve.cli.terminal import Terminal
 from trioserve.protocol.errors import ContextTooLong
@@ -51,11 +51,13 @@ def piped(text: str, *, ends: bool = True) -> Iterator[Pipes]:
             yield Pipes(Terminal(stdin, stdout, stderr), stdout, stderr)
 
 
-async def chat_of(lines: str, conversation: Conversation | None = None) -> tuple[FakeEngine, Pipes]:
+async def chat_of(
+    lines: str, conversation: ChatConversation | None = None
+) -> tuple[FakeEngine, Pipes]:
     engine = FakeEngine(generation_defaults={"top_k": 7})
     backend = EngineChatBackend(engine.as_engine())
     with piped(lines) as pipes:
-        await chat(backend, conversation or Conversation(), terminal=pipes.terminal)
+        await chat(backend, conversation or ChatConversation(), terminal=pipes.terminal)
     return engine, pipes
 
 
@@ -65,7 +67,7 @@ def asked(engine: FakeEngine) -> list[list[str]]:
 
 
 async def test_a_piped_chat_keeps_the_conversation() -> None:
-    conversation = Conversation(system="Be brief.", fields={"temperature": 0.5})
+    conversation = ChatConversation(system="Be brief.", fields={"temperature": 0.5})
     engine, pipes = await chat_of("hello there\n\nÄpfel 🍏", conversation)
     assert pipes.stdout.getvalue() == "hello there\nÄpfel 🍏\n"
     assert [list(prompt.messages) for prompt in engine.prompts] == [
@@ -154,7 +156,7 @@ async def test_what_the_model_is_told_and_how_it_is_sampled_change_on_the_way() 
 
 async def test_a_conversation_is_saved_and_nothing_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
-    conversation = Conversation(system="Be brief.")
+    conversation = ChatConversation(system="Be brief.")
     lines = f"Äpfel\n/save {path}\n/save {path}\n/save\n/save {tmp_path}/none/talk\n"
     _, pipes = await chat_of(lines, conversation)
     assert json.loads(path.read_text()) == [
@@ -181,7 +183,9 @@ async def test_nothing_from_a_pipe_is_kept(tmp_path: Path) -> None:
     with piped("one\n") as pipes:
         own = pipes.terminal
         terminal = Terminal(own._stdin, own._stdout, own._stderr, History(path))
-        await chat(EngineChatBackend(FakeEngine().as_engine()), Conversation(), terminal=terminal)
+        await chat(
+            EngineChatBackend(FakeEngine().as_engine()), ChatConversation(), terminal=terminal
+        )
     assert pipes.stdout.getvalue() == "one\n"
     assert not path.exists()
 
@@ -201,7 +205,7 @@ async def test_generate_streams_the_text_and_a_line_end(prompt: str, output: str
 async def test_a_chat_can_be_cancelled_while_it_waits_for_a_line() -> None:
     with piped("", ends=False) as pipes, trio.move_on_after(0.05) as scope:
         backend = EngineChatBackend(FakeEngine().as_engine())
-        await chat(backend, Conversation(), terminal=pipes.terminal)
+        await chat(backend, ChatConversation(), terminal=pipes.terminal)
     assert scope.cancelled_caught
 
 

@@ -21,7 +21,7 @@ from tests.support.load_server import CUT, FakeServer, Script
 from trioserve.cli.commands import main
 from trioserve.cli.top.command import Top
 from trioserve.cli.top.drawing import draw
-from trioserve.cli.top.feed import Feed
+from trioserve.cli.top.feed import SnapshotFeed
 from trioserve.cli.top.glyphs import (
     ASCII,
     UNICODE,
@@ -314,7 +314,7 @@ async def test_a_server_without_a_feed_is_told(
         server = FakeServer(nursery, lambda _: script, status=status)
         remote = Remote(connect=server.connect, host="h", url="http://h")
         with pytest.raises(RemoteError, match=message):
-            async with Feed.open(remote, "/base", 1.0) as feed:
+            async with SnapshotFeed.open(remote, "/base", 1.0) as feed:
                 await anext(feed)
         target = server.requests[0][0].target
         nursery.cancel_scope.cancel()

@@ -9,7 +9,7 @@ import pytest
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import named_paths
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.testing import FakeWorker
 
 
@@ -42,5 +42,5 @@ def test_entries_that_are_neither(module: str, message: str) -> None:
 @pytest.mark.parametrize(("asked", "held"), [(2, 4), (4, 4), (5, 5), (None, 32)])
 def test_the_worker_holds_no_fewer_than_run_together(asked: int | None, held: int) -> None:
     config = EngineConfig("m", max_loras=4, max_cpu_loras=asked)
-    limits = Limits.of(config, FakeWorker().ready())
+    limits = SchedulerLimits.of(config, FakeWorker().ready())
     assert limits.max_cpu_loras == held

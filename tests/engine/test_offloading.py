@@ -9,7 +9,7 @@ import pytest
 import torch
 import trio
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
@@ -47,7 +47,7 @@ def torch_model(folder: Path) -> CpuModel:
 def compiled_model(folder: Path) -> CpuModel:
     try:
         library = load_library()
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(f"no compiled kernels: {error}")
     files = open_model(folder)
     model = CompiledModel(library, files.config, "none", 1)

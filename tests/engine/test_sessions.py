@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trioserve.engine.engine import Engine
 from trioserve.engine.sessions.continuation import Continuation
 from trioserve.engine.sessions.sessions import SESSION_PRIORITY
-from trioserve.engine.sessions.turn_tree import Turn, Turns
+from trioserve.engine.sessions.turn_tree import SessionTurn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.requests.request import TokensPrompt
 from trioserve.requests.retention import DEFAULT_PRIORITY
@@ -318,7 +318,7 @@ def test_the_tree_of_turns(seed: int) -> None:
         before = [] if parent is None else model[parent.id]
         cut = choose.choice([len(before), choose.randint(0, len(before))])
         own = [number] * choose.randint(1, 4)
-        turns.add(Turn(str(number), parent, cut, array("i", own), num_prompt_tokens=1))
+        turns.add(SessionTurn(str(number), parent, cut, array("i", own), num_prompt_tokens=1))
         model[str(number)] = before[:cut] + own
         turns.check_integrity()
         assert {turn.id: turn.tokens() for turn in turns} == model

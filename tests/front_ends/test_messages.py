@@ -17,16 +17,16 @@ from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.coalesce import merged
 from trioserve.front_ends.messages import (
     Abort,
-    Ending,
     Entry,
+    FrontEndStart,
     Prompt,
-    Row,
     RpcCall,
     RpcReply,
-    Start,
-    Step,
+    SchedulerUpdate,
+    SequenceEnd,
+    StepRow,
+    StepUpdate,
     Submit,
-    Update,
     decode_from_engine,
     decode_from_front_end,
     encode,
@@ -35,7 +35,7 @@ from trioserve.front_ends.messages import (
     packed,
     plain_entries,
 )
-from trioserve.front_ends.wire_errors import RemoteError, error_of, fault_of
+from trioserve.front_ends.wire_errors import ErrorMessage, error_of, fault_of
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.snapshot import MetricsSnapshot, add_up, filled, snapshot_of
 from trioserve.protocol import errors, wire
@@ -61,9 +61,9 @@ tokens = st.integers(0, 2**31 - 1)
 floats = st.floats(allow_nan=False, width=32)
 triples = st.lists(st.tuples(tokens, floats, st.just("")), max_size=3).map(tuple)
 entries = st.tuples(tokens, floats, triples, triples)
-faults = st.builds(RemoteError, st.sampled_from(["QueueFull", "EngineError"]), st.text(max_size=9))
+faults = st.builds(ErrorMessage, st.sampled_from(["QueueFull", "EngineError"]), st.text(max_size=9))
 endings = st.builds(
-    Ending,
+    SequenceEnd,
     st.sampled_from([each.value for each in FinishReason]),
     st.none() | tokens | st.text(max_size=5),
     st.none() | faults,
@@ -73,7 +73,7 @@ endings = st.builds(
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
+def steps(draw: st.DrawFn) -> StepUpdate:
     """A step of up to ten sequences, some of which got just a token."""
     involved = draw(st.lists(st.integers(0, 12), unique=True, max_size=10))
     plain = [number for number in involved if draw(st.booleans())]
@@ -84,8 +84,8 @@ def steps(draw: st.DrawFn) -> Step:
             logprobs: tuple[Entry, ...] | None = None
             if draw(st.booleans()):
                 logprobs = tuple(draw(entries) for _ in given_tokens)
-            rows.append(Row(number, given_tokens, logprobs, draw(st.none() | endings)))
-    return Step(draw(floats), packed(plain), packed(draw(tokens) for _ in plain), rows)
+            rows.append(StepRow(number, given_tokens, logprobs, draw(st.none() | endings)))
+    return StepUpdate(draw(floats), packed(plain), packed(draw(tokens) for _ in plain), rows)
 
 
 @given(
@@ -97,15 +97,15 @@ def steps(draw: st.DrawFn) -> Step:
     scheduled=st.lists(st.tuples(numbers, floats, numbers), max_size=3),
 )
 def test_an_update_survives(
-    step: Step | None,
+    step: StepUpdate | None,
     line: tuple[int, int],
     admitted: list[tuple[int, float]],
-    rejected: list[tuple[int, RemoteError]],
+    rejected: list[tuple[int, ErrorMessage]],
     moves: list[tuple[int, int]],
     scheduled: list[tuple[int, float, int]],
 ) -> None:
     piece = wire.PromptPiece(slot=0, start=1, logprobs=b"1234", ranks=b"5678")
-    update = Update(
+    update = SchedulerUpdate(
         line=line,
         admitted=admitted,
         rejected=rejected,
@@ -175,7 +175,7 @@ def test_all_options_reach_a_front_end() -> None:
         api_server_count=4,
         ssl_certfile="certificate.pem",
     )
-    start = Start(
+    start = FrontEndStart(
         index=1,
         count=4,
         config=config,
@@ -189,7 +189,7 @@ def test_all_options_reach_a_front_end() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", encode(Abort([1]))[:-1], msgspec.msgpack.encode(["Update", 1])],
+    [b"", b"\xff", encode(Abort([1]))[:-1], msgspec.msgpack.encode(["SchedulerUpdate", 1])],
     ids=["empty", "no message", "cut off", "of another shape"],
 )
 def test_nonsense_is_named_as_such(data: bytes) -> None:
@@ -206,10 +206,10 @@ def test_questions_hold_whatever_messagepack_does() -> None:
 
 # ---- merging
 
-Given = dict[int, tuple[list[int], list[Entry], Ending | None]]
+Given = dict[int, tuple[list[int], list[Entry], SequenceEnd | None]]
 
 
-def given_by(parts: list[Step]) -> Given:
+def given_by(parts: list[StepUpdate]) -> Given:
     """The tokens, the log-probabilities and the end of each sequence, one step at a time."""
     given: Given = {}
     for step in parts:
@@ -224,7 +224,7 @@ def given_by(parts: list[Step]) -> Given:
 
 
 @given(st.lists(steps(), min_size=1, max_size=5))
-def test_several_steps_as_one_give_the_same(parts: list[Step]) -> None:
+def test_several_steps_as_one_give_the_same(parts: list[StepUpdate]) -> None:
     together = merged(parts)
     assert given_by([together]) == given_by(parts)
     involved = [*numbers_of(together.numbers), *(row.number for row in together.rows)]
@@ -247,7 +247,7 @@ def test_several_steps_as_one_give_the_same(parts: list[Step]) -> None:
     ],
 )
 def test_an_error_of_ours_is_the_same_on_the_other_side(error: TrioserveError) -> None:
-    there = error_of(msgspec.convert(msgspec.to_builtins(fault_of(error)), RemoteError))
+    there = error_of(msgspec.convert(msgspec.to_builtins(fault_of(error)), ErrorMessage))
     assert type(there) is type(error)
     assert (str(there), vars(there)) == (str(error), vars(error))
 
@@ -265,12 +265,12 @@ def test_any_other_error_is_the_engines() -> None:
 
     assert error_of(fault_of(ZeroDivisionError("by zero"))).args == ("ZeroDivisionError: by zero",)
     assert type(error_of(fault_of(Own("full")))) is QueueFull
-    assert type(error_of(RemoteError("FromTheFuture", "x"))) is EngineError
+    assert type(error_of(ErrorMessage("FromTheFuture", "x"))) is EngineError
 
 
 def test_an_ending_is_the_finish_it_tells_of() -> None:
     finish = Finish(FinishReason.STOP, stop_reason=7)
-    assert Ending.of(finish, None, 1.0, 2.0, b"").finish(None) == finish
+    assert SequenceEnd.of(finish, None, 1.0, 2.0, b"").finish(None) == finish
 
 
 async def test_times_go_there_and_back(autojump_clock: trio.testing.MockClock) -> None:

@@ -17,7 +17,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.reasoning import ReasoningSplitter
 from trioserve.text.stop_regex import RegexStopMatcher, SearchBudget, check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextDelta, ToolCallStart
+from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextPiece, ToolCallStart
 
 __all__ = ["TARGETS"]
 
@@ -71,7 +71,7 @@ def _read_calls(family: str, pieces: Sequence[str]) -> list[Any]:
             calls = [each for each in whole if isinstance(each, list)]
             calls[event.index][1] += event.text
         else:
-            assert isinstance(event, TextDelta)
+            assert isinstance(event, TextPiece)
             if whole and isinstance(whole[-1], str):
                 whole[-1] += event.text
             else:

@@ -29,7 +29,7 @@ from gpu.constraints.grammar_trial import MAX_SECONDS
 from gpu.kernels.device import KernelLaunchError
 from gpu.loading.loaded_model import choose_num_threads
 from gpu.loading.loading import choose_max_model_len
-from gpu.worker import MAX_PREPARING, Quit, Worker
+from gpu.worker import MAX_PREPARING, QuitRequested, Worker
 from tests.support.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.support.tiny_models import make_tiny, tiny_tokenizer
 from trioserve.model_files import RopeScaling, open_model
@@ -76,11 +76,11 @@ class Peer:
     def receive(self) -> wire.Message:
         return wire.decode(self.socket.recv())
 
-    def load(self, start: wire.Start) -> tuple[wire.Message, list[wire.Progress]]:
+    def load(self, start: wire.Start) -> tuple[wire.Message, list[wire.LoadingProgress]]:
         """Say Start; the answer, and the progress before it."""
         self.send(start)
         progress = []
-        while isinstance(message := self.receive(), wire.Progress):
+        while isinstance(message := self.receive(), wire.LoadingProgress):
             progress.append(message)
         return message, progress
 
@@ -124,7 +124,7 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 
 def test_conversation(folder: Path, peer: Peer) -> None:
     hello = peer.receive()
-    assert hello == wire.Hello(
+    assert hello == wire.WorkerHello(
         protocol=wire.PROTOCOL_VERSION, schema=wire.schema_hash(),
         package=str(ROOT / "gpu"), pid=peer.process.pid,
     )  # fmt: skip
@@ -268,7 +268,7 @@ def test_few_calls_wait_to_be_prepared(folder: Path, tmp_path: Path) -> None:
         runner, _ = make_runner(load_tiny(folder))
 
         def serve() -> None:
-            with pytest.raises(Quit):
+            with pytest.raises(QuitRequested):
                 Worker(end).serve(runner, constraints)
 
         thread = threading.Thread(target=serve)
@@ -331,7 +331,7 @@ def test_what_ends_a_worker_and_what_is_tried_again(
     with pynng.Pair0(listen=url, **options) as engine, pynng.Pair0(dial=url, **options) as end:
 
         def serve() -> None:
-            with pytest.raises(Quit):
+            with pytest.raises(QuitRequested):
                 Worker(end).serve(runner)
 
         def step(plan: wire.Plan) -> wire.Message:

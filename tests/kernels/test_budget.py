@@ -9,10 +9,10 @@ import pytest
 
 from gpu.kernels import KernelSource, parameters
 from gpu.kernels.__main__ import explain
-from gpu.kernels.budget import Budget, Measured, replace_costs
-from gpu.kernels.nvrtc import Usage
+from gpu.kernels.budget import Budget, MeasuredKernel, replace_costs
+from gpu.kernels.nvrtc import KernelUsage
 from gpu.kernels.sass import Instructions
-from gpu.kernels.targets import TARGETS, Target
+from gpu.kernels.targets import TARGETS, GpuTarget
 
 BY_HAND = """\
 # A comment that stays.
@@ -47,12 +47,12 @@ def measured(
     registers: int = 100,
     stack: int = 0,
     static_shared: int = 0,
-) -> Measured:
-    usage = Usage(registers=registers, stack=stack, spills=stack, static_shared=static_shared)
-    return Measured(source=attention(head_dim), target=target, usage=usage, instructions=CODE)
+) -> MeasuredKernel:
+    usage = KernelUsage(registers=registers, stack=stack, spills=stack, static_shared=static_shared)
+    return MeasuredKernel(source=attention(head_dim), target=target, usage=usage, instructions=CODE)
 
 
-def everywhere(head_dim: int) -> Iterator[Measured]:
+def everywhere(head_dim: int) -> Iterator[MeasuredKernel]:
     return (measured(target, head_dim) for target in TARGETS)
 
 
@@ -62,7 +62,7 @@ def budget() -> Budget:
     return Budget.read(replace_costs(BY_HAND, rows, DIGESTS, "NVRTC 1.2.3", all_of=True))
 
 
-def problems(budget: Budget, each: Measured) -> list[str]:
+def problems(budget: Budget, each: MeasuredKernel) -> list[str]:
     return [found.problem for found in budget.violations(each)]
 
 
@@ -185,7 +185,7 @@ def test_problems_are_told_by_kernel_and_targets(budget: Budget) -> None:
 def test_blocks_on_a_multiprocessor(
     target: str, num_threads: int, registers: int, shared: int, blocks: int
 ) -> None:
-    found: Target = TARGETS[target]
+    found: GpuTarget = TARGETS[target]
     assert found.blocks_per_multiprocessor(num_threads, registers, shared) == blocks
 
 

@@ -110,7 +110,7 @@ def test_the_report_of_spills_is_read() -> None:
         "1024 bytes smem\n"
     )
     usage = nvrtc.usage_in(log)
-    assert usage == nvrtc.Usage(registers=255, stack=40, spills=80, static_shared=1024)
+    assert usage == nvrtc.KernelUsage(registers=255, stack=40, spills=80, static_shared=1024)
     with pytest.raises(KernelBuildError, match="no report"):
         nvrtc.usage_in("")
 

@@ -23,7 +23,7 @@ from tests.support.http_stub import words as said
 from trioserve.http import create_app
 from trioserve.http.api.access_log import AccessRecord
 from trioserve.http.api.contents import MAX_CHARACTERS, MAX_TEXTS, Contents
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.protocol.sampling import SamplingParams
@@ -235,8 +235,8 @@ async def test_a_library_logs_no_contents(
 
 
 class TestContents:
-    def job(self, prompt: Any, **params: Any) -> Job:
-        return Job(prompt=prompt, params=SamplingParams(**params), request_id="r")
+    def job(self, prompt: Any, **params: Any) -> PromptJob:
+        return PromptJob(prompt=prompt, params=SamplingParams(**params), request_id="r")
 
     def test_every_text_is_cut(self) -> None:
         contents = Contents([self.job(TextPrompt("p" * (MAX_CHARACTERS + 1)))])

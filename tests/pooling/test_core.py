@@ -8,33 +8,33 @@ import numpy as np
 import pytest
 
 from trioserve.pooling.columns import Columns
-from trioserve.pooling.core import Batch, Job, PoolingCore
+from trioserve.pooling.core import EncodeBatch, EncodeJob, PoolingCore
 from trioserve.protocol.errors import EngineError, WorkerLost
 
 KILLED = WorkerLost("killed", from_outside=True)
 DIED = WorkerLost("died", reason="crashed")
 
 
-def a_job(*lengths: int, name: int = 0) -> Job:
+def a_job(*lengths: int, name: int = 0) -> EncodeJob:
     ids = [np.full(length, name, dtype=np.int32) for length in lengths]
-    return Job(Columns.joined((each, np.zeros_like(each)) for each in ids), 0.0, lambda: None)
+    return EncodeJob(Columns.joined((each, np.zeros_like(each)) for each in ids), 0.0, lambda: None)
 
 
 def core_of(max_texts: int = 4, max_tokens: int = 100) -> PoolingCore:
     return PoolingCore(max_texts, max_tokens)
 
 
-def names(batch: Batch | None) -> list[tuple[int, int]]:
+def names(batch: EncodeBatch | None) -> list[tuple[int, int]]:
     """(arrival, index) of the texts of a batch."""
     assert batch is not None
     return [(text.job.arrival, text.index) for text in batch.texts]
 
 
-def answer(core: PoolingCore, batch: Batch) -> None:
+def answer(core: PoolingCore, batch: EncodeBatch) -> None:
     core.on_vectors(batch, np.array([[text.job.arrival, text.index] for text in batch.texts], "f4"))
 
 
-def next_batch(core: PoolingCore) -> Batch:
+def next_batch(core: PoolingCore) -> EncodeBatch:
     batch = core.next_batch(0.0)
     assert batch is not None
     core.check_integrity()
@@ -164,10 +164,10 @@ def test_poison_is_found_and_nobody_else_fails(seed: int) -> None:
     """Random histories: deaths from poison and from outside, leavers, pauses, all at once."""
     chance = random.Random(seed)
     core = core_of(max_texts=chance.randint(1, 8), max_tokens=chance.choice([10, 1000]))
-    jobs: list[Job] = []
-    poisonous: set[Job] = set()
-    left: set[Job] = set()
-    under_way: list[Batch] = []
+    jobs: list[EncodeJob] = []
+    poisonous: set[EncodeJob] = set()
+    left: set[EncodeJob] = set()
+    under_way: list[EncodeBatch] = []
     num_killed = 0
     for turn in range(400):
         if turn < 150 and chance.random() < 0.5:

@@ -15,7 +15,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams
 
 MESSAGES: list[wire.Message] = [
-    wire.Hello(protocol=1, schema="abc", package="/x/gpu", pid=7),
+    wire.WorkerHello(protocol=1, schema="abc", package="/x/gpu", pid=7),
     wire.Start(
         model="/x/model.gguf",
         device="cuda",
@@ -37,7 +37,7 @@ MESSAGES: list[wire.Message] = [
         tokenizer="",
         logits_processors=["module:Class"],
     ),
-    wire.Progress(stage="weights", done=1, total=2),
+    wire.LoadingProgress(stage="weights", done=1, total=2),
     wire.Plan(
         number=3,
         closed=wire.from_ints([4]),

@@ -18,7 +18,7 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler import plan_builder
 from trioserve.scheduler.core import MAX_PENDING
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.testing import FakeWorker
 
 # ---- what fits
@@ -122,9 +122,9 @@ def test_prompts_keep_to_their_part_beside_decodes_old_and_new() -> None:
 def test_the_part_of_prompts_is_a_sixth_on_a_cpu_and_all_elsewhere() -> None:
     ready = FakeWorker(max_num_batched_tokens=256).ready()
     config = EngineConfig(model="any")
-    assert Limits.of(config, ready).max_prompt_tokens_beside_decodes == 42
+    assert SchedulerLimits.of(config, ready).max_prompt_tokens_beside_decodes == 42
     on_gpu = attrs.evolve(ready, device="cuda")
-    assert Limits.of(config, on_gpu).max_prompt_tokens_beside_decodes == 256
+    assert SchedulerLimits.of(config, on_gpu).max_prompt_tokens_beside_decodes == 256
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trioserve.scheduler.page_pool import PagePool
-from trioserve.scheduler.slots import SlotTable
+from trioserve.scheduler.slots import SlotAllocator
 
 NUM_PAGES = 6
 
@@ -121,7 +121,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = SlotTable(3)
+        self.table = SlotAllocator(3)
         self.open: dict[int, int] = {}
         self.busy_until: dict[int, int] = {}
         self.unclosed: list[int] = []

@@ -19,7 +19,7 @@ from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
 from gpu.slots import PlanError, Row, Slot, SlotTable
-from gpu.worker import Quit, Worker
+from gpu.worker import QuitRequested, Worker
 from tests.support.plans import PlanMaker
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
@@ -393,7 +393,7 @@ class TestWorker:
         ):
 
             def serve() -> None:
-                with pytest.raises(Quit):
+                with pytest.raises(QuitRequested):
                     Worker(end).serve(runner)
 
             thread = threading.Thread(target=serve)

@@ -16,7 +16,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.token_ids import as_column
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.result_processing import ResultProcessor
-from trioserve.scheduler.token_counts import Counts
+from trioserve.scheduler.token_counts import TokenCounts
 
 ROWS, TOKENS = 20, 12
 
@@ -119,7 +119,7 @@ def test_a_histogram_counts_many_as_it_counts_one(values: list[float]) -> None:
 def test_a_token_may_stop_somebody_exactly_while_one_of_them_is_there(
     stop_ids: list[list[int]], data: st.DataObject
 ) -> None:
-    counts = Counts(len(stop_ids), vocab_size=10)
+    counts = TokenCounts(len(stop_ids), vocab_size=10)
     for slot, ids in enumerate(stop_ids):
         counts.open(slot, 1, limit=9, plain=True, stop_ids=as_column(ids))
     there = dict(enumerate(stop_ids))

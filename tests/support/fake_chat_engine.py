@@ -14,7 +14,7 @@ import trio
 
 from trioserve.cli.chat import chat
 from trioserve.cli.chat_backends import EngineChatBackend
-from trioserve.cli.conversation import Conversation
+from trioserve.cli.conversation import ChatConversation
 from trioserve.cli.history import History, history_path
 from trioserve.cli.terminal import Terminal
 from trioserve.protocol.errors import ContextTooLong
@@ -99,7 +99,7 @@ class FakeEngine:
 async def main() -> None:
     backend = EngineChatBackend(FakeEngine(pause=0.01).as_engine())
     terminal = Terminal.standard(History(history_path(None, os.environ)))
-    await chat(backend, Conversation(), terminal=terminal)
+    await chat(backend, ChatConversation(), terminal=terminal)
     print("left")
 
 

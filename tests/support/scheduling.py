@@ -22,7 +22,7 @@ from trioserve.requests.request import (
 )
 from trioserve.requests.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import TokenFunction, draw, hashed_token, prompt_piece
 
@@ -84,9 +84,9 @@ def make_request(
     return request
 
 
-def make_limits(worker: FakeWorker, **changes: Any) -> Limits:
+def make_limits(worker: FakeWorker, **changes: Any) -> SchedulerLimits:
     """Limits that fit ``worker``."""
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=worker.max_num_seqs,
         max_num_batched_tokens=worker.max_num_batched_tokens,
         max_model_len=worker.max_model_len,

@@ -16,11 +16,11 @@ import pytest
 
 from trioserve.protocol.grammar import Grammar
 from trioserve.testing.simulation import (
-    Client,
     Departure,
     Fault,
     Report,
     Scenario,
+    SimulatedClient,
     WorkerKind,
     draw_scenario,
     run_scenario,
@@ -112,7 +112,7 @@ def scene(
     **params: Any,
 ) -> Scenario:
     """Client 0, who is to leave, and ``others`` that have come before and stay."""
-    leaving = Client(
+    leaving = SimulatedClient(
         number=0,
         arrives=STEP,
         prompt=prompt,
@@ -120,7 +120,7 @@ def scene(
         leaves=Departure(how="checkpoint", at=0),
     )
     staying = [
-        Client(
+        SimulatedClient(
             number=number,
             arrives=0.0,
             prompt="abcabcab",

@@ -15,7 +15,7 @@ import trio
 from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.bench_options import BenchOptions
 from trioserve.cli.bench_points import is_chat, points_of, read_trace, streams_of
-from trioserve.cli.bench_results import Results, check_outputs, note
+from trioserve.cli.bench_results import BenchResults, check_outputs, note
 from trioserve.cli.bench_work import make_texts
 from trioserve.cli.loading import LoadingReport
 from trioserve.cli.output import writing
@@ -65,7 +65,7 @@ def run_bench(
     """
     check_outputs(options)
     trace = read_trace(options)
-    results = Results(options)
+    results = BenchResults(options)
     try:
         trio.run(_measure_all, results, trace, engine, mock)
     finally:
@@ -86,7 +86,7 @@ def _exit_code(measured: Sequence[Measured]) -> int:
 
 
 async def _measure_all(
-    results: Results,
+    results: BenchResults,
     trace: Sequence[TraceRow],
     engine: EngineConfig | None,
     mock: MockSteps | None,

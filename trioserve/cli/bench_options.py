@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from trioserve.cli.bench_prompt_options import PromptOptions
-from trioserve.config.options import Group, flag_name, option, options_of
+from trioserve.config.options import OptionGroup, flag_name, option, options_of
 from trioserve.protocol.errors import InvalidRequest
 
 _LIMITS = ("ttft", "tpot", "e2el")
@@ -24,13 +24,13 @@ _REPLACED_BY_A_TRACE = (
 """Options of prompts and lengths, which a trace replaces."""
 
 BENCH_GROUPS = {
-    "target": Group("Server or embedded engine", "benchmarking#Benchmarking"),
-    "load": Group(
+    "target": OptionGroup("Server or embedded engine", "benchmarking#Benchmarking"),
+    "load": OptionGroup(
         "Load (a closed loop, unless --request-rate or --trace is given)",
         "benchmarking#How requests are sent",
     ),
-    "work": Group("Requests", "benchmarking#What is asked"),
-    "results": Group("Results", "benchmarking#What comes out"),
+    "work": OptionGroup("Requests", "benchmarking#What is asked"),
+    "results": OptionGroup("Results", "benchmarking#What comes out"),
 }
 """Groups of options, in the order of help."""
 

@@ -57,7 +57,7 @@ def _check_writable(flag: str, path: Path) -> None:
 
 
 @attrs.define(eq=False)
-class Results:
+class BenchResults:
     """Measurements so far, and facts about their server and options."""
 
     options: BenchOptions

@@ -14,8 +14,8 @@ import attrs
 import trio
 
 from trioserve._util.exception_groups import sole_exception
-from trioserve.cli.chat_backends import ChatBackend, Piece, Reply
-from trioserve.cli.conversation import Conversation
+from trioserve.cli.chat_backends import ChatBackend, ChatReply, Piece
+from trioserve.cli.conversation import ChatConversation
 from trioserve.cli.terminal import Terminal
 from trioserve.load.remote import Refusal, RemoteError
 from trioserve.protocol.errors import InvalidRequest, printable
@@ -25,7 +25,7 @@ CONTINUATION = ". "
 
 
 async def chat(
-    backend: ChatBackend, conversation: Conversation, *, terminal: Terminal | None = None
+    backend: ChatBackend, conversation: ChatConversation, *, terminal: Terminal | None = None
 ) -> None:
     """Talk to the model until the input ends or says /exit.
 
@@ -61,7 +61,7 @@ def _welcome(backend: ChatBackend) -> str:
 @attrs.define(eq=False)
 class _Talk:
     backend: ChatBackend
-    conversation: Conversation
+    conversation: ChatConversation
     terminal: Terminal
     reply_scope: trio.CancelScope | None = None
     """Cancel scope of the reply in progress; None between replies."""
@@ -195,7 +195,7 @@ class _Account:
             self._last = now
             self._num_tokens += piece.num_tokens
 
-    def settle(self, reply: Reply) -> None:
+    def settle(self, reply: ChatReply) -> None:
         """Take the token counts of ``reply``, which has ended."""
         self._num_tokens = reply.num_tokens or self._num_tokens
         self._num_context_tokens = reply.num_context_tokens

@@ -11,13 +11,13 @@ import msgspec
 
 from trioserve.load.answer import (
     DECODING_ERRORS,
-    Choice,
-    Delta,
-    Usage,
+    EventChoice,
+    EventDelta,
+    EventUsage,
     decode_event,
     error_text,
 )
-from trioserve.load.remote import Events, Remote, RemoteError
+from trioserve.load.remote import Remote, RemoteError, RemoteEvents
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt
 
@@ -39,7 +39,7 @@ class Piece:
     finish_reason: str | None = None
 
 
-class Reply(Protocol):
+class ChatReply(Protocol):
     """Reply in progress: an async iterator of pieces."""
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
@@ -68,7 +68,7 @@ class ChatBackend(Protocol):
 
     def reply(
         self, messages: Messages, fields: Mapping[str, Any]
-    ) -> contextlib.AbstractAsyncContextManager[Reply]:
+    ) -> contextlib.AbstractAsyncContextManager[ChatReply]:
         """Open the reply to ``messages``, sampled by ``fields``; leaving the context stops it.
 
         Raises:
@@ -92,7 +92,9 @@ class EngineChatBackend:
         return self.engine.max_model_len
 
     @contextlib.asynccontextmanager
-    async def reply(self, messages: Messages, fields: Mapping[str, Any]) -> AsyncIterator[Reply]:
+    async def reply(
+        self, messages: Messages, fields: Mapping[str, Any]
+    ) -> AsyncIterator[ChatReply]:
         params = SamplingParams(**{**self.engine.generation_defaults, **fields})
         async with self.engine.generate(ChatPrompt(messages=tuple(messages)), params) as stream:
             yield _EngineReply(stream)
@@ -162,7 +164,9 @@ class ServerChatBackend:
     max_model_len: int | None
 
     @contextlib.asynccontextmanager
-    async def reply(self, messages: Messages, fields: Mapping[str, Any]) -> AsyncIterator[Reply]:
+    async def reply(
+        self, messages: Messages, fields: Mapping[str, Any]
+    ) -> AsyncIterator[ChatReply]:
         body = {
             "model": self.name,
             "messages": messages,
@@ -176,8 +180,8 @@ class ServerChatBackend:
 
 @attrs.define(eq=False)
 class _ServerReply:
-    _events: Events
-    _usage: Usage | None = None
+    _events: RemoteEvents
+    _usage: EventUsage | None = None
 
     def __aiter__(self) -> _ServerReply:
         return self
@@ -209,8 +213,8 @@ class _ServerReply:
         return usage.prompt_tokens + usage.completion_tokens
 
 
-def _piece(choice: Choice) -> Piece:
-    delta = choice.delta or Delta()
+def _piece(choice: EventChoice) -> Piece:
+    delta = choice.delta or EventDelta()
     text, reasoning = delta.content or "", delta.reasoning_content or delta.reasoning or ""
     return Piece(
         text=text,

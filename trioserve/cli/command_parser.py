@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from trioserve.cli.equivalents import explained, told, without_foreign
 from trioserve.cli.help import ALL, Formatter, Topic, close_names, plain_name
-from trioserve.config.options import Group, Option, environment_name
+from trioserve.config.options import Option, OptionGroup, environment_name
 
 _MOST_OPTIONS = 30
 """Most options that ``--help`` shows at once; of more, it shows the common ones."""
@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
     def add_options(
         self,
         options: Iterable[Option],
-        groups: Mapping[str, Group],
+        groups: Mapping[str, OptionGroup],
         *,
         lists: bool = False,
         variables: bool = False,

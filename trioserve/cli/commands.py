@@ -119,12 +119,12 @@ def _chat(arguments: dict[str, Any]) -> int:
 
     from trioserve.cli.chat import chat
     from trioserve.cli.chat_backends import EngineChatBackend, find_server
-    from trioserve.cli.conversation import Conversation
+    from trioserve.cli.conversation import ChatConversation
     from trioserve.cli.history import History, history_path
     from trioserve.cli.remote import remote_of
     from trioserve.cli.terminal import Terminal
 
-    conversation = Conversation(system=arguments["system"], fields=fields)
+    conversation = ChatConversation(system=arguments["system"], fields=fields)
     terminal = Terminal.standard(History(history_path(arguments["history"], os.environ)))
 
     async def with_engine(engine: Engine) -> None:

@@ -30,7 +30,7 @@ _OPTIONS = {option.name: option for option in SAMPLING_OPTIONS}
 
 
 @attrs.define(eq=False, kw_only=True)
-class Conversation:
+class ChatConversation:
     """The messages so far, with a system message and sampling parameters.
 
     ``fields`` are those of :class:`trioserve.SamplingParams`; the model sets the others.

@@ -53,7 +53,7 @@ class Fact:
 
 
 @attrs.frozen
-class Report:
+class DoctorReport:
     """All findings by section."""
 
     sections: dict[str, list[Fact]]
@@ -64,7 +64,7 @@ class Report:
         return all(fact.state != "missing" for facts in self.sections.values() for fact in facts)
 
 
-def examine() -> Report:
+def examine() -> DoctorReport:
     """Examine the machine, also from a short-lived worker process, which imports torch."""
     looks: dict[str, Callable[[], Iterator[Fact]]] = {
         "Machine": lambda: machine_facts(Machine()),
@@ -72,16 +72,16 @@ def examine() -> Report:
         "Worker": lambda: worker_facts([sys.executable, "-P", "-m", "gpu", "--doctor"]),
         "Models": model_facts,
     }
-    return Report({title: list(look()) for title, look in looks.items()})
+    return DoctorReport({title: list(look()) for title, look in looks.items()})
 
 
-def as_json(report: Report) -> str:
+def as_json(report: DoctorReport) -> str:
     """Return the report as JSON: ``{"healthy": bool, "sections": {title: [fact, ...]}}``."""
     sections = {title: [attrs.asdict(f) for f in facts] for title, facts in report.sections.items()}
     return json.dumps({"healthy": report.healthy, "sections": sections}, indent=2)
 
 
-def as_table(report: Report) -> Table:
+def as_table(report: DoctorReport) -> Table:
     """Return the report as a table for people."""
     import rich.table
     from rich.markup import escape

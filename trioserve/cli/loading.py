@@ -53,7 +53,7 @@ class LoadingReport:
             self._bars.stop()
             self._bars = None
 
-    def __call__(self, progress: wire.Progress) -> None:
+    def __call__(self, progress: wire.LoadingProgress) -> None:
         """Show ``progress``. Never blocks for longer than a write to stderr."""
         if self._bars is None:
             self._log_line(progress)
@@ -66,7 +66,7 @@ class LoadingReport:
             self._tasks[progress.stage], completed=progress.done, total=progress.total or None
         )
 
-    def _log_line(self, progress: wire.Progress) -> None:
+    def _log_line(self, progress: wire.LoadingProgress) -> None:
         """Log the beginning of a stage, and its progress every few seconds."""
         now = time.monotonic()
         if progress.stage != self._stage:

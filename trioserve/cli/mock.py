@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trioserve.cli.usage import UsageError
-from trioserve.config.options import Group, Option
+from trioserve.config.options import Option, OptionGroup
 
 if TYPE_CHECKING:
     from trioserve.protocol.wire import MockSteps
@@ -35,7 +35,9 @@ MOCK_OPTION = Option(
     group="measuring",
     metavar="TIME",
 )
-MOCK_GROUPS = {"measuring": Group("Measuring", "benchmarking#Is it the server that is measured?")}
+MOCK_GROUPS = {
+    "measuring": OptionGroup("Measuring", "benchmarking#Is it the server that is measured?")
+}
 
 
 def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:

@@ -19,7 +19,7 @@ from trioserve.cli.mock import MOCK_GROUPS, MOCK_OPTION
 from trioserve.cli.remote_options import DEFAULT_URL, REMOTE_GROUPS, RemoteOptions
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
-from trioserve.config.options import Group, Option, options_of
+from trioserve.config.options import Option, OptionGroup, options_of
 from trioserve.protocol.version import __version__
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -75,7 +75,7 @@ SAMPLING_OPTIONS = (
 
 
 _SAMPLING_GROUPS = {
-    "sampling": Group("Sampling (defaults: the model's own)", "terminal#Talk to a model")
+    "sampling": OptionGroup("Sampling (defaults: the model's own)", "terminal#Talk to a model")
 }
 _Add: TypeAlias = Callable[..., CommandParser]
 """Adds a command: its name, its help, its usage, and keywords of :class:`CommandParser`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.config.options import Group, option
+from trioserve.config.options import OptionGroup, option
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-REMOTE_GROUPS = {"target": Group("With --url", "terminal#Talk to a model")}
+REMOTE_GROUPS = {"target": OptionGroup("With --url", "terminal#Talk to a model")}
 """The group of options in the help of ``chat``."""
 
 

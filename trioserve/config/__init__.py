@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from trioserve.config.engine import EngineConfig as EngineConfig
-from trioserve.config.options import Group
+from trioserve.config.options import OptionGroup
 from trioserve.config.server import ServerConfig as ServerConfig
 
 _TITLES = {
@@ -18,5 +18,5 @@ _TITLES = {
     "http": "HTTP server",
     "log": "Logging",
 }
-GROUPS = {name: Group(title, f"options#{title}") for name, title in _TITLES.items()}
+GROUPS = {name: OptionGroup(title, f"options#{title}") for name, title in _TITLES.items()}
 """Groups of options, in the order of help and documentation."""

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from trioserve.config.adapter_paths import named_paths
-from trioserve.config.model import ModelConfig
+from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
 from trioserve.config.override import parse_override
 from trioserve.protocol.errors import InvalidRequest
@@ -20,7 +20,7 @@ PREFIX_CACHE_SCOPES = ("server", "key")
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig(ModelConfig):
+class EngineConfig(ModelOptions):
     """Options of an engine that runs one model.
 
     None means "chosen from the machine and the model".

@@ -14,7 +14,7 @@ LOGPROBS_MODES = ("raw", "processed")
 
 
 @attrs.frozen(kw_only=True)
-class ModelConfig:
+class ModelOptions:
     """Options of the model that an engine loads, its adapters and its requests' defaults."""
 
     model: str = attrs.field(kw_only=False)

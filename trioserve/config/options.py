@@ -72,7 +72,7 @@ def environment_name(name: str) -> str:
 
 
 @attrs.frozen
-class Group:
+class OptionGroup:
     """Group of options in help and documentation."""
 
     title: str

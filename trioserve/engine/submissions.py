@@ -24,7 +24,7 @@ from trioserve.requests.stream import Chunk
 Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
 
 
-class Generate(Protocol):
+class OpenGeneration(Protocol):
     """:meth:`trioserve.Engine.generate`."""
 
     def __call__(
@@ -139,7 +139,7 @@ class _Chunks(AsyncIterator[Chunk]):
 class Submissions:
     """Where requests are submitted, while its block lasts."""
 
-    _generate: Generate
+    _generate: OpenGeneration
     _nursery: trio.Nursery
     _open: bool = attrs.field(init=False, default=True)
 
@@ -167,7 +167,7 @@ class Submissions:
 
 
 @contextlib.asynccontextmanager
-async def open_submissions(generate: Generate) -> AsyncIterator[Submissions]:
+async def open_submissions(generate: OpenGeneration) -> AsyncIterator[Submissions]:
     """What :meth:`trioserve.Engine.submissions` gives; ``generate`` is the engine's."""
     block_error: BaseException | None = None
     try:

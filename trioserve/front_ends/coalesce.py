@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 import attrs
 
-from trioserve.front_ends.messages import Ending, Entry, Row, Step, numbers_of, packed
+from trioserve.front_ends.messages import (
+    Entry,
+    SequenceEnd,
+    StepRow,
+    StepUpdate,
+    numbers_of,
+    packed,
+)
 
 
 @attrs.define(eq=False)
@@ -19,14 +26,14 @@ class _Gained:
 
     tokens: list[int] = attrs.field(factory=list)
     logprobs: list[Entry] | None = None
-    ending: Ending | None = None
+    ending: SequenceEnd | None = None
 
     @property
     def is_plain(self) -> bool:
         return len(self.tokens) == 1 and self.logprobs is None and self.ending is None
 
 
-def merged(steps: Sequence[Step]) -> Step:
+def merged(steps: Sequence[StepUpdate]) -> StepUpdate:
     """What ``steps``, which came one after the other, gave together."""
     if len(steps) == 1:
         return steps[0]
@@ -42,7 +49,7 @@ def merged(steps: Sequence[Step]) -> Step:
                 own.logprobs = [*(own.logprobs or ()), *row.logprobs]
     plain = {number: own for number, own in gained.items() if own.is_plain}
     rows = [
-        Row(
+        StepRow(
             number,
             tuple(own.tokens),
             None if own.logprobs is None else tuple(own.logprobs),
@@ -52,4 +59,4 @@ def merged(steps: Sequence[Step]) -> Step:
         if number not in plain
     ]
     tokens = [own.tokens[0] for own in plain.values()]
-    return Step(steps[-1].time, packed(plain), packed(tokens), rows)
+    return StepUpdate(steps[-1].time, packed(plain), packed(tokens), rows)

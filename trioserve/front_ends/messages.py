@@ -1,14 +1,14 @@
 """Every message between the engine process and a front-end process.
 
 MessagePack by msgspec, each with its name in front. What a step gives to a front end's sequences is
-one :class:`Update`, in which most tokens are two packed integers: a sequence's number and the token
-(:class:`Step`). Numbers are the front end's own, counted up; a request's is that of its first
-sequence, and the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
+one :class:`SchedulerUpdate`, in which most tokens are two packed integers: a sequence's number and
+the token (:class:`StepUpdate`). Numbers are the front end's own, counted up; a request's is that of
+its first sequence, and the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
 
-The conversation: the front end says :class:`Hello`, is told :class:`Start`, and says
-:class:`Listening` or, where it can't, :class:`Failed`. Then requests go one way (:class:`Submit`,
-:class:`Abort`) and updates the other, no more of them than the front end keeps up with
-(:class:`Taken`), which says again and again that it lives (:class:`Alive`). Either side may
+The conversation: the front end says :class:`FrontEndHello`, is told :class:`FrontEndStart`, and
+says :class:`FrontEndListening` or, where it can't, :class:`Failed`. Then requests go one way
+(:class:`Submit`, :class:`Abort`) and updates the other, no more of them than the front end keeps up
+with (:class:`Taken`), which says again and again that it lives (:class:`Alive`). Either side may
 :class:`RpcCall` the other for something rare, by name, and take that back (:class:`RpcCancel`). At
 the end the front end is told to :class:`Drain`, says :class:`Drained` when it has, and leaves when
 it is told to :class:`Stop`.
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trioserve.config import ServerConfig
-from trioserve.front_ends.wire_errors import RemoteError
+from trioserve.front_ends.wire_errors import ErrorMessage
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import Adapter
@@ -59,7 +59,7 @@ class RpcReply(_Message):
 
     number: int
     result: Any = None
-    fault: RemoteError | None = None
+    fault: ErrorMessage | None = None
 
 
 class RpcCancel(_Message):
@@ -71,13 +71,13 @@ class RpcCancel(_Message):
 class Failed(_Message):
     """The sender can't go on, and why."""
 
-    fault: RemoteError
+    fault: ErrorMessage
 
 
 # ---- from a front end
 
 
-class Hello(_Message):
+class FrontEndHello(_Message):
     """First: who is there. A stranger is refused."""
 
     package: str
@@ -86,7 +86,7 @@ class Hello(_Message):
     pid: int
 
 
-class Listening(_Message):
+class FrontEndListening(_Message):
     """The front end accepts connections."""
 
 
@@ -154,7 +154,7 @@ class Drained(_Message):
 # ---- from the engine
 
 
-class Start(_Message):
+class FrontEndStart(_Message):
     """What a front end serves."""
 
     index: int
@@ -180,12 +180,12 @@ class TurnClosed(_Message):
     number: int
 
 
-class Ending(msgspec.Struct, frozen=True, array_like=True):
+class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
     """How a sequence ended, and the times that are complete with that."""
 
     reason: str
     stop_reason: int | str | None
-    fault: RemoteError | None
+    fault: ErrorMessage | None
     first_token: float | None
     """Of the request."""
     last_token: float | None
@@ -197,11 +197,11 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     def of(
         cls,
         finish: Finish,
-        fault: RemoteError | None,
+        fault: ErrorMessage | None,
         first_token: float | None,
         last_token: float | None,
         vector: bytes,
-    ) -> Ending:
+    ) -> SequenceEnd:
         """What tells of ``finish``."""
         return cls(finish.reason.value, finish.stop_reason, fault, first_token, last_token, vector)
 
@@ -210,16 +210,16 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
         return Finish(FinishReason(self.reason), stop_reason=self.stop_reason, error=error)
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class StepRow(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave to a sequence if it wasn't just the next token."""
 
     number: int
     tokens: tuple[int, ...]
     logprobs: tuple[Entry, ...] | None
-    ending: Ending | None
+    ending: SequenceEnd | None
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class StepUpdate(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave: ``tokens[i]`` to sequence ``numbers[i]``, and then what ``rows`` say.
 
     Both are columns of int64 (:func:`packed`). What several steps gave looks the same
@@ -229,7 +229,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     time: float
     numbers: bytes
     tokens: bytes
-    rows: list[Row]
+    rows: list[StepRow]
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
@@ -242,7 +242,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     pieces: list[wire.PromptPiece]
 
 
-class Update(_Message):
+class SchedulerUpdate(_Message):
     """Everything that is new for a front end, in the order in which it is to be taken.
 
     ``line`` is how many sequences of all front ends wait for a slot, and how many tokens they have.
@@ -252,12 +252,12 @@ class Update(_Message):
 
     line: tuple[int, int]
     admitted: list[tuple[int, float]]
-    rejected: list[tuple[int, RemoteError]]
+    rejected: list[tuple[int, ErrorMessage]]
     moves: list[tuple[int, int]]
     """Sequences and the places of their new states in :data:`STATES`."""
     scheduled: list[tuple[int, float, int]]
     prompts: list[Prompt]
-    step: Step | None
+    step: StepUpdate | None
 
 
 class Drain(_Message):
@@ -269,8 +269,8 @@ class Stop(_Message):
 
 
 FromFrontEnd = (
-    Hello
-    | Listening
+    FrontEndHello
+    | FrontEndListening
     | Failed
     | Submit
     | Abort
@@ -285,7 +285,16 @@ FromFrontEnd = (
     | Drained
 )
 FromEngine = (
-    Start | Offered | Update | TurnClosed | RpcCall | RpcReply | RpcCancel | Failed | Drain | Stop
+    FrontEndStart
+    | Offered
+    | SchedulerUpdate
+    | TurnClosed
+    | RpcCall
+    | RpcReply
+    | RpcCancel
+    | Failed
+    | Drain
+    | Stop
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

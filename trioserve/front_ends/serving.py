@@ -21,7 +21,7 @@ from trioserve.engine.nursery import open_engine
 from trioserve.front_ends.processes.serving import serve_with_front_ends
 from trioserve.http import create_app
 from trioserve.http.api.app import App
-from trioserve.http.server.listeners import Listening, check_address
+from trioserve.http.server.listeners import OpenListeners, check_address
 from trioserve.http.server.server import serve_app
 from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
@@ -86,7 +86,7 @@ async def serve_engine(
     app: App,
     config: ServerConfig,
     *,
-    listening: Listening | None = None,
+    listening: OpenListeners | None = None,
     shutdown: trio.Event | None = None,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> int:

@@ -16,7 +16,7 @@ _KINDS: dict[str, type[TrioserveError]] = {
 }
 
 
-class RemoteError(msgspec.Struct, frozen=True, array_like=True):
+class ErrorMessage(msgspec.Struct, frozen=True, array_like=True):
     """An error of :mod:`trioserve.protocol.errors`: its class, its message, its attributes."""
 
     kind: str
@@ -24,23 +24,23 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
     attributes: dict[str, Plain] = {}
 
 
-def fault_of(error: BaseException) -> RemoteError:
+def fault_of(error: BaseException) -> ErrorMessage:
     """What tells another process of ``error``. One that isn't ours becomes an ``EngineError``.
 
     Its cause and its traceback stay here.
     """
     kind = next((each for each in type(error).__mro__ if each.__name__ in _KINDS), None)
     if kind is None:
-        return RemoteError(EngineError.__name__, f"{type(error).__name__}: {error}")
+        return ErrorMessage(EngineError.__name__, f"{type(error).__name__}: {error}")
     attributes = {
         name: value
         for name, value in vars(error).items()
         if value is None or isinstance(value, (str, float, int))
     }
-    return RemoteError(kind.__name__, str(error), attributes)
+    return ErrorMessage(kind.__name__, str(error), attributes)
 
 
-def error_of(fault: RemoteError) -> TrioserveError:
+def error_of(fault: ErrorMessage) -> TrioserveError:
     """The error that ``fault`` tells of, as good as it was."""
     kind = _KINDS.get(fault.kind, EngineError)
     # Its own constructor may change the message, which has been done already.

@@ -10,7 +10,7 @@ import msgspec
 from trioserve.load.records import Record
 
 
-class Delta(msgspec.Struct, gc=False):
+class EventDelta(msgspec.Struct, gc=False):
     """What an event adds to a message."""
 
     content: str | None = None
@@ -19,12 +19,12 @@ class Delta(msgspec.Struct, gc=False):
     """The same; some servers send both."""
 
 
-class Choice(msgspec.Struct, gc=False):
+class EventChoice(msgspec.Struct, gc=False):
     """An event's part of one output."""
 
     text: str | None = None
     token_ids: list[int] | None = None
-    delta: Delta | None = None
+    delta: EventDelta | None = None
     finish_reason: str | None = None
 
 
@@ -32,7 +32,7 @@ class _PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, gc=False):
+class EventUsage(msgspec.Struct, gc=False):
     """Tokens of the request so far."""
 
     prompt_tokens: int | None = None
@@ -43,8 +43,8 @@ class Usage(msgspec.Struct, gc=False):
 class StreamEvent(msgspec.Struct, gc=False):
     """An event's data."""
 
-    choices: list[Choice] | None = None
-    usage: Usage | None = None
+    choices: list[EventChoice] | None = None
+    usage: EventUsage | None = None
     error: Any = None
 
 
@@ -61,7 +61,7 @@ def error_text(error: Any) -> str:
 
 
 @attrs.define(eq=False)
-class AnswerReader:
+class AnswerEvents:
     """Server-sent events out of bytes that are cut anywhere; only their data matters here."""
 
     record: Record
@@ -122,7 +122,7 @@ class AnswerReader:
             record.fail("error in the stream", error_text(event.error))
 
 
-def _note_usage(record: Record, usage: Usage) -> None:
+def _note_usage(record: Record, usage: EventUsage) -> None:
     record.prompt_tokens = usage.prompt_tokens
     record.completion_tokens = usage.completion_tokens
     if usage.prompt_tokens_details is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import msgspec
 
-from trioserve.load.answer import AnswerReader
+from trioserve.load.answer import AnswerEvents
 from trioserve.load.records import Record
 from trioserve.load.response import InvalidAnswer, ResponseReader
 
@@ -26,12 +26,12 @@ class Exchange:
     reusable: bool = False
     """Whether the connection may be used again, once all has been read."""
     _response: ResponseReader = attrs.field(factory=ResponseReader)
-    _answer: AnswerReader = attrs.field(init=False)
+    _answer: AnswerEvents = attrs.field(init=False)
     _begun: bool = False
     _refusal: bytes = b""
 
     def __attrs_post_init__(self) -> None:
-        self._answer = AnswerReader(self.record)
+        self._answer = AnswerEvents(self.record)
 
     def receive(self, data: bytes, now: float) -> bool:
         """Take what the connection gave at ``now`` (nothing: it has ended); True if that is all."""

@@ -45,7 +45,7 @@ class Refusal(RemoteError):
 
 
 @attrs.frozen(kw_only=True)
-class Answer:
+class HttpAnswer:
     """A whole answer; the names of ``headers`` are in lower case. A body is cut at 4 MiB."""
 
     status: int
@@ -77,7 +77,7 @@ class Remote:
     """What people are told."""
     headers: Mapping[str, str] = attrs.field(factory=dict)
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> HttpAnswer:
         """The answer to ``GET path``, whatever its status.
 
         Raises:
@@ -91,7 +91,7 @@ class Remote:
                     return await _read_answer(stream, ResponseReader(), b"", self.url)
 
     @contextlib.asynccontextmanager
-    async def events(self, path: str, body: Any = None) -> AsyncIterator[Events]:
+    async def events(self, path: str, body: Any = None) -> AsyncIterator[RemoteEvents]:
         """The events of ``GET path``, or of ``POST path`` where there is a ``body`` for its JSON.
 
         Leaving the block closes the connection, which is how such an answer is stopped.
@@ -113,9 +113,9 @@ class Remote:
                     first = await _receive(stream, response, self.url)
                 if response.status != 200:
                     self.check(await _read_answer(stream, response, first, self.url))
-            yield Events(self.url, stream, response, first)
+            yield RemoteEvents(self.url, stream, response, first)
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: HttpAnswer) -> None:
         """Refuse an answer whose status isn't 200.
 
         Raises:
@@ -139,7 +139,7 @@ class Remote:
 
 
 @attrs.define(eq=False)
-class Events:
+class RemoteEvents:
     """The events of an answer, in the order in which they come. One task reads them."""
 
     _url: str
@@ -150,7 +150,7 @@ class Events:
     _reader: EventReader = attrs.field(factory=EventReader)
     _ready: deque[Event] = attrs.field(factory=deque)
 
-    def __aiter__(self) -> Events:
+    def __aiter__(self) -> RemoteEvents:
         return self
 
     async def __anext__(self) -> Event:
@@ -173,11 +173,11 @@ class Events:
 
 async def _read_answer(
     stream: trio.abc.Stream, response: ResponseReader, body: bytes, url: str
-) -> Answer:
+) -> HttpAnswer:
     with trio.fail_after(_TIMEOUT):
         while not response.ended and len(body) < _MAX_BYTES:
             body += await _receive(stream, response, url)
-    return Answer(status=response.status, headers=response.headers, body=body)
+    return HttpAnswer(status=response.status, headers=response.headers, body=body)
 
 
 async def _receive(stream: trio.abc.Stream, response: ResponseReader, url: str) -> bytes:

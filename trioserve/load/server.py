@@ -14,7 +14,7 @@ from trioserve.load.remote import Remote, RemoteError
 
 
 @attrs.frozen(kw_only=True)
-class ServerInfo:
+class ServerFacts:
     """What a server says of itself."""
 
     software: str
@@ -32,7 +32,7 @@ class _Models(msgspec.Struct):
 
 async def ask_models(
     connect: Connect, host: str, path: str, headers: Mapping[str, str], url: str
-) -> ServerInfo:
+) -> ServerFacts:
     """Ask ``GET path``; a server that doesn't have it lists no models.
 
     Raises:
@@ -50,4 +50,4 @@ async def ask_models(
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             names = tuple(model.id for model in msgspec.json.decode(answer.body, type=_Models).data)
     software = answer.headers.get(b"server", b"").decode(errors="replace")
-    return ServerInfo(software=software, models=names)
+    return ServerFacts(software=software, models=names)

@@ -14,7 +14,7 @@ from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.pooling.columns import Columns, Floats, vectors_of
-from trioserve.pooling.core import MAX_UNDER_WAY, Batch, Job, PoolingCore
+from trioserve.pooling.core import MAX_UNDER_WAY, EncodeBatch, EncodeJob, PoolingCore
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, QueueFull, RequestAborted, WorkerLost
 from trioserve.requests.admission import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trioserve.workers.supervisor import Supervisor
 
 
-class Caller(Protocol):
+class WorkerCaller(Protocol):
     """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
 
     @property
@@ -61,7 +61,7 @@ class Batcher:
 
     def __init__(
         self,
-        caller: Caller,
+        caller: WorkerCaller,
         metrics: Metrics,
         iterations: Feed[Iteration],
         *,
@@ -110,7 +110,7 @@ class Batcher:
                 await self._work.wait()
 
     async def _call(
-        self, batch: Batch, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self, batch: EncodeBatch, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         task_status.started()
         if not self.core.is_under_way(batch):
@@ -140,7 +140,7 @@ class Batcher:
             self._note_answer(batch, began)
         self._look()
 
-    def _note_answer(self, batch: Batch, began: float) -> None:
+    def _note_answer(self, batch: EncodeBatch, began: float) -> None:
         """The call of ``batch``, which was sent at ``began``, has been answered."""
         now = trio.current_time()
         # The worker makes one call after the other: waiting for the one before isn't counted.
@@ -154,7 +154,7 @@ class Batcher:
         if self._iterations.is_wanted:
             self._iterations.publish(self._record_of(batch, step_us, now))
 
-    def _record_of(self, batch: Batch, step_us: int, now: float) -> Iteration:
+    def _record_of(self, batch: EncodeBatch, step_us: int, now: float) -> Iteration:
         return Iteration(
             number=self._num_calls,
             time=now,
@@ -199,7 +199,7 @@ class Batcher:
         now = trio.current_time()
         self._check_room(len(columns), len(columns.ids), tenant, now)
         ended = trio.Event()
-        job = Job(columns, now, ended.set, tenant)
+        job = EncodeJob(columns, now, ended.set, tenant)
         self.core.submit(job)
         self._look()
         try:

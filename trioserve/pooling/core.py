@@ -37,7 +37,7 @@ Floats = npt.NDArray[np.float32]
 class Text:
     """One text of a job."""
 
-    job: Job
+    job: EncodeJob
     index: int
     num_tokens: int
     num_deaths: int = 0
@@ -45,7 +45,7 @@ class Text:
 
 
 @attrs.define(eq=False)
-class Job:
+class EncodeJob:
     """What one request wants to know: a vector for each of its texts.
 
     Args:
@@ -96,7 +96,7 @@ class Job:
 
 
 @attrs.define(eq=False)
-class Batch:
+class EncodeBatch:
     """The texts of one call; on ``trial`` it has the worker to itself."""
 
     texts: list[Text]
@@ -132,11 +132,11 @@ class PoolingCore:
         self.num_waiting_tokens = 0
         self.waiting_of_tenants = TenantCounts()
         """Of texts that aren't under way, and of their tokens."""
-        self._line: dict[Job, deque[Text]] = {}
+        self._line: dict[EncodeJob, deque[Text]] = {}
         """What waits, by the order of arrival."""
         self._trials: deque[list[Text]] = deque()
         """Suspects, each list to be computed by itself."""
-        self._under_way: list[Batch] = []
+        self._under_way: list[EncodeBatch] = []
         self._num_deaths = 0
         """Since there was progress."""
         self._fewest_suspects = 0
@@ -144,7 +144,7 @@ class PoolingCore:
 
     # ---- jobs come and go
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EncodeJob) -> None:
         """Put all texts of ``job`` in line."""
         self.num_arrivals += 1
         job.arrival = self.num_arrivals
@@ -152,7 +152,7 @@ class PoolingCore:
         self._line[job] = deque(Text(job, index, length) for index, length in enumerate(lengths))
         self._count(self._line[job], 1)
 
-    def withdraw(self, job: Job) -> None:
+    def withdraw(self, job: EncodeJob) -> None:
         """Nothing more is wanted of ``job``. Idempotent; what is under way is computed."""
         job.has_left = True
         self._forget(job)
@@ -162,11 +162,11 @@ class PoolingCore:
         for job in self._jobs():
             self._fail(job, error)
 
-    def _fail(self, job: Job, error: TrioserveError) -> None:
+    def _fail(self, job: EncodeJob, error: TrioserveError) -> None:
         job.fail(error)
         self._forget(job)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: EncodeJob) -> None:
         self._count(self._line.pop(job, ()), -1)
         leaving = [text for trial in self._trials for text in trial if text.job is job]
         if leaving:
@@ -184,7 +184,7 @@ class PoolingCore:
 
     # ---- calls
 
-    def next_batch(self, now: float) -> Batch | None:
+    def next_batch(self, now: float) -> EncodeBatch | None:
         """What the worker is to be called with next; None if nothing, or enough is under way."""
         if self.pause_gate.is_closed:
             return None
@@ -201,7 +201,7 @@ class PoolingCore:
         for text in texts:
             if text.job.first_called is None:
                 text.job.first_called = now
-        batch = Batch(texts, trial)
+        batch = EncodeBatch(texts, trial)
         self._under_way.append(batch)
         return batch
 
@@ -219,14 +219,14 @@ class PoolingCore:
             del self._line[job]
         return taken
 
-    def on_vectors(self, batch: Batch, vectors: Floats) -> None:
+    def on_vectors(self, batch: EncodeBatch, vectors: Floats) -> None:
         """The worker has answered ``batch`` with ``vectors`` [len(batch.texts), dim]."""
         self._under_way.remove(batch)
         self._note_progress()
         for text, vector in zip(batch.texts, vectors, strict=True):
             text.job.take(text.index, vector)
 
-    def on_error(self, batch: Batch, error: EngineError) -> None:
+    def on_error(self, batch: EncodeBatch, error: EngineError) -> None:
         """The worker couldn't compute ``batch``, and lives."""
         self._under_way.remove(batch)
         texts = [text for text in batch.texts if text.job.is_open]
@@ -235,11 +235,11 @@ class PoolingCore:
         else:
             self._try_halves(texts)
 
-    def is_under_way(self, batch: Batch) -> bool:
+    def is_under_way(self, batch: EncodeBatch) -> bool:
         """Whether ``batch`` is still to be answered: the worker hasn't been lost since it went."""
         return batch in self._under_way
 
-    def put_back(self, batch: Batch) -> None:
+    def put_back(self, batch: EncodeBatch) -> None:
         """``batch`` was never given to a worker."""
         self._under_way.remove(batch)
         self._return(batch.texts)
@@ -295,7 +295,7 @@ class PoolingCore:
         """Put ``texts`` back at the front of the line."""
         texts = [text for text in texts if text.job.is_open]
         self._count(texts, 1)
-        returned: dict[Job, deque[Text]] = {}
+        returned: dict[EncodeJob, deque[Text]] = {}
         for text in texts:
             returned.setdefault(text.job, deque()).append(text)
         for job, rest in self._line.items():
@@ -341,7 +341,7 @@ class PoolingCore:
         assert all(self._line.values())
         assert len(self._under_way) <= MAX_UNDER_WAY
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> list[EncodeJob]:
         under_way = (batch.texts for batch in self._under_way)
         texts = itertools.chain(*self._trials, *under_way)
         return list(dict.fromkeys(itertools.chain(self._line, (text.job for text in texts))))

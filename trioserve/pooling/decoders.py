@@ -15,7 +15,7 @@ import numpy as np
 from trioserve.model_files.decoder_embedding import DecoderPooling
 from trioserve.pooling.columns import Floats
 from trioserve.pooling.inputs import Item
-from trioserve.pooling.sender import Sender
+from trioserve.pooling.sender import EncodeArguments
 from trioserve.pooling.together import all_together
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest
@@ -61,7 +61,7 @@ async def pool_prompts(
     items: Sequence[Item],
     pool_prompt: PoolPrompt,
     deadline: Deadline,
-    sender: Sender,
+    sender: EncodeArguments,
     *,
     pooling: str,
     truncate: int | None,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.requests import Pooling
 from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
-from trioserve.pooling.sender import Sender
+from trioserve.pooling.sender import EncodeArguments
 
 
 class PoolingEngine:
@@ -76,7 +76,7 @@ class PoolingEngine:
             normalize=normalize,
             pooling=pooling,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
+            sender=EncodeArguments(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
@@ -120,7 +120,7 @@ class PoolingEngine:
             queries,
             documents,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
+            sender=EncodeArguments(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
@@ -171,7 +171,7 @@ class PoolingEngine:
             apply_softmax=apply_softmax,
             item_first=item_first,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
+            sender=EncodeArguments(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
@@ -202,7 +202,7 @@ class PoolingEngine:
         return await self.pooling.classify(
             inputs,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=Sender(
+            sender=EncodeArguments(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,

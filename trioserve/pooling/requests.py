@@ -31,7 +31,7 @@ from trioserve.pooling.results import (
     probabilities_of,
     similarities,
 )
-from trioserve.pooling.sender import Sender
+from trioserve.pooling.sender import EncodeArguments
 from trioserve.pooling.together import all_together
 from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.requests.deadline import Deadline
@@ -117,7 +117,7 @@ class Pooling:
         normalize: bool | None,
         pooling: str | None,
         truncate_prompt_tokens: int | None,
-        sender: Sender,
+        sender: EncodeArguments,
         cache_salt: str,
         adapter: str,
     ) -> Embeddings:
@@ -152,7 +152,7 @@ class Pooling:
         documents: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None,
-        sender: Sender,
+        sender: EncodeArguments,
     ) -> Scores:
         """See :meth:`trioserve.engine.engine.Engine.score`."""
         pairs = _pairs(queries, documents)
@@ -173,7 +173,7 @@ class Pooling:
         inputs: Inputs,
         *,
         truncate_prompt_tokens: int | None,
-        sender: Sender,
+        sender: EncodeArguments,
     ) -> Classifications:
         """See :meth:`trioserve.engine.engine.Engine.classify`."""
         config = self._config("classify", "classify texts")
@@ -190,7 +190,7 @@ class Pooling:
         apply_softmax: bool,
         item_first: bool,
         truncate_prompt_tokens: int | None,
-        sender: Sender,
+        sender: EncodeArguments,
         cache_salt: str,
         adapter: str,
     ) -> LabelScores:
@@ -238,7 +238,7 @@ class Pooling:
 
     async def compute_one(self, timeout: float) -> None:
         """Have one token computed, to see whether that can be done; errors are those of embed."""
-        await self._embeddings([TokensPrompt((0,))], None, Sender(timeout=timeout))
+        await self._embeddings([TokensPrompt((0,))], None, EncodeArguments(timeout=timeout))
 
     def _config(self, task: ModelTask, wanted: str) -> EncoderConfig:
         """The encoder's, which is for that ``task``.
@@ -251,7 +251,7 @@ class Pooling:
         return self.encoding.encoder.config
 
     async def _embeddings(
-        self, items: Sequence[Item], truncate: int | None, sender: Sender
+        self, items: Sequence[Item], truncate: int | None, sender: EncodeArguments
     ) -> tuple[Floats, list[int]]:
         """The vectors [N, dim] of texts, as the model gives them, and the tokens of each."""
         if self.encoding is None:
@@ -262,7 +262,7 @@ class Pooling:
         self,
         items: Sequence[Item],
         truncate: int | None,
-        sender: Sender,
+        sender: EncodeArguments,
         pooling: str | None = None,
         cache_salt: str = "",
         adapter: str = "",
@@ -282,7 +282,7 @@ class Pooling:
         )
 
     async def _vectors(
-        self, items: Sequence[Item], truncate: int | None, sender: Sender
+        self, items: Sequence[Item], truncate: int | None, sender: EncodeArguments
     ) -> tuple[Floats, list[int]]:
         """What the encoder says of each item: [N, num_outputs]; and how many tokens it has."""
         assert self.encoding is not None

@@ -10,7 +10,7 @@ from trioserve.requests.arguments import check_arguments
 
 
 @attrs.frozen(kw_only=True)
-class Sender:
+class EncodeArguments:
     """The arguments that every request for texts has: those of :meth:`trioserve.Engine.embed`.
 
     ``id`` is a random one where none is given.

@@ -4,12 +4,12 @@ Messages are attrs classes encoded as MessagePack by msgspec, one tag byte in fr
 *columns*: little-endian int32 or float32 numbers held as bytes, so that a step of 256 rows costs
 the envelope a few microseconds (:func:`ints`, :func:`floats` and their inverses).
 
-The conversation: the worker says :class:`Hello`; the engine checks it and answers :class:`Start`;
-the worker loads its model, saying :class:`Progress` as it goes, and then :class:`Ready` or a
-:class:`Failure`. From then on the engine sends :class:`Plan` messages and the worker answers each
-with a :class:`StepResult`, in order; :class:`Drop` names a slot that needs no more results.
-:class:`Call` and :class:`Reply` are for rare, slow operations: a reply may come long after its
-call, and steps go on meanwhile. :class:`Quit` ends the worker.
+The conversation: the worker says :class:`WorkerHello`; the engine checks it and answers
+:class:`Start`; the worker loads its model, saying :class:`LoadingProgress` as it goes, and then
+:class:`Ready` or a :class:`Failure`. From then on the engine sends :class:`Plan` messages and the
+worker answers each with a :class:`StepResult`, in order; :class:`Drop` names a slot that needs no
+more results. :class:`Call` and :class:`Reply` are for rare, slow operations: a reply may come long
+after its call, and steps go on meanwhile. :class:`Quit` ends the worker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def floats(column: bytes) -> npt.NDArray[np.float32]:
 
 
 @attrs.frozen(kw_only=True)
-class Hello:
+class WorkerHello:
     """Worker to engine: the first message. The engine refuses a wrong path, version or schema."""
 
     protocol: int
@@ -126,7 +126,7 @@ class Start:
 
 
 @attrs.frozen(kw_only=True)
-class Progress:
+class LoadingProgress:
     """Worker to engine while it loads: ``done`` of ``total`` units of ``stage``."""
 
     stage: str
@@ -333,9 +333,9 @@ class Drop:
 
 # A class's position is its tag byte, so new messages go at the end.
 Message = (
-    Hello
+    WorkerHello
     | Start
-    | Progress
+    | LoadingProgress
     | Ready
     | Plan
     | StepResult

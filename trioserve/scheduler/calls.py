@@ -14,7 +14,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import CallFailed, WorkerLost, WorkerSentAway
 
 
-class Call(Protocol):
+class WorkerCall(Protocol):
     """:meth:`trioserve.scheduler.scheduler.Scheduler.call`."""
 
     async def __call__(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any: ...

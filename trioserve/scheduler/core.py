@@ -37,11 +37,11 @@ from trioserve.scheduler import policy
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.invariants import check_core
-from trioserve.scheduler.limits import Limits, prompt_logprobs_for, resolve_max_tokens
+from trioserve.scheduler.limits import SchedulerLimits, prompt_logprobs_for, resolve_max_tokens
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pause_gate import PauseGate
 from trioserve.scheduler.plan_builder import InFlight, PlanBuilder
-from trioserve.scheduler.prefix_cache import Match
+from trioserve.scheduler.prefix_cache import PrefixMatch
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.result_validation import Results
@@ -58,7 +58,7 @@ class SchedulerCore:
     """Everything that the scheduler knows and decides. ``now`` is in seconds on trio's clock."""
 
     def __init__(
-        self, limits: Limits, observer: Observer | None = None, feeds: Feeds | None = None
+        self, limits: SchedulerLimits, observer: Observer | None = None, feeds: Feeds | None = None
     ) -> None:
         self.limits = limits
         self.feeds = feeds or Feeds()
@@ -324,7 +324,7 @@ class SchedulerCore:
         return builder.may_open and self.memory.slots.num_free > 0
 
     def _open(
-        self, computation: SequenceState, match: Match, builder: PlanBuilder, now: float
+        self, computation: SequenceState, match: PrefixMatch, builder: PlanBuilder, now: float
     ) -> None:
         """Move ``computation`` from the line into a slot, and give it its first row."""
         self.memory.enter(computation, match)

@@ -18,7 +18,7 @@ from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Finish, FinishReason, SequenceOutput
-from trioserve.scheduler.calls import Call
+from trioserve.scheduler.calls import WorkerCall
 from trioserve.scheduler.core import SchedulerCore
 
 MAX_CALLS = 2
@@ -30,7 +30,7 @@ _log = get_logger("trioserve.engine")
 @attrs.frozen(eq=False)
 class _Recompiling:
     core: SchedulerCore
-    call: Call
+    call: WorkerCall
     wake: Callable[[], None]
     deliver: Callable[[list[SequenceOutput]], None]
     begun: set[Grammar] = attrs.field(factory=set)
@@ -71,7 +71,7 @@ class _Recompiling:
 
 async def recompile(
     core: SchedulerCore,
-    call: Call,
+    call: WorkerCall,
     *,
     conditions: Conditions,
     wake: Callable[[], None],

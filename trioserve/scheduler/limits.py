@@ -19,7 +19,7 @@ They are kept until it is written, and take about 100 bytes each in its JSON.
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class SchedulerLimits:
     """What the worker can hold and what the engine was told; options of the same names explain."""
 
     max_num_seqs: int
@@ -41,7 +41,7 @@ class Limits:
     """Of a plan in which somebody decodes: what prompts may have of it."""
 
     @classmethod
-    def of(cls, config: EngineConfig, ready: wire.Ready) -> Limits:
+    def of(cls, config: EngineConfig, ready: wire.Ready) -> SchedulerLimits:
         """What a worker says that it can hold, and the engine's options."""
         on_cpu = ready.device == "cpu"
         budget = ready.max_num_batched_tokens
@@ -69,7 +69,7 @@ class Limits:
         return -(-num_tokens // self.page_size)
 
 
-def resolve_max_tokens(limits: Limits, request: Request) -> int:
+def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
     """How many tokens ``request`` may produce: what it asked for, or its default as far as it fits.
 
     A request for none needs room for one nevertheless: its last row draws a token like any other.
@@ -109,7 +109,7 @@ def resolve_max_tokens(limits: Limits, request: Request) -> int:
     return fit if default is None else min(max(default, request.params.min_tokens), fit)
 
 
-def prompt_logprobs_for(limits: Limits, request: Request) -> PromptLogprobs | None:
+def prompt_logprobs_for(limits: SchedulerLimits, request: Request) -> PromptLogprobs | None:
     """Where the log-probabilities of the prompt are to be collected, if ``request`` wants any.
 
     A start at the prompt's very end is allowed: then there are none.

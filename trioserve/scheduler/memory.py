@@ -12,19 +12,19 @@ from collections.abc import Sequence as Seq
 from trioserve.requests.retention import Retention
 from trioserve.scheduler import policy
 from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
-from trioserve.scheduler.prefix_cache import Match, Namespace, Node, PrefixCache
+from trioserve.scheduler.prefix_cache import Namespace, Node, PrefixCache, PrefixMatch
 from trioserve.scheduler.sequence_group import first_logprob
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
-from trioserve.scheduler.slots import SlotTable
-from trioserve.scheduler.token_counts import Counts, Ints
+from trioserve.scheduler.slots import SlotAllocator
+from trioserve.scheduler.token_counts import Ints, TokenCounts
 
 
 class Memory:
     """The memory of one worker, from its start or reset to its end or the next reset."""
 
-    def __init__(self, limits: Limits, feeds: Feeds) -> None:
+    def __init__(self, limits: SchedulerLimits, feeds: Feeds) -> None:
         self.limits = limits
         self._counters = feeds.counters
         self._now = 0.0
@@ -32,23 +32,23 @@ class Memory:
         num_host_pages = limits.num_host_pages if limits.enable_prefix_caching else 0
         self.pool = PagePool(limits.num_pages, num_host_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size, feeds.cache)
-        self.slots = SlotTable(limits.max_num_seqs)
-        self.counts = Counts(limits.max_num_seqs, limits.vocab_size)
+        self.slots = SlotAllocator(limits.max_num_seqs)
+        self.counts = TokenCounts(limits.max_num_seqs, limits.vocab_size)
 
-    def match(self, computation: SequenceState, plan: int) -> Match:
+    def match(self, computation: SequenceState, plan: int) -> PrefixMatch:
         """The cached pages that ``computation`` could begin with in plan ``plan``.
 
         The token before the first one of which a log-probability is still to come is computed, and
         all tokens of a prompt whose mean is wanted.
         """
         if computation.namespace is None or computation.sequence.sampler.pooling == "mean":
-            return Match()
+            return PrefixMatch()
         tokens = computation.known_tokens()
         first = first_logprob(computation.sequence)
         most = len(tokens) - 1 if first == NO_LOGPROBS else first - 1
         return self.prefix.match(computation.namespace, tokens, plan, most)
 
-    def fits(self, computation: SequenceState, match: Match, running: Ints) -> bool:
+    def fits(self, computation: SequenceState, match: PrefixMatch, running: Ints) -> bool:
         """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
 
         Idle pages that it shares leave those that can be evicted, so they count as needed too, and
@@ -65,7 +65,7 @@ class Memory:
             running_growth=self._growth(running),
         )
 
-    def enter(self, computation: SequenceState, match: Match) -> None:
+    def enter(self, computation: SequenceState, match: PrefixMatch) -> None:
         """Give ``computation``, which fits, a slot and pages for all that is known of it."""
         shared, on_host = match.pages, match.on_host
         self.pool.share(shared)

@@ -15,7 +15,7 @@ from trioserve.protocol import wire
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
-from trioserve.scheduler.token_counts import Bools, Counts, Ints
+from trioserve.scheduler.token_counts import Bools, Ints, TokenCounts
 
 MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
 """Of what one plan opens, besides the sequence that goes past it: those behind it come in the next.
@@ -70,7 +70,7 @@ class InFlight:
     samples: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
     """Whether one is drawn after them."""
     wants_more: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
-    """Whether the row isn't plain: see :class:`~.counts.Counts`."""
+    """Whether the row isn't plain: see :class:`~.counts.TokenCounts`."""
     pieces: dict[int, DuePiece] = attrs.field(factory=dict)
     num_tokens: int = 0
     num_decodes: int = 0
@@ -160,7 +160,7 @@ class PlanBuilder:
             self._pieces[computation.slot] = DuePiece(sequence, start, stop)
 
     def build(
-        self, closed: list[int], copies: list[tuple[int, int]], counts: Counts
+        self, closed: list[int], copies: list[tuple[int, int]], counts: TokenCounts
     ) -> tuple[wire.Plan, InFlight] | None:
         """The finished plan, rows of one token first; None where there is nothing to be done.
 

@@ -58,7 +58,7 @@ class Node:
 
 
 @attrs.frozen
-class Match:
+class PrefixMatch:
     """The pages whose KV a prompt can use, from its start.
 
     Those that are on the host, if any, come last. ``pending`` says that there would be more of them
@@ -110,7 +110,7 @@ class PrefixCache:
 
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
-    ) -> Match:
+    ) -> PrefixMatch:
         """The longest cached prefix of ``tokens`` that plan ``plan`` may use. Changes nothing.
 
         It has at most ``most`` tokens, and never all of ``tokens``, which is the default: the last
@@ -118,7 +118,7 @@ class PrefixCache:
         """
         node = self._roots.get(namespace)
         if node is None:
-            return Match()
+            return PrefixMatch()
         path: list[Node] = []
         num_on_host = 0
         size = self.page_size
@@ -128,10 +128,10 @@ class PrefixCache:
             if node is None:
                 break
             if node.plan == plan:
-                return Match(tuple(path), num_on_host, pending=True)
+                return PrefixMatch(tuple(path), num_on_host, pending=True)
             path.append(node)
             num_on_host += self.pool.is_on_host(node.page)
-        return Match(tuple(path), num_on_host)
+        return PrefixMatch(tuple(path), num_on_host)
 
     def publish(
         self,

@@ -20,7 +20,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput, State
 from trioserve.scheduler.fault_isolation import FaultIsolation, Flight, Verdict
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.plan_builder import InFlight
 
@@ -106,7 +106,7 @@ class Recovery:
         self._num_deaths += not _is_progress(verdict)
         return self._end(verdict.culprit, str(loss)), self._num_deaths
 
-    def restart(self, limits: Limits) -> list[SequenceOutput]:
+    def restart(self, limits: SchedulerLimits) -> list[SequenceOutput]:
         """A new worker is ready, and counts plans from 1.
 
         Returns:

@@ -40,7 +40,7 @@ from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.grammar_recompiling import recompile
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.pause_control import PauseControl
 from trioserve.scheduler.prefix_pins import PrefixPins
 from trioserve.scheduler.watchdog import Watchdog
@@ -179,7 +179,7 @@ class Scheduler:
         Raises:
             WorkerLost: the worker is gone, can't go on, or spoke nonsense.
         """
-        limits = Limits.of(self._config, ready)
+        limits = SchedulerLimits.of(self._config, ready)
         if self._core is None:
             self._core = SchedulerCore(limits, self._observer, self.feeds)
         else:

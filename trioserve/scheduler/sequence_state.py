@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 
 from trioserve.requests.request import Sequence
-from trioserve.scheduler.limits import Limits
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.policy import NO_TURN, Order, queue_order
 from trioserve.scheduler.prefix_cache import Namespace, Node
-from trioserve.scheduler.token_counts import Counts, Ints
+from trioserve.scheduler.token_counts import Ints, TokenCounts
 
 NO_SLOT = -1
 NO_LOGPROBS = -1
@@ -66,7 +66,7 @@ class SequenceState:
     """The block table."""
     cursor: Node | None = None
     """The deepest node of the prefix tree on the path that ``pages`` begins with."""
-    _counts: Counts | None = attrs.field(init=False, default=None, repr=False)
+    _counts: TokenCounts | None = attrs.field(init=False, default=None, repr=False)
     """Where its counts stand while it holds a slot."""
     _left_in: int = attrs.field(init=False, default=0)
     """The last plan that named the slot that it had."""
@@ -74,7 +74,7 @@ class SequenceState:
     """The position of the first prompt token whose log-probability the slot's rows give."""
 
     @classmethod
-    def of(cls, sequence: Sequence, limits: Limits, arrival: int) -> SequenceState:
+    def of(cls, sequence: Sequence, limits: SchedulerLimits, arrival: int) -> SequenceState:
         """The record of a sequence whose ``max_tokens`` is known; ``arrival`` is its request's."""
         request = sequence.request
         namespace: Namespace | None = None
@@ -138,7 +138,7 @@ class SequenceState:
         prompt = self.sequence.request.prompt_ids
         return prompt + output if output else prompt
 
-    def enter_slot(self, counts: Counts, slot: int, generation: int, computed: int) -> None:
+    def enter_slot(self, counts: TokenCounts, slot: int, generation: int, computed: int) -> None:
         """Begin in ``slot`` with all that is known, of which ``computed`` tokens have their KV."""
         sequence = self.sequence
         params = sequence.request.params

@@ -12,7 +12,7 @@ import attrs
 
 
 @attrs.define(eq=False, repr=False)
-class SlotTable:
+class SlotAllocator:
     """``num_slots`` slots, known by their numbers from 0. Pure bookkeeping."""
 
     num_slots: int

@@ -20,7 +20,7 @@ CLOSED = 0
 """The generation of a slot that nobody holds; the first real one is 1."""
 
 
-class Counts:
+class TokenCounts:
     """The columns, each [number of slots]. What stands in a closed slot means nothing.
 
     Args:

@@ -9,7 +9,7 @@ import attrs
 import trio
 
 from trioserve.protocol.errors import EngineError, WorkerLost
-from trioserve.scheduler.calls import Call
+from trioserve.scheduler.calls import WorkerCall
 from trioserve.scheduler.pause_control import PauseControl
 
 HOLDER = "weights"
@@ -29,7 +29,7 @@ class Weights:
         quiet: the scheduler's pauses.
     """
 
-    _call: Call
+    _call: WorkerCall
     _pause_control: PauseControl
     path: str = attrs.field(init=False, default="")
     """Where those are that serve; empty for the model's own."""

@@ -27,7 +27,7 @@ _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 """Put at the end of the message to be continued. Its space shows whether the template trims."""
 
 
-class Conversation(Protocol):
+class ConversationFields(Protocol):
     """A conversation to render: a ``ChatPrompt``, or its fields in the child process."""
 
     @property
@@ -98,7 +98,7 @@ class ChatTemplate:
         printer = TemplateEnvironment().printer(self.source)
         return _Renderer(printer, self.tokens, self.takes_parts)
 
-    def render(self, prompt: Conversation) -> str:
+    def render(self, prompt: ConversationFields) -> str:
         """Return the text of ``prompt``, special tokens written out (encode it without adding any).
 
         Time and memory aren't bounded, so a server does this in a process of its own.
@@ -108,7 +108,7 @@ class ChatTemplate:
         """
         return self._unbounded.render(prompt)
 
-    def render_within_bounds(self, prompt: Conversation) -> str:
+    def render_within_bounds(self, prompt: ConversationFields) -> str:
         """Return what :meth:`render` does, in microseconds or a few milliseconds.
 
         Raises:
@@ -129,7 +129,7 @@ class _Renderer:
     _takes_parts: bool
     _arguments_as_text: bool | None = attrs.field(default=None, init=False)
 
-    def render(self, prompt: Conversation) -> str:
+    def render(self, prompt: ConversationFields) -> str:
         """See :meth:`ChatTemplate.render`."""
         messages = [self._message(message) for message in prompt.messages]
         if not messages:

@@ -45,7 +45,7 @@ _SEARCHED = 16
 
 
 @attrs.define(eq=False)
-class OutputText:
+class SequenceText:
     """The text of one sequence, as far as it has come. Sans-IO."""
 
     _decoder: IncrementalDecoder
@@ -56,7 +56,7 @@ class OutputText:
     """Those taken so far, as far as the matcher wants to know."""
 
     @classmethod
-    def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[OutputText]:
+    def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[SequenceText]:
         """One for each of the request's sequences, with nothing taken yet."""
         params = request.params
         budget = SearchBudget()
@@ -220,7 +220,7 @@ class Detokenizer:
             self._fail(sequence, error)
 
     def _open(self, request: Request) -> None:
-        texts = OutputText.all_of(request, self._tokenizer)
+        texts = SequenceText.all_of(request, self._tokenizer)
         for sequence, text in zip(request.sequences, texts, strict=True):
             sequence.delivery = text
 

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 from trioserve.text.regex_syntax import (
+    Alternation,
     Assertion,
     CharacterSet,
-    Choice,
     Concatenation,
     Node,
     RegexError,
@@ -89,7 +89,7 @@ class Symbol:
 
 
 @attrs.frozen
-class Part:
+class NodePositions:
     """The positions of a node: those that it may begin with, and end with."""
 
     first: int = 0
@@ -211,12 +211,12 @@ class Automaton:
 
     # ---- positions out of nodes
 
-    def _build(self, node: Node) -> Part:
+    def _build(self, node: Node) -> NodePositions:
         if isinstance(node, Concatenation):
             return self._chain([self._build(part) for part in node.parts])
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             options = [self._build(option) for option in node.options]
-            return Part(
+            return NodePositions(
                 _union(option.first for option in options),
                 _union(option.last for option in options),
                 any(option.may_be_empty for option in options),
@@ -231,9 +231,9 @@ class Automaton:
         position = 1 << len(self._labels)
         self._labels.append(node)
         self._follow.append(0)
-        return Part(position, position, may_be_empty=False)
+        return NodePositions(position, position, may_be_empty=False)
 
-    def _chain(self, parts: Sequence[Part]) -> Part:
+    def _chain(self, parts: Sequence[NodePositions]) -> NodePositions:
         """Let each part be followed by the next one, and by those behind if that may be empty."""
         last, behind, may_end = 0, 0, True
         for part in reversed(parts):
@@ -242,9 +242,9 @@ class Automaton:
                 last |= part.last
                 may_end = part.may_be_empty
             behind = part.first | (behind if part.may_be_empty else 0)
-        return Part(behind, last, may_end)
+        return NodePositions(behind, last, may_end)
 
-    def _repeat(self, node: Repetition) -> Part:
+    def _repeat(self, node: Repetition) -> NodePositions:
         number = max(node.least, 1) if node.most is None else node.most
         copies = [self._build(node.part) for _ in range(number)]
         if node.most is None:

@@ -89,7 +89,7 @@ class Concatenation:
 
 
 @attrs.frozen
-class Choice:
+class Alternation:
     """Nodes of which one matches."""
 
     options: tuple[Node, ...]
@@ -104,7 +104,7 @@ class Repetition:
     most: int | None
 
 
-Node = CharacterSet | Assertion | Concatenation | Choice | Repetition
+Node = CharacterSet | Assertion | Concatenation | Alternation | Repetition
 _EMPTY = Concatenation(())
 
 
@@ -233,7 +233,7 @@ class _Parser:
         self._depth -= 1
         # Once each, so that the work on the tree is in proportion to the characters in it.
         options = list(dict.fromkeys(options))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def _concatenation(self, flags: _Flags) -> Node:
         parts: list[Node] = []

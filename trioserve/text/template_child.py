@@ -1,7 +1,7 @@
 """The process in which chat templates are rendered that may take long: time and memory are limited.
 
 It reads from standard input and writes to standard output, MessagePack behind its length of four
-bytes: first a :class:`Setup`, then one :class:`Job` after another, each answered by a
+bytes: first a :class:`Setup`, then one :class:`RenderJob` after another, each answered by a
 :class:`Rendered`. A job that takes too much ends the process. It ends as well when its standard
 input does, which is when the server is gone.
 """
@@ -37,7 +37,7 @@ class Setup(msgspec.Struct, array_like=True, frozen=True):
     tokens: dict[str, str]
 
 
-class Job(msgspec.Struct, array_like=True, frozen=True):
+class RenderJob(msgspec.Struct, array_like=True, frozen=True):
     """A :class:`~trioserve.text.chat_template.Conversation`."""
 
     messages: list[Any]
@@ -75,7 +75,7 @@ def main() -> None:
         setup = msgspec.msgpack.decode(_read(source), type=Setup)
         template = ChatTemplate(setup.source, **setup.tokens)
         while True:
-            job = msgspec.msgpack.decode(_read(source), type=Job)
+            job = msgspec.msgpack.decode(_read(source), type=RenderJob)
             used = resource.getrusage(resource.RUSAGE_SELF)
             _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + MAX_SECONDS))
             target.write(framed(_rendered(template, job)))
@@ -84,7 +84,7 @@ def main() -> None:
         os._exit(1)  # At once, as there may be no memory for anything else.
 
 
-def _rendered(template: ChatTemplate, job: Job) -> Rendered:
+def _rendered(template: ChatTemplate, job: RenderJob) -> Rendered:
     try:
         return Rendered(template.render(job))
     except InvalidRequest as error:

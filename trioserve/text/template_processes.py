@@ -18,13 +18,13 @@ import trio
 from trioserve._util.child_process import end_child
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError, InvalidRequest
-from trioserve.text.chat_template import ChatTemplate, Conversation
+from trioserve.text.chat_template import ChatTemplate, ConversationFields
 from trioserve.text.template_child import (
     HEAD,
     MAX_MEMORY,
     MAX_SECONDS,
-    Job,
     Rendered,
+    RenderJob,
     Setup,
     framed,
 )
@@ -124,7 +124,7 @@ class TemplateProcesses:
                     for child in self._all:
                         nursery.start_soon(child.end)
 
-    async def render(self, template: ChatTemplate, prompt: Conversation) -> str:
+    async def render(self, template: ChatTemplate, prompt: ConversationFields) -> str:
         """Return what ``template`` prints of ``prompt``. Cancelling ends the process.
 
         Raises:
@@ -132,7 +132,7 @@ class TemplateProcesses:
             EngineError: there are no processes, any more or yet.
         """
         try:
-            job = Job(
+            job = RenderJob(
                 list(prompt.messages),
                 dict(prompt.template_arguments),
                 prompt.add_generation_prompt,

@@ -56,7 +56,7 @@ _PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 _log = get_logger("trioserve.worker")
 
 Attach = Callable[[Link, wire.Ready], Awaitable[None]]
-OnProgress = Callable[[wire.Progress], None]
+OnProgress = Callable[[wire.LoadingProgress], None]
 
 
 def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
@@ -191,7 +191,7 @@ async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wi
                 reason="hung",
             )
         match message:
-            case wire.Progress():
+            case wire.LoadingProgress():
                 on_progress(message)
             case wire.Ready():
                 return message
@@ -202,7 +202,7 @@ async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wi
 
 
 def _check_hello(message: wire.Message) -> None:
-    if not isinstance(message, wire.Hello):
+    if not isinstance(message, wire.WorkerHello):
         raise WorkerLost(f"the worker began with {type(message).__name__} instead of Hello")
     expected = _PACKAGES_FOLDER / "gpu"
     if Path(message.package).resolve() != expected:

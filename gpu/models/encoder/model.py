@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.models.encoder.activations import ACTIVATIONS
-from gpu.models.encoder.packing import Group, Ints, Packed, check_inputs, pack, split
+from gpu.models.encoder.packing import Ints, LengthGroup, Packed, check_inputs, pack, split
 from gpu.models.encoder.pooling import pool
 from gpu.models.encoder.relative import RelativeBias
 from gpu.models.linear import Linear, padded_rows, prepacks
@@ -152,7 +152,7 @@ class Encoder:
             hidden = layer.mlp_norm(layer.down(activation(layer.up(hidden))) + hidden)
         return hidden[: len(packed.ids)]
 
-    def _biases(self, groups: Sequence[Group]) -> list[torch.Tensor | None]:
+    def _biases(self, groups: Sequence[LengthGroup]) -> list[torch.Tensor | None]:
         """What the attention of each group adds, the same in all layers: [1, H, length, length]."""
         relative = self._relative
         return [None if relative is None else relative.of_length(g.length) for g in groups]
@@ -175,7 +175,7 @@ class Encoder:
 
 
 def _attend(
-    qkv: torch.Tensor, groups: Sequence[Group], biases: Sequence[torch.Tensor | None]
+    qkv: torch.Tensor, groups: Sequence[LengthGroup], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
     """Each token's attention to all tokens of its sequence: [T, 3, H, D] to [T, H D].
 

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.integer]
 
 
 @attrs.frozen
-class Group:
+class LengthGroup:
     """``count`` sequences of ``length`` tokens each, one after the other."""
 
     count: int
@@ -34,7 +34,7 @@ class Packed:
     type_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
-    groups: tuple[Group, ...]
+    groups: tuple[LengthGroup, ...]
 
 
 def check_inputs(config: EncoderConfig, ids: Sequence[Ints], type_ids: Sequence[Ints]) -> None:
@@ -88,7 +88,7 @@ def pack(padding_idx: int | None, ids: Sequence[Ints], type_ids: Sequence[Ints])
         positions=_positions(padding_idx, all_ids, ends),
         ends=ends,
         groups=tuple(
-            Group(len(list(equal)), length) for length, equal in itertools.groupby(lengths)
+            LengthGroup(len(list(equal)), length) for length, equal in itertools.groupby(lengths)
         ),
     )
 

@@ -52,7 +52,7 @@ class AttentionCall:
     """Arguments that change the result, by names that nothing here knows."""
 
 
-class Backend(Protocol):
+class ModelBackend(Protocol):
     """Answers a model that is being run."""
 
     def mask(self, function: Callable[..., torch.Tensor]) -> object:
@@ -67,11 +67,11 @@ class Backend(Protocol):
         ...
 
 
-_backend: contextvars.ContextVar[Backend] = contextvars.ContextVar("trioserve attention")
+_backend: contextvars.ContextVar[ModelBackend] = contextvars.ContextVar("trioserve attention")
 
 
 @contextlib.contextmanager
-def answering(backend: Backend) -> Iterator[None]:
+def answering(backend: ModelBackend) -> Iterator[None]:
     """Models that run in the block, in this thread, have their attention from ``backend``."""
     token = _backend.set(backend)
     try:

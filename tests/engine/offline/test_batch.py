@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from trioserve.engine.engine import Engine
-from trioserve.engine.offline.batch import Batch, complete_all
+from trioserve.engine.offline.batch import PromptBatch, complete_all
 from trioserve.engine.offline.room import Room
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplingParams
@@ -28,7 +28,7 @@ async def complete(
     params: list[SamplingParams] | None = None,
     room: Room | None = None,
 ) -> list[Completion]:
-    batch = Batch.of(prompts, params, {"max_tokens": 3, "seed": 1} if params is None else {})
+    batch = PromptBatch.of(prompts, params, {"max_tokens": 3, "seed": 1} if params is None else {})
     room = room or Room(engine.config.max_num_queued_reqs)
     return await complete_all(engine, room, batch, show_progress=False)
 

@@ -15,7 +15,7 @@ import regex
 import tokenizers
 
 from gpu.constraints.grammar_cache import GrammarCache
-from gpu.constraints.grammar_trial import GrammarTrial, Verdict
+from gpu.constraints.grammar_trial import GrammarTrial, TrialVerdict
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.refusals import GrammarError
@@ -359,7 +359,7 @@ def test_the_cache_is_bounded_and_compiles_once(monkeypatch: pytest.MonkeyPatch)
     asked: list[str] = []
     run = GrammarTrial.run
 
-    def counted(self: GrammarTrial, grammar: Grammar) -> Verdict:
+    def counted(self: GrammarTrial, grammar: Grammar) -> TrialVerdict:
         asked.append(grammar.text)
         return run(self, grammar)
 

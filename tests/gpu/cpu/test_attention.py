@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from tests.gpu.cpu.attention_stage import Case, Stage, Step, exact
 
@@ -22,7 +22,7 @@ EDGES = (1, 2, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 511, 513, 700)
 def _library() -> None:
     try:
         load_library()
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(str(error))
 
 

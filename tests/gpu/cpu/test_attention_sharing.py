@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from tests.gpu.cpu.attention_stage import Case, Stage, exact
 
@@ -22,7 +22,7 @@ Prefix = tuple[int, int]
 def _library() -> None:
     try:
         load_library()
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(str(error))
 
 

@@ -17,7 +17,7 @@ import pytest
 from gpu._util import private_files
 from gpu._util.private_files import NotPrivateError, check_private, make_private_folder
 from gpu.cpu import build as building
-from gpu.cpu.build import BuildError, build, is_temporary
+from gpu.cpu.build import LibraryBuildError, build, is_temporary
 from gpu.cpu.library import load_library
 from tests.support.tiny_models import make_tiny
 from trioserve.protocol.machine import Machine, compiler_version
@@ -186,7 +186,7 @@ def test_a_change_of_source_or_processor_makes_another(
 
 def test_a_source_that_is_refused(sources: Path, machine: Machine, tmp_path: Path) -> None:
     (sources / "two.cpp").write_text("int two() { return nothing; }\n")
-    with pytest.raises(BuildError, match=r"status 1: .*two\.cpp:1:.*nothing") as caught:
+    with pytest.raises(LibraryBuildError, match=r"status 1: .*two\.cpp:1:.*nothing") as caught:
         build(sources=sources, folder=tmp_path / "cache", machine=machine)
     assert "\n" not in str(caught.value)
     (lock,) = (tmp_path / "cache").iterdir()
@@ -200,7 +200,7 @@ def test_a_compiler_that_is_broken(
     broken.write_text("#!/bin/sh\n[ $1 = -dumpfullversion ] && exec echo 1.2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(BuildError, match="broken failed with status 3: nothing"):
+    with pytest.raises(LibraryBuildError, match="broken failed with status 3: nothing"):
         build(sources=sources, folder=tmp_path, machine=machine)
 
 
@@ -208,14 +208,14 @@ def test_no_compiler(
     sources: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match=r"no C\+\+ compiler: install"):
+    with pytest.raises(LibraryBuildError, match=r"no C\+\+ compiler: install"):
         build(sources=sources, folder=tmp_path, machine=machine)
 
 
 def test_a_processor_without_the_instructions(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("flags : avx2 avx512f\n")
-    with pytest.raises(BuildError, match="has no avx512_bf16, avx512_vnni"):
+    with pytest.raises(LibraryBuildError, match="has no avx512_bf16, avx512_vnni"):
         build(sources=sources, folder=tmp_path, machine=Machine(tmp_path))
 
 
@@ -302,7 +302,7 @@ def test_a_compiler_that_is_no_program(
     odd.chmod(0o755)
     for name in (str(odd), "g++ 'without an end"):
         monkeypatch.setenv("CXX", name)
-        with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        with pytest.raises(LibraryBuildError, match=r"no C\+\+ compiler"):
             build(sources=sources, folder=tmp_path, machine=machine)
 
 
@@ -318,7 +318,7 @@ def test_a_user_without_a_home(
     library = build(sources=sources, machine=machine)
     assert is_temporary(library)
     shutil.rmtree(library.parent)
-    with pytest.raises(BuildError, match=r"no home: set XDG_CACHE_HOME|has no avx512"):
+    with pytest.raises(LibraryBuildError, match=r"no home: set XDG_CACHE_HOME|has no avx512"):
         building.built()
 
 
@@ -348,7 +348,7 @@ def test_no_room_for_another_thread_is_an_error(tmp_path: Path) -> None:
     """Its stack doesn't fit: the threads that there are already end, and the process goes on."""
     try:
         load_library()
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(f"no compiled kernels: {error}")
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(make_tiny("qwen3", tmp_path))],

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from gpu.cpu import library
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from gpu.cpu.loading import load_on_cpu
 from gpu.loading.loaded_model import Loaded, warm_up
@@ -26,7 +26,7 @@ from trioserve.protocol.machine import Machine
 try:
     load_library()
     HAS_KERNELS = True
-except BuildError:
+except LibraryBuildError:
     HAS_KERNELS = False
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="no compiled kernels")
 

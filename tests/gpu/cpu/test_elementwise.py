@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.elementwise import CompiledOperations
 from gpu.models.operations.torch_ops import TorchOperations
 
@@ -25,7 +25,7 @@ def pools() -> Iterator[list[CompiledOperations]]:
     """On one, two and three threads."""
     try:
         made = [CompiledOperations(threads) for threads in (1, 2, 3)]
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(str(error))
     yield made
     for pool in made:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in
 from gpu.cpu.library import load_library
 from gpu.cpu.loading import load_on_cpu
@@ -42,7 +42,7 @@ from trioserve.model_files import open_model
 
 try:
     load_library()
-except BuildError as error:
+except LibraryBuildError as error:
     pytest.skip(f"no compiled kernels: {error}", allow_module_level=True)
 
 SIZES = {

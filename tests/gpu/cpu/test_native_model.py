@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, Format, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
@@ -34,7 +34,7 @@ from trioserve.protocol.wire import OpenSlot, Plan, floats, from_ints, ints
 
 try:
     load_library()
-except BuildError as error:
+except LibraryBuildError as error:
     pytest.skip(f"no compiled kernels: {error}", allow_module_level=True)
 
 PAGE_SIZE, NUM_PAGES, MAX_TOKENS = 4, 128, 256

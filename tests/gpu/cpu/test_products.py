@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu.build import BuildError
-from gpu.cpu.products import GGUF_KINDS, Kind, PackedWeight, Pool, Product, pack, pack_blocks
+from gpu.cpu.build import LibraryBuildError
+from gpu.cpu.products import GGUF_KINDS, Kind, PackedProduct, PackedWeight, Pool, pack, pack_blocks
 from gpu.weights.blocks import FLOAT32
 from gpu.weights.dequantize import dequantize
 from trioserve.model_files.gguf_header import TENSOR_TYPES
@@ -36,7 +36,7 @@ def pools() -> Iterator[list[Pool]]:
     """Of one, two and three threads."""
     try:
         made = [Pool(threads) for threads in (1, 2, 3)]
-    except BuildError as error:
+    except LibraryBuildError as error:
         if "processor" in str(error) or "no C++ compiler" in str(error):
             pytest.skip(str(error))
         raise
@@ -123,8 +123,8 @@ def test_products_are_exact_to_within_their_roundings(
 ) -> None:
     weight = random(*shape, spread=0.05)
     bias = random(shape[0], seed=1)
-    product = Product([packed(weight, kind, pool)])
-    biased = Product([packed(weight, kind, pool)], bias)
+    product = PackedProduct([packed(weight, kind, pool)])
+    biased = PackedProduct([packed(weight, kind, pool)], bias)
     for rows in ROWS:
         x = activations(rows, shape[1])
         check(product.multiply(x, pool), x, meant(weight, kind), kind, None)
@@ -137,7 +137,7 @@ def test_products_are_exact_to_within_their_roundings(
 def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     kind: Kind, shape: tuple[int, int], pools: list[Pool]
 ) -> None:
-    product = Product([packed(random(*shape), kind, pools[0])], random(shape[0]))
+    product = PackedProduct([packed(random(*shape), kind, pools[0])], random(shape[0]))
     # More rows than go through the weights at once.
     x = activations(400, shape[1])
     together = product.multiply(x, pools[0], torch.float32)
@@ -163,7 +163,7 @@ def test_segments_of_different_kinds(
 ) -> None:
     weights = [random(size, 576, seed=i) for i, size in enumerate(sizes)]
     bias = random(sum(sizes))
-    product = Product(
+    product = PackedProduct(
         [packed(weight, kind, pools[0]) for weight, kind in zip(weights, kinds, strict=True)], bias
     )
     for rows in (1, 3, 33):
@@ -181,7 +181,7 @@ def test_eight_bits_lose_half_a_percent(pool: Pool) -> None:
     exact = x.double() @ weight.double().T
     lost = {}
     for kind in KINDS:
-        y = Product([pack(weight, kind, pool)]).multiply(x, pool, torch.float32)
+        y = PackedProduct([pack(weight, kind, pool)]).multiply(x, pool, torch.float32)
         lost[kind] = float((y.double() - exact).norm() / exact.norm())
     assert lost[Kind.BF16] < 0.002
     assert lost[Kind.Q8_0] < 0.007 < lost[Kind.W8A8] < 0.01
@@ -206,7 +206,7 @@ def test_weights_are_quantized_as_ggml_does(
 def test_bfloat16_is_packed_rounded_once(dtype: torch.dtype, pools: list[Pool]) -> None:
     weight = random(100, 576).to(dtype)
     for pool in pools:
-        product = Product([pack(weight, Kind.BF16, pool)])
+        product = PackedProduct([pack(weight, Kind.BF16, pool)])
         assert torch.equal(product.rows(torch.arange(100), pool), weight.bfloat16())
 
 
@@ -215,14 +215,14 @@ def test_rows_are_those_of_the_dequantized_weight(kind: Kind, pools: list[Pool])
     weight = random(100, 576)
     ids = torch.tensor([0, 99, 15, 16, 17, 50, 50])
     for pool in pools:
-        product = Product([packed(weight, kind, pool)])
+        product = PackedProduct([packed(weight, kind, pool)])
         assert torch.equal(product.rows(ids, pool), meant(weight, kind).bfloat16()[ids])
         assert product.rows(ids[:0], pool).shape == (0, 576)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_what_is_not_a_number_stays_in_its_row(kind: Kind, pool: Pool) -> None:
-    product = Product([packed(random(50, 64), kind, pool)])
+    product = PackedProduct([packed(random(50, 64), kind, pool)])
     x = activations(9, 64)
     clean = product.multiply(x, pool)
     x[4, 40] = float("nan")
@@ -237,7 +237,7 @@ def test_what_is_not_a_number_stays_in_its_row(kind: Kind, pool: Pool) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_nothing_but_results_and_scratch_is_written(kind: Kind, pools: list[Pool]) -> None:
     weight = random(50, 4096 + 32)
-    product = Product([packed(weight, kind, pools[0])])
+    product = PackedProduct([packed(weight, kind, pools[0])])
     for pool in pools:
         for rows in (1, 3, 70):
             size = len(product.scratch(rows, pool.threads))
@@ -249,7 +249,7 @@ def test_nothing_but_results_and_scratch_is_written(kind: Kind, pools: list[Pool
 
 
 def test_no_rows(pool: Pool) -> None:
-    product = Product([pack(random(50, 64), Kind.Q4_1, pool)])
+    product = PackedProduct([pack(random(50, 64), Kind.Q4_1, pool)])
     assert product.multiply(torch.empty(0, 64, dtype=torch.bfloat16), pool).shape == (0, 50)
 
 
@@ -276,23 +276,23 @@ def test_wrong_arguments_are_refused(pool: Pool) -> None:
     with pytest.raises(ValueError, match="3 bytes of blocks, 6800 expected"):
         pack_blocks(torch.zeros(3, dtype=torch.uint8), Kind.Q8_0, (100, 64), pool)
     with pytest.raises(ValueError, match="4 weights"):
-        Product([weight] * 4)
+        PackedProduct([weight] * 4)
     with pytest.raises(ValueError, match="different numbers of inputs"):
-        Product([weight, pack(random(50, 96), Kind.Q8_0, pool)])
+        PackedProduct([weight, pack(random(50, 96), Kind.Q8_0, pool)])
     with pytest.raises(ValueError, match=r"bias of \[3\]"):
-        Product([weight], torch.zeros(3))
-    product = Product([weight])
+        PackedProduct([weight], torch.zeros(3))
+    product = PackedProduct([weight])
     with pytest.raises(ValueError, match="64 inputs"):
         product.multiply(random(2, 32).bfloat16(), pool)
     with pytest.raises(ValueError, match="of 50"):
         product.rows(torch.tensor([50]), pool)
     with pytest.raises(ValueError, match="single weight"):
-        Product([weight, weight]).rows(torch.tensor([0]), pool)
+        PackedProduct([weight, weight]).rows(torch.tensor([0]), pool)
 
 
 def test_a_product_that_precedes_another_is_the_same(pools: list[Pool]) -> None:
-    first = Product([packed(random(100, 576), Kind.Q4_0, pools[0])])
-    second = Product([packed(random(33, 4096 + 32, seed=1), Kind.Q8_0, pools[0])])
+    first = PackedProduct([packed(random(100, 576), Kind.Q4_0, pools[0])])
+    second = PackedProduct([packed(random(33, 4096 + 32, seed=1), Kind.Q8_0, pools[0])])
     x = activations(20, 576)
     alone = first.multiply(x, pools[0])
     first.precedes(second)
@@ -301,7 +301,7 @@ def test_a_product_that_precedes_another_is_the_same(pools: list[Pool]) -> None:
 
 def test_the_struct_is_that_of_the_header(pool: Pool) -> None:
     """A product of three segments is 40 bytes and three times 32."""
-    product = Product([pack(random(16, 64), Kind.Q8_0, pool)] * 3)
+    product = PackedProduct([pack(random(16, 64), Kind.Q8_0, pool)] * 3)
     assert ctypes.sizeof(product.struct) == 136
     assert [segment.first for segment in product.struct.segments] == [0, 16, 32]
     assert np.frombuffer(product.struct, dtype=np.int64)[[0, 1, 3]].tolist() == [64, 48, 3]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from gpu.cpu.model import Floats
 from gpu.cpu.sampling import CompiledSampler
@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def library() -> ctypes.CDLL:
     try:
         return load_library()
-    except BuildError as error:
+    except LibraryBuildError as error:
         pytest.skip(str(error))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from tests.support.engines import assert_idle, open_tiny_engine
 from tests.support.tiny_gguf import write_gguf
@@ -16,7 +16,7 @@ from trioserve.protocol.grammar import Grammar
 
 try:
     load_library()
-except BuildError as error:
+except LibraryBuildError as error:
     pytest.skip(f"no compiled kernels: {error}", allow_module_level=True)
 
 PROMPT = list(range(3, 40))

@@ -132,9 +132,9 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def steps() -> list[wire.Progress]:
-    weights = [wire.Progress(stage="weights", done=done, total=40) for done in (10, 20, 40)]
-    return [*weights, wire.Progress(stage="warm-up", done=0, total=0)]
+def steps() -> list[wire.LoadingProgress]:
+    weights = [wire.LoadingProgress(stage="weights", done=done, total=40) for done in (10, 20, 40)]
+    return [*weights, wire.LoadingProgress(stage="warm-up", done=0, total=0)]
 
 
 def test_loading_shows_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_long_stage_is_logged_again_and_again(
     monkeypatch.setattr(cli_loading.time, "monotonic", lambda: next(seconds))
     with caplog.at_level("INFO", "trioserve"), LoadingReport() as report:
         for done in range(5):
-            report(wire.Progress(stage="kernels", done=done, total=30))
+            report(wire.LoadingProgress(stage="kernels", done=done, total=30))
     assert [record.getMessage() for record in caplog.records] == [
         "loading stage='kernels'",
         "loading stage='kernels' done=2 total=30",

@@ -10,15 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.adapters import CompiledAdapter, Module, Product, Step, pack_module, step_of
-from gpu.cpu.build import BuildError
+from gpu.cpu.adapters import (
+    AdapterProductStruct,
+    AdapterStepStruct,
+    CompiledAdapter,
+    Module,
+    pack_module,
+    step_of,
+)
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
-from gpu.lora.reading import Update
+from gpu.lora.reading import LowRankUpdate
 from gpu.weights.packed_modules import PACKED_MODULES
 
 try:
     LIBRARY = load_library()
-except BuildError as error:
+except LibraryBuildError as error:
     pytest.skip(f"no compiled kernels: {error}", allow_module_level=True)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -27,13 +34,22 @@ LIBRARY.adapters_width.restype = COUNT
 LIBRARY.adapters_width.argtypes = [COUNT]
 LIBRARY.adapters_update.restype = None
 LIBRARY.adapters_update.argtypes = [
-    *(ctypes.c_int32, ctypes.POINTER(Step), POINTER, COUNT, POINTER, COUNT, POINTER, COUNT)
+    *(
+        ctypes.c_int32,
+        ctypes.POINTER(AdapterStepStruct),
+        POINTER,
+        COUNT,
+        POINTER,
+        COUNT,
+        POINTER,
+        COUNT,
+    )
 ]
 
 
-def packed(updates: list[Update | None], outputs: list[int]) -> CompiledAdapter:
+def packed(updates: list[LowRankUpdate | None], outputs: list[int]) -> CompiledAdapter:
     """A single layer whose first product has ``updates``, one for each of its parts."""
-    products, memory = (Product * len(PACKED_MODULES))(), list[np.ndarray]()
+    products, memory = (AdapterProductStruct * len(PACKED_MODULES))(), list[np.ndarray]()
     first = 0
     for update, size in zip(updates, outputs, strict=True):
         if update is not None:
@@ -70,7 +86,7 @@ def updated(
     return result
 
 
-def exact(update: Update, x: np.ndarray) -> np.ndarray:
+def exact(update: LowRankUpdate, x: np.ndarray) -> np.ndarray:
     """What the rounded matrices of ``update`` make of ``x``, in float64."""
     a = update.a.astype(BFLOAT16).astype(np.float64)
     scaled = update.b.astype(np.float32) * np.float32(update.scale)
@@ -102,12 +118,12 @@ def test_each_token_gets_its_own_adapter_s_update(
     who = np.array(owners)
     x = draw.standard_normal((len(who), inputs)).astype(BFLOAT16)
     y = draw.standard_normal((len(who), sum(outputs))).astype(BFLOAT16)
-    updates: dict[int, list[Update | None]] = {}
+    updates: dict[int, list[LowRankUpdate | None]] = {}
     for number in (1, 2, 3):
         updates[number] = [
             None
             if (rank := shape[number]) is None
-            else Update(
+            else LowRankUpdate(
                 draw.standard_normal((rank, inputs)).astype(np.float32) / 8,
                 draw.standard_normal((16 * shape[0], rank)).astype(np.float32) / 8,
                 float(draw.uniform(0.1, 4)),

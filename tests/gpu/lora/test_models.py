@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, read_as
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
@@ -32,7 +32,7 @@ from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 try:
     load_library()
     HAS_KERNELS = True
-except BuildError:
+except LibraryBuildError:
     HAS_KERNELS = False
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="no compiled kernels")

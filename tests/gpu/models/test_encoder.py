@@ -18,7 +18,7 @@ import transformers
 from gpu.models.encoder import model as encoder_model
 from gpu.models.encoder.loading import load_encoder
 from gpu.models.encoder.model import Encoder
-from gpu.models.encoder.packing import Group, pack, split
+from gpu.models.encoder.packing import LengthGroup, pack, split
 from gpu.models.encoder.pooling import pool
 from gpu.models.encoder.relative import RelativeBias, buckets_of
 from tests.support.rounding import apart, sum_error, terms_of_folder
@@ -326,7 +326,7 @@ class TestPacking:
         packed = pack(None, ids, no_types(ids))
         assert packed.positions.tolist() == [0, 1, 0, 1, 0, 1, 2]
         assert packed.ends.tolist() == [0, 2, 4, 7]
-        assert packed.groups == (Group(2, 2), Group(1, 3))
+        assert packed.groups == (LengthGroup(2, 2), LengthGroup(1, 3))
         assert pack(1, ids, no_types(ids)).positions.tolist() == [2, 3, 1, 2, 2, 1, 3]
 
 

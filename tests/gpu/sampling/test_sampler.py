@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import BuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
 from gpu.cpu.sampling import CompiledSampler
 from gpu.sampling.adjustments import Adjustment
@@ -36,7 +36,7 @@ def chosen(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "compiled":
         try:
             load_library()
-        except BuildError as error:
+        except LibraryBuildError as error:
             pytest.skip(str(error))
     which = request.param
     yield

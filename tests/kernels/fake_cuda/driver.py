@@ -11,7 +11,7 @@ import numpy as np
 from gpu.kernels import Kernel, KernelSource
 from gpu.kernels.cubins import Outcome
 from gpu.kernels.emulation import EmulatedLoader
-from gpu.kernels.nvrtc import Build, Usage
+from gpu.kernels.nvrtc import Build, KernelUsage
 from tests.kernels.fake_cuda.queue import CudaError, Queue
 
 __all__ = ["FakeDriver"]
@@ -45,7 +45,7 @@ class FakeDriver:
         for source, target in wanted:
             cubin = str(len(self._sources)).encode()
             self._sources.append(source)
-            usage = Usage(registers=32, stack=0, spills=0, static_shared=0)
+            usage = KernelUsage(registers=32, stack=0, spills=0, static_shared=0)
             build = Build(cubin=cubin, usage=usage)
             outcomes.append(Outcome(source=source, target=target, result=build))
         return outcomes

@@ -16,7 +16,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.lark import HEADER, MAX_GBNF_CHARACTERS, lark_of
 from trioserve.text.reasoning import after_reasoning
-from trioserve.text.tool_parsers import FAMILIES, TextDelta, Tool, ToolUse
+from trioserve.text.tool_parsers import FAMILIES, TextPiece, Tool, ToolUse
 
 SCHEMA = {
     "type": "object",
@@ -167,7 +167,7 @@ def test_calls_or_an_answer_of_a_format(family: str, with_marks: bool) -> None:
 def test_what_a_grammar_allows_the_parser_reads(family: str) -> None:
     parser = FAMILIES[family].parser([tool.name for tool in TOOLS])
     events = parser.feed(WAYS[family](GOOD, ("search", "{}"))) + parser.finish()
-    assert not any(isinstance(event, TextDelta) for event in events)
+    assert not any(isinstance(event, TextPiece) for event in events)
     assert len(events) == 4
 
 

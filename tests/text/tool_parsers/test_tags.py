@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextDelta, Tool, ToolCallStart
+from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextPiece, Tool, ToolCallStart
 from trioserve.text.tool_parsers.xml_values import types_of
 
 SCHEMA = {
@@ -36,7 +36,7 @@ def parsed(family: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     events = [event for piece in pieces for event in parser.feed(piece)]
     text, calls = "", list[list[str]]()
     for event in [*events, *parser.finish()]:
-        if isinstance(event, TextDelta):
+        if isinstance(event, TextPiece):
             text += event.text
         elif isinstance(event, ToolCallStart):
             calls.append([event.name, ""])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trioserve.text.tool_parsers import (
     FAMILIES,
     ArgumentsDelta,
-    TextDelta,
+    TextPiece,
     Tool,
     ToolCallStart,
     family_of_template,
@@ -39,7 +39,7 @@ def parsed(family: str, pieces: list[str]) -> Answer:
     answer = Answer()
     events = [event for piece in pieces for event in parser.feed(piece)]
     for event in [*events, *parser.finish()]:
-        if isinstance(event, TextDelta):
+        if isinstance(event, TextPiece):
             assert event.text
             answer.text += event.text
         elif isinstance(event, ToolCallStart):
@@ -378,14 +378,14 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.feed('ng"}') == [ArgumentsDelta(0, 'ng"}')]
     assert parser.feed("}</tool_") == []
     assert parser.feed("call>") == []
-    assert parser.feed("text") == [TextDelta("text")]
+    assert parser.feed("text") == [TextPiece("text")]
 
 
 def test_text_is_streamed_as_it_comes() -> None:
     for family in FAMILIES:
         parser = FAMILIES[family].parser(NAMES)
-        assert parser.feed("Hello") == [TextDelta("Hello")]
-        assert parser.feed(" there") == [TextDelta(" there")]
+        assert parser.feed("Hello") == [TextPiece("Hello")]
+        assert parser.feed(" there") == [TextPiece(" there")]
 
 
 def test_ids() -> None:

@@ -17,7 +17,7 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.output import writing
 from trioserve.cli.remote import remote_of
 from trioserve.cli.top.drawing import draw
-from trioserve.cli.top.feed import Feed
+from trioserve.cli.top.feed import SnapshotFeed
 from trioserve.cli.top.glyphs import Glyphs
 from trioserve.cli.top.options import TopOptions
 from trioserve.cli.top.screen import Screen, glyphs_of
@@ -70,8 +70,8 @@ class Top:
     def __attrs_post_init__(self) -> None:
         self.view = View(url=self.remote.url)
 
-    def open(self) -> contextlib.AbstractAsyncContextManager[Feed]:
-        return Feed.open(self.remote, self.base_path, self.interval)
+    def open(self) -> contextlib.AbstractAsyncContextManager[SnapshotFeed]:
+        return SnapshotFeed.open(self.remote, self.base_path, self.interval)
 
     async def print_json(self, *, once: bool) -> None:
         """Print each picture as a line; with ``once`` only the second: the first has no rates."""

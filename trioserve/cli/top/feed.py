@@ -12,7 +12,7 @@ import trio
 
 from trioserve.load.answer import DECODING_ERRORS
 from trioserve.load.events import Event
-from trioserve.load.remote import Events, Refusal, Remote, RemoteError
+from trioserve.load.remote import Refusal, Remote, RemoteError, RemoteEvents
 from trioserve.observability.live.schema import SCHEMA, Hello, Snapshot
 from trioserve.protocol.errors import printable
 
@@ -36,17 +36,19 @@ class Shown:
 
 
 @attrs.define(eq=False)
-class Feed:
+class SnapshotFeed:
     """Open feed: an async iterator of pictures. ``hello`` describes the server."""
 
     hello: Hello
     _url: str
-    _events: Events
+    _events: RemoteEvents
     _patience: float
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, remote: Remote, base_path: str, interval: float) -> AsyncIterator[Feed]:
+    async def open(
+        cls, remote: Remote, base_path: str, interval: float
+    ) -> AsyncIterator[SnapshotFeed]:
         """Open the feed of the server at ``base_path``, with a picture each ``interval`` seconds.
 
         Raises:
@@ -70,7 +72,7 @@ class Feed:
                 f"{remote.url} has no live feed: it isn't trioserve, or runs with --no-console"
             ) from refusal
 
-    def __aiter__(self) -> Feed:
+    def __aiter__(self) -> SnapshotFeed:
         return self
 
     async def __anext__(self) -> Shown:
@@ -87,7 +89,7 @@ class Feed:
                 return Shown(_decode(event.data, Snapshot, self._url), event.data)
 
 
-async def _next(events: Events, url: str, patience: float) -> Event | None:
+async def _next(events: RemoteEvents, url: str, patience: float) -> Event | None:
     with _patient(patience, url):
         return await anext(events, None)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 
 from trioserve.cli.remote_options import RemoteOptions
-from trioserve.config.options import Group, option
+from trioserve.config.options import OptionGroup, option
 
 TOP_GROUPS = {
-    "target": Group("The server", "terminal#Talk to a model"),
-    "picture": Group("The picture", "terminal#Watch a server"),
+    "target": OptionGroup("The server", "terminal#Talk to a model"),
+    "picture": OptionGroup("The picture", "terminal#Watch a server"),
 }
 """Groups of options, in the order of help."""
 

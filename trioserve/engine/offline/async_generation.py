@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from trioserve.engine.offline.engine_thread import EngineThread
-from trioserve.engine.offline.handle import Handle
+from trioserve.engine.offline.handle import GenerationHandle
 from trioserve.engine.offline.recording import Outputs, PartialOutput
 from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
@@ -40,7 +40,7 @@ class _Signal:
         await self._event.wait()
 
 
-class AsyncGeneration(Handle):
+class AsyncGeneration(GenerationHandle):
     """One request in flight, for the tasks of the event loop that it was made in.
 
     Cancelling a task that waits for it ends the wait alone.

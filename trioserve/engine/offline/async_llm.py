@@ -15,7 +15,7 @@ from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
 from trioserve.engine.offline import properties
 from trioserve.engine.offline.async_generation import AsyncGeneration
-from trioserve.engine.offline.batch import Batch, Params, as_chats, complete_all
+from trioserve.engine.offline.batch import Params, PromptBatch, as_chats, complete_all
 from trioserve.engine.offline.engine_thread import EngineThread
 from trioserve.engine.offline.recording import PartialOutput
 from trioserve.engine.offline.texts import classify_all, embed_all, score_all
@@ -107,7 +107,7 @@ class AsyncLLM:
         **options: Any,
     ) -> list[Completion]:
         """Complete one prompt or many, as :meth:`trioserve.LLM.generate`."""
-        batch = Batch.of(prompts, params, options)
+        batch = PromptBatch.of(prompts, params, options)
         completions: list[Completion] = await self._call(
             complete_all, self._thread.room, batch, progress
         )

@@ -21,7 +21,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 @attrs.frozen
-class Batch:
+class PromptBatch:
     """Prompts with the sampling parameters of each."""
 
     prompts: list[PromptLike]
@@ -32,7 +32,7 @@ class Batch:
     @classmethod
     def of(
         cls, prompts: PromptLike | Sequence[PromptLike], params: Params, options: dict[str, Any]
-    ) -> Batch:
+    ) -> PromptBatch:
         """Pair prompts with parameters: one for all, or one for each.
 
         Raises:
@@ -78,7 +78,7 @@ def as_chats(
 
 
 async def complete_all(
-    engine: Engine, room: Room, batch: Batch, show_progress: bool
+    engine: Engine, room: Room, batch: PromptBatch, show_progress: bool
 ) -> list[Completion]:
     """Complete all prompts together; return completions in their order.
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from trioserve.engine.offline.engine_thread import EngineThread
-from trioserve.engine.offline.handle import Handle
+from trioserve.engine.offline.handle import GenerationHandle
 from trioserve.engine.offline.recording import Outputs, PartialOutput
 from trioserve.protocol.errors import RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
 
 
-class Generation(Handle):
+class Generation(GenerationHandle):
     """One request in flight. Any number of threads may wait for it or read along."""
 
     def __init__(

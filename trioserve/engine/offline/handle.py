@@ -13,7 +13,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import PromptLike
 
 
-class Handle:
+class GenerationHandle:
     """One request in flight, handed to an engine's thread.
 
     It ends early when it is cancelled, when a block around it is left, when the handle is

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
 from trioserve.engine.offline import properties
-from trioserve.engine.offline.batch import Batch, Params, as_chats, complete_all
+from trioserve.engine.offline.batch import Params, PromptBatch, as_chats, complete_all
 from trioserve.engine.offline.engine_thread import EngineThread
 from trioserve.engine.offline.generation import Generation
 from trioserve.engine.offline.recording import PartialOutput
@@ -109,7 +109,7 @@ class LLM:
             InvalidRequest: A prompt or a parameter can't be served.
             EngineError: The engine failed or is closed.
         """
-        batch = Batch.of(prompts, params, options)
+        batch = PromptBatch.of(prompts, params, options)
         completions: list[Completion] = self._call(complete_all, self._thread.room, batch, progress)
         return completions
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from trioserve.engine.sessions.turn_tree import Turn
+from trioserve.engine.sessions.turn_tree import SessionTurn
 from trioserve.protocol.errors import InvalidRequest, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream, PromptLike, as_prompt
@@ -56,7 +56,7 @@ class Beginning:
     """What is settled when a turn begins."""
 
     id: str
-    parent: Turn | None
+    parent: SessionTurn | None
     prefix: list[int]
     """The tokens that it goes on from."""
     replace: bool

@@ -32,7 +32,7 @@ from trioserve.engine.sessions.continuation import (
     session_closed,
     turn_prompt,
 )
-from trioserve.engine.sessions.turn_tree import Turn, Turns
+from trioserve.engine.sessions.turn_tree import SessionTurn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, GenerationStream, PromptLike, completion_of
@@ -184,7 +184,7 @@ class Session:
         self._check_open()
         self._check_id(id)
         if continuation.after is not None:
-            parent: Turn | None = self._find(continuation.after)
+            parent: SessionTurn | None = self._find(continuation.after)
         elif continuation.anew or continuation.replace or not self.goes_on:
             parent = None
         else:
@@ -220,7 +220,7 @@ class Session:
         if beginning.replace:
             others = list(self._turns) if parent is None else list(parent.children)
             self._forget(others)
-        turn = Turn(
+        turn = SessionTurn(
             id=beginning.id,
             parent=parent,
             cut=len(beginning.prefix),
@@ -256,14 +256,14 @@ class Session:
         if id in self._turns or id in self._running:
             raise InvalidRequest(f"the session has a turn {id!r} already", param="request_id")
 
-    def _find(self, id: str) -> Turn:
+    def _find(self, id: str) -> SessionTurn:
         turn = self._turns.get(id)
         if turn is None:
             state = "has not ended yet" if id in self._running else "isn't in the session"
             raise InvalidRequest(f"the turn {id!r} {state}", param="after")
         return turn
 
-    def _hold(self, turn: Turn) -> None:
+    def _hold(self, turn: SessionTurn) -> None:
         """Hold the ends of the history: what is covered by another turn is kept with that."""
         name = self._hold_name(turn)
         if turn.is_covered:
@@ -273,11 +273,11 @@ class Session:
                 name, turn.tokens(), SESSION_PRIORITY, salt=turn.salt, adapter=turn.adapter
             )
 
-    def _forget(self, turns: list[Turn]) -> None:
+    def _forget(self, turns: list[SessionTurn]) -> None:
         for turn in self._turns.remove(turns):
             self._sessions.pins.unpin(self._hold_name(turn))
 
-    def _hold_name(self, turn: Turn) -> str:
+    def _hold_name(self, turn: SessionTurn) -> str:
         return f"{self._name}/{turn.id}"
 
     def hold_names(self) -> Iterator[str]:

@@ -13,11 +13,11 @@ import attrs
 
 
 @attrs.define(eq=False)
-class Turn:
+class SessionTurn:
     """One turn that has ended as it should."""
 
     id: str
-    parent: Turn | None = attrs.field(repr=False)
+    parent: SessionTurn | None = attrs.field(repr=False)
     cut: int
     """How many tokens of the parent's come before its own."""
     own: array[int] = attrs.field(repr=False)
@@ -27,7 +27,7 @@ class Turn:
     salt: str = ""
     adapter: int = 0
     """With those of its request, its KV is found."""
-    children: dict[Turn, None] = attrs.field(init=False, factory=dict, repr=False)
+    children: dict[SessionTurn, None] = attrs.field(init=False, factory=dict, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +42,7 @@ class Turn:
     def tokens(self) -> list[int]:
         """All tokens up to its end, from the session's beginning."""
         parts: list[array[int]] = []
-        turn: Turn | None = self
+        turn: SessionTurn | None = self
         stop = self.num_tokens
         while turn is not None:
             if stop > turn.cut:
@@ -60,8 +60,8 @@ class Turn:
 class Turns:
     """The turns of one session."""
 
-    _by_id: dict[str, Turn] = attrs.field(init=False, factory=dict)
-    last: Turn | None = attrs.field(init=False, default=None)
+    _by_id: dict[str, SessionTurn] = attrs.field(init=False, factory=dict)
+    last: SessionTurn | None = attrs.field(init=False, default=None)
     """The one that was added last."""
     num_tokens: int = attrs.field(init=False, default=0)
     """All that are kept."""
@@ -69,17 +69,17 @@ class Turns:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[SessionTurn]:
         return iter(list(self._by_id.values()))
 
     def __contains__(self, id: str) -> bool:
         return id in self._by_id
 
-    def get(self, id: str) -> Turn | None:
+    def get(self, id: str) -> SessionTurn | None:
         """The turn of that id."""
         return self._by_id.get(id)
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: SessionTurn) -> None:
         """Add ``turn``, whose parent, if it has one, is there, and whose id isn't."""
         assert turn.id not in self._by_id
         if turn.parent is not None:
@@ -89,9 +89,9 @@ class Turns:
         self.num_tokens += len(turn.own)
         self.last = turn
 
-    def remove(self, turns: Iterable[Turn]) -> list[Turn]:
+    def remove(self, turns: Iterable[SessionTurn]) -> list[SessionTurn]:
         """Remove ``turns`` and all that go on from them; those that were removed."""
-        removed: list[Turn] = []
+        removed: list[SessionTurn] = []
         stack = list(turns)
         while stack:
             turn = stack.pop()

@@ -22,7 +22,15 @@ from trioserve.front_ends.client.encoding import remote_encoding
 from trioserve.front_ends.client.scheduler import RemoteScheduler, receive_from_engine
 from trioserve.front_ends.client.server_api import RemoteServer
 from trioserve.front_ends.heartbeat import interval_of
-from trioserve.front_ends.messages import Drained, Failed, Hello, Listening, Start, Stop, encode
+from trioserve.front_ends.messages import (
+    Drained,
+    Failed,
+    FrontEndHello,
+    FrontEndListening,
+    FrontEndStart,
+    Stop,
+    encode,
+)
 from trioserve.front_ends.processes.process import package_folder
 from trioserve.front_ends.serving import serve_engine
 from trioserve.front_ends.wire_errors import fault_of
@@ -78,10 +86,10 @@ class _FrontEnd:
             nursery.cancel_scope.cancel()
 
     async def _talk(self, socket: PairSocket) -> None:
-        hello = Hello(package_folder(), __version__, os.getpid())
+        hello = FrontEndHello(package_folder(), __version__, os.getpid())
         await socket.send(encode(hello))
         start = await receive_from_engine(socket)
-        if not isinstance(start, Start):
+        if not isinstance(start, FrontEndStart):
             return
         last_word = await self._serve(socket, start)
         if last_word is not None:
@@ -96,7 +104,7 @@ class _FrontEnd:
         self.exit_code = EXIT_PARENT_GONE
         self._serving.cancel()
 
-    async def _serve(self, socket: PairSocket, start: Start) -> Drained | Failed | None:
+    async def _serve(self, socket: PairSocket, start: FrontEndStart) -> Drained | Failed | None:
         """Serve until drained, or until it fails; what the engine process is to be told then.
 
         Nothing, if it is the engine process that has failed.
@@ -117,7 +125,9 @@ class _FrontEnd:
     def _is_dismissed(self) -> bool:
         return self._remote is not None and self._remote.is_dismissed
 
-    async def _run(self, socket: PairSocket, start: Start, settle: Callable[[], None]) -> int:
+    async def _run(
+        self, socket: PairSocket, start: FrontEndStart, settle: Callable[[], None]
+    ) -> int:
         """Serve until drained; how many requests were cut off."""
         config = start.config
         model = await LoadedModel.read(config.engine, Path(start.path))
@@ -169,7 +179,9 @@ class _FrontEnd:
                     config,
                     listening=inherited(config, start.sockets, others),
                     shutdown=self._shutdown,
-                    task_status=_Started(functools.partial(remote.tell, Listening()), settle),
+                    task_status=_Started(
+                        functools.partial(remote.tell, FrontEndListening()), settle
+                    ),
                 )
 
 

@@ -7,7 +7,15 @@ the request. What still comes for a sequence that has ended here is dropped.
 from __future__ import annotations
 
 from trioserve.front_ends.clock import SharedClock
-from trioserve.front_ends.messages import STATES, Prompt, Row, Step, Update, entries_of, numbers_of
+from trioserve.front_ends.messages import (
+    STATES,
+    Prompt,
+    SchedulerUpdate,
+    StepRow,
+    StepUpdate,
+    entries_of,
+    numbers_of,
+)
 from trioserve.front_ends.wire_errors import error_of
 from trioserve.protocol.errors import RequestAborted
 from trioserve.requests.logprobs import PromptLogprobs
@@ -82,7 +90,7 @@ class SentRequests:
 
     # ---- what is told of them
 
-    def take(self, update: Update) -> list[SequenceOutput] | None:
+    def take(self, update: SchedulerUpdate) -> list[SequenceOutput] | None:
         """All of ``update`` that is about requests.
 
         Returns:
@@ -131,7 +139,7 @@ class SentRequests:
                 logprobs.add(piece)
             sequence.request.prompt_logprobs = logprobs
 
-    def _outputs_of(self, step: Step) -> list[SequenceOutput]:
+    def _outputs_of(self, step: StepUpdate) -> list[SequenceOutput]:
         now = self._clock.own(step.time)
         outputs: list[SequenceOutput] = []
         find = self._sequences.get
@@ -150,7 +158,7 @@ class SentRequests:
                 outputs.append(self._output_of(sequence, row, now))
         return outputs
 
-    def _output_of(self, sequence: Sequence, row: Row, now: float) -> SequenceOutput:
+    def _output_of(self, sequence: Sequence, row: StepRow, now: float) -> SequenceOutput:
         if row.tokens:
             sequence.output_ids += row.tokens
             if sequence.last_token is None:

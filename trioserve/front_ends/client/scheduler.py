@@ -32,11 +32,11 @@ from trioserve.front_ends.messages import (
     RpcCall,
     RpcCancel,
     RpcReply,
+    SchedulerUpdate,
     Stop,
     Submit,
     Taken,
     TurnClosed,
-    Update,
     decode_from_engine,
     encode,
     packed,
@@ -288,7 +288,7 @@ class RemoteScheduler:
 
     def _take(self, message: FromEngine, nursery: trio.Nursery) -> None:
         match message:
-            case Update():
+            case SchedulerUpdate():
                 self._line = message.line
                 outputs = self._sent.take(message)
                 if outputs is not None:

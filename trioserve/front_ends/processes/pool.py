@@ -7,7 +7,7 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.front_ends.messages import Drain, Failed, Start, Stop
+from trioserve.front_ends.messages import Drain, Failed, FrontEndStart, Stop
 from trioserve.front_ends.processes.process import run_front_end
 from trioserve.front_ends.server.engine_server import EngineServer
 from trioserve.front_ends.server.session import FrontEndSession
@@ -131,8 +131,8 @@ class ProcessPool:
             self.engine_server.front_end_restarts += 1
             await trio.sleep(min(FIRST_DELAY * 2 ** (deaths - 1), MAX_DELAY))
 
-    def _start(self, index: int) -> Start:
-        return Start(
+    def _start(self, index: int) -> FrontEndStart:
+        return FrontEndStart(
             index=index,
             count=self.config.api_server_count,
             config=self.config,

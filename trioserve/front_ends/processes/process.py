@@ -18,7 +18,14 @@ import trio
 from trioserve._util.child_process import end_child
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
-from trioserve.front_ends.messages import Failed, Hello, Listening, Start, Stop, encode
+from trioserve.front_ends.messages import (
+    Failed,
+    FrontEndHello,
+    FrontEndListening,
+    FrontEndStart,
+    Stop,
+    encode,
+)
 from trioserve.front_ends.server.session import receive_from_front_end
 from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
@@ -42,7 +49,7 @@ def package_folder() -> str:
 
 @contextlib.asynccontextmanager
 async def run_front_end(
-    start: Start, descriptors: Sequence[int], *, last_word: Callable[[], Stop | Failed]
+    start: FrontEndStart, descriptors: Sequence[int], *, last_word: Callable[[], Stop | Failed]
 ) -> AsyncIterator[PairSocket]:
     """A front end that listens, for as long as the block lasts; the block talks to it.
 
@@ -133,9 +140,9 @@ async def _start_process(url: str, index: int, descriptors: Sequence[int]) -> tr
         raise FrontEndLost(f"a front end can't be started: {error.strerror or error}") from error
 
 
-async def _greet(socket: PairSocket, start: Start) -> None:
+async def _greet(socket: PairSocket, start: FrontEndStart) -> None:
     hello = await receive_from_front_end(socket)
-    if not isinstance(hello, Hello):
+    if not isinstance(hello, FrontEndHello):
         raise FrontEndLost(f"it began with {type(hello).__name__} instead of Hello")
     if (hello.package, hello.version) != (package_folder(), __version__):
         raise EngineError(
@@ -144,7 +151,7 @@ async def _greet(socket: PairSocket, start: Start) -> None:
         )
     await socket.send(encode(start))
     listening = await receive_from_front_end(socket)
-    if not isinstance(listening, Listening):
+    if not isinstance(listening, FrontEndListening):
         raise FrontEndLost(f"it sent {type(listening).__name__} before it listened")
 
 

@@ -15,18 +15,18 @@ import attrs
 from trioserve.front_ends.coalesce import merged
 from trioserve.front_ends.messages import (
     STATES,
-    Ending,
     Prompt,
-    Row,
-    Step,
+    SchedulerUpdate,
+    SequenceEnd,
+    StepRow,
+    StepUpdate,
     Submit,
-    Update,
     numbers_of,
     packed,
     plain_entries,
 )
 from trioserve.front_ends.server.context import ServerContext
-from trioserve.front_ends.wire_errors import RemoteError, fault_of
+from trioserve.front_ends.wire_errors import ErrorMessage, fault_of
 from trioserve.protocol.errors import Paused, QueueFull
 from trioserve.requests.request import (
     Finish,
@@ -104,11 +104,11 @@ class FrontEndRequests:
         """Requests that aren't open any more."""
         self._told_line = (0, 0)
         self._admitted: list[tuple[int, float]] = []
-        self._rejected: list[tuple[int, RemoteError]] = []
+        self._rejected: list[tuple[int, ErrorMessage]] = []
         self._moves: list[tuple[int, int]] = []
         self._scheduled: list[HostedSequence] = []
         self._prompts: list[Prompt] = []
-        self._steps: list[Step] = []
+        self._steps: list[StepUpdate] = []
         """Those that haven't been sent."""
         self.num_untaken = 0
         """Updates with steps that were sent and not taken."""
@@ -116,7 +116,7 @@ class FrontEndRequests:
         """Of the step that is being taken apart, those who got just the next token."""
         self.tokens: list[int] = []
         """Beside them."""
-        self._rows: list[Row] = []
+        self._rows: list[StepRow] = []
 
     # ---- what the scheduler does
 
@@ -157,17 +157,17 @@ class FrontEndRequests:
         assert isinstance(request, HostedRequest)
         if request.owes_prompt and (output.token_ids or (finish and finish.error is None)):
             self._tell_prompt(request, sequence.number)
-        ending: Ending | None = None
+        ending: SequenceEnd | None = None
         if finish is not None:
             ending = self._ending_of(sequence, finish)
             self._let_go(sequence)
         logprobs = None if output.logprobs is None else plain_entries(output.logprobs)
-        self._rows.append(Row(sequence.number, output.token_ids, logprobs, ending))
+        self._rows.append(StepRow(sequence.number, output.token_ids, logprobs, ending))
 
-    def _ending_of(self, sequence: HostedSequence, finish: Finish) -> Ending:
+    def _ending_of(self, sequence: HostedSequence, finish: Finish) -> SequenceEnd:
         shared = self._context.clock.shared
         first, last = sequence.request.times.first_token, sequence.last_token
-        return Ending.of(
+        return SequenceEnd.of(
             finish,
             None if finish.error is None else fault_of(finish.error),
             None if first is None else shared(first),
@@ -192,7 +192,7 @@ class FrontEndRequests:
         """All that a step gave has been taken apart; ``time`` is as messages have it."""
         if not self.numbers and not self._rows:
             return
-        self._steps.append(Step(time, packed(self.numbers), packed(self.tokens), self._rows))
+        self._steps.append(StepUpdate(time, packed(self.numbers), packed(self.tokens), self._rows))
         self.numbers, self.tokens, self._rows = [], [], []
         self._wake()
 
@@ -208,11 +208,11 @@ class FrontEndRequests:
             self.num_ended += 1
             self._context.forget(request)
 
-    def update(self) -> Update | None:
+    def update(self) -> SchedulerUpdate | None:
         """All that is new; None if nothing is."""
         scheduler = self._context.scheduler
         line = (scheduler.num_waiting, scheduler.num_waiting_tokens)
-        step: Step | None = None
+        step: StepUpdate | None = None
         if self._steps and self.num_untaken < MAX_UNTAKEN:
             step, self._steps = merged(self._steps), []
             self.num_untaken += 1
@@ -220,7 +220,7 @@ class FrontEndRequests:
         if not has_news and line == self._told_line:
             return None
         self._told_line = line
-        update = Update(
+        update = SchedulerUpdate(
             line=line,
             admitted=self._admitted,
             rejected=self._rejected,

@@ -15,7 +15,7 @@ import trio
 
 from trioserve.http.api.contents import Contents, item_texts
 from trioserve.http.api.errors import CLIENT_CLOSED_REQUEST
-from trioserve.http.api.generations import Job, total_usage
+from trioserve.http.api.generations import PromptJob, total_usage
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import Item
@@ -81,7 +81,7 @@ class AccessRecord:
     _first_token: float | None = None
     _first_sent: float | None = None
 
-    def note_jobs(self, jobs: Sequence[Job], *, with_contents: bool) -> None:
+    def note_jobs(self, jobs: Sequence[PromptJob], *, with_contents: bool) -> None:
         """Keep how many outputs are to come, and the prompts if they may be logged."""
         self._num_outputs += sum(job.params.n for job in jobs)
         if with_contents:

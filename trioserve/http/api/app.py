@@ -22,7 +22,7 @@ from trioserve.engine.engine import Engine
 from trioserve.http.api.anthropic.endpoint import MessageEndpoints
 from trioserve.http.api.asgi import (
     HTTPConnection,
-    Request,
+    LoggedRequest,
     WebSocketConnection,
     error_response,
     without_prefix,
@@ -64,7 +64,7 @@ class App(QuartTrio):
 
     asgi_http_class = HTTPConnection
     asgi_websocket_class = WebSocketConnection
-    request_class = Request
+    request_class = LoggedRequest
     engine: Engine
     cross_origin: CrossOrigin
     body_room: BodyBudget
@@ -142,7 +142,7 @@ def create_app(
     @app.before_request
     async def authorize() -> quart.Response | None:
         # A function that isn't async would run in a thread each time.
-        request = cast(Request, quart.request)
+        request = cast(LoggedRequest, quart.request)
         rule = request.url_rule
         if rule is not None:
             request.record.route = rule.rule
@@ -166,7 +166,7 @@ def create_app(
     return app
 
 
-def _check_host(request: Request, hosts: AllowedHosts) -> None:
+def _check_host(request: LoggedRequest, hosts: AllowedHosts) -> None:
     """Refuse a request that a web page may have sent to a name of its own.
 
     Raises:
@@ -204,7 +204,7 @@ class _Admission:
                 self._engine.check_room(tenant)
 
 
-def _preflight(request: Request, cross_origin: CrossOrigin) -> quart.Response | None:
+def _preflight(request: LoggedRequest, cross_origin: CrossOrigin) -> quart.Response | None:
     """The answer to a browser that asks whether a page may send a request; it brings no key."""
     refusal = request.routing_exception
     if (
@@ -251,7 +251,7 @@ def _add_routes(app: App, service: Service, keys: Keys, routes: Sequence[Route])
 
 
 async def _on_error(error: Exception) -> quart.Response:
-    request = cast(Request, quart.request)
+    request = cast(LoggedRequest, quart.request)
     response, reply = error_response(error, request.path)
     request.record.note_error(reply.reason)
     return response

@@ -31,7 +31,7 @@ from trioserve.http.api.access_log import AccessRecord, request_id_from
 from trioserve.http.api.bodies import Body
 from trioserve.http.api.dialects import error_body, id_headers
 from trioserve.http.api.errors import ErrorReply, describe_error
-from trioserve.http.api.sse import Events
+from trioserve.http.api.sse import EventBody
 from trioserve.http.server.connection import CONNECTION_STATE
 from trioserve.http.server.fast_path import WriteNow, body_message, takes_views, writer_for
 from trioserve.http.server.holdings import address_of
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = get_logger("trioserve.http")
 
 
-class Request(TrioRequest):
+class LoggedRequest(TrioRequest):
     """A request that carries its line of the access log.
 
     What is to be undone when it ends, however it does, is pushed on ``at_end``.
@@ -80,7 +80,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
     _send: ASGISendCallable
     """The server's, past what notes the messages on their way."""
     _write_now: WriteNow | None
-    _events: Events | None = None
+    _events: EventBody | None = None
     """The stream that is being sent."""
     _receiving: trio.CancelScope | None = None
 
@@ -112,8 +112,8 @@ class HTTPConnection(TrioASGIHTTPConnection):
             self._note_stall()
             self.record.write(self.app.engine.metrics)
 
-    def _create_request_from_scope(self, send: ASGISendCallable) -> Request:
-        request = cast(Request, super()._create_request_from_scope(send))
+    def _create_request_from_scope(self, send: ASGISendCallable) -> LoggedRequest:
+        request = cast(LoggedRequest, super()._create_request_from_scope(send))
         request.record = self.record
         request.at_end = self.at_end
         request.body.room = self.app.body_room
@@ -124,14 +124,14 @@ class HTTPConnection(TrioASGIHTTPConnection):
     # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
     @trio.lowlevel.enable_ki_protection
     async def handle_request(  # type: ignore[override]
-        self, nursery: trio.Nursery, request: Request, send: ASGISendCallable
+        self, nursery: trio.Nursery, request: LoggedRequest, send: ASGISendCallable
     ) -> None:
         """Answer the request."""
         await super().handle_request(nursery, request, send)
 
     @trio.lowlevel.enable_ki_protection
     async def handle_messages(  # type: ignore[override]
-        self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
+        self, nursery: trio.Nursery, request: LoggedRequest, receive: ASGIReceiveCallable
     ) -> None:
         """Feed the body; returns, and cancels the handler, when the client disconnects."""
 
@@ -181,12 +181,14 @@ class HTTPConnection(TrioASGIHTTPConnection):
     async def _send_response(self, send: ASGISendCallable, response: Any) -> None:
         self._tell_id(response)
         body = getattr(response, "response", None)
-        if isinstance(body, Events):
+        if isinstance(body, EventBody):
             await self._send_stream(send, response, body)
         else:
             await super()._send_response(send, response)
 
-    async def _send_stream(self, send: ASGISendCallable, response: Response, body: Events) -> None:
+    async def _send_stream(
+        self, send: ASGISendCallable, response: Response, body: EventBody
+    ) -> None:
         begun = False
         body.write_now = self._write_now
         try:

@@ -19,7 +19,7 @@ from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
-    from trioserve.http.api.generations import Job
+    from trioserve.http.api.generations import PromptJob
 
 MAX_FIELDS = 1 << 17
 """Objects, lists and fields of objects in a body. Reading as many takes a tenth of a second, in
@@ -49,7 +49,7 @@ def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> N
         raise InvalidRequest(f"the body holds {number} {what}; at most {most} are read")
 
 
-def check_batch(jobs: Sequence[Job], engine: Engine, *, is_shared: bool = False) -> None:
+def check_batch(jobs: Sequence[PromptJob], engine: Engine, *, is_shared: bool = False) -> None:
     """Refuse a batch that could never be queued, because it wouldn't fit an empty queue.
 
     Args:
@@ -85,7 +85,7 @@ def check_batch(jobs: Sequence[Job], engine: Engine, *, is_shared: bool = False)
         )
 
 
-def check_prompt_logprobs(jobs: Sequence[Job], streams: Iterable[GenerationStream]) -> None:
+def check_prompt_logprobs(jobs: Sequence[PromptJob], streams: Iterable[GenerationStream]) -> None:
     """Refuse a batch that asks for more of its prompts' log-probabilities than one prompt may.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.pooling.inputs import Item
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
@@ -39,7 +39,7 @@ class _Output:
 class Contents:
     """The prompts, the sampling fields that were set and, as they come, the outputs."""
 
-    _jobs: Sequence[Job]
+    _jobs: Sequence[PromptJob]
     _outputs: dict[tuple[int, int], _Output] = attrs.field(factory=dict)
 
     def add(self, index: int, chunk: Chunk) -> None:

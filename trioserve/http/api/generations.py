@@ -28,7 +28,7 @@ from trioserve.requests.stream import Chunk
 
 
 @attrs.frozen(kw_only=True)
-class Job:
+class PromptJob:
     """One prompt and everything the engine is to know of it."""
 
     prompt: Prompt
@@ -103,7 +103,7 @@ class Generations(abc.ABC):
             raise StopAsyncIteration from None
 
 
-def open_generations(engine: Engine, jobs: Sequence[Job]) -> Generations:
+def open_generations(engine: Engine, jobs: Sequence[PromptJob]) -> Generations:
     """The generations of ``jobs``, to be entered."""
     if len(jobs) == 1:
         return _One(engine, jobs[0])
@@ -135,7 +135,9 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     return InvalidRequest(message, param=name, code=error.code)
 
 
-def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
+def _generate(
+    engine: Engine, job: PromptJob
+) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
     generate: Generate = engine.generate if job.turn is None else job.turn
     return generate(
         job.prompt,
@@ -156,7 +158,7 @@ def _generate(engine: Engine, job: Job) -> contextlib.AbstractAsyncContextManage
 class _One(Generations):
     """A single generation: nothing lies between the reader and its stream."""
 
-    def __init__(self, engine: Engine, job: Job) -> None:
+    def __init__(self, engine: Engine, job: PromptJob) -> None:
         super().__init__()
         self._engine = engine
         self._job = job
@@ -197,7 +199,7 @@ class _Several(Generations):
     holds at most one chunk that the reader hasn't taken; all else waits, bounded, in its stream.
     """
 
-    def __init__(self, engine: Engine, jobs: list[Job]) -> None:
+    def __init__(self, engine: Engine, jobs: list[PromptJob]) -> None:
         super().__init__()
         self._engine = engine
         self._jobs = jobs
@@ -249,7 +251,7 @@ class _Several(Generations):
     async def _run(
         self,
         index: int,
-        job: Job,
+        job: PromptJob,
         to_reader: trio.MemorySendChannel[tuple[int, Chunk]],
         *,
         task_status: trio.TaskStatus[None],

@@ -15,10 +15,10 @@ from werkzeug.exceptions import UnsupportedMediaType
 from trioserve.config import ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.http.api.access_log import AccessRecord
-from trioserve.http.api.asgi import Request
+from trioserve.http.api.asgi import LoggedRequest
 from trioserve.http.api.bounds import AnswerSize, check_batch
 from trioserve.http.api.errors import Forbidden, ModelNotFound
-from trioserve.http.api.generations import Generations, Job, open_generations, renamed
+from trioserve.http.api.generations import Generations, PromptJob, open_generations, renamed
 from trioserve.http.api.schema.ignored_fields import IgnoredFields
 from trioserve.http.api.schema.reading import parse_body, parse_query
 from trioserve.http.api.server_api import ServerApi
@@ -101,11 +101,11 @@ async def _parsed(
         return parse_body(request_type, body, ignored)
 
     request = await run_if_long(len(body), parse, most=LONG_BODY)
-    cast(Request, quart.request).body.release()
+    cast(LoggedRequest, quart.request).body.release()
     return request
 
 
-def _check_no_priority(jobs: Sequence[Job]) -> None:
+def _check_no_priority(jobs: Sequence[PromptJob]) -> None:
     for name, is_given in (
         ("priority", any(job.priority for job in jobs)),
         ("kv_cache_retention_config", any(job.retention for job in jobs)),
@@ -135,7 +135,7 @@ class Service:
     @property
     def record(self) -> AccessRecord:
         """The access log's line of the request being served."""
-        return cast(Request, quart.request).record
+        return cast(LoggedRequest, quart.request).record
 
     async def read(self, request_type: type[RequestType], *also: str) -> RequestType:
         """The body of the request being served, whose media type may be one of ``also``, too.
@@ -239,7 +239,7 @@ class Service:
         """Note texts that are computed as a whole in the log's line."""
         self.record.note_texts(items, with_contents=self.config.log_requests)
 
-    def _open(self, jobs: Sequence[Job]) -> Generations:
+    def _open(self, jobs: Sequence[PromptJob]) -> Generations:
         """The generations of ``jobs``, noted in the log's line, under the caller's trace.
 
         Raises:
@@ -266,7 +266,7 @@ class Service:
         ]
         return open_generations(self.engine, jobs)
 
-    async def complete(self, jobs: Sequence[Job]) -> list[Completion]:
+    async def complete(self, jobs: Sequence[PromptJob]) -> list[Completion]:
         """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished.
 
         Raises:
@@ -275,7 +275,7 @@ class Service:
         """
         return [completion_of(stream, own) for stream, own in await self.chunks(jobs)]
 
-    async def chunks(self, jobs: Sequence[Job]) -> list[tuple[GenerationStream, list[Chunk]]]:
+    async def chunks(self, jobs: Sequence[PromptJob]) -> list[tuple[GenerationStream, list[Chunk]]]:
         """The same, piece by piece: of each job its stream, and all chunks of that.
 
         Raises:
@@ -300,7 +300,7 @@ class Service:
 
     def stream(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[PromptJob],
         writer: StreamWriter,
         framing: Framing = OPENAI_FRAMING,
         *,

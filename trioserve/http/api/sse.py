@@ -93,7 +93,7 @@ class StreamWriter(Protocol):
         ...
 
 
-class Events(ResponseBody):
+class EventBody(ResponseBody):
     """The body of a streaming response: an async iterator over its pieces, while it is entered.
 
     Errors come out of ``__aenter__`` (before the response has begun) or out of the iteration;
@@ -114,9 +114,9 @@ class Events(ResponseBody):
         return False
 
     @abc.abstractmethod
-    async def __aenter__(self) -> Events: ...
+    async def __aenter__(self) -> EventBody: ...
 
-    def __aiter__(self) -> Events:
+    def __aiter__(self) -> EventBody:
         return self
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class Events(ResponseBody):
         """The next events."""
 
 
-class EventStream(Events):
+class EventStream(EventBody):
     """What generations give. Entering it waits until they are admitted.
 
     ``before_end`` is awaited after the last chunk, before the writer is asked for the end.
@@ -241,7 +241,7 @@ class EventStream(Events):
         return weight + len(stream.prompt_token_ids) * stream.prompt_logprobs.num_for_each
 
 
-def stream_response(body: Events) -> Response:
+def stream_response(body: EventBody) -> Response:
     """A response with ``body``, and the headers that keep proxies from holding events back."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Response(body, status=200, headers=headers, content_type=body.framing.content_type)

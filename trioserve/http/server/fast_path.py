@@ -21,7 +21,7 @@ WriteNow = Callable[[bytes], bool]
 to be sent instead."""
 
 
-class Output(Protocol):
+class ByteOutput(Protocol):
     """Where a protocol's bytes go."""
 
     @property

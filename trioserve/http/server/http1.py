@@ -19,7 +19,7 @@ from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protoco
 from hypercorn.typing import H11SendableEvent
 
 from trioserve.http.server.error_body import ErrorDetail, ErrorResponse
-from trioserve.http.server.fast_path import FastPathStream, Output
+from trioserve.http.server.fast_path import ByteOutput, FastPathStream
 from trioserve.http.server.settings import ServerSettings
 from trioserve.observability.logs import get_logger
 
@@ -75,7 +75,7 @@ class HTTP1(H11Protocol):
     _in_chunks = False
     """Whether a response has begun, and not ended, whose body is sent in chunks."""
 
-    def __init__(self, *arguments: Any, output: Output) -> None:
+    def __init__(self, *arguments: Any, output: ByteOutput) -> None:
         super().__init__(*arguments)
         self._output = output
 

@@ -28,7 +28,7 @@ from hypercorn.trio.worker_context import EventWrapper
 from hypercorn.utils import filter_pseudo_headers
 
 from trioserve.http.server.client_settings import ClientSettings
-from trioserve.http.server.fast_path import FastPathStream, Output
+from trioserve.http.server.fast_path import ByteOutput, FastPathStream
 from trioserve.http.server.holdings import address_of
 from trioserve.http.server.http1 import path_of
 from trioserve.http.server.http2_rate import FrameRefused, Http2RateLimiter
@@ -175,7 +175,7 @@ class HTTP2(H2Protocol):
 
     config: ServerSettings
 
-    def __init__(self, *arguments: Any, output: Output, budget: UnsentBudget) -> None:
+    def __init__(self, *arguments: Any, output: ByteOutput, budget: UnsentBudget) -> None:
         super().__init__(*arguments)
         self._output = output
         self._budget = budget

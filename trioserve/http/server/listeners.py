@@ -22,7 +22,7 @@ BACKLOG = 2048
 
 
 @attrs.frozen
-class Listening:
+class OpenListeners:
     """Open listeners, their addresses as URLs (``unix:/path`` for a Unix socket), and any TLS."""
 
     listeners: list[trio.SocketListener]
@@ -60,7 +60,7 @@ class SharedListening:
             each.close()
 
 
-async def open_listening(config: ServerConfig) -> Listening:
+async def open_listening(config: ServerConfig) -> OpenListeners:
     """Listen as ``config`` says.
 
     Raises:
@@ -75,7 +75,7 @@ async def open_listening(config: ServerConfig) -> Listening:
         place = f"{config.host}:{config.port}"
         raise TrioserveError(f"can't listen on {place}: {_why(error)}") from error
     scheme = "http" if tls is None else "https"
-    return Listening(listeners, [_url(scheme, listener.socket) for listener in listeners], tls)
+    return OpenListeners(listeners, [_url(scheme, listener.socket) for listener in listeners], tls)
 
 
 async def open_shared_listening(config: ServerConfig, count: int) -> SharedListening:
@@ -123,14 +123,14 @@ def _listen_beside_others(family: int, address: tuple[object, ...]) -> socket.so
     return sock
 
 
-def inherited(config: ServerConfig, own: Iterable[int], others: Iterable[int]) -> Listening:
+def inherited(config: ServerConfig, own: Iterable[int], others: Iterable[int]) -> OpenListeners:
     """What another process has opened for this one by :func:`open_shared_listening`.
 
     Raises:
         TrioserveError: TLS can't be set up.
     """
     tls = tls_context(config)
-    return Listening(_listeners(own), [], tls, _listeners(others))
+    return OpenListeners(_listeners(own), [], tls, _listeners(others))
 
 
 def _listeners(descriptors: Iterable[int]) -> list[trio.SocketListener]:
@@ -162,7 +162,7 @@ def _url(scheme: str, sock: trio.socket.SocketType) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _listen_on_path(path: str, tls: ssl.SSLContext | None) -> Listening:
+def _listen_on_path(path: str, tls: ssl.SSLContext | None) -> OpenListeners:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_dead_socket(path)
@@ -172,7 +172,7 @@ def _listen_on_path(path: str, tls: ssl.SSLContext | None) -> Listening:
         sock.close()
         raise TrioserveError(f"can't listen on {path}: {_why(error)}") from error
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
-    return Listening([listener], [f"unix:{path}"], tls)
+    return OpenListeners([listener], [f"unix:{path}"], tls)
 
 
 def _remove_dead_socket(path: str) -> None:

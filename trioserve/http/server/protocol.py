@@ -12,7 +12,7 @@ from hypercorn.events import Event, RawData
 from hypercorn.protocol.h11 import H2ProtocolAssumedError
 from hypercorn.typing import AppWrapper, ConnectionState, TaskGroup, WorkerContext
 
-from trioserve.http.server.fast_path import Output
+from trioserve.http.server.fast_path import ByteOutput
 from trioserve.http.server.http1 import HTTP1
 from trioserve.http.server.http2 import HTTP2
 from trioserve.http.server.settings import ServerSettings
@@ -32,7 +32,7 @@ class Protocol:
         client: tuple[str, int] | None,
         server: tuple[str, int] | None,
         do: Callable[[Event], Awaitable[None]],
-        output: Output,
+        output: ByteOutput,
         budget: UnsentBudget,
         *,
         alpn: str | None,

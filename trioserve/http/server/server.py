@@ -36,7 +36,7 @@ from trioserve.http.server.connections import (
     FallbackListener,
     connection_limit,
 )
-from trioserve.http.server.listeners import Listening, open_listening, removing_socket_file
+from trioserve.http.server.listeners import OpenListeners, open_listening, removing_socket_file
 from trioserve.http.server.settings import ServerSettings, server_settings
 from trioserve.http.server.unsent import UnsentBudget
 from trioserve.protocol.errors import TrioserveError
@@ -51,7 +51,7 @@ async def serve_app(
     app: ASGIFramework,
     config: ServerConfig,
     *,
-    listening: Listening | None = None,
+    listening: OpenListeners | None = None,
     shutdown: trio.Event | None = None,
     on_drain: Callable[[], None] = lambda: None,
     on_cut: Callable[[], None] = lambda: None,
@@ -144,7 +144,7 @@ class _Server:
         app: ASGIFramework,
         config: ServerConfig,
         settings: ServerSettings,
-        listening: Listening,
+        listening: OpenListeners,
     ) -> None:
         self._requests = _Requests(app)
         self._app = ASGIWrapper(self._requests)

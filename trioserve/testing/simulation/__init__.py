@@ -18,17 +18,23 @@ Reading order: ``scenario`` (what can happen), ``draw`` (how it is chosen), ``wo
 from __future__ import annotations
 
 from trioserve.testing.simulation.draw import draw_scenario
-from trioserve.testing.simulation.scenario import Client, Departure, Fault, Scenario, WorkerKind
+from trioserve.testing.simulation.scenario import (
+    Departure,
+    Fault,
+    Scenario,
+    SimulatedClient,
+    WorkerKind,
+)
 from trioserve.testing.simulation.shrink import shrink
 from trioserve.testing.simulation.trace import Trace, Violation
 from trioserve.testing.simulation.world import Report, run_scenario, simulate
 
 __all__ = [
-    "Client",
     "Departure",
     "Fault",
     "Report",
     "Scenario",
+    "SimulatedClient",
     "Trace",
     "Violation",
     "WorkerKind",

@@ -12,12 +12,12 @@ from trioserve.requests.retention import Retention, RetentionRange
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
     AdapterChange,
-    Client,
     Departure,
     Fault,
     Pause,
     Scenario,
     SessionUse,
+    SimulatedClient,
     WorkerKind,
     seed_of,
 )
@@ -120,8 +120,8 @@ def _options(choose: random.Random) -> dict[str, Any]:
     }
 
 
-def _client(choose: random.Random, number: int, worker: WorkerKind, span: float) -> Client:
-    return Client(
+def _client(choose: random.Random, number: int, worker: WorkerKind, span: float) -> SimulatedClient:
+    return SimulatedClient(
         number=number,
         arrives=choose.choice((0.0, choose.uniform(0, span))),
         prompt=(prompt := _prompt(choose)),
@@ -148,7 +148,7 @@ def _prompt(choose: random.Random) -> Any:
             return text
 
 
-def _crowd(choose: random.Random, clients: list[Client]) -> list[Client]:
+def _crowd(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
     """The same clients with one beginning to all their prompts, which come at once or nearly."""
     beginning = "".join(choose.choices("ab", k=choose.randint(4, 30)))
     return [
@@ -236,14 +236,14 @@ def _pauses(choose: random.Random, span: float) -> tuple[Pause, ...]:
     )
 
 
-def _with_tenants(choose: random.Random, clients: list[Client]) -> list[Client]:
+def _with_tenants(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
     """Return the same clients, of several tenants in half of the scenarios."""
     if choose.random() < 0.5:
         return clients
     return [attrs.evolve(client, tenant=choose.choice(("", "a", "a", "b"))) for client in clients]
 
 
-def _with_retention(choose: random.Random, clients: list[Client]) -> list[Client]:
+def _with_retention(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
     """Some of the same clients say what their pages are worth."""
     if choose.random() < 0.7:
         return clients
@@ -270,7 +270,7 @@ def _duration(choose: random.Random) -> int | None:
     return choose.choice((None, 0, 20, 200, 5000))
 
 
-def _with_sessions(choose: random.Random, clients: list[Client]) -> list[Client]:
+def _with_sessions(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
     """The same clients, whose requests are turns of sessions where they can be."""
     if choose.random() < 0.7:
         return clients
@@ -290,20 +290,20 @@ def _with_sessions(choose: random.Random, clients: list[Client]) -> list[Client]
     ]
 
 
-def _may_be_a_turn(client: Client) -> bool:
+def _may_be_a_turn(client: SimulatedClient) -> bool:
     is_chat = not isinstance(client.prompt, str) and not isinstance(client.prompt[0], int)
     is_cut = "truncate_prompt_tokens" in client.params
     return client.num_outputs == 1 and not (is_chat or is_cut or client.poisonous)
 
 
-def _poisonous(client: Client) -> Client:
+def _poisonous(client: SimulatedClient) -> SimulatedClient:
     params = {name: value for name, value in client.params.items() if name != "grammar"}
     return attrs.evolve(client, poisonous=True, leaves=None, timeout=None, params=params)
 
 
 def _with_adapters(
-    choose: random.Random, clients: list[Client], span: float, options: dict[str, Any]
-) -> tuple[tuple[AdapterChange, ...], list[Client]]:
+    choose: random.Random, clients: list[SimulatedClient], span: float, options: dict[str, Any]
+) -> tuple[tuple[AdapterChange, ...], list[SimulatedClient]]:
     """Adapters that come and go, and the same clients, of which some have one."""
     if choose.random() < 0.65:
         return (), clients

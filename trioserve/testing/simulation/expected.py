@@ -16,7 +16,7 @@ import attrs
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing.fake_model import draw, fake_logprob, fake_logprobs
 from trioserve.testing.fake_worker import adapter_shift
-from trioserve.testing.simulation.scenario import Client, Scenario
+from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 
 NUM_TOKENS = 256
 """Of the vocabulary: one for each byte."""
@@ -57,7 +57,7 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(_token_of_byte()[byte] for byte in text.encode())
 
 
-def prompt_ids_of(client: Client) -> list[int]:
+def prompt_ids_of(client: SimulatedClient) -> list[int]:
     """The tokens of the prompt, cut as the request asks."""
     prompt: Any = client.prompt
     if isinstance(prompt, str):
@@ -73,7 +73,9 @@ def prompt_ids_of(client: Client) -> list[int]:
     return ids[:keep] if client.params.get("truncation_side") == "right" else ids[-keep:]
 
 
-def expected_outputs(scenario: Scenario, client: Client, adapter: str = "") -> list[ExpectedOutput]:
+def expected_outputs(
+    scenario: Scenario, client: SimulatedClient, adapter: str = ""
+) -> list[ExpectedOutput]:
     """What each of the client's outputs is, with the adapter from that folder, if it has one."""
     return [_output(scenario, client, adapter, index) for index in range(client.num_outputs)]
 
@@ -83,7 +85,9 @@ def text_of(tokens: Iterable[int]) -> str:
     return bytes(map(_bytes_of_tokens().__getitem__, tokens)).decode("utf-8", "replace")
 
 
-def _output(scenario: Scenario, client: Client, adapter: str, index: int) -> ExpectedOutput:
+def _output(
+    scenario: Scenario, client: SimulatedClient, adapter: str, index: int
+) -> ExpectedOutput:
     params = client.params
     prompt = prompt_ids_of(client)
     stops = set(params.get("stop_token_ids", ()))
@@ -130,7 +134,7 @@ def _output(scenario: Scenario, client: Client, adapter: str, index: int) -> Exp
     )
 
 
-def _cut(tokens: list[int], reason: str, client: Client) -> tuple[int, str, str | None]:
+def _cut(tokens: list[int], reason: str, client: SimulatedClient) -> tuple[int, str, str | None]:
     """How many of ``tokens`` belong to the output, its text, and the stop string that ended it."""
     params = client.params
     stops: Iterable[str] = params.get("stop", ())

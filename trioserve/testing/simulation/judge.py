@@ -29,7 +29,7 @@ from trioserve.testing.simulation.expected import (
     prompt_ids_of,
     text_of,
 )
-from trioserve.testing.simulation.scenario import Client, Scenario
+from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 from trioserve.testing.simulation.trace import Violation
 from trioserve.testing.simulation.watch import Books
 
@@ -57,7 +57,7 @@ class Circumstances:
 class Visit:
     """One client's use of the engine, from its coming to its going."""
 
-    client: Client
+    client: SimulatedClient
     circumstances: Circumstances
     adapter: str = ""
     """The folder of the adapter that it has."""
@@ -231,7 +231,7 @@ class Visit:
             outputs += weight * each.num_outputs
         return outputs > most or tokens > most_tokens
 
-    def _most_prompt_tokens(self, client: Client) -> int:
+    def _most_prompt_tokens(self, client: SimulatedClient) -> int:
         if client.session is None:
             return len(prompt_ids_of(client))
         return self.circumstances.scenario.worker.max_model_len

@@ -46,7 +46,7 @@ class SessionUse:
 
 
 @attrs.frozen(kw_only=True)
-class Client:
+class SimulatedClient:
     """One caller of ``generate``."""
 
     number: int
@@ -200,7 +200,7 @@ class Scenario:
     options: dict[str, Any]
     """Of the engine."""
     worker: WorkerKind
-    clients: tuple[Client, ...]
+    clients: tuple[SimulatedClient, ...]
     faults: tuple[Fault, ...] = ()
     pauses: tuple[Pause, ...] = ()
     adapters: tuple[AdapterChange, ...] = ()

@@ -18,7 +18,7 @@ Row = tuple[int, int]
 
 
 @attrs.define(eq=False)
-class Turns:
+class TurnRecord:
     """Who has been in, and how many tokens each has got."""
 
     is_due: Callable[[Row, int], bool]

@@ -20,7 +20,7 @@ from trioserve.protocol.errors import WorkerLost
 from trioserve.testing.simulation.scenario import client_of
 from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
-from trioserve.testing.simulation.turns import Row, Turns
+from trioserve.testing.simulation.turns import Row, TurnRecord
 from trioserve.workers import Link
 
 
@@ -54,7 +54,7 @@ class Books:
     """Called when the engine has made a plan or taken a message."""
     report: Callable[[Exception], None]
     """Is told of what is wrong."""
-    turns: Turns
+    turns: TurnRecord
     sharing: Sharing
     slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)

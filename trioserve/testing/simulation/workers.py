@@ -25,7 +25,7 @@ FOR_EVER = 1e6
 
 
 @attrs.define(eq=False)
-class Workers:
+class SimulatedWorkers:
     """The workers of one scenario."""
 
     _scenario: Scenario

@@ -17,13 +17,13 @@ from trioserve.requests.request import Request
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.simulation.adapters import AdapterBooks
 from trioserve.testing.simulation.judge import Circumstances, Visit
-from trioserve.testing.simulation.scenario import Client, Pause, Scenario
+from trioserve.testing.simulation.scenario import Pause, Scenario, SimulatedClient
 from trioserve.testing.simulation.sessions import SessionBooks
 from trioserve.testing.simulation.sharing import Sharing
 from trioserve.testing.simulation.trace import Trace, Violation
-from trioserve.testing.simulation.turns import Row, Turns
+from trioserve.testing.simulation.turns import Row, TurnRecord
 from trioserve.testing.simulation.watch import Books
-from trioserve.testing.simulation.workers import Workers
+from trioserve.testing.simulation.workers import SimulatedWorkers
 from trioserve.testing.virtual import CancelAtCheckpoint, run_virtual
 
 HORIZON = 10_000.0
@@ -136,7 +136,7 @@ class _World:
             adapter_is_gone=self.adapters.is_gone,
             after_step=self.check,
             report=self.report,
-            turns=Turns(
+            turns=TurnRecord(
                 is_due=self._is_due,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
                 and not scenario.options["enable_prefix_caching"]
@@ -151,7 +151,7 @@ class _World:
                 enabled=scenario.options["enable_prefix_caching"],
             ),
         )
-        self.workers = Workers(scenario, self.books)
+        self.workers = SimulatedWorkers(scenario, self.books)
         self.around = Circumstances(scenario, self.books, self.adapters)
         self.visits = {each.number: Visit(each, self.around) for each in scenario.clients}
         self.sessions = SessionBooks()
@@ -372,7 +372,7 @@ class _World:
         except Exception as error:
             self.report(error)
 
-    async def _visit(self, engine: Engine, client: Client) -> None:
+    async def _visit(self, engine: Engine, client: SimulatedClient) -> None:
         visit = self.visits[client.number]
         await trio.sleep(client.arrives)
         if client.adapter:
@@ -398,7 +398,7 @@ class _World:
             self.all_gone.set()
 
     @contextlib.contextmanager
-    def _departure(self, client: Client) -> Iterator[None]:
+    def _departure(self, client: SimulatedClient) -> Iterator[None]:
         leaves = client.leaves
         if leaves is None or leaves.how in ("chunks", "error"):
             yield

@@ -13,7 +13,7 @@ from trioserve.text.tool_parsers.base import MarkedParser
 from trioserve.text.tool_parsers.base import ToolParser as ToolParser
 from trioserve.text.tool_parsers.events import ArgumentsDelta as ArgumentsDelta
 from trioserve.text.tool_parsers.events import Event as Event
-from trioserve.text.tool_parsers.events import TextDelta as TextDelta
+from trioserve.text.tool_parsers.events import TextPiece as TextPiece
 from trioserve.text.tool_parsers.events import ToolCallStart as ToolCallStart
 from trioserve.text.tool_parsers.grammars import (
     hermes_grammar,

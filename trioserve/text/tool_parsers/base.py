@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from typing import ClassVar, Protocol
 
 from trioserve.text.tool_parsers.calls import CallScanner
-from trioserve.text.tool_parsers.events import ArgumentsDelta, Event, TextDelta, ToolCallStart
+from trioserve.text.tool_parsers.events import ArgumentsDelta, Event, TextPiece, ToolCallStart
 from trioserve.text.tool_parsers.tools import Tool
 
 State = Callable[[str, int], int]
@@ -121,7 +121,7 @@ class MarkedParser(abc.ABC):
             raw = self._scanner.raw if self._state == self._call else ""
             self._add_text(self._lead + raw + rest)
         if not self._num_calls and self._space:
-            self._events.append(TextDelta("".join(self._space)))
+            self._events.append(TextPiece("".join(self._space)))
         self._space.clear()
         self._lead = ""
         self._state = self._text
@@ -196,7 +196,7 @@ class MarkedParser(abc.ABC):
         visible = text.rstrip()
         space = text[len(visible) :]
         if visible:
-            self._events.append(TextDelta("".join(self._space) + visible))
+            self._events.append(TextPiece("".join(self._space) + visible))
             self._space.clear()
             self._has_text = True
         if space:

@@ -6,7 +6,7 @@ import attrs
 
 
 @attrs.frozen
-class TextDelta:
+class TextPiece:
     """More of the answer's text."""
 
     text: str
@@ -29,4 +29,4 @@ class ArgumentsDelta:
     text: str
 
 
-Event = TextDelta | ToolCallStart | ArgumentsDelta
+Event = TextPiece | ToolCallStart | ArgumentsDelta

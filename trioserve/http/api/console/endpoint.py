@@ -15,7 +15,7 @@ from trioserve.http.api.console.files import PAGE, SECURITY_HEADERS, read_files
 from trioserve.http.api.console.schemas import LiveQuery
 from trioserve.http.api.server_api import Pictures
 from trioserve.http.api.service import Service
-from trioserve.http.api.sse import Events, Framing, named_event, stream_response
+from trioserve.http.api.sse import EventBody, Framing, named_event, stream_response
 from trioserve.observability.live import Hello, due_after, hello_of
 
 
@@ -60,7 +60,7 @@ class ConsoleEndpoints:
         return feed if quart.request.method == "GET" else quart.Response(b"", headers=feed.headers)
 
 
-class _Feed(Events):
+class _Feed(EventBody):
     """The events. A picture is taken when the one before has left: who is slow gets fewer.
 
     It ends when the server drains, behind a picture that says so.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.http.api.openai.schemas import GenerationRequest
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.schema.retention import retention_of
@@ -69,7 +69,7 @@ def make_job(
     id: str,
     params: SamplingParams,
     renames: dict[str, str],
-) -> Job:
+) -> PromptJob:
     """A job for one prompt of ``request``.
 
     Args:
@@ -80,7 +80,7 @@ def make_job(
         InvalidRequest: the request names two adapters.
     """
     adapter, field = service.adapter(request.model, request.lora_path)
-    return Job(
+    return PromptJob(
         prompt=prompt,
         params=params,
         request_id=id,

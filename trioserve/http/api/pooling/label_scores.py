@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.http.api.pooling.asked import Asked, check_truncation, text_usage
 from trioserve.http.api.pooling.schemas import ScoreRequest, ScoreResponse
 from trioserve.http.api.service import Service
@@ -33,7 +33,7 @@ async def score_labels(
     params = service.sampling(label_params(labels, check_truncation(request)), _NAMES)
     adapter, field = service.adapter(request.model, None)
     jobs = [
-        Job(
+        PromptJob(
             prompt=prompt,
             params=params,
             request_id=f"{asked.id}-{index}",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
@@ -45,7 +45,7 @@ class FieldNames:
         param = None if error.param is None else self.name(error.param)
         return InvalidRequest(message, param=param, code=error.code)
 
-    def job(self, job: Job) -> Job:
+    def job(self, job: PromptJob) -> PromptJob:
         """``job``, whose later errors are about its own fields."""
         renames = {name: self.name(theirs) for name, theirs in job.renames.items()}
         return attrs.evolve(job, renames={**self._engine_names, **renames})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.engine.sessions.continuation import Continuation
-from trioserve.http.api.generations import Job, renamed
+from trioserve.http.api.generations import PromptJob, renamed
 from trioserve.http.api.service import Service
 from trioserve.http.api.sessions.schemas import SessionParams
 from trioserve.protocol.errors import InvalidRequest
@@ -19,7 +19,9 @@ _RENAMES = {
 }
 
 
-def as_turn(service: Service, params: SessionParams | None, jobs: list[Job]) -> list[Job]:
+def as_turn(
+    service: Service, params: SessionParams | None, jobs: list[PromptJob]
+) -> list[PromptJob]:
     """``jobs`` as they are, or the one that there has to be as a turn of the session.
 
     Raises:

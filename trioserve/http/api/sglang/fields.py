@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from trioserve.http.api.generations import Job, renamed
+from trioserve.http.api.generations import PromptJob, renamed
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.schema.reading import one_or_several
 from trioserve.http.api.schema.retention import retention_of
@@ -48,7 +48,7 @@ class NativeBatch:
     which the prompt's log-probabilities are reported, None for not at all.
     """
 
-    jobs: list[Job]
+    jobs: list[PromptJob]
     listed: bool
     num_outputs: int
     starts: list[int | None]
@@ -95,7 +95,7 @@ class _Reader:
         if isinstance(request.rid, list):
             _check_length(request.rid, count, "rid")
 
-    def job(self, index: int, prompt: Prompt) -> Job:
+    def job(self, index: int, prompt: Prompt) -> PromptJob:
         sampling = self._sampling[index] or NativeSampling()
         path = "sampling_params"
         if isinstance(self._request.sampling_params, list):
@@ -108,7 +108,7 @@ class _Reader:
             fields["grammar"] = grammar
             names["grammar"] = name
         fields |= self._logprob_fields(index)
-        return Job(
+        return PromptJob(
             prompt=prompt,
             params=self._service.sampling(fields, names),
             request_id=self._request_id(index),

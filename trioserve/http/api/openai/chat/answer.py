@@ -20,7 +20,7 @@ from trioserve.requests.request import ChatPrompt
 from trioserve.text.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from trioserve.text.tool_parsers import (
     ArgumentsDelta,
-    TextDelta,
+    TextPiece,
     ToolCallStart,
     ToolParser,
     ToolUse,
@@ -211,9 +211,9 @@ class AnswerReader:
         events = parser.feed(text)
         ends = parser.finish() if last else []
         if self._calls_only:
-            ends = [event for event in ends if not isinstance(event, TextDelta)]
+            ends = [event for event in ends if not isinstance(event, TextPiece)]
         for event in events + ends:
-            if isinstance(event, TextDelta):
+            if isinstance(event, TextPiece):
                 contents.append(event.text)
             elif isinstance(event, ToolCallStart):
                 function = FunctionDelta(event.name, "")

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.http.api.generations import Job, renamed
+from trioserve.http.api.generations import PromptJob, renamed
 from trioserve.http.api.openai.chat.answer import ReaderOptions, hidden_tokens, opens_reasoning
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.legacy import LEGACY_WORDS
@@ -34,7 +34,7 @@ _END_OF_PROMPT = 1000
 class PreparedChat:
     """A chat that can be computed."""
 
-    job: Job
+    job: PromptJob
     options: ReaderOptions
 
 
@@ -86,7 +86,9 @@ class ChatPreparation:
             hidden=None if shows_all else self._hidden[use is not None],
         )
 
-    async def _job(self, request: ChatCompletionRequest, options: ReaderOptions, id: str) -> Job:
+    async def _job(
+        self, request: ChatCompletionRequest, options: ReaderOptions, id: str
+    ) -> PromptJob:
         fields, renames = chat_sampling(request)
         if self.format.hides_marks(with_tools=options.use is not None):
             fields["skip_special_tokens"] = False

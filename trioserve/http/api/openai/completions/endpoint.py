@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import quart
 
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.http.api.openai.completions.schemas import CompletionRequest
 from trioserve.http.api.openai.completions.writer import (
     CompletionWriter,
@@ -80,7 +80,7 @@ class CompletionEndpoints:
 
         return json_response(await run_if_long(num_logprobs(completions), answer))
 
-    def _jobs(self, request: CompletionRequest) -> list[Job]:
+    def _jobs(self, request: CompletionRequest) -> list[PromptJob]:
         prompts = _prompts(request, self._service)
         base = request_id("cmpl", request, self._service)
         ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
@@ -133,7 +133,7 @@ def _check_best_of(request: CompletionRequest, best_of: int, n: int) -> None:
         )
 
 
-def _wanted(request: CompletionRequest, job: Job, service: Service) -> Wanted:
+def _wanted(request: CompletionRequest, job: PromptJob, service: Service) -> Wanted:
     """What the answer is to show; all jobs have the parameters of ``job``."""
     return Wanted(
         tokenizer=service.engine.tokenizer,

@@ -16,7 +16,7 @@ import msgspec
 import quart
 
 from trioserve.http.api.errors import ResponseNotFound
-from trioserve.http.api.generations import Job
+from trioserve.http.api.generations import PromptJob
 from trioserve.http.api.openai.chat.answer import ReaderOptions
 from trioserve.http.api.openai.chat.preparation import ChatPreparation
 from trioserve.http.api.openai.chat.writer import WantedChat
@@ -76,7 +76,7 @@ class _Asked:
     request: ResponsesRequest
     model: str
     history: list[InputItem]
-    job: Job
+    job: PromptJob
     options: ReaderOptions
     owner: str | None
     """Whose key it brought."""

@@ -183,7 +183,7 @@ class _OpenCall(_OpenItem):
 
 
 @attrs.define(eq=False)
-class Answer:
+class ItemBuilder:
     """Puts what the engine gives into items.
 
     Args:

@@ -18,7 +18,7 @@ from trioserve.http.api.openai.responses.events import (
     ResponseIncomplete,
     ResponseInProgress,
 )
-from trioserve.http.api.openai.responses.output import Answer, Tell
+from trioserve.http.api.openai.responses.output import ItemBuilder, Tell
 from trioserve.http.api.openai.responses.replies import (
     IncompleteDetails,
     InputTokensDetails,
@@ -53,11 +53,11 @@ class ResponseMaker:
     _wanted: WantedChat
     tell: Tell = attrs.field(default=lambda event: None, init=False)
     """Is given each event of the output in its turn."""
-    _answer: Answer | None = attrs.field(default=None, init=False)
+    _answer: ItemBuilder | None = attrs.field(default=None, init=False)
     _stream: GenerationStream | None = attrs.field(default=None, init=False)
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ItemBuilder:
         """The answer so far, once it has begun."""
         assert self._answer is not None
         return self._answer
@@ -66,7 +66,7 @@ class ResponseMaker:
         """The request is admitted; its output will be that of ``stream``."""
         self._stream = stream
         reader = self._wanted.options.reader(stream.prompt_token_ids)
-        self._answer = Answer(self._wanted, reader, self.tell)
+        self._answer = ItemBuilder(self._wanted, reader, self.tell)
 
     def finish(self) -> ResponseReply:
         """The whole response, once its last chunk has been added."""
