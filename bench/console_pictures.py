@@ -36,7 +36,7 @@ STYLES = ("as a letter", "for children", "in short sentences", "as a dialogue")
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """A server's address, for as long as the block lasts."""
+    """Yield a server's address, for as long as the block lasts."""
     command = [sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0"]
     command += ["--max-num-seqs", "6"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -49,7 +49,7 @@ def serving() -> Iterator[str]:
 
 @contextlib.contextmanager
 def busy(url: str) -> Iterator[None]:
-    """Clients that ask the server one thing after the other, until the block is left."""
+    """Have clients ask the server one thing after the other, until the block is left."""
     stop = threading.Event()
     clients = [threading.Thread(target=_ask, args=(url, i, stop)) for i in range(CLIENTS)]
     for client in clients:
@@ -81,7 +81,7 @@ def _ask(url: str, number: int, stop: threading.Event) -> None:
 
 
 def open_page(browser: Browser, url: str, view: str, *, size: dict[str, int], dark: bool) -> Page:
-    """A page of the console."""
+    """Return a page of the console."""
     options: dict[str, Any] = {"color_scheme": "dark" if dark else "light", "viewport": size}
     page = browser.new_context(**options).new_page()
     page.goto(f"{url}/console#{view}")
@@ -90,7 +90,7 @@ def open_page(browser: Browser, url: str, view: str, *, size: dict[str, int], da
 
 
 def playground(browser: Browser, url: str, folder: Path) -> None:
-    """An answer, and what a token of it might have been instead."""
+    """Picture an answer, and the alternatives of one of its tokens."""
     page = open_page(browser, url, "playground", size=DESK, dark=False)
     for name, value in {"temperature": "0.4", "max_tokens": "120", "seed": "2"}.items():
         page.fill(f"#settings [name={name}]", value)
@@ -105,7 +105,7 @@ def playground(browser: Browser, url: str, folder: Path) -> None:
 
 
 def engine(browser: Browser, url: str, folder: Path) -> None:
-    """The engine at work, and again after its worker was killed."""
+    """Picture the engine at work, and again after its worker was killed."""
     page = open_page(browser, url, "engine", size=WIDE, dark=True)
     phone = open_page(browser, url, "engine", size=PHONE, dark=False)
     page.wait_for_timeout(WATCHED)

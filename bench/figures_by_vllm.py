@@ -50,7 +50,7 @@ print("\\nJUDGED " + json.dumps(fields, default=float))
 def differences(
     run: dict[str, Any], limits: dict[str, float], python: Path
 ) -> list[tuple[str, float, float]]:
-    """Each figure's name, ours, and vLLM's."""
+    """Return each figure's name, ours, and vLLM's."""
     figures = run["figures"]
     records = [record for record in run["records"] if not record["cancelled"]]
     asked = {"records": records, "duration": figures["duration"], "limits": limits}
@@ -79,7 +79,7 @@ def differences(
 
 
 def main() -> int:
-    """Print every figure twice; 1 if one differs."""
+    """Print every figure twice; return 1 if one differs."""
     parser = argparse.ArgumentParser(prog="python -m bench.figures_by_vllm", description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("--python", type=Path, default=_PYTHON, help="of an environment with vLLM")

@@ -59,7 +59,7 @@ TINY = _llama(
 def random_weights(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of ``config`` by name, made on ``device``: norms are 1, the rest is normal."""
+    """Yield every tensor of ``config``, made on ``device``: norms are 1, the rest is normal."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, shape in expected_tensors(config).items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -70,7 +70,7 @@ def random_weights(
 
 
 def write_model(config: ModelConfig, folder: Path, device: torch.device) -> None:
-    """A folder in Hugging Face's format with random bfloat16 weights and a tokenizer of bytes.
+    """Write a Hugging Face folder with random bfloat16 weights and a tokenizer of bytes.
 
     Every byte of a text is one token, so a prompt of n ASCII characters has n tokens.
     """
@@ -124,7 +124,7 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """The 256 bytes, and words that no text becomes but a random model may say."""
+    """Return the 256 bytes, and words that no text becomes but a random model may say."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġw{number}" for number in range(vocab_size - len(letters))]
     vocab = {token: number for number, token in enumerate([*letters, *words])}

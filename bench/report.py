@@ -88,7 +88,7 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was reached."""
+        """True if the target was reached, None where nothing was measured."""
         return None if self.reached is None else self._within(self.bound)
 
     @property

@@ -33,7 +33,7 @@ class ServerFailed(Exception):
 
 @attrs.frozen(kw_only=True)
 class Server:
-    """How to start one server, and the fields of every request to it.
+    """The command of one server, and the fields of every request to it.
 
     ``argv`` gets the port to listen on. ``format`` is the number format of the weights.
     """

@@ -295,5 +295,5 @@ def _ended_seconds() -> float:
 
 
 def _row(scenario: str, case: str, server: Server, round: int, values: Mapping[str, float]) -> Row:
-    who = {"server": server.name, "format": server.format}
-    return Row(scenario=scenario, case=case, round=round, values=values, **who)
+    names = {"server": server.name, "format": server.format}
+    return Row(scenario=scenario, case=case, round=round, values=values, **names)

@@ -135,7 +135,7 @@ class Measured:
     times: StepTimes
     prefill_tokens_per_second: float
     kernels: list[KernelShare]
-    """What a step runs on the device, by kernel; empty unless it was profiled."""
+    """The kernels of a step; empty unless it was profiled."""
 
 
 def measure_scenario(

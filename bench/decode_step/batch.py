@@ -92,7 +92,7 @@ class DecodeBatch:
 
     def decode(self, num_steps: int, *, in_flight: int, warm_up: int = 3) -> StepTimes:
         """Run steps of one token for each sequence, with up to ``in_flight`` plans submitted."""
-        everybody = dict.fromkeys(range(len(self._contexts)), 1)
+        every_row = dict.fromkeys(range(len(self._contexts)), 1)
         submits: list[float] = []
         results: list[StepResult] = []
         ends: list[float] = []
@@ -104,7 +104,7 @@ class DecodeBatch:
         for _ in range(warm_up + num_steps):
             while self._runner.num_pending >= in_flight:
                 finish()
-            plan = self._plan(everybody)
+            plan = self._plan(every_row)
             began = time.perf_counter()
             self._runner.submit(plan)
             submits.append(time.perf_counter() - began)
@@ -127,7 +127,7 @@ class DecodeBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each sequence that have been computed."""
+        """The computed tokens of each sequence."""
         return list(self._computed)
 
     def _plan(self, counts: dict[int, int]) -> Plan:

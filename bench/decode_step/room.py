@@ -38,11 +38,7 @@ def temporary_folders() -> list[Path]:
 def folder_with_room(
     needed: int, folders: Sequence[Path], free: Callable[[Path], int] | None = None
 ) -> Path:
-    """Return the first of ``folders`` with ``needed`` free bytes.
-
-    Raises:
-        NoRoomError: there is none. The message has what is needed and what each folder has.
-    """
+    """Return the first of ``folders`` with ``needed`` free bytes."""
     free = free or _free
     room = {folder: free(folder) for folder in folders}
     for folder, available in room.items():

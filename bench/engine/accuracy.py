@@ -1,4 +1,4 @@
-"""What a number format costs in accuracy: ``python -m bench.engine.accuracy``.
+"""The accuracy of number formats: ``python -m bench.engine.accuracy``.
 
 The default model reads some pages of this project's documentation, in windows of equal length, with
 its weights and activations in each format. The table shows its perplexity, by how much the

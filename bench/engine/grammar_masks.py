@@ -1,4 +1,4 @@
-"""What a grammar costs a step: ``python -m bench.engine.grammar_masks``.
+"""The cost of grammars in a step: ``python -m bench.engine.grammar_masks``.
 
 Microseconds a row for masks, in sequences that go on at random over the default model's vocabulary
 of 49,152 tokens. In every step the masks of all rows are computed as :mod:`gpu.constraints` does

@@ -1,4 +1,4 @@
-"""What it costs an engine to be watched: ``python -m bench.engine.live``.
+"""The cost of watching an engine: ``python -m bench.engine.live``.
 
 First the processor time of one picture, while so many requests are open; then the throughput of an
 engine whose worker computes nothing, unwatched and watched, in turns.

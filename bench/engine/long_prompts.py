@@ -1,4 +1,4 @@
-"""What running streams feel of long prompts: ``python -m bench.engine.long_prompts``.
+"""Running streams beside long prompts: ``python -m bench.engine.long_prompts``.
 
 Streams decode, and long prompts arrive among them, one after the other. For each
 ``--max-num-batched-tokens`` (``--budgets``) and number of plans in flight: the gaps between the

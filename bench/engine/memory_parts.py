@@ -1,4 +1,4 @@
-"""What this server's memory is made of: ``python -m bench.engine.memory_parts``.
+"""The parts of this server's memory: ``python -m bench.engine.memory_parts``.
 
 The same server in the same state as in the scenario ``memory`` of ``bench.compare``, process by
 process. The weights count as the file has them, since they are packed into as many bytes, and the

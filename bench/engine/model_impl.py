@@ -1,4 +1,4 @@
-"""The same model native and through transformers: ``python -m bench.engine.model_impl``.
+"""One model, native and through transformers: ``python -m bench.engine.model_impl``.
 
 The default model is written as a folder, and each of the two completes prompts of 128 tokens by 64,
 with 1 and 8 streams at a time. The figures are processor time of the worker, which computes with

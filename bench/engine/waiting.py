@@ -1,4 +1,4 @@
-"""How the compiled kernels' threads wait for one another: ``python -m bench.engine.waiting``.
+"""Ways for the kernels' threads to wait for one another: ``python -m bench.engine.waiting``.
 
 A thread that has done its share of a layer looks again and again whether the others have, a number
 of times without a pause (``--spins``), and then lets other threads have its core in between. Here

@@ -1,4 +1,4 @@
-"""Whether a disturbed answer is the undisturbed one, up to near-ties of rounding.
+"""Checks that a disturbed answer is the undisturbed one, up to near-ties of rounding.
 
 What is computed again in another batch rounds differently. Where two tokens are all but equally
 good, that may turn the choice, and everything after it is another text. So two answers are compared

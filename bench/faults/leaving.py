@@ -15,11 +15,11 @@ import msgspec
 import trio
 
 STAGES = ("connected", "head", "body", "asked", "first event", "some events", "stalled")
-"""How far a client goes before it leaves: half of the head sent, the head, half of the body, all of
-the request; the first event read, a few of them; or nothing read for a while."""
+"""Stages of a client: half of the head sent, the head, half of the body, all of the request; the
+first event read, a few of them; or nothing read for a while."""
 MANNERS = ("fin", "rst", "half-close", "h2 rst_stream", "h2 goaway", "h2 close")
-"""How it leaves: it closes, resets the connection, or closes its own half only; with HTTP/2 it
-resets its stream, says that it goes, or just closes."""
+"""Manners of leaving: it closes, resets the connection, or closes its own half only; with HTTP/2
+it resets its stream, says that it goes, or just closes."""
 _PATH = "/v1/completions"
 _TYPE = "application/json"
 

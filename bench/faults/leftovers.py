@@ -1,4 +1,4 @@
-"""What a program holds, and whether anything is left of what was done in it.
+"""The things that a program holds, and checks that nothing is left of what was done in it.
 
 ::
 

@@ -63,7 +63,7 @@ class PlantedFault:
 
 @attrs.frozen
 class Find:
-    """How a fault was found; ``report`` is that of the seed in which an invariant didn't hold."""
+    """The search for a fault; ``report`` is that of the seed that found it."""
 
     fault: PlantedFault
     num_seeds: int
@@ -309,7 +309,7 @@ def _resumed_without_output(original: Any) -> Any:
 
 
 @plants(
-    "a prefix is computed by everybody who comes with it",
+    "a prefix is computed by each request that has it",
     "vllm-project/vllm#9643",
     PrefixCache,
     "match",

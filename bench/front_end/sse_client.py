@@ -23,12 +23,12 @@ _END_HEADERS, _END_STREAM = 4, 1
 
 
 def cpu_seconds(pid: int) -> float:
-    """The CPU time of a process, all its threads together, as ``clock_getcpuclockid`` has it."""
+    """Return the CPU time of a process, all its threads together."""
     return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 
 
 def http1_request(path: str, body: bytes) -> bytes:
-    """A POST of JSON."""
+    """Return a POST of JSON."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
@@ -36,14 +36,14 @@ def http1_request(path: str, body: bytes) -> bytes:
 
 
 def http2_opening() -> bytes:
-    """What opens a connection whose windows are never exhausted."""
+    """Return the opening of a connection whose windows are never exhausted."""
     settings = b"\x00\x04" + _WINDOW.to_bytes(4, "big")  # SETTINGS_INITIAL_WINDOW_SIZE
     update = (_WINDOW - 65535).to_bytes(4, "big")
     return _PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, update)
 
 
 def http2_request(number: int, path: str, body: bytes) -> bytes:
-    """The ``number``-th POST on its connection."""
+    """Return the ``number``-th POST on its connection."""
     fields = {b":method": b"POST", b":scheme": b"http", b":authority": b"localhost"}
     fields |= {b":path": path.encode(), b"content-type": b"application/json"}
     headers = b"".join(_literal(name, value) for name, value in fields.items())
@@ -58,12 +58,12 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """A header that isn't indexed, its strings as they are."""
+    """Return a header that isn't indexed, its strings as they are."""
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
 def open_streams(job: dict[str, Any]) -> list[socket.socket]:
-    """Connections with all requests sent."""
+    """Return connections with all requests sent."""
     body = json.dumps(job["fields"]).encode()
     count, address = job["connections"] or job["streams"], ("127.0.0.1", job["port"])
     sockets = [socket.create_connection(address) for _ in range(count)]
@@ -76,7 +76,7 @@ def open_streams(job: dict[str, Any]) -> list[socket.socket]:
 
 
 class Reader:
-    """Counts what comes: events, and the times that the token's text is in them."""
+    """A counter of events, and of the token's text in them."""
 
     def __init__(self, sockets: list[socket.socket], text: bytes) -> None:
         self._sockets = {each.fileno(): each for each in sockets}
@@ -93,8 +93,8 @@ class Reader:
 
     @property
     def begun(self) -> int:
-        """How many streams have given something: each has a socket, or else a first event that
-        names a role."""
+        """The number of streams that have given something: each has a socket, or else a first
+        event that names a role."""
         return max(len(self._begun), self._num_roles)
 
     def read_until(self, done: Any) -> None:

@@ -57,7 +57,7 @@ class Measured:
 
     @property
     def failed(self) -> bool:
-        """Whether our own kernel was wrong or did not run."""
+        """True if our own kernel was wrong or did not run."""
         return OURS not in self.seconds
 
     @property

@@ -7,6 +7,6 @@ from bench.kernels.case import Case
 
 
 def all_cases(*, tiny: bool) -> list[Case]:
-    """The cases in the order in which they run; ``tiny`` ones are for the emulation."""
+    """Return the cases in the order in which they run; ``tiny`` ones are for the emulation."""
     modules = (attention, fused, lora, sampling)
     return [case for module in modules for case in module.cases(tiny=tiny)]

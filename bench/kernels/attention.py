@@ -31,7 +31,7 @@ _K = 1024
 
 
 def cases(*, tiny: bool) -> list[Case]:
-    """Every case of attention."""
+    """Return every case of attention."""
     return _tiny_cases() if tiny else [*_decodes(), *_prefills(), *_shared()]
 
 
@@ -103,7 +103,7 @@ def _shared() -> list[Case]:
 
 
 def _tiny_cases() -> list[Case]:
-    """Every path once: splits and none, a window, e4m3, both kinds of rows, a shared prefix."""
+    """Return every path once: splits or none, a window, e4m3, both kinds of rows, a prefix."""
     small = attrs.evolve(
         AttentionSpec(rows=((1, 5),)), num_heads=4, num_kv_heads=2, head_dim=64, page_size=16
     )

@@ -36,12 +36,12 @@ class AttentionSpec:
 
     @property
     def fp8(self) -> bool:
-        """Whether the cache is e4m3."""
+        """True for an e4m3 cache."""
         return self.cache_dtype == torch.float8_e4m3fn
 
     @property
     def num_tokens(self) -> int:
-        """Queries of all rows together."""
+        """The queries of all rows together."""
         return sum(count for count, _ in self.rows)
 
     @property
@@ -56,7 +56,7 @@ class AttentionSpec:
 
     @property
     def pages_of_rows(self) -> list[int]:
-        """How many pages each row's table names, shared ones included."""
+        """The pages that each row's table names, shared ones included."""
         return [-(-context // self.page_size) for context in self.contexts]
 
     @property
@@ -75,7 +75,7 @@ class AttentionSpec:
 
 @attrs.frozen(kw_only=True)
 class Buffers:
-    """What one launch reads and writes.
+    """The tensors of one launch.
 
     Caches are [num_pages, K, page_size, D], their scales [num_pages, K, page_size] float32.
     """
@@ -88,7 +88,7 @@ class Buffers:
     out: torch.Tensor  # [T, H, D]
 
     def queries(self, num_heads: int) -> torch.Tensor:
-        """[T, H, D], a view as the model has it."""
+        """Return [T, H, D], a view as the model has it."""
         return self.qkv[:, :num_heads]
 
 
@@ -101,12 +101,12 @@ class AttentionData:
     sets: Sequence[Buffers]
 
     def pages(self, row: int) -> torch.Tensor:
-        """The pages of a row, int64."""
+        """Return the pages of a row, int64."""
         return self.block_tables[row, : self.spec.pages_of_rows[row]].long()
 
 
 def make_data(spec: AttentionSpec, setting: Setting) -> AttentionData:
-    """Random queries, keys and values, in pages that lie in random order."""
+    """Return random queries, keys and values, in pages that lie in random order."""
     order = setting.permutation(spec.num_pages)
     width = max(spec.pages_of_rows)
     tables = torch.full((len(spec.rows), width), -1, dtype=torch.int32, device=setting.device)
@@ -139,13 +139,13 @@ def _make_buffers(spec: AttentionSpec, setting: Setting) -> Buffers:
 
 
 def _quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 numbers, and the float32 scale of each vector of ``head_dim``."""
+    """Return e4m3 numbers, and the float32 scale of each vector of ``head_dim``."""
     scale = values.float().abs().amax(-1) / _E4M3_LARGEST
     return (values.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def reference(data: AttentionData, *, one_scale: float | None = None) -> torch.Tensor:
-    """Attention of the first set of buffers in float64, [T, H, D].
+    """Return attention of the first set of buffers in float64, [T, H, D].
 
     ``one_scale`` counts instead of all scales of an e4m3 cache, for peers that have only one.
     """
@@ -172,7 +172,7 @@ def reference(data: AttentionData, *, one_scale: float | None = None) -> torch.T
 def _seen(
     position: int, count: int, context: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """[count, context]: which keys the queries from ``position`` on see."""
+    """Return [count, context]: the keys that the queries from ``position`` on see."""
     queries = torch.arange(position, position + count, device=device)[:, None]
     keys = torch.arange(context, device=device)
     seen = keys <= queries
@@ -182,7 +182,7 @@ def _seen(
 def _gathered(
     data: AttentionData, row: int, context: int, one_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's keys and values, each [context, K, D] float64."""
+    """Return a row's keys and values, each [context, K, D] float64."""
     buffers, pages = data.sets[0], data.pages(row)
     found = []
     for cache, scale in ((buffers.k_cache, buffers.k_scale), (buffers.v_cache, buffers.v_scale)):

@@ -1,8 +1,8 @@
-"""What ``bench.kernels`` measures: one case is one kernel at one shape, with its peers.
+"""Cases of ``bench.kernels``: one is one kernel at one shape, with its peers.
 
 A case makes a trial when its turn comes, so that only one case's memory is held at a time. In a
 trial every contestant gets the same inputs, and is checked against a reference in float64 before
-anybody is timed.
+any is timed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ class Contestant:
 
 @attrs.frozen(kw_only=True)
 class Peer:
-    """Somebody else's implementation.
-
-    ``make`` raises :class:`PeerAbsent` where there is none.
-    """
+    """Another library's implementation; ``make`` raises :class:`PeerAbsent` where there is none."""
 
     name: str
     make: Callable[[], Contestant]
@@ -48,7 +45,7 @@ class Peer:
 
 @attrs.frozen(kw_only=True)
 class Trial:
-    """Ours and the peers, over the same inputs."""
+    """Our kernel and the peers, over the same inputs."""
 
     ours: Contestant
     peers: Sequence[Peer] = ()
@@ -56,7 +53,7 @@ class Trial:
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """Where a trial runs. ``cache_bytes`` is the size of the second-level cache."""
+    """The device of a trial. ``cache_bytes`` is the size of its second-level cache."""
 
     loader: KernelLoader
     generator: torch.Generator
@@ -64,22 +61,22 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Where the kernels run."""
+        """The device that the kernels run on."""
         return self.loader.device
 
     def sets(self, bytes_per_set: float) -> int:
-        """How many sets of buffers the launches go round."""
+        """Return the number of sets of buffers that the launches go round."""
         return buffer_sets(bytes_per_set, self.cache_bytes)
 
     def random(
         self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
     ) -> torch.Tensor:
-        """Normal random numbers on the device."""
+        """Return normal random numbers on the device."""
         numbers = torch.randn(tuple(shape), generator=self.generator, device=self.device)
         return numbers.mul_(scale).to(dtype)
 
     def permutation(self, count: int) -> torch.Tensor:
-        """The numbers below ``count`` in random order, int32 on the device."""
+        """Return the numbers below ``count`` in random order, int32 on the device."""
         order = torch.randperm(count, generator=self.generator, device=self.device)
         return order.to(torch.int32)
 
@@ -97,12 +94,12 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What the case is called in tables and by other cases' targets."""
+        """The case's name in tables and in other cases' targets."""
         return f"{self.kernel} {self.shape}"
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|actual - reference| / |reference|`` in float64; NaN, which is no small error, if any is.
+    """Return ``|actual - reference| / |reference|`` in float64; NaN if any number is.
 
     Both are compared where they are: the largest are too large to be carried to the host.
     """

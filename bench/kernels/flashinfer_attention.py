@@ -37,7 +37,7 @@ def attention_peers(data: AttentionData) -> list[Peer]:
 
 
 def cascade_peers(data: AttentionData) -> list[Peer]:
-    """Attention over a shared prefix and each row's own pages, merged."""
+    """Return attention over a shared prefix and each row's own pages, merged."""
     return [Peer(name="flashinfer cascade", make=lambda: _cascade(data))]
 
 
@@ -47,7 +47,7 @@ def _workspace() -> torch.Tensor:
 
 
 def _page_lists(data: AttentionData, first: int = 0) -> tuple[torch.Tensor, ...]:
-    """indptr, indices and tokens on the last page of each row's pages from ``first`` on."""
+    """Return indptr, indices and tokens on the last page of each row's pages from ``first`` on."""
     spec = data.spec
     counts = [pages - first for pages in spec.pages_of_rows]
     indptr = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -70,7 +70,7 @@ def _window_left(data: AttentionData) -> int:
 
 
 def _contestant(data: AttentionData, run: Callable[[torch.Tensor, Buffers], object]) -> Contestant:
-    """``run`` gets contiguous queries, which is what this library likes best."""
+    """Return a contestant whose ``run`` gets contiguous queries, as this library likes best."""
     queries = [buffers.queries(data.spec.num_heads).contiguous() for buffers in data.sets]
     launches: list[Launch] = [
         partial(run, q, buffers) for q, buffers in zip(queries, data.sets, strict=True)

@@ -28,7 +28,7 @@ class _Spec:
 
     @property
     def counts(self) -> list[int]:
-        """The tokens of each adapter: all have one, in turn."""
+        """The number of tokens of each adapter: all have one, in turn."""
         return [len(range(first, self.tokens, self.adapters)) for first in range(self.adapters)]
 
 
@@ -43,7 +43,7 @@ _TINY = ((_Spec(tokens=5, adapters=2, inputs=1096, outputs=88), []),)
 
 
 def cases(*, tiny: bool) -> list[Case]:
-    """Every case of these kernels."""
+    """Return every case of these kernels."""
     specs = _TINY if tiny else _SPECS
     return [
         Case(
@@ -77,7 +77,7 @@ def _trial(spec: _Spec, setting: Setting) -> Trial:
                 t = xs[0][own].double() @ a[adapter].double().t()
                 wanted[own] += t @ b[adapter].double().t()
             run(xs[0], ys[0])
-            # Launches add up, so whoever comes next finds what was there before.
+            # Launches add up, so the next one finds the numbers of before.
             found = ys[0].clone()
             ys[0].copy_(before)
             return relative_error(found, wanted)

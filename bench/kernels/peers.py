@@ -9,11 +9,7 @@ from bench.kernels.case import PeerAbsent
 
 
 def flashinfer_module() -> Any:
-    """FlashInfer (https://github.com/flashinfer-ai/flashinfer).
-
-    Raises:
-        PeerAbsent: it isn't installed or can't be imported here.
-    """
+    """Return FlashInfer (https://github.com/flashinfer-ai/flashinfer), if it is here."""
     needs_cuda()
     try:
         return importlib.import_module("flashinfer")
@@ -22,7 +18,7 @@ def flashinfer_module() -> Any:
 
 
 def needs_cuda() -> None:
-    """Raises :class:`PeerAbsent` where there is no GPU to run the peer on."""
+    """Raise :class:`PeerAbsent` where there is no GPU to run the peer on."""
     import torch
 
     if not torch.cuda.is_available():

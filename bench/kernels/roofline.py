@@ -1,4 +1,4 @@
-"""How fast a card could do a piece of work at best: bytes and operations counted from its shapes.
+"""The least time of a piece of work on a card: bytes and operations counted from its shapes.
 
 Everything here is arithmetic. The fewest bytes are those of every input read once and every output
 written once, through device memory; operations are those of the matrix products, a multiplication
@@ -31,7 +31,7 @@ class Work:
 
 @attrs.frozen(kw_only=True)
 class Ceilings:
-    """What one card reached in this very run.
+    """The rates that one card reached in this very run.
 
     ``copy`` is bytes read plus bytes written per second of a large copy on the device; ``matrix``
     operations per second of a large product of 16-bit random numbers.
@@ -41,23 +41,23 @@ class Ceilings:
     matrix: float
 
     def floor(self, work: Work) -> float:
-        """The seconds that ``work`` takes at least."""
+        """Return the seconds that ``work`` takes at least."""
         return max(self.memory_seconds(work), self.matrix_seconds(work))
 
     def floor_of_parts(self, parts: Iterable[Work]) -> float:
-        """The seconds of parts that run one after the other."""
+        """Return the seconds of parts that run one after the other."""
         return sum(self.floor(part) for part in parts)
 
     def memory_seconds(self, work: Work) -> float:
-        """The seconds that the bytes alone take."""
+        """Return the seconds of the bytes alone."""
         return work.bytes / self.copy
 
     def matrix_seconds(self, work: Work) -> float:
-        """The seconds that the operations alone take."""
+        """Return the seconds of the operations alone."""
         return work.flops / self.matrix
 
     def bound(self, work: Work) -> str:
-        """``memory`` or ``matrix``: which of the two the floor comes from."""
+        """Return ``memory`` or ``matrix``, where the floor comes from."""
         return "memory" if self.memory_seconds(work) >= self.matrix_seconds(work) else "matrix"
 
 
@@ -95,14 +95,14 @@ class AttentionShape:
 def decode_attention(
     shape: AttentionShape, contexts: Sequence[int], window: int | None = None
 ) -> Work:
-    """One query of each row over its own keys, ``contexts[i]`` of them."""
+    """Count one query of each row over its own keys, ``contexts[i]`` of them."""
     return prefill_attention(shape, [(1, context) for context in contexts], window)
 
 
 def prefill_attention(
     shape: AttentionShape, rows: Sequence[tuple[int, int]], window: int | None = None
 ) -> Work:
-    """Causal attention of rows of (queries, context): the queries are the context's last ones."""
+    """Count causal attention of rows of (queries, context), the queries at the context's end."""
     pairs = keys = queries = 0
     for count, context in rows:
         start = context - count  # the position of the first query
@@ -116,14 +116,14 @@ def prefill_attention(
 
 
 def _visible(length: int, window: int | None) -> int:
-    """How many (query, key) pairs the queries at positions below ``length`` have."""
+    """Return the number of (query, key) pairs of the queries at positions below ``length``."""
     if window is None or length <= window:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
 
 
 def shared_prefix_attention(shape: AttentionShape, prefix: int, suffixes: Sequence[int]) -> Work:
-    """One query of each row over a prefix that all share and a suffix of its own.
+    """Count one query of each row over a prefix that all share and a suffix of its own.
 
     The prefix's keys and values are read once. The pairs are those of each row on its own.
     """
@@ -133,7 +133,7 @@ def shared_prefix_attention(shape: AttentionShape, prefix: int, suffixes: Sequen
 
 
 def rope_and_write(shape: AttentionShape, num_tokens: int) -> Work:
-    """Read queries, keys and values and the angles; write the queries back and the cache."""
+    """Count queries, keys, values and angles read, queries and the cache written."""
     read = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.element_bytes
     angles = shape.head_dim * _FLOAT32
     written = shape.query_bytes_per_token + shape.kv_bytes_per_token
@@ -141,20 +141,20 @@ def rope_and_write(shape: AttentionShape, num_tokens: int) -> Work:
 
 
 def rms_norm(num_tokens: int, hidden: int, *, residual: bool, element_bytes: int = 2) -> Work:
-    """Read and write a row; with ``residual``, one more row is read and its sum written."""
+    """Count a row read and written; with ``residual``, one more row is read and its sum written."""
     passes = 4 if residual else 2
     return Work(bytes=(passes * num_tokens + 1) * hidden * element_bytes)
 
 
 def silu_mul(num_tokens: int, inner: int, element_bytes: int = 2) -> Work:
-    """Read gate and up, write their product."""
+    """Count gate and up read, their product written."""
     return Work(bytes=3 * num_tokens * inner * element_bytes)
 
 
 def lora_update(
     counts: Sequence[int], inputs: int, outputs: int, rank: int, element_bytes: int = 2
 ) -> Work:
-    """Adapters, each with so many tokens: their matrices and x are read, y is read and written."""
+    """Count adapters of so many tokens: their matrices and x are read, y read and written."""
     tokens, weights = sum(counts), len(counts) * rank * (inputs + outputs)
     return Work(
         bytes=(weights + tokens * (inputs + 2 * outputs)) * element_bytes,
@@ -163,14 +163,14 @@ def lora_update(
 
 
 def sampling(num_rows: int, vocab_size: int, element_bytes: int = _FLOAT32) -> Work:
-    """One pass over the logits: the least that any way to draw needs."""
+    """Count one pass over the logits: the least that any way to draw needs."""
     return Work(bytes=num_rows * vocab_size * element_bytes)
 
 
 def decode_step_parts(
     config: ModelConfig, contexts: Sequence[int], kv_bytes: int = 2
 ) -> list[Work]:
-    """A step of a whole model in 16-bit numbers: its products, then its attention.
+    """Count a step of a whole model in 16-bit numbers: its products, then its attention.
 
     Activations stay out: even for 256 rows they are a hundredth of the weights.
     """

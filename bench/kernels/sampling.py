@@ -61,7 +61,7 @@ _VARIANTS = [
 
 
 def cases(*, tiny: bool) -> list[Case]:
-    """Every way to sample, for each number of rows."""
+    """Return every way to sample, for each number of rows."""
     if tiny:
         return [_case(variant, 3, 1000) for variant in _VARIANTS]
     return [_case(variant, rows, _VOCABULARY) for rows in (1, 32, 256) for variant in _VARIANTS]
@@ -129,7 +129,7 @@ def _logits(variant: _Variant, rows: int, vocabulary: int, setting: Setting) -> 
 
 
 def _distance(data: _Data, sampler: DeviceSampler) -> float:
-    """The share of rows whose token isn't the reference's, or how far log-probabilities are off."""
+    """Return the share of rows with another token, or the distance of log-probabilities."""
     rows = [
         SamplerRow(params, tokens[:_HISTORY], _PROMPT)
         for params, tokens in zip(data.params, data.history.cpu().numpy(), strict=True)
@@ -162,7 +162,7 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 def _contestant(
     data: _Data, draw: Draw, allowed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> Contestant:
-    """A peer draws with random numbers of its own: its tokens must be among those allowed."""
+    """Return a peer, which draws random numbers of its own: its tokens must be allowed."""
     launches: list[Launch] = [partial(draw, logits) for logits in data.logits]
 
     def error() -> float:
@@ -213,7 +213,7 @@ def _flashinfer_draw(module: Any, params: SamplerParams) -> Draw:
 
 
 def _kept(logits: torch.Tensor, params: SamplerParams) -> torch.Tensor:
-    """[rows, vocabulary]: what top_k and top_p leave, a little more where probabilities tie."""
+    """Return [rows, vocabulary]: the tokens that top_k and top_p leave, ties included."""
     probabilities = (logits.double() / params.temperature).softmax(dim=-1)
     ordered = probabilities.sort(dim=-1, descending=True).values
     if params.top_k:

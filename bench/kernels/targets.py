@@ -1,4 +1,4 @@
-"""What a kernel is to reach, as ratios within one run, and whether it did."""
+"""Targets of kernels, as ratios within one run, and verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDLE_SHARE = 0.02
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """One thing that a case is to reach.
+    """One target of a case.
 
     ``kind`` says what ``value`` is:
 
@@ -74,7 +74,7 @@ class Judged:
 
 
 def judge(target: Target, result: Result, others: Mapping[str, Result]) -> Judged:
-    """Whether ``result`` reaches ``target``; ``others`` are all cases of the run by title."""
+    """Return whether ``result`` reaches ``target``; ``others`` are all cases by title."""
     reached = _reached(target, result, others)
     met = None
     if reached is not None:

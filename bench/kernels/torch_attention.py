@@ -20,7 +20,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def torch_peers(data: AttentionData, *, flex: bool = False) -> list[Peer]:
-    """Flash and cuDNN; with ``flex``, flex_attention too, which compiles for each shape."""
+    """Return Flash and cuDNN; with ``flex``, flex_attention too, which compiles for each shape."""
     peers = [
         Peer(name="sdpa flash", make=lambda: sdpa(data, "FLASH_ATTENTION")),
         Peer(name="sdpa cudnn", make=lambda: sdpa(data, "CUDNN_ATTENTION")),
@@ -42,11 +42,7 @@ def _check(data: AttentionData) -> None:
 
 
 def sdpa(data: AttentionData, backend: str) -> Contestant:
-    """scaled_dot_product_attention with the ``SDPBackend`` of that name.
-
-    Raises:
-        PeerAbsent: it doesn't offer what ``data`` asks for.
-    """
+    """Return scaled_dot_product_attention with the ``SDPBackend`` of that name."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 

@@ -21,7 +21,7 @@ from bench.lease.running import Machine, Outcome, World, log_name, run_stages
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What was asked for: a ``part`` in ``seconds``, its archive in ``out``."""
+    """A call: a ``part`` in ``seconds``, its archive in ``out``."""
 
     part: int
     on: str

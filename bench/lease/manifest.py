@@ -21,7 +21,7 @@ class PreparedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a prepared folder is for, and the digest of each of its files."""
+    """The purpose of a prepared folder, and the digest of each of its files."""
 
     python: str
     target: str

@@ -33,7 +33,7 @@ from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 
 Case = tuple[Callable[[], object], Callable[[], object]]
-"""What is timed, and what has to happen before each time, such as a worker's answer."""
+"""The function that is timed, and the one that comes before each time."""
 
 
 def _nothing() -> None:
@@ -41,14 +41,14 @@ def _nothing() -> None:
 
 
 def share_out(rows: int) -> Case:
-    """The policy: a step's tokens shared out among as many as decode."""
+    """Share out with the policy: a step's tokens shared out among as many as decode."""
     remaining = np.ones(rows, dtype=np.int64)
     may_run = np.ones(rows, dtype=np.bool_)
     return lambda: policy.Share.out(remaining, may_run, 2 * rows, rows), _nothing
 
 
 def pages(rows: int) -> Case:
-    """The pool: a page for each row, taken, given back and acknowledged."""
+    """Use the pool: a page for each row, taken, given back and acknowledged."""
     pool = PagePool(2 * rows)
     plan = 0
 
@@ -63,7 +63,7 @@ def pages(rows: int) -> Case:
 
 
 def prefix_tree(rows: int) -> Case:
-    """The tree: as many prompts of eight pages looked up, half of whose pages are there."""
+    """Look up as many prompts of eight pages in the tree, which has half of their pages."""
     pages_each = 8
     pool = PagePool(rows * pages_each)
     tree = PrefixCache(pool, PAGE_SIZE)
@@ -80,7 +80,7 @@ def prefix_tree(rows: int) -> Case:
 
 
 def plan_message(rows: int) -> Case:
-    """A plan of as many decodes: encoded, and decoded as the worker does."""
+    """Encode a plan of as many decodes, and decode it as the worker does."""
     plan = Loop.of(rows).next_plan()
 
     def run() -> None:
@@ -93,7 +93,7 @@ def plan_message(rows: int) -> Case:
 
 
 def result_message(rows: int) -> Case:
-    """Its result: encoded, decoded, and checked against the plan."""
+    """Encode its result, decode it, and check it against the plan."""
     loop = Loop.of(rows)
     loop.next_plan()
     result, plan = loop.result(), loop.core.in_flight[0]
@@ -107,7 +107,7 @@ def result_message(rows: int) -> Case:
 
 
 def scheduler_and_wire(rows: int) -> Case:
-    """A whole step of the engine's side: plan made and encoded, result decoded and taken.
+    """Do a whole step of the engine's side: plan made and encoded, result decoded and taken.
 
     With metrics, and pages that are appended as sequences grow.
     """
@@ -131,7 +131,7 @@ def scheduler_and_wire(rows: int) -> Case:
 
 
 def worker_side(rows: int) -> Case:
-    """The worker's side of a step without the model: plan applied to slots, result made."""
+    """Do the worker's side of a step without the model: plan applied to slots, result made."""
     pages_each = 256
     runner = make_runner(rows, rows * pages_each)
     number = 1
@@ -164,7 +164,7 @@ class _Drain:
 
 
 def detokenizer(rows: int) -> Case:
-    """As many outputs of one token each, turned into text and chunks."""
+    """Turn as many outputs of one token each into text and chunks."""
     words = tokenizer().encode(" the keeper wrote one line for every ship").ids
     delivering = Detokenizer(Tokenizer(tokenizer(), None), lambda *_: None, lambda *_: None)
     outputs = []

@@ -23,13 +23,13 @@ PAGE_SIZE = 16
 PROMPT_TOKENS = 32
 VOCAB_SIZE = 49152
 MAX_TOKENS = 4000
-"""Of each sequence: more than there are steps in any measurement."""
+"""The tokens of each sequence: more than there are steps in any measurement."""
 
 _numbers = itertools.count()
 
 
 def make_request(prompt: list[int], budget: StreamBudget, max_tokens: int = MAX_TOKENS) -> Request:
-    """A request as the tokenizer leaves it: greedy, one output, its stop ids as a chat has them."""
+    """Return a request as the tokenizer leaves it: greedy, one output, a chat's stop ids."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     request = Request(
         id=f"request-{next(_numbers)}",
@@ -45,7 +45,7 @@ def make_request(prompt: list[int], budget: StreamBudget, max_tokens: int = MAX_
 
 
 def make_limits(rows: int, pages_per_row: int = 256) -> SchedulerLimits:
-    """Room for ``rows`` sequences in one step."""
+    """Return limits with room for ``rows`` sequences in one step."""
     return SchedulerLimits(
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows * PROMPT_TOKENS, 8192),
@@ -61,7 +61,7 @@ def make_limits(rows: int, pages_per_row: int = 256) -> SchedulerLimits:
 
 
 def make_runner(rows: int, num_pages: int) -> Runner:
-    """The worker's side, whose steps take no time."""
+    """Return the worker's side, whose steps take no time."""
     slots = SlotTable(
         num_pages=num_pages, page_size=PAGE_SIZE, max_model_len=1 << 14, vocab_size=VOCAB_SIZE
     )
@@ -71,7 +71,7 @@ def make_runner(rows: int, num_pages: int) -> Runner:
 
 
 def result_of(plan: wire.Plan, generations: dict[int, int], token: int = 500) -> wire.StepResult:
-    """What a worker answers ``plan``, whose rows all sample, as messages go over the link."""
+    """Return a worker's answer to ``plan``, whose rows all sample."""
     slots = wire.ints(plan.row_slots)
     count = len(slots)
     return wire.StepResult(
@@ -109,7 +109,7 @@ class Loop:
 
     @classmethod
     def of(cls, rows: int) -> Loop:
-        """The core once every prompt has been computed; the next call is one step of decoding."""
+        """Return the core once every prompt has been computed; each call is a step of decoding."""
         core = SchedulerCore(make_limits(rows), Metrics("micro"))
         budget = StreamBudget(1 << 40, 1 << 40)
         requests = [

@@ -35,11 +35,11 @@ _CHUNK = Chunk(" lighthouse", (17,))
 
 @contextlib.asynccontextmanager
 async def stream_fan_out(rows: int) -> AsyncIterator[Prepared]:
-    """As many readers, each a task that waits at its stream: a chunk for all, until all have it."""
+    """Push a chunk to as many readers, tasks that wait at their streams, until all have it."""
     budget = StreamBudget(1 << 30, 1 << 40)
     streams = [Stream(budget) for _ in range(rows)]
     missing = 0
-    everybody_has_it = trio.Event()
+    all_have_it = trio.Event()
 
     async def read(stream: Stream) -> None:
         nonlocal missing
@@ -47,14 +47,14 @@ async def stream_fan_out(rows: int) -> AsyncIterator[Prepared]:
             await stream.take()
             missing -= 1
             if not missing:
-                everybody_has_it.set()
+                all_have_it.set()
 
     async def run() -> None:
-        nonlocal missing, everybody_has_it
-        missing, everybody_has_it = rows, trio.Event()
+        nonlocal missing, all_have_it
+        missing, all_have_it = rows, trio.Event()
         for stream in streams:
             stream.push(_CHUNK)
-        await everybody_has_it.wait()
+        await all_have_it.wait()
 
     async with trio.open_nursery() as nursery:
         for stream in streams:
@@ -66,10 +66,10 @@ async def stream_fan_out(rows: int) -> AsyncIterator[Prepared]:
 
 @contextlib.asynccontextmanager
 async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
-    """As many connections: an event made of a chunk, and written to the connection's socket."""
+    """Make an event of a chunk for as many connections, and write it to their sockets."""
     settings, budget = ServerSettings(), UnsentBudget(1 << 40)
     connections, writers, clients = [], [], []
-    everybody, wanted = Connections(), Wanted(tokenizer=Tokenizer(tokenizer(), None))
+    every, wanted = Connections(), Wanted(tokenizer=Tokenizer(tokenizer(), None))
     # Neither is called: nothing is read from these connections.
     app, context = cast(ASGIWrapper, None), cast(WorkerContext, None)
     for _ in range(rows):
@@ -77,7 +77,7 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
         theirs.setblocking(False)
         clients.append(theirs)
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        connections.append(Connection(app, settings, context, stream, everybody, budget))
+        connections.append(Connection(app, settings, context, stream, every, budget))
         writers.append(_writer(wanted))
 
     async def before() -> None:
@@ -100,7 +100,7 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
             client.close()
         for connection in connections:
             await connection._stream.aclose()
-        everybody.close()
+        every.close()
 
 
 def _writer(wanted: Wanted) -> CompletionWriter:
@@ -120,7 +120,7 @@ def _writer(wanted: Wanted) -> CompletionWriter:
 
 @contextlib.asynccontextmanager
 async def link(rows: int) -> AsyncIterator[Prepared]:
-    """The way to another process and back of a plan of as many rows, over the worker's socket."""
+    """Send a plan of as many rows to another process and back, over the worker's socket."""
     plan: Any = Loop.of(rows).next_plan()
     with (
         contextlib.closing(SocketFolder.make()) as folder,

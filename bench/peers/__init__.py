@@ -9,7 +9,7 @@ SERVERS = {
     "vllm": servers.vllm_server,
     "transformers": servers.transformers_server,
 }
-"""How each peer is started; it is installed first if need be."""
+"""Functions that start each peer; it is installed first if need be."""
 MAKERS = {
     "llama.cpp": servers.make_llama,
     "vllm": servers.make_vllm,

@@ -1,4 +1,4 @@
-"""How each server is started on the default model: this project's, and its peers."""
+"""Commands that start each server on the default model: this project's, and its peers."""
 
 from __future__ import annotations
 
