@@ -1,10 +1,11 @@
-"""Every kernel of the product: the ``VARIANTS`` of all modules beside this one."""
+"""The catalogue of kernels: the ``VARIANTS`` of all modules beside this one."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import pkgutil
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +15,17 @@ import attrs
 from gpu.kernels import KernelSource, nvrtc
 from gpu.kernels.targets import TARGETS
 
+_LITERAL_COMMENT_OR_BLANKS = re.compile(
+    r"""(?P<literal>"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/|[ \t]+""",
+    re.DOTALL,
+)
+
 
 def sources() -> list[KernelSource]:
-    """All variants that the product can ask for, ordered by title.
+    """Return all variants that the product can ask for, ordered by title.
 
     Raises:
-        ValueError: two variants have one title, so that no table can tell them apart.
+        ValueError: two variants have the same title.
     """
     found: list[KernelSource] = []
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -32,9 +38,9 @@ def sources() -> list[KernelSource]:
 
 
 def digests(wanted: Iterable[KernelSource]) -> dict[str, str]:
-    """Return a digest for each kernel: of all that its variants are compiled from, on every target.
+    """Return a digest of the code of each kernel: all its variants, on every target.
 
-    What only the emulation compiles is left out.
+    Comments, white space and the emulation's lines don't count.
 
     Raises:
         KernelBuildError: there is no compiler.
@@ -50,20 +56,31 @@ def digests(wanted: Iterable[KernelSource]) -> dict[str, str]:
 
 
 def _for_gpu(unit: nvrtc.Unit) -> str:
-    """Return the digest of ``unit`` without the text that the emulation has to itself."""
-    headers = {
-        name: without_emulation(text.decode()).encode() for name, text in unit.headers.items()
-    }
-    return attrs.evolve(unit, text=without_emulation(unit.text), headers=headers).digest
+    """Return the digest of the code in ``unit`` that a GPU's compiler sees."""
+    headers = {name: _gpu_code(text.decode()).encode() for name, text in unit.headers.items()}
+    return attrs.evolve(unit, text=_gpu_code(unit.text), headers=headers).digest
+
+
+def _gpu_code(text: str) -> str:
+    return code_only(without_emulation(text))
+
+
+def code_only(text: str) -> str:
+    """Return a source without comments, blank lines, and white space that separates no tokens.
+
+    Lines stay lines, because a preprocessor's directive ends with its line.
+    """
+    code = _LITERAL_COMMENT_OR_BLANKS.sub(lambda match: match["literal"] or " ", text)
+    return "\n".join(line for each in code.splitlines() if (line := each.strip()))
 
 
 def without_emulation(text: str) -> str:
-    """Return a source without its lines between ``#ifdef EMULATED`` and its ``#else``.
+    """Return a source without its lines between ``#ifdef EMULATED`` and the matching ``#else``.
 
-    A part without an ``#else`` goes as a whole.
+    Without an ``#else``, everything up to ``#endif`` is dropped.
     """
     kept = []
-    left = 0  # conditions within a part that is left out, itself counted
+    left = 0  # depth of conditions in a dropped part, itself included
     for line in text.splitlines(keepends=True):
         word = line.replace("# ", "#").strip()
         if not left:

@@ -123,6 +123,31 @@ six
     assert "ex2.approx" in left
 
 
+@pytest.mark.parametrize(
+    "same",
+    [
+        "f(\"a // b\", '\"', 1'000);\n#define X 2\n",
+        "// the first\nf(\"a // b\", '\"', 1'000);  // doesn't count\n#define X 2\n",
+        '/* of two\n lines */ f("a // b", \'"\',   1\'000);\n\n\n  #define X\t2 /* "two" */',
+    ],
+)
+def test_comments_and_blank_space_are_no_code(same: str) -> None:
+    assert catalogue.code_only(same) == "f(\"a // b\", '\"', 1'000);\n#define X 2"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "f(\"a  // b\", '\"', 1'000);\n#define X 2\n",
+        "f(\"a // c\", '\"', 1'000);\n#define X 2\n",
+        "f(\"a // b\", '\"', 1'001);\n#define X 2\n",
+        "f(\"a // b\", '\"', 1'000);\n//#define X 2\n",
+    ],
+)
+def test_a_change_of_code_shows(other: str) -> None:
+    assert catalogue.code_only(other) != "f(\"a // b\", '\"', 1'000);\n#define X 2"
+
+
 def test_every_source_file_has_a_kernel_in_the_catalogue() -> None:
     listed = {source.path.name for source in CATALOGUE}
     assert {path.name for path in FOLDER.glob("*.cu")} == listed
@@ -192,7 +217,11 @@ def test_a_budget_is_written_and_then_kept(
     assert "registers, the budget says 9" in capsys.readouterr().out
     budget.write_text(written)
     kernel = tmp_path / "planted.cu"
-    kernel.write_text(kernel.read_text() + "// The same code, from another text.\n")
+    code = kernel.read_text()
+    kernel.write_text(code + "// The same code, from another text.\n")
+    assert main([]) == 0
+    kernel.write_text(code.replace("sums[48]", "sums[49]"))
+    capsys.readouterr()
     assert main([]) == 1
     assert "planted\n  has changed since it was measured" in capsys.readouterr().out
 
