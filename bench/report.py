@@ -175,6 +175,12 @@ class Made:
     status: int = 0
 
 
+def verdict_of(title: str, figures: Mapping[str, Any], passed: bool, **facts: Any) -> Made:
+    """Return a table of two columns; the exit code is 1 unless the test has ``passed``."""
+    table = markdown((title, ""), list(figures.items()))
+    return Made(table, {**facts, "passed": passed}, int(not passed))
+
+
 def run_script(
     name: str,
     measure: Callable[[argparse.Namespace], Any],

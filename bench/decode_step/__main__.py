@@ -102,7 +102,7 @@ class Stand:
         return cls(loader=loader, model=random_model(loader, TINY), **how)
 
     def limits(self, scenario: Scenario) -> ServingLimits:
-        """Room for one scenario, with both runs of its steps."""
+        """Return limits with room for one scenario, with both runs of its steps."""
         longest = scenario.context + 2 * scenario.num_steps + 64
         return ServingLimits(
             max_model_len=longest,
@@ -118,7 +118,7 @@ class Stand:
 
 
 def random_model(loader: KernelLoader, config: ModelConfig) -> Decoder:
-    """``config`` with random weights, where ``loader`` runs kernels."""
+    """Return ``config`` with random weights, where ``loader`` runs kernels."""
     sizes = {"hidden_size": config.hidden_size, "mlp_sizes": config.mlp_sizes}
     operations = CudaOperations(loader, dtype=_DTYPE, **sizes)
     return build_model(config, random_weights(config, loader.device, _DTYPE), operations)
@@ -151,14 +151,9 @@ def measure_scenario(
         assert stand.capturer is not None
         executor.capture(stand.capturer, scenario.rows, lambda done, total: None)
     runner = Runner(executor, slots, max_num_batched_tokens=limits.max_num_batched_tokens)
-    batch = DecodeBatch(
-        runner,
-        [scenario.context] * scenario.rows,
-        page_size=limits.page_size,
-        num_pages=limits.num_pages,
-        vocab_size=stand.model.config.vocab_size,
-        plan_number=0,
-    )
+    sizes = {"page_size": limits.page_size, "num_pages": limits.num_pages, "plan_number": 0}
+    contexts, vocab_size = [scenario.context] * scenario.rows, stand.model.config.vocab_size
+    batch = DecodeBatch(runner, contexts, vocab_size=vocab_size, **sizes)
     seconds = batch.prefill(limits.max_num_batched_tokens)
     rate = scenario.rows * scenario.context / seconds
     measured = []
@@ -183,7 +178,7 @@ def measure_all(
     deadline: float,
     save: Callable[[Sequence[Measured]], None],
 ) -> tuple[list[Measured], list[str]]:
-    """Every scenario in every mode, and what was left out because time had run out.
+    """Measure every scenario in every mode; return also what was left out for want of time.
 
     ``save`` gets all that is measured after each of them.
     """
@@ -207,13 +202,13 @@ def measure_all(
 
 
 def floor_of(measured: Measured, config: ModelConfig, ceilings: Ceilings) -> float:
-    """Seconds that a step takes at least."""
+    """Return the seconds that a step takes at least."""
     contexts = [measured.context] * measured.scenario.rows
     return ceilings.floor_of_parts(decode_step_parts(config, contexts))
 
 
 def table(measured: Sequence[Measured], config: ModelConfig, ceilings: Ceilings | None) -> str:
-    """A row for each scenario and mode; without ceilings, only that each one ran."""
+    """Return a row for each scenario and mode; without ceilings, only that each one ran."""
     if ceilings is None:
         rows = [[one.scenario.title, str(one.in_flight), "ran"] for one in measured]
         return markdown_table(["batch", "in flight", "result"], rows)

@@ -27,7 +27,7 @@ from bench.faults.leftovers import (
 )
 from bench.faults.load import Steady, texts
 from bench.faults.stage import engine_over, model_named, resident_bytes, serve_here
-from bench.report import Made, markdown, run_script
+from bench.report import Made, run_script, verdict_of
 
 _PATIENCE = 170.0
 _PAGES = 1024
@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace) -> Made:
     how = (options.rounds, options.at_once, options.seed)
     with model_named("tiny") as model, own_temporary_folder():
         figures, good = trio.run(clients, model, *how)
-    return Made(markdown(("clients", ""), [*figures.items()]), {"passed": good}, int(not good))
+    return verdict_of("clients", figures, good)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

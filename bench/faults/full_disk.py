@@ -22,7 +22,7 @@ import trio
 
 from bench.faults.kills import Kill, Kills, Scenario
 from bench.faults.stage import model_named, serving, worker_of
-from bench.report import Made, markdown, run_script
+from bench.report import Made, run_script, verdict_of
 
 _MOUNT = 'mount -t tmpfs -o size=64k,nr_inodes=8 tmpfs "$0" && exec "$@"'
 _WAYS = {
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> Made:
     how = (options.rounds, options.seconds_full, options.clients)
     with model_named("tiny") as model:
         figures, good = trio.run(full_disk, model, *how)
-    return Made(markdown(("full disk", ""), [*figures.items()]), {"passed": good}, int(not good))
+    return verdict_of("full disk", figures, good)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from bench.faults.leftovers import (
 )
 from bench.faults.load import Steady
 from bench.faults.stage import engine_over, model_named, sole_worker
-from bench.report import Made, markdown, pair, run_script
+from bench.report import Made, pair, run_script, verdict_of
 from bench.servers import MODEL
 from trioserve import Engine
 
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> Made:
     how = (options.stops, options.watchdog_timeout, options.seed)
     with model_named(options.model) as model, own_temporary_folder():
         figures, good = trio.run(hangs, model, *how)
-    return Made(markdown(("hangs", ""), [*figures.items()]), {"passed": good}, int(not good))
+    return verdict_of("hangs", figures, good)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

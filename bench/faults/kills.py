@@ -25,7 +25,7 @@ import trio
 from bench.faults.answers import Difference, first_difference, is_real
 from bench.faults.load import texts
 from bench.faults.stage import Subject, model_named, serving
-from bench.report import Made, markdown, pair, run_script
+from bench.report import Made, pair, run_script, verdict_of
 from bench.servers import MODEL
 from trioserve.load import Client, Record, closed_loop
 
@@ -228,7 +228,7 @@ def measure(options: argparse.Namespace) -> Made:
     given = ["--dtype", "float32", "--num-threads", threads, "--max-logprobs", "65536"]
     with model_named(options.model) as model:
         figures, facts = trio.run(kills, scenario, model, given)
-    return Made(markdown(("kills", ""), [*figures.items()]), facts, int(not facts["passed"]))
+    return verdict_of("kills", figures, **facts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from bench.faults.stage import Subject, resident_bytes, serving
-from bench.report import Made, markdown, pair, run_script
+from bench.report import Made, pair, run_script, verdict_of
 from bench.servers import MODEL
 
 _WARM_UP_SECONDS = 5.0
@@ -125,7 +125,7 @@ async def overload(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 async def measure(options: argparse.Namespace) -> Made:
     """Return the figures as a table."""
     figures, good = await overload(options)
-    return Made(markdown(("overload", ""), [*figures.items()]), {"passed": good}, int(not good))
+    return verdict_of("overload", figures, good)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ import trio
 
 from bench.faults.load import mixture
 from bench.faults.stage import Subject, resident_bytes, serving, worker_of
-from bench.report import Made, markdown, run_script
+from bench.report import Made, run_script, verdict_of
 from bench.servers import MODEL
 from trioserve.load import Client
 
@@ -230,7 +230,7 @@ async def measure(options: argparse.Namespace) -> Made:
         await run.run()
         at_rest = await subject.wait_idle()
         figures, facts = figures_of_soak(run, at_rest, (before, subject.descriptors()))
-    return Made(markdown(("soak", ""), [*figures.items()]), facts, int(not facts["passed"]))
+    return verdict_of("soak", figures, **facts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
