@@ -22,7 +22,9 @@ class Observer(Protocol):
         """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
 
     def observe_gaps(self, gaps: npt.NDArray[np.float64]) -> None:
-        """So many sequences got one more token each, so many seconds after their last one.
+        """So many tokens came, each so many seconds after the last one of its sequence.
+
+        The tokens that a sequence got in one step share the time since the step before evenly.
 
         None of them is the first of its sequence, or the first since a worker was lost.
         """

@@ -154,6 +154,8 @@ class Ready:
     max_num_batched_tokens: int
     num_host_pages: int = 0
     """Number of pages in the host's memory."""
+    max_row_tokens: int = 1
+    """The most tokens that a row of a result brings: one, and another for each accepted draft."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
@@ -195,6 +197,13 @@ class Plan:
     once. ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of
     slot i. ``copies`` are pairs: whole pages are copied from the first to the second, one after the
     other. Numbers from :attr:`Ready.num_pages` on are pages in the host's memory.
+
+    A row of more tokens than the slot holds computes the slot's last token and drafts the tokens
+    that are missing; the worker proposes them itself. A row of ``n`` tokens, of which one is known,
+    brings 1 to ``n`` tokens: one, and another for each draft that is accepted. The block table has
+    pages for all ``n``. What a rejected draft wrote there counts as not computed. The slot has no
+    row in the plans after this one until the result has come. Only a worker with a
+    :attr:`Ready.max_row_tokens` above 1 gets such rows.
     """
 
     number: int
@@ -240,15 +249,16 @@ class StepResult:
 
     Row i is slot ``slots[i]`` in generation ``generations[i]`` and gave the tokens
     ``tokens[offsets[i]:offsets[i+1]]``: none for a chunk of a prompt or for a sequence that had
-    already stopped, one, or several under speculation. ``logprobs`` is parallel to ``tokens`` (NaN
-    where not asked for). The k-th token's most probable alternatives are
+    already stopped, otherwise one, and another for each draft that was accepted (:class:`Plan`).
+    Tokens that come after a stop id in its row are dropped. ``logprobs`` is parallel to ``tokens``
+    (NaN where not asked for). The k-th token's most probable alternatives are
     ``top_ids[top_offsets[k]:top_offsets[k+1]]``, most probable first, with ``top_logprobs`` beside
     them; ``top_offsets`` is empty when no row of the plan asked for any. Likewise, the raw
     log-probabilities of its slot's ``logprob_token_ids``, in their order, are
-    ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A token of -1 means that none could be drawn:
-    the logits hold NaN, or the request's masks leave no token. ``prompts`` has a piece for each row
-    that computed prompt tokens with log-probabilities. ``pooled`` has a vector for each row that
-    completed a prompt to be pooled.
+    ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A negative token means that none could be
+    drawn, and is the last of its row: the logits hold NaN, or the request's masks leave no token.
+    ``prompts`` has a piece for each row that computed prompt tokens with log-probabilities.
+    ``pooled`` has a vector for each row that completed a prompt to be pooled.
 
     Times are microseconds: in ``step_us`` the device ran kernels of this step, in ``gap_us`` of the
     step it ran none, ``idle_us`` lie between the last step's end and this one's start, and the

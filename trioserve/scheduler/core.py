@@ -35,6 +35,7 @@ from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler import policy
 from trioserve.scheduler.adapter_residency import Residency
+from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.invariants import check_core
 from trioserve.scheduler.limits import SchedulerLimits, prompt_logprobs_for, resolve_max_tokens
@@ -173,6 +174,8 @@ class SchedulerCore:
             self._plan_running(builder)
             self._plan_admissions(builder, now)
             self.groups.release()
+            if self.limits.max_row_tokens > 1:
+                plan_drafts(builder, self.memory, self.limits.max_row_tokens)
         closed, copies = self.memory.slots.take_unclosed(), self.memory.prefix.take_copies()
         sealed = builder.build(closed, copies, self.memory.counts)
         if sealed is None:
@@ -209,9 +212,12 @@ class SchedulerCore:
         if not len(slots):
             return
         length, planned = counts.length[slots], counts.planned[slots]
+        may_run = length < counts.limit[slots]
+        if self.limits.max_row_tokens > 1:
+            may_run &= ~counts.unsettled[slots]
         share = policy.Share.out(
             length - planned,
-            length < counts.limit[slots],
+            may_run,
             builder.budget,
             self.limits.max_prompt_tokens_beside_decodes,
         )

@@ -23,6 +23,7 @@ from trioserve.scheduler.sequence_group import leader_of
 
 if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
+    from trioserve.scheduler.plan_builder import InFlight
     from trioserve.scheduler.sequence_state import SequenceState
 
 
@@ -94,8 +95,20 @@ def _check_counts(core: SchedulerCore, computation: SequenceState) -> None:
         samples for plan in core.in_flight for row, _, samples in plan.rows if row is computation
     )
     assert computation.length == known + in_flight, "a token is counted twice or not at all"
+    unsettled = bool(core.memory.counts.unsettled[computation.slot])
+    ragged = [plan for plan in core.in_flight if _may_bring_several(plan, computation)]
+    assert unsettled == bool(ragged), "an unsettled length isn't told from others"
+    if ragged:
+        assert computation.last_plan == ragged[0].number, "a row follows one of unknown length"
     if computation.sequence.state is State.DECODE:
         assert computation.remaining == 1
+
+
+def _may_bring_several(plan: InFlight, computation: SequenceState) -> bool:
+    if plan.limits is None:
+        return False
+    limits = zip(plan.computations, plan.limits.tolist(), strict=True)
+    return any(limit > 1 for each, limit in limits if each is computation)
 
 
 def _check_pages(core: SchedulerCore) -> None:

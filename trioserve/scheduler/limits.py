@@ -35,6 +35,7 @@ class SchedulerLimits:
     num_host_pages: int = 0
     max_loras: int = 1
     max_cpu_loras: int = 1
+    max_row_tokens: int = 1
     max_prompt_tokens_beside_decodes: int = attrs.field(
         default=attrs.Factory(lambda self: self.max_num_batched_tokens, takes_self=True)
     )
@@ -53,6 +54,7 @@ class SchedulerLimits:
             page_size=ready.page_size,
             num_pages=ready.num_pages,
             num_host_pages=ready.num_host_pages,
+            max_row_tokens=ready.max_row_tokens,
             max_plans_in_flight=config.max_plans_in_flight or (1 if on_cpu else 2),
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,

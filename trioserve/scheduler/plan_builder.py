@@ -66,9 +66,11 @@ class InFlight:
     slots: Ints = attrs.field(factory=_no_rows)
     generations: Ints = attrs.field(factory=_no_rows)
     counts: Ints = attrs.field(factory=_no_rows)
-    """How many tokens each computes."""
+    """How many tokens each computes, drafted ones aside."""
     samples: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
     """Whether one is drawn after them."""
+    limits: Ints | None = None
+    """How many tokens each of those may bring; None for one."""
     wants_more: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
     """Whether the row isn't plain: see :class:`~.counts.TokenCounts`."""
     pieces: dict[int, DuePiece] = attrs.field(factory=dict)
@@ -98,6 +100,7 @@ class PlanBuilder:
     _page_ids: list[int] = attrs.field(init=False, factory=list)
     _decodes: list[SequenceState] = attrs.field(init=False, factory=list)
     _decode_slots: Ints = attrs.field(init=False, factory=_no_rows)
+    _limits: Ints | None = attrs.field(init=False, default=None)
     _singles: list[Row] = attrs.field(init=False, factory=list)
     _chunks: list[Row] = attrs.field(init=False, factory=list)
     _pieces: dict[int, DuePiece] = attrs.field(init=False, factory=dict)
@@ -141,6 +144,17 @@ class PlanBuilder:
         self.budget -= len(slots)
         self._size += len(slots) + float(planned.sum()) / ATTENTION_SPAN
 
+    @property
+    def decodes(self) -> tuple[list[SequenceState], Ints]:
+        """Those that :meth:`add_decodes` was given, and their slots."""
+        return self._decodes, self._decode_slots
+
+    def draft(self, extra: Ints) -> None:
+        """Let the row of each of :attr:`decodes` bring so many tokens more than one."""
+        self._limits = 1 + extra
+        self.budget -= int(extra.sum())
+        self._size += int(extra.sum())
+
     def add_row(self, computation: SequenceState, count: int, samples: bool) -> None:
         """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
@@ -176,6 +190,15 @@ class PlanBuilder:
         computations = self._decodes + [computation for computation, _, _ in others]
         slots = _joined(self._decode_slots, [each.slot for each in computations[steady:]])
         tokens = _joined(np.ones(steady, dtype=np.int64), [count for _, count, _ in others])
+        samples = _joined(np.ones(steady, dtype=np.bool_), [samples for _, _, samples in others])
+        row_counts, limits = tokens, None
+        if self._limits is not None:
+            limits = _joined(self._limits, [1] * len(others))
+            row_counts = tokens + limits - 1
+            order = np.argsort(row_counts > 1, kind="stable")
+            computations = [computations[place] for place in order.tolist()]
+            slots, tokens, samples = slots[order], tokens[order], samples[order]
+            row_counts, limits = row_counts[order], limits[order]
         plan = wire.Plan(
             number=self.number,
             closed=wire.from_ints(closed),
@@ -184,7 +207,7 @@ class PlanBuilder:
             page_ids=wire.from_ints(self._page_ids),
             copies=wire.from_ints(list(itertools.chain(*copies))),
             row_slots=wire.from_ints(slots),
-            row_counts=wire.from_ints(tokens),
+            row_counts=wire.from_ints(row_counts),
         )
         return plan, InFlight(
             number=self.number,
@@ -192,7 +215,8 @@ class PlanBuilder:
             slots=slots,
             generations=counts.generation[slots],
             counts=tokens,
-            samples=_joined(np.ones(steady, dtype=np.bool_), [samples for _, _, samples in others]),
+            samples=samples,
+            limits=limits,
             wants_more=~counts.plain[slots],
             pieces=self._pieces,
             num_tokens=int(tokens.sum()),

@@ -1,13 +1,15 @@
 """What a result means for the sequences: tokens that are appended, and ends.
 
-In a step of decoding, most rows give just the next token. That a row is one of those, the columns
-of :mod:`~.counts` tell for all rows at once; its token is appended, and nothing else of the
-sequence is looked at. All other rows, such as the first of an answer and the last, are taken one by
-one.
+In a step of decoding, most rows give just the next token, or the next few. The columns of
+:mod:`~.token_counts` tell such rows from others for all rows at once; their tokens are appended,
+and nothing else of the sequence is looked at. All other rows, such as the first of an answer and
+the last, are taken one by one. There a token may end the sequence in the middle of its row: the
+tokens after it are dropped and counted nowhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import attrs
@@ -15,7 +17,7 @@ import numpy as np
 
 from trioserve.observability.scheduler_statistics import Observer
 from trioserve.protocol.errors import EngineError
-from trioserve.requests.request import SequenceOutput, State
+from trioserve.requests.request import Finish, Sequence, SequenceOutput, State
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.result_validation import Results
 from trioserve.scheduler.sequence_state import SequenceState
@@ -35,76 +37,123 @@ class ResultProcessor:
 
     def take(self, plan: InFlight, results: Results, now: float) -> list[SequenceOutput]:
         """Count what the rows of ``plan`` computed, and give the sequences their tokens."""
-        tokens, plain = self._sort(plan, results)
-        self._count_tokens(plan.slots[plain], now)
+        tokens, gained = self._sort(plan, results)
+        plain = gained > 0
+        self._count_tokens(plan.slots[plain], gained[plain], now)
         outputs: list[SequenceOutput] = []
-        rows = zip(plan.computations, tokens.tolist(), plain.tolist(), strict=True)
-        for index, (computation, token, is_plain) in enumerate(rows):
+        rows = zip(plan.computations, tokens.tolist(), gained.tolist(), strict=True)
+        for index, (computation, token, count) in enumerate(rows):
             sequence = computation.sequence
-            if is_plain:
+            if count == 1:
                 sequence.output_ids.append(token)
                 outputs.append(SequenceOutput(sequence, (token,)))
+            elif count:
+                several = results.row(index)
+                sequence.output_ids += several
+                outputs.append(SequenceOutput(sequence, tuple(several)))
             elif plan.samples[index] and sequence.state is not State.FINISHED:
-                if token < 0 or sequence.max_tokens == 0:
-                    sequence.request.vector = results.vectors.get(computation.slot, b"")
-                    finish = ending_without_token(sequence, token)
-                    self._core.counters.num_corrupted += isinstance(finish.error, EngineError)
-                    outputs += self._core.finish_all(sequence.request, finish)
-                else:
-                    at = int(results.offsets[index])
-                    outputs.append(self._accept(computation, results, at, now))
+                outputs += self._take_row(computation, results, index, now)
         return outputs
 
-    def _sort(self, plan: InFlight, results: Results) -> tuple[Ints, Bools]:
-        """Count what was computed, and tell the rows that gave just the next token.
+    def _sort(self, plan: InFlight, results: Results) -> tuple[Ints, Ints]:
+        """Count what was computed, and tell the rows that gave just the next tokens.
 
         Returns:
-            the token of each row, -1 where there is none, and whether the row is plain: it isn't
-            the first or perhaps the last in its slot, and nothing but a token was wanted.
+            the first token of each row, -1 where there is none, and how many tokens it gave if it
+            is plain, else 0. A plain row isn't the first or perhaps the last in its slot, and
+            nothing but tokens was wanted.
         """
         counts, slots, offsets = self._core.memory.counts, plan.slots, results.offsets
         # A slot isn't given to anybody else while a plan in flight names it.
         held = counts.generation[slots] == plan.generations
         counts.computed[slots[held]] += plan.counts[held]
-        drew = plan.samples & (offsets[1:] > offsets[:-1])
+        given = offsets[1:] - offsets[:-1]
+        drew = plan.samples & (given > 0)
         tokens = np.full(len(slots), -1, dtype=np.int64)
         tokens[drew] = results.tokens[offsets[:-1][drew]]
-        auto_continues = counts.computed[slots] + 1 < counts.limit[slots]
+        auto_continues = counts.computed[slots] + given < counts.limit[slots]
         plain = held & (tokens >= 0) & auto_continues & ~plan.wants_more & ~counts.may_stop(tokens)
         plain &= ~np.isnan(counts.last_token[slots])
-        return tokens, plain
+        if plan.limits is not None:
+            plain &= ~self._may_end_later(results)
+            counts.unsettled[slots[held & (plan.limits > 1)]] = False
+            counts.settle(slots[plain], given[plain] - 1)
+        return tokens, np.where(plain, given, 0)
 
-    def _count_tokens(self, slots: Ints, now: float) -> None:
-        """Each of ``slots`` has got one more token."""
+    def _may_end_later(self, results: Results) -> Bools:
+        """Return for each row whether a token of it may be the end of its sequence."""
+        ends = (results.tokens < 0) | self._core.memory.counts.may_stop(results.tokens)
+        num_before = np.concatenate([[0], np.cumsum(ends)])[results.offsets]
+        may_end: Bools = num_before[1:] > num_before[:-1]
+        return may_end
+
+    def _count_tokens(self, slots: Ints, gained: Ints, now: float) -> None:
+        """Count ``gained`` tokens more for each of ``slots``."""
         last_token = self._core.memory.counts.last_token
-        self._core.counters.num_tokens_sampled += len(slots)
-        if self._observer is not None and len(slots):
-            self._observer.observe_gaps(now - last_token[slots])
+        num_tokens = int(gained.sum())
+        self._core.counters.num_tokens_sampled += num_tokens
+        if self._observer is not None and num_tokens:
+            gaps = now - last_token[slots]
+            if num_tokens > len(slots):
+                gaps = np.repeat(gaps / gained, gained)
+            self._observer.observe_gaps(gaps)
         last_token[slots] = now
+
+    def _take_row(
+        self, computation: SequenceState, results: Results, index: int, now: float
+    ) -> list[SequenceOutput]:
+        """Give a sequence that hasn't finished the tokens of its row, as far as it takes them."""
+        sequence, tokens = computation.sequence, results.row(index)
+        outputs: list[SequenceOutput] = []
+        if tokens[0] >= 0 and sequence.max_tokens:
+            output = self._accept(computation, results, index, now)
+            outputs.append(output)
+            if output.finish is not None or tokens[-1] >= 0:
+                return outputs
+        sequence.request.vector = results.vectors.get(computation.slot, b"")
+        finish = ending_without_token(sequence, tokens[-1])
+        self._core.counters.num_corrupted += isinstance(finish.error, EngineError)
+        return outputs + self._core.finish_all(sequence.request, finish)
 
     def _accept(
         self, computation: SequenceState, results: Results, index: int, now: float
     ) -> SequenceOutput:
-        """Append token ``index`` of ``results`` to the output, and see whether it is the last.
+        """Append the tokens of row ``index`` to the output, up to one that ends it.
 
         A stop id is part of the output's tokens; the detokenizer leaves it out of the text.
         """
-        token = int(results.tokens[index])
         sequence = computation.sequence
         request = sequence.request
-        params = request.params
-        sequence.output_ids.append(token)
-        self._core.counters.num_tokens_sampled += 1
+        accepted, finish = _append(sequence, results.row(index))
+        count = len(accepted)
+        computation.settle(count - 1)
+        self._core.counters.num_tokens_sampled += count
         if self._observer is not None:
             computation.bring_times_up_to_date()
-            self._observer.observe_tokens(sequence, 1, now)
+            self._observer.observe_tokens(sequence, count, now)
         if request.times.first_token is None:
             request.times.first_token = now
         computation.note_token(now)
-        finish = ending(sequence)
         if finish is not None:
             self._core.finish(sequence, finish)
         logprobs = None
-        if params.logprobs is not None:
-            logprobs = (results.logprob(index, params),)
-        return SequenceOutput(sequence, (token,), logprobs, finish)
+        if request.params.logprobs is not None:
+            first = int(results.offsets[index])
+            places = range(first, first + count)
+            logprobs = tuple([results.logprob(place, request.params) for place in places])
+        return SequenceOutput(sequence, accepted, logprobs, finish)
+
+
+def _append(sequence: Sequence, tokens: Seq[int]) -> tuple[tuple[int, ...], Finish | None]:
+    """Append those of ``tokens`` that ``sequence`` takes: return them, and how it ended if it did.
+
+    The first one is no negative one.
+    """
+    for count, token in enumerate(tokens):
+        if token < 0:
+            return tuple(tokens[:count]), None
+        sequence.output_ids.append(token)
+        finish = ending(sequence)
+        if finish is not None:
+            return tuple(tokens[: count + 1]), finish
+    return tuple(tokens), None

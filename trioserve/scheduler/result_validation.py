@@ -53,28 +53,42 @@ class Results:
             raise WorkerLost(f"the offsets of result {message.number} fit neither rows nor tokens")
         if len(tokens) and not (tokens.min() >= NAN_LOGITS and tokens.max() < vocab_size):
             raise ValueError("a token is none of the vocabulary")
+        if len(tokens) and tokens.min() < 0:
+            none = (tokens < 0).nonzero()[0]
+            if not np.isin(none + 1, offsets[1:]).all():
+                raise ValueError("a token comes after one that there was none to draw for")
         given = offsets[1:] - offsets[:-1]
-        for index in (given != plan.samples).nonzero()[0].tolist():
+        is_wrong = given != plan.samples
+        if plan.limits is not None:
+            is_wrong &= (given < 1) | (given > plan.limits) | ~plan.samples
+        for index in is_wrong.nonzero()[0].tolist():
             computation = plan.computations[index]
             # A sequence that has ended meanwhile may or may not have been computed once more.
             if computation.sequence.state is not State.FINISHED:
+                due = 1 if plan.limits is None else int(plan.limits[index])
                 raise WorkerLost(
                     f"result {message.number} has {given[index]} tokens for slot "
-                    f"{computation.slot}, where {int(plan.samples[index])} was due"
+                    f"{computation.slot}, where {due if plan.samples[index] else 0} was due"
                 )
         wants_logprobs = False
         for index in (plan.wants_more & (given > 0)).nonzero()[0].tolist():
             params = plan.computations[index].sequence.request.params
             if params.logprobs is not None:
                 wants_logprobs = True
-                start = int(offsets[index])
-                if params.logprob_token_ids and tokens[start] >= 0:
-                    _check_asked(message, start, len(params.logprob_token_ids))
+                if params.logprob_token_ids:
+                    for at in range(int(offsets[index]), int(offsets[index + 1])):
+                        if tokens[at] >= 0:
+                            _check_asked(message, at, len(params.logprob_token_ids))
         if wants_logprobs:
             _check_logprobs(message, len(tokens), vocab_size)
         pieces = _check_pieces(message, plan, vocab_size) if plan.pieces or message.prompts else []
         vectors = _check_vectors(message, plan)
         return cls(offsets, tokens, pieces, vectors, message)
+
+    def row(self, index: int) -> list[int]:
+        """Return the tokens that row ``index`` gave."""
+        tokens: list[int] = self.tokens[self.offsets[index] : self.offsets[index + 1]].tolist()
+        return tokens
 
     def logprob(self, index: int, params: SamplingParams) -> TokenLogprob:
         """What ``params`` asks to know of token ``index``, without texts."""

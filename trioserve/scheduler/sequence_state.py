@@ -164,6 +164,11 @@ class SequenceState:
             counts.length[self.slot] += 1
             counts.decodes[self.slot] = True
 
+    def settle(self, extra: int) -> None:
+        """Count ``extra`` tokens that a row brought after its first."""
+        if self._counts is not None:
+            self._counts.settle(np.array([self.slot]), np.array([extra]))
+
     def note_token(self, now: float) -> None:
         """A token has come for the sequence, at ``now``; it may have lost its slot meanwhile."""
         self.sequence.last_token = self.sequence.request.times.last_token = now

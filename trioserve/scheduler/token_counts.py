@@ -41,6 +41,8 @@ class TokenCounts:
         self.generation = np.zeros(num_slots, dtype=np.int64)
         self.decodes = np.zeros(num_slots, dtype=np.bool_)
         """All tokens known have been given to plans, but for the next one that is drawn."""
+        self.unsettled = np.zeros(num_slots, dtype=np.bool_)
+        """A row in flight may bring several tokens, so the next one waits for its result."""
         self.plain = np.zeros(num_slots, dtype=np.bool_)
         """Nothing but the token is wanted of a row, and there is one sequence in the request."""
         self.last_token = np.full(num_slots, np.nan)
@@ -55,7 +57,7 @@ class TokenCounts:
         self.generation[slot] = generation
         self.limit[slot] = limit
         self.plain[slot] = plain
-        self.decodes[slot] = False
+        self.decodes[slot] = self.unsettled[slot] = False
         self.last_token[slot] = np.nan
         slots = self._stop_sets.get(stop_ids, 0)
         self._stop_sets[stop_ids] = slots + 1
@@ -84,3 +86,12 @@ class TokenCounts:
         self.planned[slots] += 1
         self.length[slots] += 1
         self.last_plan[slots] = plan
+
+    def settle(self, slots: Ints, extra: Ints) -> None:
+        """Count ``extra`` tokens that rows of ``slots`` brought after their first.
+
+        Their KV was computed in the same step, but for the last one's.
+        """
+        self.length[slots] += extra
+        self.planned[slots] += extra
+        self.computed[slots] += extra

@@ -49,6 +49,9 @@ from trioserve.testing.memory_link import MemoryLink
 
 Ints = npt.NDArray[np.int32]
 
+Accepted = Callable[[list[int]], int]
+"""Says how many drafts are accepted after these tokens; those at most that there are."""
+
 Script = Callable[[int, wire.Plan], None]
 """Is called with the number of steps done so far and the next plan; may raise what follows."""
 
@@ -94,6 +97,9 @@ class FakeWorker:
         step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
         computes_past_stop: whether a row that comes after a stop id is computed for nothing and
             gives a token, or gives none. A worker may do either.
+        max_row_tokens: the most tokens that a row brings, as ``Ready`` says it.
+        accepted: says of a row that has drafted tokens how many of them are accepted (default:
+            none). In the pages, the rejected ones are tokens that no sequence has.
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
         max_loras, max_cpu_loras: the adapters that it computes together, and holds. An adapter is
             any path whose last part doesn't begin with ``bad``; it adds :func:`adapter_shift` to
@@ -120,6 +126,8 @@ class FakeWorker:
     )
     step_time: float | Callable[[wire.Plan], float] = 0.0
     computes_past_stop: bool = False
+    max_row_tokens: int = 1
+    accepted: Accepted = lambda _context: 0
     script: Script = lambda _step, _plan: None
     calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     call_time: float | Callable[[wire.Call], float] = 0.0
@@ -158,6 +166,7 @@ class FakeWorker:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_host_pages=self.num_host_pages,
+            max_row_tokens=self.max_row_tokens,
         )
         return attrs.evolve(ready, **changes)
 
@@ -247,14 +256,34 @@ class FakeWorker:
             self._tokens[gone] = -1
 
     def _compute(self, slot: _Slot, count: int) -> list[int]:
-        """Compute the next ``count`` tokens of ``slot``, and sample if they are its last."""
+        """Compute the next ``count`` tokens of ``slot``, and sample if they are its last.
+
+        Those that it doesn't hold are drafted; go on as far as they are accepted.
+        """
         assert count > 0, "a row of no tokens"
         if slot.stopped and not self.computes_past_stop:
             return []
         start, stop = slot.computed, slot.computed + count
-        assert stop <= len(slot.tokens), "more tokens are to be computed than there are"
         assert stop <= self.max_model_len, "a sequence is longer than the model allows"
         self._check_pages_written(slot, start, stop)
+        num_known = len(slot.tokens)
+        if stop <= num_known:
+            return self._advance(slot, stop)
+        assert count <= self.max_row_tokens, "more tokens are to be computed than there are"
+        assert start == num_known - 1 >= slot.prompt_length, "tokens are drafted too early"
+        # Whatever is accepted, its places are written again.
+        self._tokens[self._places(slot, stop)[num_known:]] = -1
+        accepted = min(self.accepted(slot.tokens), stop - num_known)
+        given = self._advance(slot, num_known)
+        for _ in range(accepted):
+            if given[-1] < 0 or (slot.stopped and not self.computes_past_stop):
+                break
+            given += self._advance(slot, slot.computed + 1)
+        return given
+
+    def _advance(self, slot: _Slot, stop: int) -> list[int]:
+        """Compute the tokens of ``slot`` before ``stop``; draw the next one at their end."""
+        start = slot.computed
         places = self._places(slot, stop)
         before = self._digests[places[start - 1]] if start else self._origin(slot)
         tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
@@ -333,11 +362,11 @@ class FakeWorker:
         asked: list[npt.NDArray[np.float32]] = []
         for slot, tokens in zip(slots, given, strict=True):
             num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
-            for token in tokens:
+            for place, token in enumerate(tokens, len(slot.tokens) - len(tokens)):
                 # A likeness of log-probabilities: the token is the most probable, by its number.
                 logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
                 top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
-                asked.append(fake_logprobs(slot.tokens[:-1], self.vocab_size)[ids])
+                asked.append(fake_logprobs(slot.tokens[:place], self.vocab_size)[ids])
         return wire.StepResult(
             number=plan.number,
             slots=plan.row_slots,

@@ -143,7 +143,7 @@ class Metrics:
         self.generation_tokens += num_tokens
 
     def observe_gaps(self, gaps: npt.NDArray[np.float64]) -> None:
-        """Each of so many sequences got one more token, so many seconds after its last one."""
+        """Count tokens that came so many seconds after the last one of their sequences."""
         self.inter_token_latency.observe_all(gaps)
         self.generation_tokens += len(gaps)
 

@@ -25,6 +25,8 @@ from trioserve.testing.simulation.scenario import (
 STEP = 0.01
 POISONED = 0.1
 CROWDED = 0.2
+FIRST_RAGGED = 1000
+"""The first seed of those of which half have workers whose rows bring several tokens."""
 REFUSED_GRAMMAR = "refused"
 """The text of a grammar that no worker compiles."""
 
@@ -53,6 +55,7 @@ def draw_scenario(seed: int) -> Scenario:
         faults = []
         options["max_worker_restarts"] = 3
     worker = _with_host_pages(random.Random(f"host {seed}"), worker)
+    worker = _with_drafts(random.Random(f"drafts {seed}"), worker, seed)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_tenants(random.Random(f"tenants {seed}"), clients)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
@@ -97,6 +100,13 @@ def _with_host_pages(choose: random.Random, worker: WorkerKind) -> WorkerKind:
     if choose.random() < 0.5:
         return worker
     return attrs.evolve(worker, num_host_pages=choose.choice((1, 4, worker.num_pages, 1000)))
+
+
+def _with_drafts(choose: random.Random, worker: WorkerKind, seed: int) -> WorkerKind:
+    """Return the same worker, or from :data:`FIRST_RAGGED` on one that drafts tokens."""
+    if seed < FIRST_RAGGED or choose.random() < 0.5:
+        return worker
+    return attrs.evolve(worker, max_row_tokens=choose.choice((2, 3, 5, 8)))
 
 
 def _options(choose: random.Random) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class _OpenSlot:
     row: Row
     generation: int
     pages: list[int]
+    has_output: bool = False
+    """Whether a result brought a token since it was opened."""
 
 
 @attrs.define(eq=False)
@@ -37,6 +39,8 @@ class _PlanInFlight:
     touched: dict[int, tuple[int, tuple[int, ...]]]
     """By slot: the generation, and the pages that a row may read or write."""
     rows: list[Row]
+    drafting: set[int]
+    """The slots of rows that may bring several tokens."""
 
 
 @attrs.define(eq=False)
@@ -158,12 +162,17 @@ class Books:
                 raise Violation(
                     "an adapter leaves when nobody is computed with it", f"output {row}"
                 )
+        drafting = {slot for slot, count in counts if count > 1 and self.slots[slot].has_output}
+        if any(slot in each.drafting for each in self.in_flight for slot, _ in counts):
+            raise Violation("a sequence waits until its length is known", f"plan {plan.number}")
         self.sharing.planned(counts)
         touched = {
             slot: (self.slots[slot].generation, tuple(self.slots[slot].pages)) for slot, _ in counts
         }
         self.num_unanswered += 1
-        self.in_flight.append(_PlanInFlight(plan.number, touched, [row for row, _ in rows]))
+        self.in_flight.append(
+            _PlanInFlight(plan.number, touched, [row for row, _ in rows], drafting)
+        )
         if len(self.in_flight) > self.depth:
             raise Violation("no more plans are in flight than allowed")
 
@@ -209,15 +218,21 @@ class Books:
     def on_receive(self, message: wire.Message) -> None:
         """The engine takes ``message`` next."""
         if isinstance(message, wire.StepResult):
-            rows = self.in_flight.popleft().rows
+            plan = self.in_flight.popleft()
             self.num_unanswered -= 1
             self.num_steps += 1
             self.steps_of_worker += 1
             tokens = wire.ints(message.tokens).tolist()
             self.num_tokens += len(tokens)
             offsets = wire.ints(message.offsets).tolist()
-            for row, (start, stop) in zip(rows, itertools.pairwise(offsets), strict=True):
+            touched = plan.touched.items()
+            for row, (slot, (generation, _)), (start, stop) in zip(
+                plan.rows, touched, itertools.pairwise(offsets), strict=True
+            ):
                 self.turns.sampled(row, stop - start)
+                is_open = slot in self.slots and self.slots[slot].generation == generation
+                if is_open and stop > start:
+                    self.slots[slot].has_output = True
             self.trace.note(f"result {message.number}: {tokens}")
         elif isinstance(message, wire.Failure):
             self.trace.note(f"failure {message.number}: {message.message}, slot {message.slot}")

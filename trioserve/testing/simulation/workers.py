@@ -16,7 +16,7 @@ from trioserve.protocol.errors import WorkerLost
 from trioserve.testing.fake_engine import run_fake_worker
 from trioserve.testing.fake_worker import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
-from trioserve.testing.simulation.scenario import Fault, Scenario, client_of
+from trioserve.testing.simulation.scenario import Fault, Scenario, client_of, num_accepted
 from trioserve.testing.simulation.watch import Books, WatchedLink
 from trioserve.workers import Link
 
@@ -93,6 +93,8 @@ class SimulatedWorkers:
             max_num_batched_tokens=kind.max_num_batched_tokens,
             token=kind.token_function(),
             computes_past_stop=kind.computes_past_stop,
+            max_row_tokens=kind.max_row_tokens,
+            accepted=num_accepted,
             step_time=luck.step_time,
             script=luck.script,
             calls={"prepare": _prepare},
