@@ -1,7 +1,7 @@
 """The HTTP side: an ASGI application over an engine, and a hardened server for it.
 
-:func:`create_app` gives an application for any hypercorn; :func:`serve_app` runs it on sockets
-of our own, hardened. Both are loaded when they are first used.
+:func:`create_app` returns an application for any hypercorn. :func:`serve_app` runs it on sockets of
+our own, with limits and deadlines. Both are loaded on first use.
 """
 
 from __future__ import annotations

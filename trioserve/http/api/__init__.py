@@ -1,4 +1,4 @@
-"""The ASGI application over an engine: routes by API, and what the APIs share.
+"""The ASGI application over an engine: routes by API, and the code that the APIs share.
 
-Imported by the front ends and the command line; imports the engine, never a worker.
+The front ends and the command line import it. It imports the engine, never a worker.
 """

@@ -1,6 +1,6 @@
-"""One line per HTTP request: who asked, how it ended, how long it took, what it used.
+"""Access log: one line per HTTP request with its client, outcome, duration and usage.
 
-What was asked and answered is in it only where the server was told to log that, too.
+Prompts and answers are in it only if the server was told to log them, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trioserve.requests.stream import Chunk
 
 SERVER_ERROR = 500
 OTHER = "other"
-"""The metrics' word for what isn't a route or a usual method; it keeps their number bounded."""
+"""Label of unknown routes and unusual methods in metrics; it bounds the number of labels."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
@@ -36,7 +36,7 @@ _log = get_logger("trioserve.http")
 
 
 def request_id_from(header: str | None) -> str:
-    """The client's own request id if it is a fair one, else a new one."""
+    """Return the client's own request id if it is valid, else a new one."""
     if header is not None and _REQUEST_ID_PATTERN.fullmatch(header):
         return header
     return uuid.uuid4().hex
@@ -44,13 +44,13 @@ def request_id_from(header: str | None) -> str:
 
 @attrs.define(eq=False, kw_only=True)
 class AccessRecord:
-    """What is known of one HTTP request; :meth:`write` makes the line of it.
+    """Log record of one HTTP request; :meth:`write` writes its line.
 
-    ``reason`` is the finish reason of a generation (several, with commas between them, where its
-    outputs ended differently), or why the request ended early. ``client`` is the address that it
-    came from, ``key`` the name of the API key that it brought, ``tenant`` the name under which its
-    shares count, ``may_set_priority`` whether it is one that may name a priority. ``traceparent``
-    and ``tracestate`` are the caller's trace context.
+    ``reason`` is the finish reason of a generation, or why the request ended early. If its outputs
+    ended differently, it holds several reasons with commas between them. ``client`` is the client's
+    address, ``key`` the name of its API key, ``tenant`` the name under which its shares count,
+    ``may_set_priority`` whether the key may name a priority. ``traceparent`` and ``tracestate`` are
+    the caller's trace context.
     """
 
     method: str
@@ -71,24 +71,24 @@ class AccessRecord:
     reason: str | None = None
     contents: Contents | None = None
     texts: Sequence[Item] = ()
-    """Those that are computed as a whole, if they may be logged."""
+    """Texts that are computed as a whole, if they may be logged."""
     error: str | None = None
-    """The code of the error that the client got."""
+    """Code of the error that the client got."""
     times: Sequence[Times] = ()
-    """When things have happened to each prompt of what was generated."""
+    """Timestamps of each generated prompt."""
     _num_outputs: int = 0
     _queue_time: float | None = None
     _first_token: float | None = None
     _first_sent: float | None = None
 
     def note_jobs(self, jobs: Sequence[PromptJob], *, with_contents: bool) -> None:
-        """Keep how many outputs are to come, and the prompts if they may be logged."""
+        """Record the number of outputs to come, and the prompts if they may be logged."""
         self._num_outputs += sum(job.params.n for job in jobs)
         if with_contents:
             self.contents = Contents(jobs)
 
     def note_chunk(self, index: int, chunk: Chunk) -> None:
-        """Keep why an output of prompt ``index`` ended, and its text if that may be logged."""
+        """Record why an output of prompt ``index`` ended, and its text if that may be logged."""
         if self.contents is not None:
             self.contents.add(index, chunk)
         reason = chunk.finish_reason
@@ -96,7 +96,7 @@ class AccessRecord:
             self.reason = reason if self.reason is None else f"{self.reason},{reason}"
 
     def note_streams(self, streams: Sequence[GenerationStream]) -> None:
-        """Keep the tokens used so far, the longest time in line and when the first token came."""
+        """Record the tokens so far, the longest queueing time and the time of the first token."""
         self.usage = total_usage(stream.usage for stream in streams)
         self.times = [stream.times for stream in streams]
         self._queue_time = max(
@@ -113,22 +113,22 @@ class AccessRecord:
         )
 
     def note_sent(self) -> None:
-        """Keep when output was sent first."""
+        """Record the time at which output was first sent."""
         if self._first_sent is None:
             self._first_sent = trio.current_time()
 
     def note_texts(self, items: Sequence[Item], *, with_contents: bool) -> None:
-        """Keep how many texts are computed as a whole, and what they say if that may be logged."""
+        """Record the number of texts computed as a whole, and the texts if they may be logged."""
         self._num_outputs += len(items)
         if with_contents:
             self.texts = items
 
     def note_error(self, reason: str) -> None:
-        """Keep why the request failed."""
+        """Record why the request failed."""
         self.reason = self.error = reason
 
     def write(self, metrics: Metrics) -> None:
-        """Log the line and count the response."""
+        """Write the line and count the response."""
         status = self.status or 500
         if not self.completed:
             status = CLIENT_CLOSED_REQUEST if self.disconnected else status
@@ -163,7 +163,7 @@ class AccessRecord:
         write("request", **fields)
 
     def _generation_fields(self) -> dict[str, object]:
-        """Sizes and times of what was generated; empty where nothing was."""
+        """Return sizes and times of the generation; empty if nothing was generated."""
         fields: dict[str, object] = {}
         if self._num_outputs:
             fields["n"] = self._num_outputs
@@ -182,7 +182,7 @@ class AccessRecord:
         return fields
 
     def _tokens_per_second(self) -> float | None:
-        """Return the pace of all outputs together behind their first tokens, where it is known."""
+        """Return the rate of all outputs after their first tokens, if it is known."""
         last = max((each.last_token or -math.inf for each in self.times), default=-math.inf)
         if self.usage is None or self._first_token is None or last <= self._first_token:
             return None

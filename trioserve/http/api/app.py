@@ -1,7 +1,7 @@
 """The ASGI application over one engine.
 
-It runs in anybody's hypercorn (with the trio worker). What only a server can do, bounding stalled
-sends and surviving broken connections, is in :mod:`trioserve.http.server.server`.
+It runs in any hypercorn with the trio worker. Only a server can bound stalled sends and survive
+broken connections; :mod:`trioserve.http.server.server` does that.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from trioserve.http.api.utilities.tokens import TokenEndpoints
 from trioserve.protocol.errors import QueueFull
 
 _REFUSAL_PAUSE = 0.005
-"""Seconds between one refusal for want of room and the next."""
+"""Seconds between two refusals for a full queue."""
 
 
 class App(QuartTrio):
-    """A quart application that knows its engine."""
+    """Quart application with a reference to its engine."""
 
     asgi_http_class = HTTPConnection
     asgi_websocket_class = WebSocketConnection
@@ -69,21 +69,21 @@ class App(QuartTrio):
     cross_origin: CrossOrigin
     body_room: BodyBudget
     root_path: str
-    """What paths may begin with beside those of the routes."""
+    """Prefix that paths may have in addition to those of the routes."""
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
-        """Serve one connection of ASGI's."""
+        """Serve one ASGI connection."""
         await super().__call__(without_prefix(scope, self.root_path), receive, send)
 
     def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
-        """What finds the route of ``request``."""
+        """Return the adapter that finds the route of ``request``."""
         try:
             return super().create_url_adapter(request)
         except (BadRequest, UnicodeError):
             assert request is not None
-            # The Host is no name, or the query no text. Neither means anything to our routes.
+            # The Host isn't a name, or the query isn't text. No route uses either.
             return self.url_map.bind(
                 "localhost",
                 url_scheme=request.scheme,
@@ -95,15 +95,15 @@ class App(QuartTrio):
 def create_app(
     engine: Engine, config: ServerConfig | None = None, *, server_api: ServerApi | None = None
 ) -> App:
-    """The application that serves ``engine``.
+    """Return the application that serves ``engine``.
 
     Args:
         engine: an open engine; it has to stay open for as long as the application is served.
         config: names, keys and limits (default: those of a server without options).
-        server_api: the whole server, where it has several processes (default: this engine).
+        server_api: the whole server, if it has several processes (default: this engine).
 
     ``before_serving`` and ``after_serving`` aren't used: the engine is open before the application
-    exists, and is closed by whoever opened it.
+    exists, and its owner closes it.
     """
     config = config or ServerConfig(engine=engine.config)
     server_api = server_api or LocalServer(engine)
@@ -141,7 +141,7 @@ def create_app(
 
     @app.before_request
     async def authorize() -> quart.Response | None:
-        # A function that isn't async would run in a thread each time.
+        # Quart would run a function that isn't async in a thread for each request.
         request = cast(LoggedRequest, quart.request)
         rule = request.url_rule
         if rule is not None:
@@ -167,7 +167,7 @@ def create_app(
 
 
 def _check_host(request: LoggedRequest, hosts: AllowedHosts) -> None:
-    """Refuse a request that a web page may have sent to a name of its own.
+    """Refuse a request that a web page may have sent to a host name of its own.
 
     Raises:
         HostNotAllowed: its host isn't the server's.
@@ -178,10 +178,11 @@ def _check_host(request: LoggedRequest, hosts: AllowedHosts) -> None:
 
 
 class _Admission:
-    """Refuses requests while the queue is full, before their bodies are read.
+    """Admission check that refuses requests while the queue is full, before their bodies are read.
 
-    One after the other and ``_REFUSAL_PAUSE`` apart: a refusal costs as much computing time as any
-    short answer, and clients that ask again at once could else take it from whoever was admitted.
+    Refusals are sent one after the other, ``_REFUSAL_PAUSE`` apart. A refusal costs as much
+    computing time as any short answer. Without the pause, clients that retry at once would take
+    that time from admitted requests.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -189,7 +190,7 @@ class _Admission:
         self._turn = trio.Lock()
 
     async def check(self, tenant: str) -> None:
-        """Go on if there is room for a request of ``tenant``.
+        """Return if there is room for a request of ``tenant``.
 
         Raises:
             QueueFull: there is none.
@@ -205,7 +206,7 @@ class _Admission:
 
 
 def _preflight(request: LoggedRequest, cross_origin: CrossOrigin) -> quart.Response | None:
-    """The answer to a browser that asks whether a page may send a request; it brings no key."""
+    """Return the answer to a browser's preflight request, which brings no key."""
     refusal = request.routing_exception
     if (
         request.method != "OPTIONS"

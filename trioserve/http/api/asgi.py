@@ -1,9 +1,9 @@
-"""One HTTP request from ASGI's side: opened before its 200, logged once, and never left hanging.
+"""ASGI side of one HTTP request: opened before its 200, logged once, and always answered.
 
-It differs from quart-trio's connection in three things. A streaming body is *entered* before the
-response begins, so that what goes wrong until admission is a response of its own, with its own
-status. What goes wrong later becomes the last event of the stream, sent after the generations'
-scope was left. And every request leaves one line in the log, with 499 where the client went away.
+It differs from quart-trio's connection in three ways. First, a streaming body is *entered* before
+the response begins, so an error before admission becomes a response with its own status. Second, a
+later error becomes the last event of the stream, sent after the scope of the generations was left.
+Third, every request leaves one line in the log, with 499 if the client went away.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _log = get_logger("trioserve.http")
 
 
 class LoggedRequest(TrioRequest):
-    """A request that carries its line of the access log.
+    """Request that carries its record for the access log.
 
-    What is to be undone when it ends, however it does, is pushed on ``at_end``.
+    Callbacks pushed on ``at_end`` run when the request ends, for any reason.
     """
 
     body_class = Body
@@ -57,10 +57,10 @@ class LoggedRequest(TrioRequest):
 
 
 def error_response(error: BaseException, path: str) -> tuple[Response, ErrorReply]:
-    """The response for an error that came before anything was sent. A surprise is logged whole.
+    """Return the response for an error raised before anything was sent; log an unexpected error.
 
     Args:
-        path: what was asked for, whose clients may know errors of another form than OpenAI's.
+        path: the requested path, which decides the form of the error.
     """
     reply = describe_error(error, error_body(path))
     if reply.reason == "internal_error":
@@ -72,20 +72,20 @@ def error_response(error: BaseException, path: str) -> tuple[Response, ErrorRepl
 
 
 class HTTPConnection(TrioASGIHTTPConnection):
-    """Serves one request. Made anew by quart for each of them."""
+    """ASGI connection of one request; quart creates one for each."""
 
     app: App
     record: AccessRecord
     at_end: contextlib.ExitStack
     _send: ASGISendCallable
-    """The server's, past what notes the messages on their way."""
+    """Send function of the server, below the one that watches outgoing messages."""
     _write_now: WriteNow | None
     _events: EventBody | None = None
-    """The stream that is being sent."""
+    """Stream that is being sent."""
     _receiving: trio.CancelScope | None = None
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """Serve the request; returns when the response is complete or the client has left."""
+        """Serve the request; return when the response is complete or the client has left."""
         self._send = send
         self._write_now = writer_for(send)
         self.record = _open_record(self.scope, self.scope["method"])
@@ -121,7 +121,8 @@ class HTTPConnection(TrioASGIHTTPConnection):
         self.at_end.callback(request.body.release)
         return request
 
-    # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
+    # In a program that handles no signals, a Ctrl-C belongs to its main task, not to the task that
+    # runs.
     @trio.lowlevel.enable_ki_protection
     async def handle_request(  # type: ignore[override]
         self, nursery: trio.Nursery, request: LoggedRequest, send: ASGISendCallable
@@ -133,7 +134,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
     async def handle_messages(  # type: ignore[override]
         self, nursery: trio.Nursery, request: LoggedRequest, receive: ASGIReceiveCallable
     ) -> None:
-        """Feed the body; returns, and cancels the handler, when the client disconnects."""
+        """Feed the body; return, and cancel the handler, when the client disconnects."""
 
         more_body = True
 
@@ -156,10 +157,10 @@ class HTTPConnection(TrioASGIHTTPConnection):
         nursery.cancel_scope.cancel()
 
     async def _break_silence(self) -> None:
-        """Send something, if a stream still waits for its next event.
+        """Send a keep-alive, if a stream still waits for its next event.
 
-        This is the business of the task that waits for the client to leave: a deadline around each
-        wait for an event would cost as much as the rest of it.
+        The task that waits for the client's disconnect does this: a deadline around each wait for
+        an event would cost as much as the rest of the wait.
         """
         events = self._events
         if events is None or not events.note_if_silent():
@@ -167,12 +168,14 @@ class HTTPConnection(TrioASGIHTTPConnection):
         await self._send_piece(events.framing.keep_alive)
 
     def _last_words(self) -> list[tuple[bytes, bytes]]:
-        """What a client on HTTP/1 is told by a server that drains: to go elsewhere."""
+        """Return the header that tells an HTTP/1 client of a draining server to close the
+        connection.
+        """
         closing = self.app.engine.draining and self.scope["http_version"].startswith("1")
         return [(b"connection", b"close")] if closing else []
 
     def _note_stall(self) -> None:
-        """Where our own server cut the client off, it says so in the connection's state."""
+        """Record a stall, which our own server marks in the connection's state."""
         state: dict[str, Any] = cast("dict[str, Any]", self.scope).get("state") or {}
         connection = state.get(CONNECTION_STATE)
         if not self.record.completed and getattr(connection, "stalled", False):
@@ -222,7 +225,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
 
 
 class WebSocketConnection(TrioASGIWebsocketConnection):
-    """Refuses, with a response of its own: nothing here is served over a websocket."""
+    """Connection that refuses a websocket with a response; no websockets are served."""
 
     app: App
 
@@ -245,9 +248,10 @@ class WebSocketConnection(TrioASGIWebsocketConnection):
 
 
 def without_prefix(scope: Scope, prefix: str) -> Scope:
-    """Return ``scope`` with the path behind ``prefix``, which a proxy may have left in place.
+    """Return ``scope`` without ``prefix`` at the beginning of its path; a proxy may have left it
+    there.
 
-    ``prefix`` doesn't end in a slash. A path that doesn't begin with it stays as it is.
+    ``prefix`` doesn't end in a slash. Another path stays as it is.
     """
     if not prefix or scope["type"] == "lifespan":
         return scope
@@ -276,7 +280,7 @@ def _of_bytes(message: ASGISendEvent) -> ASGISendEvent:
 
 
 def _header(scope: HTTPScope | WebsocketScope, name: bytes) -> str:
-    """A header's value, with commas between the values of several; empty if there is none."""
+    """Return a header's value, several joined by commas; empty if there is none."""
     return b",".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
 
 

@@ -1,4 +1,4 @@
-"""API keys: who calls, what they may do, and how many of their requests may be open at a time."""
+"""API keys: identity and rights of callers, and limits on their open requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from werkzeug.datastructures import Headers
 from trioserve.http.api.errors import Forbidden, KeyLimit, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/console", "/console/static/<path:name>"})
-"""The rules of what may be asked without a key: what a load balancer wants to know, and the page of
-the console, which holds no data."""
+"""Rules of the routes that need no key: a load balancer's checks, and the page of the console,
+which holds no data.
+"""
 
 
 def authorization_of(headers: Headers) -> str | None:
-    """A request's ``Authorization``, which Anthropic's clients call ``X-Api-Key``."""
+    """Return a request's ``Authorization`` header, or ``X-Api-Key``, which Anthropic's clients
+    send.
+    """
     authorization = headers.get("Authorization")
     key = headers.get("X-Api-Key")
     return f"Bearer {key}" if authorization is None and key is not None else authorization
@@ -27,28 +30,29 @@ def authorization_of(headers: Headers) -> str | None:
 
 @attrs.frozen
 class Caller:
-    """Whose key a request brought: a name that may be logged, because it tells nothing of the key.
+    """Name of the API key of a request; it may be logged, because it reveals nothing of the key.
 
-    The number in it is the key's place among those that the server was given, from 1 up.
+    The number in it is the position of the key among the server's keys, from 1 up.
     """
 
     name: str
     admin: bool = False
     has_priority: bool = False
-    """Whether the key is one of those whose requests may name a priority."""
+    """True if requests with the key may name a priority."""
 
 
 class Keys:
     """The keys of a server.
 
-    What a client sends is compared as a digest, with every key's, so that the time it takes tells
-    neither how much of a key was right, nor how long one is, nor which one it was.
+    A key sent by a client is compared as a digest with every key. So the time of the comparison
+    reveals neither how much of a key was right, nor its length, nor which one it was.
 
     Args:
-        keys: for all routes but those that control the server; nobody needs one if there is none.
-        admin_keys: for all routes, and in any number of requests.
-        priority_keys: further ``keys``; where there are some, requests of the others have no
-            priority but the usual one.
+        keys: keys for all routes except those that control the server; without any, no key is
+            needed.
+        admin_keys: keys for all routes, without a limit on open requests.
+        priority_keys: further ``keys``; if there are some, requests with other keys can't name a
+            priority.
         max_requests: requests of one key that may be open at a time (default: any number).
     """
 
@@ -77,7 +81,7 @@ class Keys:
         self._num_open: Counter[Caller] = Counter()
 
     def caller(self, authorization: str | None, *, control: bool = False) -> Caller | None:
-        """Who sends a request with this ``Authorization`` header; None if everybody may.
+        """Return the caller that sends this ``Authorization`` header; None if no key is needed.
 
         Args:
             authorization: the header's value, its bytes as latin-1.
@@ -85,7 +89,7 @@ class Keys:
 
         Raises:
             Unauthorized: a key is needed, and there is none or a wrong one.
-            Forbidden: nobody may call a route that controls the server, for want of an admin key.
+            Forbidden: the route controls the server, and the server has no admin key.
         """
         if control and not self._has_admins:
             raise Forbidden("this route needs an admin key, and the server has none")
@@ -97,23 +101,23 @@ class Keys:
             raise Unauthorized(f"{kind} is needed here: send Authorization: Bearer <key>")
         given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(given, digest) for digest, _ in self._callers]
-        # A key that is given as several has the rights of the last.
+        # A key that is given several times has the rights of the last one.
         found = [caller for (_, caller), is_it in zip(self._callers, matches, strict=True) if is_it]
         if not found or (control and not found[-1].admin):
             raise Unauthorized(f"the key is not valid here, where {kind} is needed")
         return found[-1]
 
     def may_control(self, authorization: str | None) -> bool:
-        """Whether who sends this ``Authorization`` header may control the server."""
+        """Return whether a request with this ``Authorization`` header may control the server."""
         try:
             return self.caller(authorization, control=True) is not None
         except (Forbidden, Unauthorized):
             return False
 
     def tenant(self, caller: Caller | None) -> str:
-        """Return the name under which the shares of ``caller`` count; empty where it has none.
+        """Return the name under which the shares of ``caller`` count; empty if it has none.
 
-        Keys share what the server has if there are several. An administrator has no share.
+        Keys share the server's capacity if there are several. An administrator has no share.
         """
         return "" if caller is None or caller.admin or self._num_keys < 2 else caller.name
 
@@ -122,11 +126,11 @@ class Keys:
         return not self._has_priority_keys or caller is None or caller.admin or caller.has_priority
 
     def limits(self, caller: Caller) -> bool:
-        """Whether only so many requests of ``caller`` may be open at a time."""
+        """Return whether the number of open requests of ``caller`` is limited."""
         return self._max_requests is not None and not caller.admin
 
     def refusal(self) -> KeyLimit:
-        """What the request past that is answered."""
+        """Return the error for a request past that limit."""
         return KeyLimit(
             f"{self._max_requests} requests with this key are open; that is the limit "
             "(--max-requests-per-key)"
@@ -134,10 +138,10 @@ class Keys:
 
     @contextlib.contextmanager
     def counted(self, caller: Caller | None) -> Iterator[None]:
-        """Count one request of ``caller`` as open, for as long as the block lasts.
+        """Count one request of ``caller`` as open for the duration of the block.
 
         Raises:
-            KeyLimit: as many as may be are open already.
+            KeyLimit: as many as allowed are open already.
         """
         if caller is None or not self.limits(caller):
             yield

@@ -1,9 +1,9 @@
-"""The bodies of requests until they have been parsed: all of them together have a limit, too.
+"""Request bodies until they have been parsed, with one memory limit for all of them.
 
-One body has ``max_body_size``. Many clients who send large ones slowly would hold that much each.
-Where there is no room for what comes, a body that is still being received makes way: the oldest one
-of the address whose bodies hold the most (:mod:`~.holdings`). So a slow body has its room for as
-long as no other body needs it. Bodies that have come whole, and are being read, keep theirs.
+One body is limited by ``max_body_size``. Many clients that send large bodies slowly would each hold
+that much. If there is no room for more bytes, a body that is still being received is refused: the
+oldest one of the address that holds the most (:mod:`~.holdings`). So a slow body keeps its room
+until another body needs it. Complete bodies that are being read keep theirs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _ROOM = 256 << 20
 
 @attrs.define(eq=False)
 class BodyBudget:
-    """How many bytes of bodies are held, and how many may be."""
+    """Budget of the bytes that bodies hold."""
 
     size: int
     held: int = 0
     _receiving: Holdings[Body] = attrs.field(init=False, factory=Holdings)
-    """Those of bodies that are being received."""
+    """Holdings of the bodies that are being received."""
 
     @classmethod
     def for_bodies_of(cls, max_body_size: int) -> BodyBudget:
-        """Room for several bodies of that size."""
+        """Return a budget for several bodies of that size."""
         return cls(max(_ROOM, 4 * max_body_size))
 
     def take(self, body: Body, num_bytes: int) -> bool:
-        """Count so many bytes more of ``body``; return False if there is no room for them."""
+        """Count ``num_bytes`` more of ``body``; return False if there is no room for them."""
         while self.held + num_bytes > self.size:
             first = self._receiving.first_to_go()
             if first is None or first is body:
@@ -46,31 +46,31 @@ class BodyBudget:
         return True
 
     def note_complete(self, body: Body) -> None:
-        """Keep the room of ``body``, which has come whole, for as long as it takes to read it."""
+        """Keep the room of ``body``, which is complete, until it has been parsed."""
         self._receiving.remove(body)
 
     def give_back(self, body: Body, num_bytes: int) -> None:
-        """Forget ``body``, which holds so many bytes."""
+        """Subtract ``num_bytes``, which ``body`` holds, and forget it."""
         self._receiving.remove(body)
         self.held -= num_bytes
 
 
 class Body(TrioBody):
-    """A body that takes its part of the room until it has been parsed, or its request has ended.
+    """Body that counts in the budget until it has been parsed, or its request has ended.
 
     It may lose its room while it is being received.
     """
 
     room: BodyBudget
     address: str = ""
-    """The client's, as its bodies are counted together."""
+    """Address of the client, under which its bodies are counted."""
 
     is_refused = False
-    """Whether it was ended for want of room."""
+    """True if it was refused for lack of room."""
     _held = 0
 
     def append(self, data: bytes) -> None:
-        """Take what came, if there is room; the rest of a body that was refused goes nowhere."""
+        """Append received bytes, if there is room; drop the rest of a refused body."""
         if self.is_refused or not data:
             return
         if not self.room.take(self, len(data)):
@@ -80,7 +80,7 @@ class Body(TrioBody):
         super().append(data)
 
     def refuse(self) -> None:
-        """End the body, whose room is needed, before it has come whole."""
+        """Refuse the body before it is complete, because its room is needed."""
         self.is_refused = True
         self.release()
         self.set_complete()
@@ -91,21 +91,21 @@ class Body(TrioBody):
         super().set_complete()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """The whole body.
+        """Wait for the whole body, and return it.
 
         Raises:
-            QueueFull: there is no room for it among those of others, or they needed its room.
+            QueueFull: there was no room for it, or another body needed its room.
         """
         body = yield from super().__await__()
         if self.is_refused:
             raise QueueFull(
-                f"too many bodies of requests are being received; together they have "
+                "too many bodies of requests are being received; together they have "
                 f"{self.room.size} bytes, and the oldest of a client makes way"
             )
         return body
 
     def release(self) -> None:
-        """Forget what came, and give its room back."""
+        """Drop the received bytes, and give their room back."""
         self.clear()
         self.room.give_back(self, self._held)
         self._held = 0

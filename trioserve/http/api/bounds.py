@@ -1,7 +1,7 @@
-"""What one HTTP request may ask for and hold in all, beside what the engine bounds of each prompt.
+"""Limits on what one HTTP request may ask for in all, in addition to the engine's limits per
+prompt.
 
-Numbers that no client comes near, but one that means harm; options have the ones that operators may
-want to change.
+Only harmful clients come near these numbers. Limits that operators may want to change are options.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from trioserve.http.api.generations import PromptJob
 
 MAX_FIELDS = 1 << 17
-"""Objects, lists and fields of objects in a body. Reading as many takes a tenth of a second, in
-which no other request is served."""
+"""Objects, lists and fields of objects in a body. Parsing as many takes a tenth of a second, in
+which no other request is served.
+"""
 MAX_VALUES = 2 << 20
-"""Items of lists and fields of objects in a body: token ids, above all."""
+"""Items of lists and fields of objects in a body, mostly token ids."""
 MAX_ANSWER_LOGPROBS = 2 << 20
 """Log-probabilities in an answer that is sent as a whole: about 100 bytes each in its JSON."""
 
 
 def check_body(body: bytes) -> None:
-    """Refuse a body that would take long to read, before it is read.
+    """Refuse a body that would take long to parse, before it is parsed.
 
     Raises:
         InvalidRequest: it holds too many lists, objects, fields or values.
@@ -41,7 +42,7 @@ def check_body(body: bytes) -> None:
 
 
 def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> None:
-    """Refuse a body with more than ``most`` of ``separators`` outside of its texts."""
+    """Refuse a body with more than ``most`` of ``separators`` outside its strings."""
     if len(body) <= most or sum(body.count(each) for each in separators) <= most:
         return
     number = count_outside_texts(body, separators)
@@ -50,11 +51,11 @@ def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> N
 
 
 def check_batch(jobs: Sequence[PromptJob], engine: Engine, *, is_shared: bool = False) -> None:
-    """Refuse a batch that could never be queued, because it wouldn't fit an empty queue.
+    """Refuse a batch that wouldn't fit even an empty queue.
 
     Args:
         jobs: The batch.
-        engine: The one that is to generate it.
+        engine: The engine that would generate it.
         is_shared: Whether it may take only half of the queue, because other keys have a share, too.
 
     Raises:
@@ -107,7 +108,7 @@ def check_prompt_logprobs(jobs: Sequence[PromptJob], streams: Iterable[Generatio
 
 
 class AnswerSize:
-    """How many log-probabilities an answer holds, which grows until it is whole."""
+    """Counter of the log-probabilities of an answer that is collected as a whole."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -116,7 +117,7 @@ class AnswerSize:
         """Count those of ``chunk``.
 
         Raises:
-            InvalidRequest: these are too many to be held; ``param`` is the engine's name.
+            InvalidRequest: they are too many to be held; ``param`` is the engine's name.
         """
         self._total += num_in_entries(chunk.logprobs)
         if self._total > MAX_ANSWER_LOGPROBS:

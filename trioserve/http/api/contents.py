@@ -1,4 +1,4 @@
-"""What one request said and was answered, for a log that may hold it: ``--log-requests``.
+"""Prompts and outputs of a request for the log of ``--log-requests``.
 
 Everything is cut to a bounded length, whatever a client sends and a model answers.
 """
@@ -18,14 +18,14 @@ from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
 from trioserve.requests.stream import Chunk
 
 MAX_CHARACTERS = 2000
-"""Of a prompt, an output or a sampling field that are logged."""
+"""Characters logged of a prompt, an output or a sampling field."""
 MAX_TEXTS = 8
-"""Prompts, and outputs, of one request that are logged."""
+"""Prompts, and outputs, logged of one request."""
 
 
 @attrs.define(eq=False)
 class _Output:
-    """The beginning of an output, and how long it is."""
+    """The beginning of an output, and its length."""
 
     text: str = ""
     length: int = 0
@@ -43,13 +43,13 @@ class Contents:
     _outputs: dict[tuple[int, int], _Output] = attrs.field(factory=dict)
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Another piece of the output of prompt ``index``."""
+        """Add a piece of an output of prompt ``index``."""
         key = index, chunk.index
         if key in self._outputs or len(self._outputs) < MAX_TEXTS:
             self._outputs.setdefault(key, _Output()).add(chunk.text)
 
     def fields(self) -> dict[str, object]:
-        """What goes into the log's line. Lists have an entry for each prompt, or output."""
+        """Return the fields for the log's line. Lists have an entry for each prompt, or output."""
         outputs = [self._outputs[key] for key in sorted(self._outputs)]
         return {
             "prompts": [_prompt_text(job.prompt) for job in self._jobs[:MAX_TEXTS]],
@@ -59,7 +59,7 @@ class Contents:
 
 
 def item_texts(items: Sequence[Item]) -> list[str]:
-    """What goes into the log's line of texts that are computed as a whole; of pairs, both texts."""
+    """Return the log fields of texts that are computed as a whole; of pairs, both texts."""
     texts = ["\n".join(item) if isinstance(item, tuple) else item for item in items[:MAX_TEXTS]]
     return [
         _clipped(text, len(text)) if isinstance(text, str) else _prompt_text(text) for text in texts
@@ -81,7 +81,7 @@ def _prompt_text(prompt: Prompt) -> str:
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from their defaults; numbers as they are, all else as text."""
+    """Return the fields that differ from their defaults; numbers as they are, all else as text."""
     usual = SamplingParams()
     values = {
         field.name: getattr(params, field.name)

@@ -1,8 +1,9 @@
-"""Which web pages may use the server from a browser: none, unless their origin is allowed.
+"""Cross-origin rules: web pages may use the server from a browser only if their origin is allowed.
 
-A browser sends a page's requests to another site, but shows the page no answer without the site's
-leave. What a page couldn't have sent as a form, as all JSON, it asks for beforehand (a preflight).
-Without an allowed origin no header of this is ever sent, so every browser says no.
+A browser sends a page's requests to another site, but hides the answer from the page unless the
+site allows it. For requests that a page couldn't send as a form, such as all JSON, it asks
+beforehand (a preflight). Without an allowed origin none of these headers is ever sent, so every
+browser refuses.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ Headers = list[tuple[bytes, bytes]]
 
 ANY = "*"
 EXPOSED = b"X-Request-Id, Retry-After"
-"""Headers of answers that a page may read beside those that it always may."""
+"""Headers of answers that a page may read in addition to those always allowed."""
 PREFLIGHT_SECONDS = 600
-"""For how long a browser needn't ask again."""
+"""Seconds for which a browser may reuse the answer to a preflight."""
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(\s*,\s*[\w!#$%&'*+.^`|~-]+)*", re.ASCII)
 _MAX_HEADER_NAMES = 2048
 
 
 class CrossOrigin:
-    """Says which headers answers get.
+    """The cross-origin headers of answers.
 
     Args:
-        origins: those whose pages are let in, as ``https://example.org``; ``*`` for any.
+        origins: origins of the pages to allow, as ``https://example.org``; ``*`` for any.
     """
 
     def __init__(self, origins: Sequence[str]) -> None:
@@ -33,14 +34,14 @@ class CrossOrigin:
         self._origins = frozenset(origin.lower() for origin in origins)
 
     def allows(self, origin: str | None) -> bool:
-        """Whether a request from a page of ``origin`` is let in; None is no page at all."""
+        """Return whether requests from a page of ``origin`` are allowed; None is no page."""
         return origin is not None and (self._any or origin.lower() in self._origins)
 
     def response_headers(self, origin: str | None) -> Headers:
-        """What every answer to a request from ``origin`` says, errors too."""
+        """Return the headers of every answer to a request from ``origin``, errors too."""
         headers: Headers = []
         if self._origins and not self._any:
-            # Told to all, lest a cache hands one page's answer to another's.
+            # Sent to all, so that a cache doesn't give one page's answer to another page.
             headers.append((b"Vary", b"Origin"))
         if self.allows(origin):
             assert origin is not None
@@ -51,11 +52,11 @@ class CrossOrigin:
         return headers
 
     def preflight_headers(self, methods: Iterable[str], asked: str) -> dict[str, str]:
-        """What the answer to a preflight says besides.
+        """Return the further headers of the answer to a preflight.
 
         Args:
-            methods: those that the path takes.
-            asked: names of headers that the page wants to send; all are fine.
+            methods: the methods of the path.
+            asked: names of headers that the page wants to send; all are allowed.
         """
         headers = {
             "Access-Control-Allow-Methods": ", ".join(sorted(methods)),

@@ -1,4 +1,4 @@
-"""Whose clients ask at a path: they know errors and headers of another form than OpenAI's."""
+"""The API of a path, which decides the form of errors and the names of id headers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _BODIES: tuple[tuple[str, type[ErrorBody]], ...] = (
     ("/v1/messages", MessagesError),
     ("/api/", OllamaError),
 )
-"""By what paths begin with."""
+"""Classes of error bodies, by prefixes of paths."""
 
 
 def error_body(path: str) -> type[ErrorBody]:
-    """The form of errors at ``path``, whether anything is served there or not."""
+    """Return the class of error bodies at ``path``, whether it is served or not."""
     return next((body for start, body in _BODIES if path.startswith(start)), ErrorResponse)
 
 
 def id_headers(path: str) -> tuple[str, ...]:
-    """The headers that tell a request's id in the answer at ``path``."""
+    """Return the headers that carry the request's id in an answer at ``path``."""
     if error_body(path) is MessagesError:
         return ("X-Request-Id", "Request-Id")
     return ("X-Request-Id",)

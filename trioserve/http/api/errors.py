@@ -1,7 +1,7 @@
-"""Which HTTP status and which body each exception becomes: the one place that decides.
+"""HTTP status and body of each exception; this module alone decides.
 
-An error has OpenAI's body, ``{"error": {"message", "type", "param", "code"}}``, but for the paths
-whose clients know another (:mod:`trioserve.http.api.dialects`). Before a stream's 200 it is the
+An error has OpenAI's body, ``{"error": {"message", "type", "param", "code"}}``, except on paths of
+APIs with another form (:mod:`trioserve.http.api.dialects`). Before a stream's 200 it is the
 response; after it, the same body is an event of the stream, and then the stream ends.
 """
 
@@ -35,7 +35,7 @@ from trioserve.protocol.errors import (
 MAX_MESSAGE_CHARACTERS = 4000
 MAX_PARAM_CHARACTERS = 200
 CLIENT_CLOSED_REQUEST = 499
-"""What the log calls a request whose client left; no client ever sees it."""
+"""Status in the log of a request that its client has left; no client ever sees it."""
 
 
 class ModelNotFound(TrioserveError):
@@ -43,7 +43,7 @@ class ModelNotFound(TrioserveError):
 
 
 class ResponseNotFound(InvalidRequest):
-    """The request names a response that isn't kept, or isn't any more, or is somebody else's."""
+    """The named response isn't kept: it never was, no longer is, or has another owner."""
 
     def __init__(self, id: str) -> None:
         super().__init__(f"Response with id '{id}' not found.", code="response_not_found")
@@ -54,7 +54,7 @@ class Unauthorized(TrioserveError):
 
 
 class Forbidden(TrioserveError):
-    """Nobody may do this here, with whatever key."""
+    """The route is closed to every key."""
 
 
 class HostNotAllowed(TrioserveError):
@@ -62,7 +62,7 @@ class HostNotAllowed(TrioserveError):
 
 
 class KeyLimit(TrioserveError):
-    """As many requests with the same key are open as may be."""
+    """The key has as many open requests as it may have."""
 
 
 @attrs.frozen(kw_only=True)
@@ -131,14 +131,14 @@ ERROR_STATUSES = {
     503: "The server is shutting down, is paused, or has lost its worker",
     504: "The request's own `timeout`, or `--default-timeout`, ran out",
 }
-"""What the status of an error means."""
+"""Description of each status of an error."""
 
 
 def describe_error(error: BaseException, body: type[ErrorBody] = ErrorResponse) -> ErrorReply:
-    """The reply for ``error``. What isn't raised on purpose is a 500 that says nothing of it.
+    """Return the reply for ``error``. An unexpected error is a 500 that reveals nothing of it.
 
     Args:
-        body: the form that its body has.
+        body: the form of its body.
     """
     if isinstance(error, HTTPException):
         return _http_error(error, body)
@@ -160,7 +160,7 @@ def describe_error(error: BaseException, body: type[ErrorBody] = ErrorResponse) 
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, (Draining, KeyLimit, Paused, ShuttingDown, WatcherLimit)):
         headers["Retry-After"] = "1"
-    # Both may quote what the client wrote, which may be as large as a body.
+    # Both may quote the client's input, which may be as large as a body.
     message = _shortened(str(error), MAX_MESSAGE_CHARACTERS)
     param = None if param is None else _shortened(param, MAX_PARAM_CHARACTERS)
     detail = ErrorDetail(message=_naming(param, message), type=kind.type, param=param, code=code)
@@ -168,12 +168,12 @@ def describe_error(error: BaseException, body: type[ErrorBody] = ErrorResponse) 
 
 
 def _shortened(text: str, most: int) -> str:
-    """``text``, of at most ``most`` characters."""
+    """Return ``text``, cut to at most ``most`` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _naming(param: str | None, message: str) -> str:
-    """``message``, with the field's name before it where it doesn't tell it."""
+    """Return ``message``, with the field's name before it if it doesn't mention it."""
     if (
         param is None
         or len(param) == MAX_PARAM_CHARACTERS

@@ -1,8 +1,8 @@
-"""The generations behind one HTTP request: one prompt or several, read as one sequence of chunks.
+"""Generations of one HTTP request: one prompt or several, read as one sequence of chunks.
 
-Entering waits until every prompt is admitted, or fails as the first of them failed; leaving aborts
-what isn't finished. Both happen in the task that reads, so a client that leaves, which cancels that
-task, leaves the generations' scopes too, in whatever stage they are.
+Entering blocks until every prompt is admitted, or raises the first error. Leaving aborts what isn't
+finished. Both happen in the task that reads. A client that leaves cancels that task, and so leaves
+the generations' scopes at any stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trioserve.requests.stream import Chunk
 
 @attrs.frozen(kw_only=True)
 class PromptJob:
-    """One prompt and everything the engine is to know of it."""
+    """One prompt, and all of its arguments for the engine."""
 
     prompt: Prompt
     params: SamplingParams
@@ -37,25 +37,25 @@ class PromptJob:
     priority: int = 0
     timeout: float | None = None
     arrived: float | None = None
-    """The moment on trio's clock from which ``timeout`` counts; None for when it is entered."""
+    """Time on trio's clock from which ``timeout`` counts; None for the time of entering."""
     cache_salt: str = ""
     tenant: str = ""
     retention: Retention | None = None
     adapter: str = ""
-    """The name of its adapter, empty for none."""
+    """Name of its adapter, empty for none."""
     turn: Generate | None = None
-    """What generates it in place of the engine, if it is a turn of a session."""
+    """Function that generates it in place of the engine, if it is a turn of a session."""
     traceparent: str = ""
     tracestate: str = ""
     renames: Mapping[str, str] = attrs.field(factory=dict)
-    """The engine's names of fields, to the endpoint's: errors name what the client wrote."""
+    """The endpoint's names of fields by the engine's; errors name the client's field."""
 
 
 class Generations(abc.ABC):
     """One or several generations: an async context manager, and an async iterator while entered.
 
-    ``streams`` has one entry per prompt, in their order, once entered: for usage and prompts, not
-    for reading.
+    Once entered, ``streams`` has one entry per prompt, in their order. They give usage and prompts
+    and aren't to be read.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Generations(abc.ABC):
 
     @property
     def usage(self) -> Usage:
-        """The usage of all prompts together, so far."""
+        """Return the usage of all prompts together, so far."""
         return total_usage(stream.usage for stream in self.streams)
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class Generations(abc.ABC):
 
     @abc.abstractmethod
     async def receive(self) -> tuple[int, Chunk]:
-        """The next chunk, which says of which output it is, and the prompt that it belongs to.
+        """Return the next chunk, with the number of its prompt; the chunk tells its output.
 
         Raises:
             trio.EndOfChannel: all generations have ended.
@@ -90,7 +90,7 @@ class Generations(abc.ABC):
     def offer_to(self, sink: Callable[[Chunk], bool]) -> None:
         """Offer chunks of a single prompt to ``sink``, as :meth:`GenerationStream.offer_to` does.
 
-        Those of several prompts aren't offered.
+        Chunks of several prompts aren't offered.
         """
 
     def __aiter__(self) -> Generations:
@@ -104,14 +104,14 @@ class Generations(abc.ABC):
 
 
 def open_generations(engine: Engine, jobs: Sequence[PromptJob]) -> Generations:
-    """The generations of ``jobs``, to be entered."""
+    """Return the generations of ``jobs``, to be entered."""
     if len(jobs) == 1:
         return _One(engine, jobs[0])
     return _Several(engine, list(jobs))
 
 
 def total_usage(usages: Iterable[Usage]) -> Usage:
-    """The usage of several prompts together."""
+    """Return the usage of several prompts together."""
     prompt_tokens = completion_tokens = cached_tokens = 0
     for usage in usages:
         prompt_tokens += usage.prompt_tokens
@@ -125,7 +125,7 @@ def total_usage(usages: Iterable[Usage]) -> Usage:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """``error`` in the words of an endpoint whose fields have other names than the engine's."""
+    """Return ``error`` with an endpoint's names of fields in place of the engine's."""
     if error.param is None or error.param not in names:
         return error
     name = names[error.param]
@@ -156,7 +156,7 @@ def _generate(
 
 
 class _One(Generations):
-    """A single generation: nothing lies between the reader and its stream."""
+    """A single generation, read directly from its stream."""
 
     def __init__(self, engine: Engine, job: PromptJob) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class _Several(Generations):
     """Several generations, each in a task of its own, which hand their chunks to the reader.
 
     The tasks raise nothing: the first error is kept in ``_error``, and the reader raises it. A task
-    holds at most one chunk that the reader hasn't taken; all else waits, bounded, in its stream.
+    holds at most one chunk that the reader hasn't taken; later chunks wait, bounded, in its stream.
     """
 
     def __init__(self, engine: Engine, jobs: list[PromptJob]) -> None:
@@ -234,7 +234,7 @@ class _Several(Generations):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The nursery is to see no exception of the reader's, which it would wrap in a group.
+        # The nursery must not see the reader's exception, which it would wrap in a group.
         await self._exits.aclose()
 
     def offer_to(self, sink: Callable[[Chunk], bool]) -> None:
@@ -272,7 +272,7 @@ class _Several(Generations):
                 self._fail(error)
 
     def _refusal(self) -> InvalidRequest | None:
-        """Why they are too much together, now that all prompts are known."""
+        """Return the error if all prompts together are too much, now that they are known."""
         try:
             check_prompt_logprobs(self._jobs, self.streams)
         except InvalidRequest as error:
@@ -280,7 +280,7 @@ class _Several(Generations):
         return None
 
     def _fail(self, error: Exception) -> None:
-        """Keep the first error and wake whoever enters or reads, to raise it."""
+        """Keep the first error and wake the task that enters or reads, which raises it."""
         if self._error is None:
             self._error = error
         self._opened.set()

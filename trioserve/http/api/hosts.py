@@ -1,12 +1,13 @@
-"""Which host names a server without keys answers to.
+"""Allowed hosts of a server without keys.
 
 The owner of a web page can point the page's own name at this machine after the page has been loaded
-(DNS rebinding). To a browser, page and server are one site then, and the page may send everything
-and read everything. The request names the page's host, which gives it away. An IP address can't be
-pointed elsewhere, and neither can ``localhost``.
+(DNS rebinding). The browser then takes page and server for one site, so the page may send and read
+everything. The ``Host`` header gives such a request away: it names the page's host. An IP address
+can't be pointed elsewhere, and neither can ``localhost``.
 
-Requests with a valid key aren't checked, because such a page has no key. Neither are connections
-with TLS, where the browser checks the name itself, nor Unix sockets, which no browser opens.
+Requests with a valid key aren't checked, because such a page has no key. TLS connections aren't
+checked, because the browser checks the name itself. Unix sockets aren't checked, because no browser
+opens them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _MAX_QUOTED = 100
 
 
 class AllowedHosts:
-    """Decides whether a request without a key is answered.
+    """Rules that decide whether a request without a key is answered.
 
-    Where other machines reach the server, names of private networks are allowed, too: those without
-    a dot, such as a container's, those of private domains, and the machine's own.
+    If other machines can reach the server, names of private networks are allowed, too: names
+    without a dot, such as a container's, names in private domains, and the machine's own names.
 
     Args:
         names: further names, ``*.name`` for all below a name, ``*`` for any.
@@ -80,7 +81,7 @@ def _plain(name: str) -> str:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that ``name`` is, an IPv6 one in brackets or not."""
+    """Return the IP address that ``name`` is; an IPv6 one may be in brackets."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     return None

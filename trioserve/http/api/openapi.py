@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the routes and the classes that they name."""
+"""The OpenAPI 3.1 document, made from the routes and their classes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _header(kind: str, description: str) -> dict[str, Any]:
 
 
 _ID_HEADER = {"X-Request-Id": _header("string", "The id that the client sent, or a new one")}
-_RETRY_HEADER = {"Retry-After": _header("integer", "Seconds to wait before another try")}
+_RETRY_HEADER = {"Retry-After": _header("integer", "Seconds to wait before trying again")}
 _ERROR_HEADERS = {
     401: {"WWW-Authenticate": _header("string", "Bearer")},
     429: _RETRY_HEADER,
@@ -42,7 +42,7 @@ _ERROR_HEADERS = {
 
 @attrs.frozen
 class _References:
-    """How the document refers to each type."""
+    """References of the document to each type."""
 
     _pairs: list[tuple[Any, Any]]
 
@@ -51,12 +51,12 @@ class _References:
 
 
 def openapi_path(rule: str) -> str:
-    """``/v1/models/<path:name>`` as ``/v1/models/{name}``."""
+    """Return the path of a rule: ``/v1/models/<path:name>`` becomes ``/v1/models/{name}``."""
     return _PARAMETER_PATTERN.sub(r"{\1}", rule)
 
 
 def error_statuses(route: Route, path: str) -> list[int]:
-    """Every status of an error that ``route`` can answer with at ``path``."""
+    """Return every status of an error that ``route`` can answer with at ``path``."""
     statuses = {500, *route.errors}
     if path not in OPEN_PATHS:
         statuses.update((401, 429))
@@ -70,7 +70,7 @@ def error_statuses(route: Route, path: str) -> list[int]:
 def build_document(
     routes: Sequence[Route], *, root_path: str = "", vocab_size: int | None = None
 ) -> dict[str, Any]:
-    """The document, as JSON values; token ids are below ``vocab_size``."""
+    """Return the document as JSON values; token ids are below ``vocab_size``."""
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -107,7 +107,7 @@ def build_document(
 
 
 def _operation_id(route: Route, rule: str, taken: set[str]) -> str:
-    """The handler's name, or one made of method and path where a handler has several."""
+    """Return the handler's name, or one made of method and path if a handler has several."""
     id = route.handler
     if id in taken:
         id = route.method.lower() + re.sub(r"\W+", "_", openapi_path(rule)).rstrip("_")
@@ -127,7 +127,7 @@ def _types(routes: Sequence[Route]) -> list[Any]:
 
 
 def _add_length(schema: dict[str, Any]) -> None:
-    """Tell how long the strings in a field may be, where its type doesn't say it."""
+    """Add the maximal length of the strings in a field, if its type doesn't give it."""
     if schema.get("type") == "string" and "enum" not in schema:
         schema.setdefault("maxLength", MAX_SHORT_CHARACTERS)
     for inner in (*schema.get("anyOf", ()), schema.get("items")):
@@ -136,7 +136,7 @@ def _add_length(schema: dict[str, Any]) -> None:
 
 
 def _bound_token_ids(value: Any, largest: int) -> None:
-    """Tell the largest token id, wherever there may be one in a schema."""
+    """Add the largest token id to every schema of a token id."""
     if isinstance(value, dict):
         if value.get("format") == TOKEN_ID_FORMAT:
             value["maximum"] = largest
@@ -147,10 +147,10 @@ def _bound_token_ids(value: Any, largest: int) -> None:
 
 
 def _add_exclusive(component: dict[str, Any], groups: Sequence[Exclusive]) -> None:
-    """Say in a class's schema which of its fields exclude each other.
+    """Add the groups of fields that exclude each other to a class's schema.
 
-    Two names of one thing are told in words alone: with a rule for each such pair, a tool that
-    makes requests out of the schema has to look at every combination of them.
+    Two names of one thing are described in words alone: with a rule for each such pair, a tool that
+    makes requests out of the schema has to try every combination of them.
     """
     for group in groups:
         for name in group.names:
@@ -164,7 +164,7 @@ def _add_exclusive(component: dict[str, Any], groups: Sequence[Exclusive]) -> No
 
 
 def _add_usual_types(components: dict[str, Any], cls: type[msgspec.Struct]) -> None:
-    """Say in a class's schema which items of its lists may leave out their ``type``."""
+    """Mark the items of a class's lists that may leave out their ``type``."""
     for name, type_ in usual_types(cls).items():
         _drop_discriminators(components[cls.__name__]["properties"][name])
         for item in struct_classes([typing.get_type_hints(cls)[name]]):
@@ -176,7 +176,7 @@ def _add_usual_types(components: dict[str, Any], cls: type[msgspec.Struct]) -> N
 
 
 def _drop_discriminators(value: Any) -> None:
-    """Classes that are told apart by a field can't be where that may be left out."""
+    """Drop the discriminators of classes in lists that may leave out the field."""
     if isinstance(value, dict):
         value.pop("discriminator", None)
         value = list(value.values())
@@ -186,7 +186,7 @@ def _drop_discriminators(value: Any) -> None:
 
 
 def _only_one(name: str, group: Exclusive) -> dict[str, Any]:
-    """What an object fits that gives none of the group's fields but perhaps ``name``."""
+    """Return the schema of an object that gives at most ``name`` of the group's fields."""
     others = {other: {"type": "null"} for other in group.names if other != name}
     if not group.required:
         return {"properties": others}
@@ -226,14 +226,14 @@ def _operation(
 def _query_parameters(
     query: type[msgspec.Struct] | None, components: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """What the query of an operation may hold; nothing in it can be null."""
+    """Return the parameters of an operation's query; none of them can be null."""
     if query is None:
         return []
     schemas = components[query.__name__]["properties"]
     parameters = []
     for name in schemas:
         schema = _without_null(schemas[name])
-        if schema.get("enum") != []:  # Nothing but null would be served.
+        if schema.get("enum") != []:  # Only null would be served.
             parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
     return parameters
 
@@ -265,7 +265,7 @@ def _responses(route: Route, rule: str, references: _References) -> dict[str, An
         }
     if route.unwell is not None:
         responses["503"] = {
-            "description": "It isn't well",
+            "description": "The server isn't well",
             "headers": dict(_ID_HEADER),
             "content": {"application/json": {"schema": references.of(route.unwell)}},
         }
@@ -286,7 +286,9 @@ def _content(route: Route, references: _References) -> dict[str, Any]:
 
 
 def _event(route: Route, references: _References) -> dict[str, Any]:
-    """The schema of one event: its data is JSON, but for that of the last one. A line is JSON."""
+    """Return the schema of one event. Its data is JSON, except that of the last one. A line is
+    JSON.
+    """
     schemas = [references.of(route.events), references.of(error_body(route.rule))]
     if route.stream_type != "text/event-stream":
         return {"anyOf": schemas, "description": "A line"}

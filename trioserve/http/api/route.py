@@ -1,4 +1,4 @@
-"""What a route is: one endpoint, as the application serves it and the documentation tells it."""
+"""Description of a route: one endpoint, as it is served and documented."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ GROUPS = (
     "Control",
     "Health",
 )
-"""What routes belong to, in the order in which the documentation shows them."""
+"""Groups of routes, in the order of the documentation."""
 
 GENERATING = (429, 503, 504)
-"""Statuses of errors of what has a model compute: no room, no worker, no time."""
+"""Statuses of errors of computing routes: no room, no worker, no time."""
 
 
 @attrs.frozen(kw_only=True)
 class Route:
     """One endpoint. ``handler`` is the name of the method that serves it.
 
-    ``response`` is the type of the answer, or the content type of what is no JSON of a class;
-    ``events`` is the class of a stream's events where there can be one, or a union of classes; a
+    ``response`` is the type of the answer, or a content type if the answer isn't JSON of a class;
+    ``events`` is the class of a stream's events, or a union of classes, if there can be a stream; a
     class in a ``batch`` may come in a list.
     """
 
@@ -37,27 +37,27 @@ class Route:
     summary: str
     group: str
     peers: str = ""
-    """Whose endpoint it is."""
+    """Names of the servers that have the same endpoint."""
     aliases: tuple[str, ...] = ()
     """Other paths of the same endpoint."""
     request: type[msgspec.Struct] | None = None
     body_optional: bool = False
-    """Whether the body may be left out."""
+    """True if the body may be left out."""
     response: Any
     query: type[msgspec.Struct] | None = None
-    """The class of its query, where it looks at one."""
+    """Class of its query, if it reads one."""
     events: Any = None
     stream_type: str = "text/event-stream"
-    """The content type of a stream: of server-sent events, or of lines of JSON."""
+    """Content type of a stream: server-sent events, or lines of JSON."""
     batch: bool = False
     errors: tuple[int, ...] = ()
-    """Statuses of errors that not every endpoint has."""
+    """Statuses of errors that only some endpoints have."""
     unwell: type[msgspec.Struct] | None = None
-    """The class of the answer with the status 503, where that isn't an error like others."""
+    """Class of the answer with the status 503, if that isn't the usual error."""
     control: bool = False
-    """Whether it changes or shows what is an operator's alone: it then needs an admin key."""
+    """True if it changes the server or shows an operator's data: it then needs an admin key."""
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """All paths, the usual one first."""
+        """Return all paths, the usual one first."""
         return (self.rule, *self.aliases)

@@ -1,6 +1,6 @@
-"""Every route: what the application serves and what ``/openapi.json`` describes.
+"""Every route that the application serves and ``/openapi.json`` describes.
 
-An area's routes stand in its own folder, beside their handlers.
+The routes of an API are in its own folder, beside their handlers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROUTES = (
     *OLLAMA,
     *CONTROL,
 )
-"""In the order in which the documentation shows those of a group."""
+"""All routes; within a group, the documentation keeps this order."""
 
 
 def served_routes(config: ServerConfig) -> tuple[Route, ...]:
-    """Those that a server with these options has."""
+    """Return the routes of a server with these options."""
     return tuple(route for route in ROUTES if config.console or route not in CONSOLE)

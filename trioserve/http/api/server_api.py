@@ -1,8 +1,7 @@
-"""What HTTP tells of a whole server, and does to it, which may be several processes.
+"""Interface between HTTP and a whole server, which may be several processes.
 
-By itself an engine knows of its own process only. :class:`LocalServer` is a server that is no more
-than that; where there are more, :class:`trioserve.front_ends.client.server_api.RemoteServer` asks
-the others.
+An engine knows its own process only. :class:`LocalServer` is a server of one process. With several,
+:class:`trioserve.front_ends.client.server_api.RemoteServer` asks the others.
 """
 
 from __future__ import annotations
@@ -28,67 +27,67 @@ from trioserve.scheduler.iterations import Iteration
 
 Seat = contextlib.AbstractContextManager[None]
 Pictures = Callable[[], Awaitable[Snapshot]]
-"""Takes a picture of the server as it is."""
+"""Function that takes a snapshot of the server."""
 
 
 class ServerApi(Protocol):
-    """A server, of however many processes."""
+    """Interface of a server, of one process or several."""
 
     async def health_word(self) -> str:
-        """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+        """Return one word for its health: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
 
     async def statistics(self) -> EngineStatistics:
-        """Counts of this moment."""
+        """Return the current counts."""
 
     async def metrics(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
 
     async def permit(
         self, keys: Keys, caller: Caller | None
     ) -> contextlib.AbstractContextManager[None]:
-        """A block in which a request of ``caller`` is open; raises ``KeyLimit``."""
+        """Return a block in which a request of ``caller`` is open; entering raises ``KeyLimit``."""
 
     async def pause(self, mode: str, *, refuse: bool) -> None:
-        """As :meth:`trioserve.Engine.pause`."""
+        """Pause as :meth:`trioserve.Engine.pause`."""
 
     async def resume(self) -> None:
-        """As :meth:`trioserve.Engine.resume`."""
+        """Resume as :meth:`trioserve.Engine.resume`."""
 
     async def paused(self) -> bool:
-        """As :attr:`trioserve.Engine.paused`."""
+        """Return :attr:`trioserve.Engine.paused`."""
 
     async def memory_released(self) -> bool:
-        """As :attr:`trioserve.Engine.memory_released`."""
+        """Return :attr:`trioserve.Engine.memory_released`."""
 
     async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
-        """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
+        """Call :meth:`trioserve.Engine.abort` for each of ``ids``; return how many were ended."""
 
     async def flush_cache(self) -> int:
-        """As :meth:`trioserve.Engine.flush_cache`."""
+        """Flush the cache as :meth:`trioserve.Engine.flush_cache`."""
 
     async def update_weights(self, model: str, mode: str, version: str | None) -> str:
-        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+        """Update as :meth:`trioserve.Engine.update_weights`; return the new version's name."""
 
     async def weight_version(self) -> str:
-        """As :attr:`trioserve.Engine.weight_version`."""
+        """Return :attr:`trioserve.Engine.weight_version`."""
 
     async def call_weights(self, version: str) -> None:
-        """Call the weights that serve something else."""
+        """Give the current weights another version name."""
 
     async def release_memory(self) -> None:
-        """As :meth:`trioserve.Engine.release_memory`."""
+        """Release memory as :meth:`trioserve.Engine.release_memory`."""
 
     async def resume_memory(self) -> None:
-        """As :meth:`trioserve.Engine.resume_memory`."""
+        """Resume as :meth:`trioserve.Engine.resume_memory`."""
 
     async def iterations(self) -> list[Iteration]:
-        """The steps since this was asked last, the newest of them; the first time none."""
+        """Return the newest steps since the last call; the first returns none."""
 
     async def cache_events(self) -> list[CacheEvent]:
-        """The same of the prefix cache's events."""
+        """Return the prefix cache's newest events since the last call; the first returns none."""
 
     def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
-        """Take pictures of the server until the block is left, as ``Monitor.watched``."""
+        """Take snapshots of the server until the block is left, as ``Monitor.watched``."""
 
     async def open_session(
         self,
@@ -100,13 +99,15 @@ class ServerApi(Protocol):
         tenant: str,
         goes_on: bool,
     ) -> str:
-        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
+        """Open a session as :meth:`trioserve.engine.sessions.sessions.Sessions.open`; return its
+        id.
+        """
 
     async def close_session(self, id: str, owner: str | None) -> None:
-        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+        """Close a session of ``owner``; raise ``InvalidRequest`` if there is none of that id."""
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
-        """What generates a turn of a session of ``owner``.
+        """Return the function that generates a turn of a session of ``owner``.
 
         If there is no such session, this raises ``InvalidRequest``, or the first use does.
         """
@@ -114,13 +115,13 @@ class ServerApi(Protocol):
     async def keep_response(
         self, owner: str | None, id: str, data: bytes, previous: str | None
     ) -> bool:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.keep`."""
+        """Keep a response for later requests of ``owner``, as ``KeptResponses.keep``."""
 
     async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
+        """Return a kept response after the ones that it continues, the oldest first."""
 
     async def drop_response(self, owner: str | None, id: str) -> bool:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
+        """Drop a kept response of ``owner``; return whether there was one."""
 
 
 @attrs.frozen
@@ -143,79 +144,79 @@ class LocalServer:
     responses: KeptResponses = attrs.field(init=False, factory=KeptResponses)
 
     async def health_word(self) -> str:
-        """How it is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+        """Return one word for its health: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
         return health_word(self._engine)
 
     async def statistics(self) -> EngineStatistics:
-        """Counts of this moment."""
+        """Return the current counts."""
         return self._engine.statistics()
 
     async def metrics(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return self._engine.metrics.render()
 
     async def permit(
         self, keys: Keys, caller: Caller | None
     ) -> contextlib.AbstractContextManager[None]:
-        """A block in which a request of ``caller`` is open; entering it may raise ``KeyLimit``."""
+        """Return a block in which a request of ``caller`` is open; entering raises ``KeyLimit``."""
         return keys.counted(caller)
 
     async def pause(self, mode: str, *, refuse: bool) -> None:
-        """As :meth:`trioserve.Engine.pause`."""
+        """Pause as :meth:`trioserve.Engine.pause`."""
         await self._engine.pause(mode, refuse=refuse)
 
     async def resume(self) -> None:
-        """As :meth:`trioserve.Engine.resume`."""
+        """Resume as :meth:`trioserve.Engine.resume`."""
         self._engine.resume()
 
     async def paused(self) -> bool:
-        """As :attr:`trioserve.Engine.paused`."""
+        """Return :attr:`trioserve.Engine.paused`."""
         return self._engine.paused
 
     async def memory_released(self) -> bool:
-        """As :attr:`trioserve.Engine.memory_released`."""
+        """Return :attr:`trioserve.Engine.memory_released`."""
         return self._engine.memory_released
 
     async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
-        """:meth:`trioserve.Engine.abort` for each of ``ids``; how many were ended."""
+        """Call :meth:`trioserve.Engine.abort` for each of ``ids``; return how many were ended."""
         return sum(self._engine.abort(id, prefix=prefix) for id in ids)
 
     async def flush_cache(self) -> int:
-        """As :meth:`trioserve.Engine.flush_cache`."""
+        """Flush the cache as :meth:`trioserve.Engine.flush_cache`."""
         return self._engine.flush_cache()
 
     async def update_weights(self, model: str, mode: str, version: str | None) -> str:
-        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
+        """Update as :meth:`trioserve.Engine.update_weights`; return the new version's name."""
         await self._engine.update_weights(model, mode=mode, weight_version=version)
         return self._engine.weight_version
 
     async def weight_version(self) -> str:
-        """As :attr:`trioserve.Engine.weight_version`."""
+        """Return :attr:`trioserve.Engine.weight_version`."""
         return self._engine.weight_version
 
     async def call_weights(self, version: str) -> None:
-        """Call the weights that serve something else."""
+        """Give the current weights another version name."""
         self._engine.weight_version = version
 
     async def release_memory(self) -> None:
-        """As :meth:`trioserve.Engine.release_memory`."""
+        """Release memory as :meth:`trioserve.Engine.release_memory`."""
         await self._engine.release_memory()
 
     async def resume_memory(self) -> None:
-        """As :meth:`trioserve.Engine.resume_memory`."""
+        """Resume as :meth:`trioserve.Engine.resume_memory`."""
         await self._engine.resume_memory()
 
     async def iterations(self) -> list[Iteration]:
-        """The steps since this was asked last, the newest of them; the first time none."""
+        """Return the newest steps since the last call; the first returns none."""
         return self._iterations.take()
 
     async def cache_events(self) -> list[CacheEvent]:
-        """The same of the prefix cache's events."""
+        """Return the prefix cache's newest events since the last call; the first returns none."""
         return self._cache_events.take()
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As :meth:`trioserve.observability.live.Monitor.watched`."""
+        """Take snapshots as :meth:`trioserve.observability.live.Monitor.watched`."""
         with subject_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
 
             async def take() -> Snapshot:
@@ -233,31 +234,33 @@ class LocalServer:
         tenant: str,
         goes_on: bool,
     ) -> str:
-        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
+        """Open a session as :meth:`trioserve.engine.sessions.sessions.Sessions.open`; return its
+        id.
+        """
         session = self._engine.sessions.open(
             id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
         )
         return session.id
 
     async def close_session(self, id: str, owner: str | None) -> None:
-        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
+        """Close a session of ``owner``; raise ``InvalidRequest`` if there is none of that id."""
         self._engine.sessions.find(id, owner).close()
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
-        """What generates a turn of a session of ``owner``; raises ``InvalidRequest``."""
+        """Return the function that generates a turn of a session, or raise ``InvalidRequest``."""
         session = self._engine.sessions.find(id, owner)
         return functools.partial(session.generate, continuation=continuation)
 
     async def keep_response(
         self, owner: str | None, id: str, data: bytes, previous: str | None
     ) -> bool:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.keep`."""
+        """Keep a response for later requests of ``owner``, as ``KeptResponses.keep``."""
         return self.responses.keep(owner, id, data, previous)
 
     async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
+        """Return a kept response after the ones that it continues, the oldest first."""
         return self.responses.conversation(owner, id)
 
     async def drop_response(self, owner: str | None, id: str) -> bool:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
+        """Drop a kept response of ``owner``; return whether there was one."""
         return self.responses.drop(owner, id)

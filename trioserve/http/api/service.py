@@ -1,4 +1,4 @@
-"""What every endpoint needs: the engine, the options, the model's names, the way to jobs."""
+"""Service that all endpoints share: the engine, the options, the model's names, its jobs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 OPENAI_FRAMING = Framing()
 
 CURLS_TYPE = "application/x-www-form-urlencoded"
-"""What `curl -d` says of any body, unless it is told."""
+"""Media type that `curl -d` sends by default for any body."""
 
 
 def json_response(value: Any, status: int = 200) -> quart.Response:
-    """``value`` as a JSON response."""
+    """Return ``value`` as a JSON response."""
     body = msgspec.json.encode(value)
     return quart.Response(body, status=status, content_type="application/json")
 
 
 def response_of_view(json: memoryview) -> quart.Response:
-    """Return a response whose body is ``json``, which all its readers share."""
+    """Return a response with the body ``json``, which all its readers share."""
     return quart.Response(
         DataBody(cast(bytes, json)),
         headers={"Content-Length": str(len(json))},
@@ -60,11 +60,12 @@ def response_of_view(json: memoryview) -> quart.Response:
 
 
 def _check_media_type(request: quart.Request, *also: str) -> None:
-    """Refuse a body that says it is no JSON: so no web page can send one without being asked.
+    """Refuse a body of another media type than JSON, so no web page can send one without a
+    preflight.
 
-    A browser asks the server before it sends JSON to another site, and gets no permission here.
-    Clients may leave the type out, or say one of ``also``, but so can a page, whose browser tells
-    its origin.
+    Before a browser sends JSON to another site, it asks the server, and gets no permission here.
+    Clients may leave the type out, or give one of ``also``. A page could do so, too, but its
+    browser sends the origin.
     """
     media_type = "" if request.mimetype in also else request.mimetype
     is_json = media_type == "application/json" or media_type.endswith("+json")
@@ -75,7 +76,7 @@ def _check_media_type(request: quart.Request, *also: str) -> None:
 
 
 def _query_as_json() -> bytes:
-    """The object that the query of the request being served says the same as."""
+    """Return the object that the query of the current request stands for."""
     query = quart.request.args
     fields = {name: [_literal(text) for text in query.getlist(name)] for name in query}
     return msgspec.json.encode(
@@ -84,7 +85,9 @@ def _query_as_json() -> bytes:
 
 
 def _literal(text: str) -> Any:
-    """What ``text`` means in JSON if it is a number, ``true``, ``false`` or ``null`` there."""
+    """Return the JSON value of ``text`` if that is a number, ``true``, ``false`` or ``null``; else
+    ``text``.
+    """
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -95,7 +98,7 @@ def _literal(text: str) -> Any:
 async def _parsed(
     request_type: type[RequestType], body: bytes, ignored: IgnoredFields | None = None
 ) -> RequestType:
-    """Return the request in ``body``, whose room is free from then on."""
+    """Return the parsed request, and free the room of its body."""
 
     def parse() -> RequestType:
         return parse_body(request_type, body, ignored)
@@ -116,7 +119,7 @@ def _check_no_priority(jobs: Sequence[PromptJob]) -> None:
 
 @attrs.frozen(kw_only=True)
 class Service:
-    """One engine behind HTTP. ``started`` is when that began, in Unix seconds."""
+    """One engine behind HTTP. ``started`` is its start, in Unix seconds."""
 
     engine: Engine
     server_api: ServerApi
@@ -130,15 +133,15 @@ class Service:
             takes_self=True,
         ),
     )
-    """Fields of requests that were ignored, where those that aren't served are."""
+    """Names of ignored fields, if the server ignores unserved fields."""
 
     @property
     def record(self) -> AccessRecord:
-        """The access log's line of the request being served."""
+        """Return the access-log record of the current request."""
         return cast(LoggedRequest, quart.request).record
 
     async def read(self, request_type: type[RequestType], *also: str) -> RequestType:
-        """The body of the request being served, whose media type may be one of ``also``, too.
+        """Return the body of the current request, parsed; ``also`` has further media types.
 
         Raises:
             InvalidRequest: it isn't a request of this type.
@@ -150,7 +153,7 @@ class Service:
         return await _parsed(request_type, body, self._ignored)
 
     async def read_if_any(self, request_type: type[RequestType]) -> RequestType:
-        """The same for a request all of whose fields may be left out, and so the body itself.
+        """Return the body of a request with optional fields only, which may be left out itself.
 
         Without a body the query stands for it, as in vLLM.
         """
@@ -161,7 +164,7 @@ class Service:
         return await _parsed(request_type, body or b"{}")
 
     def read_query(self, query_type: type[RequestType]) -> RequestType:
-        """The query of the request being served.
+        """Return the parsed query of the current request.
 
         Raises:
             InvalidRequest: it isn't a query of this type.
@@ -169,7 +172,7 @@ class Service:
         return parse_query(query_type, quart.request.args.items(multi=True))
 
     def model(self, name: str | None) -> str:
-        """The served name that a request means.
+        """Return the served name that a request means.
 
         Raises:
             ModelNotFound: it isn't served here.
@@ -183,7 +186,7 @@ class Service:
         return name
 
     def adapter(self, model: str | None, lora_path: str | None) -> tuple[str, str]:
-        """The adapter that a request means by these fields, empty for none; and which field it is.
+        """Return the adapter that these fields name, empty for none, and the field that names it.
 
         Raises:
             InvalidRequest: they name two.
@@ -199,7 +202,7 @@ class Service:
     def sampling(
         self, fields: Mapping[str, Any], renames: Mapping[str, str] | None = None
     ) -> SamplingParams:
-        """Sampling parameters from the fields that were given; the model's defaults fill in.
+        """Return sampling parameters of the given fields; the model's defaults fill in.
 
         Raises:
             InvalidRequest: one is out of its range; ``param`` is the endpoint's name of it.
@@ -211,13 +214,13 @@ class Service:
             raise renamed(error, renames or {}) from error
 
     def default_max_tokens(self, of_the_api: int) -> int:
-        """Return the output tokens of a request that names none, where its API has a default."""
+        """Return the output tokens of a request that names none, if its API has a default."""
         return min(of_the_api, self.engine.generation.max_tokens or of_the_api)
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """Until when the request being served may take, which names ``timeout`` or none.
+        """Return the deadline of the current request, which names ``timeout`` or none.
 
-        The engine keeps the same, but knows nothing of what comes before it and after it.
+        The engine enforces the same deadline, but doesn't see the work before and after it.
         """
         return Deadline.of(timeout, self.record.started, self.engine.config)
 
@@ -236,11 +239,11 @@ class Service:
             )
 
     def note_texts(self, items: Sequence[Item]) -> None:
-        """Note texts that are computed as a whole in the log's line."""
+        """Record texts that are computed as a whole for the log's line."""
         self.record.note_texts(items, with_contents=self.config.log_requests)
 
     def _open(self, jobs: Sequence[PromptJob]) -> Generations:
-        """The generations of ``jobs``, noted in the log's line, under the caller's trace.
+        """Return the generations of ``jobs``, recorded in the log's line, under the caller's trace.
 
         Raises:
             InvalidRequest: together they could never be queued.
@@ -267,7 +270,7 @@ class Service:
         return open_generations(self.engine, jobs)
 
     async def complete(self, jobs: Sequence[PromptJob]) -> list[Completion]:
-        """Run every job to its end; leaving it, cancelled or not, aborts what isn't finished.
+        """Run every job to its end; leaving, cancelled or not, aborts what isn't finished.
 
         Raises:
             InvalidRequest: the answer would be too large to be held.
@@ -276,7 +279,7 @@ class Service:
         return [completion_of(stream, own) for stream, own in await self.chunks(jobs)]
 
     async def chunks(self, jobs: Sequence[PromptJob]) -> list[tuple[GenerationStream, list[Chunk]]]:
-        """The same, piece by piece: of each job its stream, and all chunks of that.
+        """Run every job to its end; return the stream and all chunks of each.
 
         Raises:
             InvalidRequest: the answer would be too large to be held.
@@ -306,9 +309,9 @@ class Service:
         *,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> quart.Response:
-        """A response that streams the jobs' output as ``writer`` puts it.
+        """Return a response that streams the jobs' output in the form of ``writer``.
 
-        ``before_end`` is awaited after the last of it, before the client is told that this is all.
+        ``before_end`` is awaited after the last output, before the stream is ended.
         """
         body = EventStream(
             self._open(jobs),

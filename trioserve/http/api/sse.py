@@ -1,8 +1,8 @@
-"""Server-sent events: the body of a streaming response, and the bytes of its events.
+"""Server-sent events: the body of a streaming response, and the encoding of its events.
 
-The body is an object with ``__aenter__`` and ``__aexit__``, never an async generator: a generator
-that is dropped before its first step never runs its ``finally``, and the generations' scope has to
-be entered and left in the task that serves the request.
+The body is an object with ``__aenter__`` and ``__aexit__``, never an async generator. A generator
+that is dropped before its first step never runs its ``finally``. The scope of the generations has
+to be entered and left in the task that serves the request.
 """
 
 from __future__ import annotations
@@ -33,84 +33,86 @@ _encoder = msgspec.json.Encoder()
 
 
 def event(value: Any) -> bytes:
-    """One event whose data is ``value`` as JSON."""
+    """Return one event with ``value`` as JSON."""
     return b"data: %b\n\n" % _encoder.encode(value)
 
 
 def typed_event(value: msgspec.Struct) -> bytes:
-    """The same of a class with a tag, which is the event's name, too."""
+    """Return one event with ``value`` as JSON; the class's tag is the event's name."""
     tag = str(value.__struct_config__.tag).encode()
     return b"event: %b\ndata: %b\n\n" % (tag, _encoder.encode(value))
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """The same of anything, with a name."""
+    """Return one event with ``value`` as JSON and a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(value))
 
 
 def raw_event(body: bytes) -> bytes:
-    """One event whose data is ``body``, JSON already."""
+    """Return one event with ``body``, which is JSON already."""
     return b"data: %b\n\n" % body
 
 
 @attrs.frozen(kw_only=True)
 class Framing:
-    """What a stream holds beside the events of its writer, as an endpoint's clients know it."""
+    """Fixed parts of an API's streams, besides the events of the writer."""
 
     content_type: str = "text/event-stream"
     last: bytes = DONE
-    """What comes behind everything else."""
+    """End of every stream."""
     keep_alive: bytes = KEEP_ALIVE
-    """What is sent while there is nothing to tell, for the connection not to be cut off."""
+    """Bytes sent in silence, so that the connection isn't cut off."""
     error: Callable[[bytes], bytes] = raw_event
-    """Makes the last event of the body of an error."""
+    """Function that makes the last event of an error's body."""
 
 
 class StreamWriter(Protocol):
-    """How one endpoint puts its output into events. Pure: bytes out, no waiting.
+    """Encoder of an endpoint's output as events. It returns bytes and never waits.
 
-    What is long runs in a thread, but never two of its methods at once.
+    Long calls run in a thread, but never two of its methods at once.
     """
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """What is sent before the first chunk; may be empty."""
+        """Return the bytes before the first chunk; may be empty."""
         ...
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The events of one chunk; empty where there is nothing to tell.
+        """Return the events of one chunk; empty if there is nothing to send.
 
-        ``index`` is that of the prompt, ``chunk.index`` that of the output.
+        ``index`` is the number of the prompt, ``chunk.index`` that of the output.
         """
         ...
 
     def text(self, chunk: Chunk) -> bytes | None:
-        """The same of the only prompt, where the chunk adds text and nothing else, and an event of
-        that is quickly made; else None, and nothing has happened."""
+        """Return the event of a chunk of the only prompt that adds text and nothing else.
+
+        None if the chunk does more or the event takes long to make; then nothing has changed.
+        """
         ...
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """What is sent after the last chunk, before what ends every stream; may be empty."""
+        """Return the bytes after the last chunk, before the fixed end; may be empty."""
         ...
 
 
 class EventBody(ResponseBody):
-    """The body of a streaming response: an async iterator over its pieces, while it is entered.
+    """Body of a streaming response: an async iterator over its pieces, while it is entered.
 
-    Errors come out of ``__aenter__`` (before the response has begun) or out of the iteration;
+    ``__aenter__`` raises errors before the response has begun, the iteration later ones;
     :class:`~trioserve.http.api.asgi.HTTPConnection` makes them a response or an event.
     """
 
     framing: Framing
     write_now: WriteNow | None = None
-    """How to send events from outside of the task that reads this, if that is possible."""
+    """Function that sends events from outside the task that reads this, if that is possible."""
 
     @property
     def look_again_at(self) -> float:
-        """When the reader may have heard nothing for too long, as far as is known."""
+        """Return the earliest time at which a keep-alive may be due."""
         return math.inf
 
     def note_if_silent(self) -> bool:
-        """Whether to keep the connection alive now, which is counted as done."""
+        """Return whether a keep-alive is due now; it then counts as sent."""
         return False
 
     @abc.abstractmethod
@@ -121,11 +123,11 @@ class EventBody(ResponseBody):
 
     @abc.abstractmethod
     async def __anext__(self) -> bytes:
-        """The next events."""
+        """Return the next events."""
 
 
 class EventStream(EventBody):
-    """What generations give. Entering it waits until they are admitted.
+    """Events of generations. Entering blocks until they are admitted.
 
     ``before_end`` is awaited after the last chunk, before the writer is asked for the end.
     """
@@ -151,15 +153,15 @@ class EventStream(EventBody):
         self._has_output = False
         self._ended = False
         self._waiting_since = math.inf
-        """Since when the next chunk is waited for; never, while it isn't."""
+        """Time since which the next chunk is waited for; infinite while it isn't."""
 
     @property
     def look_again_at(self) -> float:
-        """When the reader may have heard nothing for too long, as far as is known."""
+        """Return the earliest time at which a keep-alive may be due."""
         return min(self._waiting_since, trio.current_time()) + self._keep_alive_interval
 
     def note_if_silent(self) -> bool:
-        """Whether to keep the connection alive now, which is counted as done."""
+        """Return whether a keep-alive is due now; it then counts as sent."""
         now = trio.current_time()
         if now < self._waiting_since + self._keep_alive_interval:
             return False
@@ -214,10 +216,10 @@ class EventStream(EventBody):
                 return data
 
     def _send_now(self, chunk: Chunk) -> bool:
-        """Send a chunk as it comes, while the task that reads this waits for it, and go on waiting.
+        """Send a chunk at once, while the task that reads this waits for it and goes on waiting.
 
-        Called by whoever has made the chunk. It spares that task being woken, which costs more
-        than the event. False where the task is to see to the chunk.
+        The task that has made the chunk calls this. Waking the reading task would cost more than
+        the event. It returns False if the reading task has to handle the chunk.
         """
         data = self._writer.text(chunk)
         if data is None:
@@ -231,7 +233,7 @@ class EventStream(EventBody):
         return True
 
     def _weight(self, index: int, chunk: Chunk) -> int:
-        """How many log-probabilities there may be to tell: the prompt's with an output's first."""
+        """Return an upper bound of the log-probabilities to send."""
         weight = 0 if chunk.logprobs is None else num_in_entries(chunk.logprobs)
         stream = self._generations.streams[index]
         output = (index, chunk.index)
@@ -242,6 +244,6 @@ class EventStream(EventBody):
 
 
 def stream_response(body: EventBody) -> Response:
-    """A response with ``body``, and the headers that keep proxies from holding events back."""
+    """Return a response with ``body``, and headers that keep proxies from buffering events."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Response(body, status=200, headers=headers, content_type=body.framing.content_type)

@@ -1,4 +1,4 @@
-"""Long work on large requests and answers, in a thread: no other stream waits for it."""
+"""Thread for long work on large requests and answers, so that other streams don't wait for it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trioserve.requests.generation import Completion
 from trioserve.requests.stream import TokenLogprob
 
 LONG = 1000
-"""Log-probabilities, of which about 100 are put into words in a millisecond."""
+"""Number of log-probabilities that is long work; about 100 are encoded in a millisecond."""
 
 LONG_BODY = 64 << 10
-"""Bytes of a body, which take up to about 20 milliseconds to read."""
+"""Bytes of a body that is long work; they take up to about 20 milliseconds to parse."""
 
 Result = TypeVar("Result")
 
 
 def num_logprobs(completions: Iterable[Completion]) -> int:
-    """How many log-probabilities there are to tell of what the engine gave."""
+    """Return the number of log-probabilities in the engine's outputs."""
     total = 0
     for completion in completions:
         if (prompt := completion.prompt_logprobs) is not None:
@@ -31,7 +31,7 @@ def num_logprobs(completions: Iterable[Completion]) -> int:
 
 
 def num_in_entries(entries: Iterable[TokenLogprob] | None) -> int:
-    """How many log-probabilities ``entries`` hold."""
+    """Return the number of log-probabilities in ``entries``."""
     return sum(1 + len(entry.top) + len(entry.asked) for entry in entries or ())
 
 
@@ -39,13 +39,13 @@ _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("lon
 
 
 async def run_if_long(weight: int, work: Callable[[], Result], *, most: int = LONG) -> Result:
-    """Return what ``work`` gives: here if it is short, else from the one thread for long work.
+    """Return the result of ``work``: run here if it is short, else in the one thread for long work.
 
-    A second one would only take the event loop's turns away. If this is cancelled, the thread goes
-    on by itself, and what it gives is dropped.
+    A second thread would only take turns from the event loop. If this is cancelled, the thread goes
+    on, and its result is dropped.
 
     Args:
-        weight: about how many log-probabilities there are to go over, or another measure.
+        weight: about how many log-probabilities there are to process, or another measure.
         most: the largest weight of short work.
     """
     if weight <= most:
@@ -65,10 +65,11 @@ async def run_if_long(weight: int, work: Callable[[], Result], *, most: int = LO
 
 
 def _attempt(work: Callable[[], Result]) -> Result | InvalidRequest:
-    """Return what ``work`` gives, or why it refuses that.
+    """Return the result of ``work``, or the error by which it refuses.
 
-    An error that trio carries out of a thread is part of a cycle of references, so it would keep
-    everything that its traceback leads to, a body of 32 MiB among it, until the collector comes.
+    An error that trio carries out of a thread is part of a reference cycle. It would keep
+    everything that its traceback leads to, such as a body of 32 MiB, until the garbage collector
+    runs.
     """
     try:
         return work()

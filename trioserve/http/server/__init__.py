@@ -1,4 +1,4 @@
 """Connections, TLS, HTTP/1 and HTTP/2 for any ASGI application, with limits and deadlines.
 
-Stands on hypercorn's protocols; imported by ``http.api`` and by those that open a server.
+It builds on hypercorn's protocols. ``http.api`` and the programs that open a server may import it.
 """

@@ -1,7 +1,7 @@
-"""The settings of an HTTP/2 client, of which only some are kept, and none costs much.
+"""HTTP/2 settings of a client, bounded in number and in cost.
 
-h2 keeps a setting under each number that a client names, of which there are 65,536, encodes answers
-with a table as large as the client allows, and searches all of that table for each header.
+h2 stores every setting that a client sends, out of 65,536 possible numbers. It encodes answers with
+a header table as large as the client allows, and searches the whole table for each header.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from h2.settings import SettingCodes, Settings
 from trioserve.http.server.settings import MAX_FRAME_SIZE
 
 MAX_HEADER_TABLE_SIZE = 4096
-"""Bytes of the table that the headers of answers are encoded with; HTTP/2's default."""
+"""Size in bytes of the header table that encodes answers; HTTP/2's default."""
 _MOST = {
     SettingCodes.HEADER_TABLE_SIZE: MAX_HEADER_TABLE_SIZE,
     SettingCodes.MAX_FRAME_SIZE: MAX_FRAME_SIZE,
@@ -20,7 +20,7 @@ _KNOWN = frozenset(int(code) for code in SettingCodes)
 
 
 class ClientSettings(Settings):
-    """h2's settings without unknown ones; a limit that is larger than needed is lowered."""
+    """h2's settings without unknown ones; limits larger than needed are lowered."""
 
     def __setitem__(self, key: SettingCodes | int, value: int) -> None:
         if key in _KNOWN:

@@ -1,11 +1,11 @@
-"""One client's connection: what goes wrong on it stays on it.
+"""One client's connection; every error on it ends only this connection.
 
-Hypercorn's own connection lets an exception end the whole server, waits for ever on a client that
-doesn't read, and doesn't notice a client that leaves while its reader is parked (a pipelined
-request, a full queue). Here every exception ends at the connection; a send that doesn't progress is
-given up after ``send_timeout`` seconds; a client has ``request_timeout`` seconds for a handshake,
-and for a request's head; and :class:`~trioserve.http.server.connections.Connections` tells a parked
-reader that its client has gone.
+In hypercorn's own connection, an exception ends the whole server. It also waits forever on a client
+that doesn't read, and misses a client that leaves while its reader is parked (a pipelined request,
+a full queue). Here an exception ends one connection. A send without progress is given up after
+``send_timeout`` seconds. A client has ``request_timeout`` seconds for a handshake, and again for
+the head of a request. :class:`~trioserve.http.server.connections.Connections` stops a parked reader
+when its client has gone.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from trioserve.http.server.unsent import UnsentBudget
 from trioserve.observability.logs import get_logger
 
 _SEND_SLICE = 1 << 16
-"""Bytes that are to be taken within ``send_timeout``: a slow reader who does read isn't cut off."""
+"""Bytes to be sent within ``send_timeout``; a slow client that still reads isn't cut off."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 CONNECTION_STATE = "trioserve.connection"
-"""The connection's key in the ASGI state, by which a request finds it."""
+"""Key of the connection in the ASGI state of a request."""
 
 _log = get_logger("trioserve.http")
 
 
 class _Tasks(TaskGroup):
-    """The tasks of a connection. Nothing waits for an application that doesn't want to hear more.
+    """The tasks of a connection. They drop messages for an application that has stopped receiving.
 
-    In hypercorn, an answer that comes before the whole body was read can leave the reader, or the
-    application itself, waiting for ever at a queue that nobody empties.
+    In hypercorn, an answer sent before the whole body was read can block the reader, or the
+    application itself, forever on a queue that is never emptied.
     """
 
     async def spawn_app(
@@ -95,7 +95,9 @@ class _Tasks(TaskGroup):
 
 
 class Connection:
-    """Serves one accepted stream. ``stalled`` says that the client was cut off for not reading."""
+    """One accepted stream being served. ``stalled`` is true once the client was cut off for not
+    reading.
+    """
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class Connection:
     ) -> None:
         self.stalled = False
         self.address = ""
-        """The client's, as its holdings are counted."""
+        """Address of the client, under which its holdings are counted."""
         with contextlib.suppress(OSError):  # The client may have left already.
             sock = stream.socket
             self.address = address_of(parse_socket_addr(sock.family, sock.getpeername()))
@@ -123,22 +125,22 @@ class Connection:
         self._connections = connections
         self._budget = budget
         self._servers_turn: set[int] = set()
-        """Requests that the server has to go on with, by stream."""
+        """Ids of the streams on which the server, not the client, has to act next."""
         self._num_unsent = 0
-        """Sends that haven't ended, because the client leaves them unread."""
+        """Number of sends still running because the client hasn't read them."""
         self._protocol: Protocol | None = None
         self._tasks: TaskGroup | None = None
         self._send_lock = trio.Lock()
         self._num_in_turn = 0 if settings.tls is None else 1
-        """Sends that wait or may wait, in whose way no other may get. With TLS, all do."""
+        """Number of sends that block, or may block, all other sends. With TLS, every send does."""
         self._unsent: bytes | memoryview = b""
-        """What a write that didn't wait has left over; it leaves before anything else."""
+        """Rest of a write that didn't wait; it is sent before anything else."""
         self._descriptor = self._socket.fileno()
         self._closing = False
         self._reading = trio.CancelScope(deadline=self._after(settings.request_timeout))
 
     async def run(self) -> None:
-        """Serve until either side closes. Raises nothing but cancellation."""
+        """Serve until either side closes. Only cancellation is raised."""
         descriptor = self._descriptor
         try:
             self._connections.add(descriptor, self)
@@ -161,32 +163,32 @@ class Connection:
 
     @property
     def descriptor(self) -> int:
-        """The socket's, negative once it is closed."""
+        """Return the socket's descriptor; it is negative once the socket is closed."""
         return self._descriptor
 
     def close(self) -> None:
-        """End a connection that serves nothing, in an orderly way, as soon as its reader runs."""
+        """Close an idle connection in an orderly way, as soon as its reader runs."""
         self._reading.cancel()
 
     def abort(self) -> None:
-        """End the connection at once: whatever reads, waits or sends on it stops."""
+        """End the connection at once: every task that reads, waits or sends on it stops."""
         self._closing = True
         self._reading.cancel()
         self._close_socket()
 
     def reset(self) -> None:
-        """End the connection at once, and drop what the system would still send."""
+        """End the connection at once, and drop what the system has still to send."""
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.abort()
 
     def cut_off(self) -> None:
-        """End the connection, whose client leaves too much unread."""
+        """End the connection because its client leaves too many bytes unread."""
         self.stalled = True
         self.reset()
 
     async def _set_up_tls(self) -> bool:
-        """Shake hands, if there is TLS; False if that failed."""
+        """Run the TLS handshake, if there is TLS; return False if it failed."""
         if not isinstance(self._stream, trio.SSLStream):
             return True
         try:
@@ -232,7 +234,7 @@ class Connection:
             if not self._closing:
                 await protocol.end(timed_out=trio.current_time() >= self._reading.deadline)
             await self._close_tls()
-        # The client is gone, or half of it: there is nobody to send the rest to.
+        # The client has closed the connection, or half of it: the rest can't be delivered.
         self._close_socket()
         await protocol.handle(Closed())
 
@@ -243,7 +245,7 @@ class Connection:
             return b""
 
     async def _do(self, event: Event) -> None:
-        """Do what the protocol asks: send bytes, close, or note what the client is about."""
+        """Handle a protocol event: send bytes, close, or note the state of a request."""
         if isinstance(event, RawData):
             await self.send(event.data)
         elif isinstance(event, Closed):
@@ -274,13 +276,13 @@ class Connection:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is in the way of more bytes."""
+        """Return whether a send can start at once."""
         return not self._num_in_turn
 
     def send_now(self, data: bytes) -> bool:
-        """Send ``data`` if this is :attr:`ready`, else do nothing and return False.
+        """Send ``data`` if the connection is :attr:`ready`, else do nothing and return False.
 
-        What doesn't leave at once, a task sends.
+        A task sends what the system doesn't take at once.
         """
         if self._num_in_turn:
             return False
@@ -292,7 +294,7 @@ class Connection:
         return True
 
     def note_turn(self, stream_id: int, *, is_servers: bool) -> None:
-        """Note whether the server has to go on with a request, or its client has to."""
+        """Note whether the server or the client has to act next on a request."""
         if is_servers:
             self._servers_turn.add(stream_id)
         else:
@@ -307,9 +309,9 @@ class Connection:
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``, or give the connection up.
 
-        A few hundred bytes nearly always fit into the system's buffer, and then a write that
-        doesn't wait is all there is to do: the lock, the shield and the deadline of sending that
-        may wait cost several times as much.
+        A few hundred bytes nearly always fit into the system's buffer, so a write that doesn't wait
+        is enough. A send that may wait needs a lock, a shield and a deadline, and costs several
+        times as much.
         """
         if not self._num_in_turn:
             data = self._write(data)
@@ -318,30 +320,30 @@ class Connection:
             await self._send_in_turn(data)
 
     def _begin_turn(self, size: int) -> None:
-        """Count a send that may wait, of ``size`` bytes."""
+        """Count a send of ``size`` bytes that may wait."""
         self._num_in_turn += 1
         self._num_unsent += 1
         self._note_waiting()
         self._budget.add(self, size)
 
     def _write(self, data: bytes | memoryview) -> bytes | memoryview:
-        """Send as much of ``data`` as the system takes; what is left."""
+        """Send as much of ``data`` as the system takes, and return the rest."""
         try:
             sent = os.write(self._descriptor, data)
-        except OSError:  # Full, or broken: sending that waits will see which.
+        except OSError:  # The buffer is full or the socket broken: the send that waits finds out.
             return data
         return b"" if sent == len(data) else memoryview(data)[sent:]
 
     async def _send_in_turn(self, data: bytes | memoryview) -> None:
-        """Send all of ``data`` after what others are sending, or give the connection up.
+        """Send all of ``data`` after the sends that are queued, or give the connection up.
 
-        Shielded, because a part of it may have been sent, and half a frame would break what others
-        send on the connection. Bounded, because a client that doesn't read must not hold anything
-        up. The caller has begun the turn.
+        The send is shielded: part of it may have left already, and half a frame would break what
+        others send on the connection. It has a deadline: a client that doesn't read must not block
+        anything. The caller has begun the turn.
         """
         try:
             with trio.CancelScope(shield=True) as scope:
-                # Who waits in line waits for sends that are bounded themselves.
+                # Each send ahead in the queue has a deadline of its own.
                 async with self._send_lock:
                     parts, self._unsent = (memoryview(self._unsent), memoryview(data)), b""
                     for part in (
@@ -367,15 +369,14 @@ class Connection:
         await self._protocol.handle(Closed())
 
     def _close_socket(self) -> None:
-        # The system gives the number to the next connection.
+        # The system may give the same number to the next connection.
         self._descriptor = -1
         self._socket.close()
 
     async def _finish(self) -> None:
-        """Say that nothing follows. A client that is still sending is listened to for a while.
+        """Send the end of the stream, then read for a while from a client that is still sending.
 
-        Waits for nothing: the application's task, which may be the caller, is being cancelled by
-        now.
+        This doesn't wait: the application's task may be the caller, and is already being cancelled.
         """
         assert self._protocol is not None
         self._closing = True
@@ -389,7 +390,9 @@ class Connection:
         await self._protocol.handle(Closed())
 
     async def _close_tls(self) -> None:
-        """Tell the client that this is the true end, and not somebody on the way who cut it off."""
+        """Send TLS's closing message, so the client can tell the end from a connection cut on the
+        way.
+        """
         if isinstance(self._stream, trio.SSLStream):
             with (
                 contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError),

@@ -1,4 +1,4 @@
-"""All connections of a server: how many there may be, which make room, and which have hung up."""
+"""All connections of a server: their limit, their eviction, and the detection of hang-ups."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 4096
 MOST_TOGETHER = 64
-"""Connections that are accepted in one turn of the event loop, after the first."""
+"""Connections accepted in one turn of the event loop, after the first."""
 PATIENCE = 0.1
-"""Seconds that a client may wait for the process that it is for, before another takes it."""
+"""Seconds that a client may wait for its own process before another process accepts it."""
 _RESERVED_DESCRIPTORS = 128
-"""For listeners, the worker's sockets, model files and whatever else the process has open."""
+"""Descriptors reserved for listeners, workers' sockets, model files and other open files."""
 
 
 def connection_limit() -> int:
-    """How many connections to hold at a time: what the process may open leaves room for them."""
+    """Return how many connections to hold at a time: the process's limit less the reserved
+    descriptors.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -36,9 +38,9 @@ def connection_limit() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Let the process open as many files as that many connections take, where it may.
+    """Raise the limit of open files to what that many connections need, if the system allows it.
 
-    For a process that is all ours: where programs use ``select``, more than 1024 are trouble.
+    Only for a process of our own: programs that use ``select`` can't handle more than 1024.
     """
     current, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _RESERVED_DESCRIPTORS
@@ -49,31 +51,32 @@ def raise_descriptor_limit() -> None:
 
 
 class Connections:
-    """The open connections, and the task that notices when a client hangs up.
+    """The open connections, and the task that detects hang-ups.
 
-    A connection whose reader reads sees its client leave by itself. One whose reader is parked
-    doesn't, so a second epoll, itself watched by trio, reports half-closed and broken sockets.
-    Where there is no epoll, such a client is noticed when its reader reads again.
+    A reader that reads notices by itself that its client has left. A parked reader doesn't, so a
+    second epoll, itself watched by trio, reports half-closed and broken sockets. Without epoll, the
+    hang-up is noticed at the reader's next read.
     """
 
     def __init__(self, limit: int = MAX_CONNECTIONS) -> None:
         self._limit = limit
         self._open: dict[int, Connection] = {}
-        """By file descriptor, which the system may give to the next as soon as one is closed."""
+        """Connections by file descriptor; the system may reuse the number as soon as one is closed.
+        """
         self._idle: dict[Connection, None] = {}
-        """The connections that serve nothing."""
+        """Connections that serve no request."""
         self._waiting: Holdings[Connection] = Holdings()
-        """The connections that wait for their clients, which may be ended to make room."""
+        """Connections that wait for their clients, and may be evicted to make room."""
         self._epoll = select.epoll() if sys.platform == "linux" else None
         self._removed = trio.Event()
         self.handshakes = trio.Semaphore(HANDSHAKES_TOGETHER)
-        """Held by a TLS handshake while it waits for its turn."""
+        """Permits of TLS handshakes; each handshake holds one for its turn."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, descriptor: int, connection: Connection) -> None:
-        """Watch a connection, by its socket's descriptor. It serves nothing yet."""
+        """Watch a connection under its socket's descriptor. It starts idle."""
         self._open[descriptor] = connection
         self._idle[connection] = None
         self._waiting.add(connection.address, connection, 1)
@@ -81,22 +84,23 @@ class Connections:
             self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def note_idle(self, connection: Connection, idle: bool) -> None:
-        """A connection has begun to serve a request, or has answered its last one."""
+        """Note that a connection has begun to serve a request, or has answered its last one."""
         self._idle.pop(connection, None)
         if idle:
             self._idle[connection] = None
 
     def note_waiting(self, connection: Connection, waiting: bool) -> None:
-        """Note whether a connection waits for its client alone.
+        """Note whether a connection waits for nothing but its client.
 
-        The client has nothing to ask, hasn't sent all of a request, or leaves an answer unread.
+        That is so while the client has sent no request or only a part of one, and while it leaves
+        an answer unread.
         """
         self._waiting.remove(connection)
         if waiting:
             self._waiting.add(connection.address, connection, 1)
 
     def remove(self, descriptor: int, connection: Connection) -> None:
-        """Forget a connection. Its socket, closed or not, leaves the epoll when it is closed."""
+        """Forget a connection. Its socket leaves the epoll when it is closed, now or later."""
         if self._open.get(descriptor) is connection:
             del self._open[descriptor]
         self._idle.pop(connection, None)
@@ -106,19 +110,19 @@ class Connections:
 
     @property
     def num_free(self) -> int:
-        """How many more connections there may be."""
+        """Return how many more connections there may be."""
         return self._limit - len(self._open)
 
     async def make_room(self) -> None:
         """Block until there is room for one more connection.
 
-        The address with the most connections that wait for their clients loses the oldest of them.
+        The address with the most connections that wait for their clients loses its oldest one.
         """
         while len(self._open) >= self._limit and not self.evict():
             await self._removed.wait()
 
     def evict(self) -> bool:
-        """End a connection that waits for its client, and so make room; False if there is none."""
+        """End a connection that waits for its client; return False if there is none."""
         connection = self._waiting.first_to_go()
         if connection is None:
             return False
@@ -128,7 +132,7 @@ class Connections:
         return True
 
     def close_idle(self) -> None:
-        """Close the connections that serve nothing."""
+        """Close the connections that serve no request."""
         for connection in self._idle:
             connection.close()
 
@@ -138,12 +142,12 @@ class Connections:
             connection.abort()
 
     async def wait_none(self) -> None:
-        """Wait until no connection is left."""
+        """Block until no connection is left."""
         while self._open:
             await self._removed.wait()
 
     async def watch_hangups(self) -> None:
-        """The task: end the connections whose clients have hung up. Runs until cancelled."""
+        """End connections that their clients have hung up. The task runs until cancelled."""
         if self._epoll is None:
             await trio.sleep_forever()
             return
@@ -155,28 +159,30 @@ class Connections:
                     connection.abort()
 
     def close(self) -> None:
-        """Give the epoll back. The task has to have ended."""
+        """Close the epoll. The task has to have ended."""
         if self._epoll is not None:
             self._epoll.close()
 
 
 class BoundedListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener that leaves clients in the system's queue while there are enough connections.
+    """A listener that leaves clients in the system's queue while the connections are at their
+    limit.
 
-    Clients who come together are taken together: by one in each turn of the event loop, the last
-    of a thousand would wait for a thousand turns, each of which is a step of all who are served.
+    Clients that arrive together are accepted together. Accepted one by one, the last of a thousand
+    would wait for a thousand turns of the event loop, each of which advances every request.
     """
 
     def __init__(self, listener: trio.SocketListener, connections: Connections) -> None:
         self._listener = listener
         self._connections = connections
         self._taken: deque[socket.socket] = deque()
-        """Accepted, and not yet returned."""
+        """Sockets accepted and not yet returned."""
 
     async def accept(self) -> trio.SocketStream:
-        """The next connection, once it has its place among the others.
+        """Return the next connection, once there is room for it.
 
-        Not always a checkpoint: one is followed by at most ``MOST_TOGETHER`` that were there.
+        It is not always a checkpoint: up to ``MOST_TOGETHER`` waiting clients follow one
+        checkpoint.
         """
         if self._taken:
             return self._first_taken()
@@ -206,23 +212,23 @@ class BoundedListener(trio.abc.Listener[trio.SocketStream]):
                     return
                 try:
                     accepted, _ = listener.accept()
-                except OSError:  # None is left, or it goes wrong again where it is seen to.
+                except OSError:  # The queue is empty, or the error comes again where it is handled.
                     return
                 accepted.setblocking(False)
                 self._taken.append(accepted)
 
     async def aclose(self) -> None:
-        """Close the listener beneath, and whoever hasn't been returned."""
+        """Close the listener below, and the accepted sockets that weren't returned."""
         while self._taken:
             self._taken.popleft().close()
         await self._listener.aclose()
 
 
 class FallbackListener(BoundedListener):
-    """Another process's listener, whose clients are taken only where that process leaves them.
+    """Another process's listener, used only for clients which that process leaves waiting.
 
-    It may have died, or be busy, or have as many connections as it may. While it takes them soon,
-    each of its clients costs this process two turns of the event loop.
+    That process may be dead, busy, or at its limit of connections. While it accepts its clients
+    soon, each of them costs this process two turns of the event loop.
     """
 
     async def _next(self) -> trio.SocketStream:

@@ -1,4 +1,4 @@
-"""Bodies of errors, which the server answers by itself where no application can.
+"""Bodies of the errors that the server answers without the application.
 
 The form is OpenAI's; other APIs derive theirs.
 """
@@ -11,31 +11,31 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong."""
+    """Description of an error."""
 
-    message: Annotated[str, msgspec.Meta(description="What is wrong, for people.")]
-    type: Annotated[str, msgspec.Meta(description="What kind of error it is.")]
+    message: Annotated[str, msgspec.Meta(description="The error, in words for a person.")]
+    type: Annotated[str, msgspec.Meta(description="The kind of error.")]
     param: Annotated[str | None, msgspec.Meta(description="The field, as the client wrote it.")] = (
         None
     )
-    code: Annotated[str | None, msgspec.Meta(description="What is wrong, for programs.")] = None
+    code: Annotated[str | None, msgspec.Meta(description="The error's code, for programs.")] = None
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of an error; each form of it is a class of its own."""
+    """Base of the bodies of errors; each API's form is a subclass."""
 
     @classmethod
     def of(cls, status: int, detail: ErrorDetail) -> Self:
-        """The body that says ``detail``."""
+        """Return the body that carries ``detail``."""
         raise NotImplementedError
 
 
 class ErrorResponse(ErrorBody):
-    """The body of an error."""
+    """OpenAI's body of an error."""
 
-    error: Annotated[ErrorDetail, msgspec.Meta(description="What went wrong.")]
+    error: Annotated[ErrorDetail, msgspec.Meta(description="The error.")]
 
     @classmethod
     def of(cls, status: int, detail: ErrorDetail) -> Self:
-        """The body that says ``detail``."""
+        """Return the body that carries ``detail``."""
         return cls(detail)

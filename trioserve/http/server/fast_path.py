@@ -1,9 +1,9 @@
-"""A shorter way for the pieces of a streamed body than ASGI's messages.
+"""Fast path for the pieces of a streamed body, past ASGI's messages.
 
-Each piece would pass through a message, an event, h11 or a queue, and as many coroutines, in a task
-that has to be woken for it. Where the protocol's state says that a piece can go out as it is, all
-of that is one framed write that waits for nothing, from whatever task. In every other state, and
-to a reader that is slow, the piece goes the usual way.
+The usual way of a piece is a message, an event, h11 or a queue, and as many coroutines, in a task
+that has to be woken. If the protocol's state allows it, the fast path replaces all of that by one
+framed write that doesn't wait, from any task. In every other state, and for a slow reader, the
+piece takes the usual way.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ from hypercorn.typing import ASGISendCallable, ASGISendEvent, HTTPResponseBodyEv
 from hypercorn.utils import suppress_body
 
 WriteNow = Callable[[bytes], bool]
-"""Sends a piece of a body, of which more follow. False if nothing was sent, and ASGI's message is
-to be sent instead."""
+"""Function that sends a piece of a body, of which more follow. It returns False if nothing was
+sent; then the caller sends ASGI's message.
+"""
 
 
 class ByteOutput(Protocol):
-    """Where a protocol's bytes go."""
+    """The destination of a protocol's bytes."""
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is in the way of more bytes."""
+        """Return whether a send can start at once."""
 
     def send_now(self, data: bytes) -> bool:
-        """Send ``data`` if this is :attr:`ready`, else do nothing and return False.
+        """Send ``data`` if the output is :attr:`ready`, else do nothing and return False.
 
-        What doesn't leave at once leaves by itself.
+        The rest of what doesn't leave at once is sent in the background.
         """
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Send ``data`` after what others are sending; returns when it has left."""
+        """Send ``data`` after the sends that are queued; return when it has left."""
 
     def note_turn(self, stream_id: int, *, is_servers: bool) -> None:
-        """Note whether the server has to go on with a request, or its client has to.
+        """Note whether the server or the client has to act next on a request.
 
-        It is the client's turn while a request isn't whole, and while an answer isn't read.
+        The client has to act while its request is incomplete, and while it leaves an answer unread.
         """
 
 
 def body_message(data: bytes, *, more: bool = True) -> HTTPResponseBodyEvent:
-    """ASGI's message for a piece of a response's body."""
+    """Return ASGI's message for a piece of a response's body."""
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 class FastPathStream(HTTPStream):
     """One request and its response, on either protocol.
 
-    ``write_piece`` is the protocol's: it is given the stream's id and a piece of the body that
-    isn't empty, and says whether it could be sent.
+    ``write_piece`` is the protocol's function: it gets the id of the stream and a piece of the body
+    that isn't empty, and returns whether it sent the piece.
     """
 
     def __init__(self, *arguments: Any, write_piece: Callable[[int, bytes], bool]) -> None:
@@ -71,23 +72,23 @@ class FastPathStream(HTTPStream):
         await super().app_send(message)
 
     def write_now(self, data: bytes) -> bool:
-        """See :data:`WriteNow`."""
+        """Send a piece as :data:`WriteNow` does."""
         if self.closed or self.state is not ASGIHTTPState.RESPONSE or not data:
             return False
         return self._write_piece(self.stream_id, data)
 
 
 def takes_views(send: ASGISendCallable) -> bool:
-    """Return whether the body of a message may be a view of bytes, which ASGI doesn't say."""
+    """Return whether the body of a message may be a view of bytes; ASGI leaves that open."""
     return isinstance(getattr(send, "__self__", None), FastPathStream)
 
 
 def writer_for(send: ASGISendCallable) -> WriteNow | None:
-    """How pieces of a body may be sent at once where messages go to ``send``.
+    """Return the fast path for messages that go to ``send``; None if there is none.
 
-    The short way is there only where ``send`` is our own server's: whoever wraps it, as middleware
-    does, wants to see the messages. With TLS each piece has to wait its turn, and what is refused
-    here was encoded in vain.
+    It exists only if ``send`` is our own server's: middleware that wraps ``send`` wants to see
+    every message. With TLS each piece has to wait for its turn, and encoding a refused piece would
+    be wasted.
     """
     stream = getattr(send, "__self__", None)
     if not isinstance(stream, FastPathStream) or send != stream.app_send:

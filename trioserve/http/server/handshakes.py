@@ -1,7 +1,7 @@
-"""TLS handshakes: few go on in one turn of the event loop, and none gathers much.
+"""TLS handshakes, with a limit on how many advance together and on how much each may send.
 
-A handshake costs the server a signature, which takes milliseconds with a large key. Where hundreds
-of clients go on in the same moment, all others would wait for all of them.
+A handshake costs the server a signature, which takes milliseconds with a large key. Hundreds of
+handshakes advancing at once would delay all requests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from trioserve.http.server.settings import MAX_HEAD_SIZE
 from trioserve.observability.logs import get_logger
 
 HANDSHAKES_TOGETHER = 8
-"""Handshakes that go on in one turn of the event loop: 50 ms with a key of 4096 bits."""
+"""Handshakes that advance in one turn of the event loop: 50 ms with a key of 4096 bits."""
 LINGER = 2.0
-"""Seconds for which a client that is still sending is listened to after our last word, so that its
-own sending doesn't make its system throw our answer away."""
+"""Seconds to keep reading from a client that is still sending after our last bytes. Without it, the
+client's system may discard the answer.
+"""
 _NO_TLS = (
     b"HTTP/1.1 400 \r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
     b"This is a port for TLS: use https://\n"
@@ -27,11 +28,12 @@ _log = get_logger("trioserve.http")
 
 
 class HandshakeStream(trio.abc.Stream):
-    """A connection's stream below TLS, which takes turns with others until its handshake is done.
+    """Stream below TLS of one connection, which takes turns with others until its handshake is
+    done.
 
     Args:
         stream: The connection.
-        turns: Held by each handshake for a turn of the event loop, before it goes on.
+        turns: Permits of handshakes; a handshake holds one for a turn of the event loop.
     """
 
     def __init__(self, stream: trio.SocketStream, turns: trio.Semaphore) -> None:
@@ -40,11 +42,11 @@ class HandshakeStream(trio.abc.Stream):
         self._size = 0
 
     def note_done(self) -> None:
-        """Note that the handshake is done: what follows has bounds of its own."""
+        """Note that the handshake is done: what follows has other limits."""
         self._turns = None
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """Receive what comes, and wait for this handshake's turn.
+        """Receive bytes, and wait for this handshake's turn.
 
         Raises:
             trio.BrokenResourceError: the connection is broken, or the handshake is too large.

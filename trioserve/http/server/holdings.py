@@ -1,8 +1,8 @@
-"""What clients hold of something limited, and whose holding is taken back first.
+"""Accounting of a limited resource by client address, and the choice of the holding to evict first.
 
-The address that holds the most gives way, and of its holdings the oldest. So one address can't shut
-others out, and where all clients have one address, as behind a proxy or on a Unix socket, the
-oldest holding goes. No limit for each address is needed, which a proxy would reach.
+The address with the most gives up its oldest holding. So one address can't shut others out. If all
+clients share one address, as behind a proxy or on a Unix socket, the oldest holding goes. A limit
+for each address, which a proxy would soon reach, isn't needed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Generic, TypeVar
 import attrs
 
 _PREFIX = 64
-"""Bits of an IPv6 address that tell networks apart: a client may have all addresses below them."""
+"""Bits of an IPv6 address that identify a network; a client may own all addresses below them."""
 
 Holder = TypeVar("Holder")
 
 
 def address_of(client: tuple[str, int] | None) -> str:
-    """Return the address that a client's holdings are counted by; empty on a Unix socket."""
+    """Return the address under which a client's holdings are counted; empty on a Unix socket."""
     if client is None:
         return ""
     text = client[0].partition("%")[0]
@@ -41,7 +41,7 @@ class _Account(Generic[Holder]):
 
 @attrs.define(eq=False)
 class Holdings(Generic[Holder]):
-    """Amounts by holder, and holders by address. Pure: it only counts."""
+    """Amounts by holder, and holders by address. It only counts."""
 
     total: int = 0
     _accounts: dict[str, _Account[Holder]] = attrs.field(factory=dict)
@@ -51,7 +51,7 @@ class Holdings(Generic[Holder]):
         return len(self._addresses)
 
     def add(self, address: str, holder: Holder, amount: int) -> None:
-        """Add ``amount`` to what ``holder`` holds. It is as old as its first amount."""
+        """Add ``amount`` to what ``holder`` holds. Its age is that of its first amount."""
         self._addresses[holder] = address
         account = self._accounts.setdefault(address, _Account())
         account.amounts[holder] = account.amounts.get(holder, 0) + amount
@@ -59,7 +59,7 @@ class Holdings(Generic[Holder]):
         self.total += amount
 
     def remove(self, holder: Holder, amount: int | None = None) -> None:
-        """Take back ``amount`` of what ``holder`` holds, or all of it, of which nothing may be."""
+        """Subtract ``amount``, or everything, from what ``holder`` holds, which may be nothing."""
         address = self._addresses.get(holder)
         if address is None:
             return

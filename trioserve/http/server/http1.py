@@ -1,9 +1,9 @@
-"""HTTP/1.1 on one connection: hypercorn's, with less trust in what comes.
+"""HTTP/1.1 on one connection: hypercorn's protocol with stricter checks.
 
-A head that two servers could read differently (which is how requests are smuggled past a proxy) is
-refused: a length beside chunks, folded lines, lines without a carriage return, chunks in HTTP/1.0.
-No connection is upgraded: nothing is served over a websocket, and ``h2c`` would be a way around a
-proxy's rules. Such a request is answered as if it hadn't asked.
+A head that two servers could read differently allows requests to be smuggled past a proxy. Such a
+head is refused: a length beside chunks, folded lines, lines without a carriage return, chunks in
+HTTP/1.0. A connection is never upgraded, because no websockets are served and ``h2c`` would bypass
+a proxy's rules. A request for an upgrade is answered as if it hadn't asked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = get_logger("trioserve.http")
 
 
 class HeadBegun(Event):
-    """The first bytes of a request have come, the rest of its head hasn't."""
+    """Event: the first bytes of a request have come, the rest of its head hasn't."""
 
 
 class _Refused(Exception):
@@ -52,7 +52,9 @@ class _Refused(Exception):
 
 
 def path_of(target: bytes) -> bytes | None:
-    """Path and query of a request's target, also of one with a host; None if it has no path."""
+    """Return path and query of a request's target, which may include a host; None if it has no
+    path.
+    """
     if not target.startswith(b"/"):
         authority = _AUTHORITY.match(target)
         if authority is None:
@@ -63,7 +65,7 @@ def path_of(target: bytes) -> bytes | None:
 
 
 class HTTP1(H11Protocol):
-    """One client's requests, one after the other."""
+    """HTTP/1.1 protocol of one client, which serves its requests one after the other."""
 
     config: ServerSettings
     connection: h11.Connection
@@ -71,16 +73,16 @@ class HTTP1(H11Protocol):
     _head_begun = False
     _is_head_request = False
     _may_continue = True
-    """Whether a client that waits for it is told to send the body."""
+    """False if a client that waits for permission isn't told to send the body."""
     _in_chunks = False
-    """Whether a response has begun, and not ended, whose body is sent in chunks."""
+    """True while a response with a chunked body is being sent."""
 
     def __init__(self, *arguments: Any, output: ByteOutput) -> None:
         super().__init__(*arguments)
         self._output = output
 
     async def end(self, *, timed_out: bool) -> None:
-        """Nothing more is read, and no request is being served."""
+        """Stop reading; no request is being served."""
         if timed_out and self._head_begun:
             await self._send_error_response(408)
 
@@ -94,7 +96,7 @@ class HTTP1(H11Protocol):
             await self._refuse(error.status)
 
     async def _handle_next(self) -> bool:
-        """Take one event out of what has come; False if there is none for now."""
+        """Handle one event of what has been received; return False if there is none yet."""
         if self.connection.their_state is h11.IDLE:
             self._check_head(self.connection.trailing_data[0])
         elif self.connection.they_are_waiting_for_100_continue and self._may_continue:
@@ -110,20 +112,20 @@ class HTTP1(H11Protocol):
             self._output.note_turn(STREAM_ID, is_servers=True)
             await self.stream.handle(EndBody(stream_id=STREAM_ID))
         elif event is h11.PAUSED:
-            # One request at a time: the next is read when this one has been answered.
+            # One request at a time: the next is read after this one has been answered.
             await self.can_read.clear()
             await self.can_read.wait()
         elif event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):
             await self._note_head_begun()
             return False
         elif self.stream is None:
-            return False  # Answered already; what still comes of the body goes nowhere.
+            return False  # The request was answered already; the rest of its body is dropped.
         elif isinstance(event, h11.Data):
             await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
         return True
 
     def _check_head(self, data: bytes) -> None:
-        """Refuse a head, all of it there, that h11 would read."""
+        """Refuse a complete head that h11 would accept and other servers may read differently."""
         end = _END_OF_HEAD.search(data)
         if end is None:
             return
@@ -196,11 +198,11 @@ class HTTP1(H11Protocol):
         await self._output.send(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _write_piece(self, _: int, data: bytes) -> bool:
-        """Send a piece of the body as a chunk, which h11 would frame in the same way."""
+        """Send a piece of the body as a chunk, framed as h11 would."""
         return self._in_chunks and self._output.send_now(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def _refuse(self, status: int) -> None:
-        """Answer, if nothing was answered yet, and end the connection."""
+        """Answer, unless an answer has begun, and end the connection."""
         _log.info("a request can't be read", status=status, client=self._client_address())
         if self.connection.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             await self._send_error_response(status)

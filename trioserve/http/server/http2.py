@@ -1,10 +1,10 @@
-"""HTTP/2 on one connection: hypercorn's, extended where it isn't enough for us.
+"""HTTP/2 on one connection: hypercorn's protocol with backpressure and limits.
 
-Hypercorn's has no backpressure: what a client's window doesn't let out piles up without bound. Here
-a writer waits while more than ``BUFFER_HIGH_WATER`` bytes are queued on its stream, and a stream
-that makes no progress for ``send_timeout`` seconds is reset. What is wrong with one stream resets
-that one; the others, which may be other people's behind a proxy, go on. A client that sends much
-that is of no use is cut off (:mod:`trioserve.http.server.http2_rate`).
+Hypercorn's protocol queues without bound what a client's window doesn't let out. Here a writer
+blocks while more than ``BUFFER_HIGH_WATER`` bytes are queued on its stream, and a stream without
+progress for ``send_timeout`` seconds is reset. An error on one stream resets that stream. The
+others go on; behind a proxy they may belong to other clients. A client that sends many useless
+frames is cut off (:mod:`trioserve.http.server.http2_rate`).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from trioserve.http.server.unsent import UnsentBudget
 from trioserve.observability.logs import get_logger
 
 _READ_SLICE = 1 << 13
-"""Bytes that are parsed at once: many small frames in them take 20 ms."""
+"""Bytes parsed at once: as many small frames take 20 ms."""
 _SEND_SLICE = 1 << 16
-"""Bytes that are to be taken within ``send_timeout``, as over HTTP/1.1."""
+"""Bytes to be sent within ``send_timeout``, as over HTTP/1.1."""
 _USEFUL_SIZE = 64
-"""Bytes of a part of an answer for which a client's window updates aren't held against it."""
+"""Bytes of a piece of an answer that is large enough to justify window updates."""
 _METHOD_CHARACTERS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_")
 
 _log = get_logger("trioserve.http")
 
 
 class _StalledStreamError(Exception):
-    """A client let nothing of a stream through for too long."""
+    """Error: a client let no byte of a stream through for too long."""
 
 
 class _BoundedBuffer(StreamBuffer):
-    """The bytes that wait on one HTTP/2 stream, by reference.
+    """The bytes queued on one HTTP/2 stream, by reference.
 
     Both waits end with an error when too little moves, or when the answer is cut off for others.
     """
@@ -79,21 +79,21 @@ class _BoundedBuffer(StreamBuffer):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be added."""
+        """Return whether the queue is closed to more bytes."""
         return self._complete
 
     @property
     def complete(self) -> bool:
-        """Whether all has been sent."""
+        """Return whether all has been sent."""
         return self._complete and not self._size
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits, and more may be sent."""
+        """Return whether the queue is empty and still open."""
         return not self._size and not self._is_cut_off
 
     def cut_off(self) -> None:
-        """Drop what waits; the task that writes the answer gets an error."""
+        """Drop what is queued; the task that writes the answer gets an error."""
         self._is_cut_off = True
         self.drop()
 
@@ -132,7 +132,7 @@ class _BoundedBuffer(StreamBuffer):
         self.drop()
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Drop what is queued."""
         self._parts.clear()
         self._size = 0
         self._budget.remove(self)
@@ -149,7 +149,7 @@ class _BoundedBuffer(StreamBuffer):
             raise _StalledStreamError
 
     async def _wait_below(self, size: int) -> None:
-        """Wait until fewer than ``size`` bytes wait; closing the buffer empties it."""
+        """Block until fewer than ``size`` bytes are queued; closing the buffer empties it."""
         self._check()
         while self._size >= size:
             target = max(size, self._size - _SEND_SLICE)
@@ -162,16 +162,16 @@ class _BoundedBuffer(StreamBuffer):
 
 
 class _LocalSettings(h2.settings.Settings):
-    """Our settings. h2 would end the connection over one stream too many; we refuse that stream."""
+    """Our settings. For one stream too many, h2 would end the connection; we refuse the stream."""
 
     def get(self, key: int, default: Any = None) -> Any:
-        """What h2 goes by; what the client is told is read in another way."""
+        """Return the value that h2 enforces; the client is told another one."""
         is_limit = key == h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS
         return 1 << 31 if is_limit else super().get(key, default)
 
 
 class HTTP2(H2Protocol):
-    """One client's requests, many at a time."""
+    """HTTP/2 protocol of one client, which serves many requests at a time."""
 
     config: ServerSettings
 
@@ -181,7 +181,7 @@ class HTTP2(H2Protocol):
         self._budget = budget
         self._meter = Http2RateLimiter()
         self._still_sending: dict[int, None] = {}
-        """Streams whose clients haven't ended them, answered or not."""
+        """Streams that their clients haven't ended, answered or not."""
         self.connection.remote_settings = ClientSettings(client=True)
         codes = h2.settings.SettingCodes
         self.connection.local_settings = _LocalSettings(
@@ -209,13 +209,13 @@ class HTTP2(H2Protocol):
             await self._cut_off(error)
 
     async def end(self, *, timed_out: bool) -> None:
-        """Nothing more is read, and no request is being served."""
+        """Stop reading; no request is being served."""
         with contextlib.suppress(h2.exceptions.ProtocolError):
             self.connection.close_connection()
             await self._flush()
 
     def drop_unsent(self) -> None:
-        """Forget the bytes that wait on streams."""
+        """Drop the bytes queued on streams."""
         for buffer in self.stream_buffers.values():
             if isinstance(buffer, _BoundedBuffer):
                 buffer.drop()
@@ -234,7 +234,8 @@ class HTTP2(H2Protocol):
             if isinstance(event, h2.events.RequestReceived):
                 await self._take_request(event)
             elif isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
-                # Answered, refused or reset already; the connection's window is not to close.
+                # The stream was answered, refused or reset already; the connection's window has to
+                # stay open.
                 self.connection.acknowledge_received_data(
                     event.flow_controlled_length, event.stream_id
                 )
@@ -243,7 +244,9 @@ class HTTP2(H2Protocol):
                     self._still_sending.pop(event.stream_id, None)
                     self._note_turn(event.stream_id)
                 if isinstance(event, h2.events.StreamReset) and not event.remote_reset:
-                    self._meter.charge(trio.current_time())  # For something that was wrong on it.
+                    self._meter.charge(
+                        trio.current_time()
+                    )  # The stream was reset for an error on it.
                 await super()._handle_events([event])
         await self._flush()
 
@@ -264,7 +267,7 @@ class HTTP2(H2Protocol):
 
     def _reset_stream(self, stream_id: int, code: ErrorCodes) -> None:
         self._still_sending.pop(stream_id, None)
-        # The client may have reset it, in what was read at once with its beginning.
+        # The client may have reset the stream in the same read that opened it.
         with contextlib.suppress(h2.exceptions.ProtocolError):
             self.connection.reset_stream(stream_id, code)
 
@@ -304,9 +307,10 @@ class HTTP2(H2Protocol):
         self.keep_alive_requests += 1
 
     def _write_piece(self, stream_id: int, data: bytes) -> bool:
-        """Send a piece of a body as one frame, if nothing waits before it and the windows let it.
+        """Send a piece of a body as one frame, if the stream's queue is empty and the windows allow
+        it.
 
-        What is larger, or has to wait, goes through the stream's buffer.
+        A larger piece, or one that has to wait, goes through the stream's buffer.
         """
         buffer = self.stream_buffers.get(stream_id)
         if not isinstance(buffer, _BoundedBuffer) or not buffer.is_empty:
@@ -322,7 +326,7 @@ class HTTP2(H2Protocol):
         return True
 
     def _note_turn(self, stream_id: int) -> None:
-        """Tell the connection whether the server has to go on with a stream."""
+        """Tell the connection whether the server or the client has to act next on a stream."""
         buffer = self.stream_buffers.get(stream_id)
         unread = isinstance(buffer, _BoundedBuffer) and not buffer.is_empty
         is_open = stream_id in self.streams and stream_id not in self._still_sending
@@ -337,7 +341,7 @@ class HTTP2(H2Protocol):
             await self._output.send(data)
 
     async def _priority_updated(self, event: h2.events.PriorityUpdated) -> None:
-        """Nothing: all streams are equal. HTTP/2's priorities are deprecated."""
+        """Do nothing: all streams are equal, because HTTP/2's priorities are deprecated."""
 
     async def stream_send(self, event: StreamEvent) -> None:
         buffer = self.stream_buffers.get(event.stream_id)

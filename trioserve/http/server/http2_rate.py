@@ -1,9 +1,9 @@
-"""A meter for what an HTTP/2 client sends, which reads frame headers before h2 parses frames.
+"""HTTP/2 rate limiter, which reads frame headers before h2 parses the frames.
 
-Some frames cost the sender nothing and bring no request forward: pings, settings, priorities,
-resets, empty pieces of a body. A client has a stock of those, refilled with time, and whoever
-exhausts it is cut off. Two things are refused at their first byte, since h2 would gather them whole
-before it looks: a frame that is too long, and a head in ever more pieces.
+Some frames cost the sender nothing and advance no request: pings, settings, priorities, resets,
+empty pieces of a body. A client has a budget of such frames, refilled over time. A client that
+exhausts it is cut off. Two things are refused at their first byte, since h2 would collect them
+whole before it checks: a frame that is too long, and a head in ever more pieces.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from h2.errors import ErrorCodes
 from trioserve.http.server.settings import MAX_FRAME_SIZE, MAX_HEAD_SIZE
 
 BURST = 500
-"""Frames without use that a client may send at once."""
+"""Useless frames that a client may send at once."""
 _PER_SECOND = 100.0
 _WINDOWS_PER_DATA_FRAME = 4
-"""Window updates that a client may send for each piece of a body that it was sent."""
+"""Window updates that a client may send for each piece of a body sent to it."""
 _PREFACE_SIZE = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 _HEADER_SIZE = 9
 _DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 4, 8, 9
 _MAX_SETTINGS_SIZE = 6 * 64
-"""Bytes of a settings frame, 6 for each setting. HTTP/2 has a dozen settings."""
+"""Bytes of a settings frame: 6 for each setting. HTTP/2 has a dozen settings."""
 _END_STREAM = 0x1
 _END_HEADERS = 0x4
 _PADDED = 0x8
 
 
 class FrameRefused(Exception):
-    """The connection has to end. ``code`` is HTTP/2's error code."""
+    """Error: the connection has to end. ``code`` is HTTP/2's error code."""
 
     def __init__(self, code: ErrorCodes, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class FrameRefused(Exception):
 
 
 class Http2RateLimiter:
-    """Follows one connection from the client's preface on. Pure: bytes and times in, errors out."""
+    """Limiter of one connection, from the client's preface on. Bytes and times in, errors out."""
 
     def __init__(self) -> None:
         self._to_skip = _PREFACE_SIZE
@@ -48,10 +48,10 @@ class Http2RateLimiter:
         self._window_updates = BURST
 
     def read(self, data: bytes, now: float) -> None:
-        """Look at the next bytes that came, at ``now`` seconds.
+        """Check the next bytes, received at ``now`` seconds.
 
         Raises:
-            FrameRefused: there is too much of something.
+            FrameRefused: a limit is exceeded.
         """
         position = 0
         while position < len(data):
@@ -66,10 +66,10 @@ class Http2RateLimiter:
             position += step
 
     def charge(self, now: float) -> None:
-        """Count one thing of no use.
+        """Charge one useless frame to the budget.
 
         Raises:
-            FrameRefused: the stock is exhausted.
+            FrameRefused: the budget is exhausted.
         """
         refill = max(0.0, now - self._refilled_at) * _PER_SECOND
         self._stock = min(BURST, self._stock + refill) - 1
@@ -78,7 +78,7 @@ class Http2RateLimiter:
             raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "too many frames without use")
 
     def note_data_sent(self) -> None:
-        """A piece of a body was sent, which a client answers with window updates."""
+        """Note that a piece of a body was sent, which a client answers with window updates."""
         self._window_updates = min(self._window_updates + _WINDOWS_PER_DATA_FRAME, 1 << 20)
 
     def _begin_frame(self, now: float) -> None:

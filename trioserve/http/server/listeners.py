@@ -1,4 +1,4 @@
-"""The sockets that the server listens on. What can't be listened on is one clear line."""
+"""The sockets that the server listens on. An address that can't be used is reported in one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpenListeners:
     urls: list[str]
     tls: ssl.SSLContext | None
     others: list[trio.SocketListener] = attrs.field(factory=list)
-    """Those of other processes, to be looked after where these don't."""
+    """Listeners of other processes, accepted from only while those processes don't."""
 
     def close(self) -> None:
         """Close every listener. Idempotent."""
@@ -39,10 +39,10 @@ class OpenListeners:
 
 @attrs.frozen
 class SharedListening:
-    """What several processes listen on together: the descriptors of each one's own sockets.
+    """Sockets shared by several processes: the descriptors of each process's own.
 
-    Where the system hands out connections evenly among sockets of one address, each has its own;
-    else all have the same.
+    On systems that spread connections evenly over sockets of one address, each process has its own
+    socket; else all share one.
     """
 
     by_process: list[list[int]]
@@ -51,7 +51,7 @@ class SharedListening:
 
     @property
     def descriptors(self) -> list[int]:
-        """All of them, each once."""
+        """Return all descriptors, each once."""
         return [each.fileno() for each in self._sockets]
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class SharedListening:
 
 
 async def open_listening(config: ServerConfig) -> OpenListeners:
-    """Listen as ``config`` says.
+    """Open the listeners that ``config`` asks for.
 
     Raises:
         TrioserveError: the address is in use, unknown or not allowed; or TLS can't be set up.
@@ -79,12 +79,12 @@ async def open_listening(config: ServerConfig) -> OpenListeners:
 
 
 async def open_shared_listening(config: ServerConfig, count: int) -> SharedListening:
-    """Listen as ``config`` says, for so many processes to inherit.
+    """Open listeners for ``count`` processes to inherit.
 
     Raises:
         TrioserveError: as :func:`open_listening`.
     """
-    # Nobody else may listen there: sockets that share an address don't find out.
+    # No other program may listen there; sockets that share an address don't notice each other.
     listening = await open_listening(config)
     if config.uds is not None or sys.platform != "linux":
         sockets = [
@@ -124,7 +124,7 @@ def _listen_beside_others(family: int, address: tuple[object, ...]) -> socket.so
 
 
 def inherited(config: ServerConfig, own: Iterable[int], others: Iterable[int]) -> OpenListeners:
-    """What another process has opened for this one by :func:`open_shared_listening`.
+    """Return the listeners that another process opened by :func:`open_shared_listening`.
 
     Raises:
         TrioserveError: TLS can't be set up.
@@ -141,10 +141,10 @@ def _listeners(descriptors: Iterable[int]) -> list[trio.SocketListener]:
 
 
 async def check_address(config: ServerConfig) -> None:
-    """See whether :func:`open_listening` would work, and leave no trace.
+    """Check that :func:`open_listening` would work, without leaving anything behind.
 
     Raises:
-        TrioserveError: it would not.
+        TrioserveError: it wouldn't.
     """
     listening = await open_listening(config)
     with removing_socket_file(config):
@@ -176,7 +176,7 @@ def _listen_on_path(path: str, tls: ssl.SSLContext | None) -> OpenListeners:
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Take away a socket file that a server which is gone has left."""
+    """Remove the socket file that a dead server has left."""
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def _remove_dead_socket(path: str) -> None:
 
 @contextlib.contextmanager
 def removing_socket_file(config: ServerConfig) -> Iterator[None]:
-    """Take the file of a Unix socket away when the block is left."""
+    """Remove the file of a Unix socket at the end of the block."""
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""Which protocol a connection speaks: HTTP/1.1, or HTTP/2 by TLS's choice or its first bytes.
+"""Choice of a connection's protocol: HTTP/1.1, or HTTP/2 by TLS's choice or its first bytes.
 
-Hypercorn is pinned exactly, because these classes stand on its inner ones.
+Hypercorn's version is pinned, because these classes use its internal ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trioserve.http.server.unsent import UnsentBudget
 
 
 class Protocol:
-    """Passes what comes to one of the two."""
+    """Wrapper that passes events to the protocol in use."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Protocol:
         return HTTP2(*self._arguments, output=self._output, budget=self._budget)
 
     async def initiate(self) -> None:
-        """Say what the server says first."""
+        """Send the server's first bytes."""
         await self.protocol.initiate()
 
     async def handle(self, event: Event) -> None:
-        """Take what came, or the connection's end."""
+        """Handle received bytes, or the end of the connection."""
         try:
             await self.protocol.handle(event)
         except H2ProtocolAssumedError as error:
@@ -64,17 +64,17 @@ class Protocol:
             await self.protocol.handle(RawData(error.data))
 
     async def end(self, *, timed_out: bool) -> None:
-        """Say goodbye: nothing more is read, and no request is being served."""
+        """Send the goodbye: reading stops, and no request is being served."""
         await self.protocol.end(timed_out=timed_out)
 
     def drop_unsent(self) -> None:
-        """Forget the bytes that can't be sent any more. The connection's tasks have ended."""
+        """Drop the bytes that can't be sent any more. The connection's tasks have ended."""
         if isinstance(self.protocol, HTTP2):
             self.protocol.drop_unsent()
 
     @property
     def client_has_finished(self) -> bool:
-        """Whether the client has nothing more to send until it is answered."""
+        """Return whether the client has nothing more to send until it is answered."""
         protocol = self.protocol
         return isinstance(protocol, HTTP1) and protocol.connection.their_state in (
             *(h11.DONE, h11.MUST_CLOSE, h11.CLOSED),

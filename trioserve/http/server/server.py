@@ -1,13 +1,13 @@
-"""Serving an ASGI application on sockets of our own, with hypercorn's protocols underneath.
+"""Server of an ASGI application on our own sockets, with hypercorn's protocols underneath.
 
-What hypercorn's own loop leaves open is closed here: a connection can't end the server, a stalled
-client can't hold up the shutdown, and an address in use is one line. No signal handler is
-installed, and nothing of hypercorn is patched.
+It fixes four problems of hypercorn's own loop: a connection can't end the server, a stalled client
+can't delay the shutdown, an address in use is reported in one line, and no signal handler is
+installed. Nothing of hypercorn is patched.
 
-The end has three parts, and cancelling the server goes straight to the last. While requests run,
-connections are still accepted, so that who asks is told (503) that the server drains. When their
-time is over, those that still run are ended by the application, with an error each. Then nothing is
-accepted any more, and what is under way to clients has :data:`FINAL_GRACE` seconds to leave.
+A shutdown has three phases; cancelling the server skips to the last. First, running requests go on,
+and new ones are still accepted, to be refused with 503. Second, when ``shutdown_timeout`` is over,
+the application ends each remaining request with an error. Third, accepting stops, and answers
+already written have :data:`FINAL_GRACE` seconds to leave.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from trioserve.http.server.unsent import UnsentBudget
 from trioserve.protocol.errors import TrioserveError
 
 FINAL_GRACE = 2.0
-"""Seconds in which the last answers and events have to leave."""
+"""Seconds for the last answers and events to leave."""
 CANCELLED_GRACE = 1.0
-"""The same where the server is cancelled: somebody is in a hurry."""
+"""Seconds for them to leave after the server was cancelled."""
 
 
 async def serve_app(
@@ -60,21 +60,21 @@ async def serve_app(
 ) -> int:
     """Listen and serve until cancelled, or until ``shutdown`` is set and everything has ended.
 
-    Cancelled, it still takes up to ``CANCELLED_GRACE`` seconds in which streams get their last
-    event; with clients that read, it takes none.
+    After a cancellation it takes up to ``CANCELLED_GRACE`` seconds more, in which streams get their
+    last event; if all clients read, it takes none.
 
     Args:
         app: the application.
-        config: where to listen, and the limits.
-        listening: what to listen on instead of opening it; it is closed at the end.
+        config: addresses and limits.
+        listening: listeners to use instead of opening some; they are closed at the end.
         shutdown: once set, the requests that run get ``shutdown_timeout`` seconds to finish.
-        on_drain: called at that moment, to refuse what still comes.
-        on_cut: called when their time is over, to end what still runs.
-        watch_connections: is given the open connections, to count them at any time.
-        task_status: is given the URLs listened on (the real port where 0 was asked for).
+        on_drain: called at that moment, to refuse new requests.
+        on_cut: called when their time is over, to end the remaining requests.
+        watch_connections: gets the open connections, to count them at any time.
+        task_status: gets the URLs listened on (the real port where 0 was asked for).
 
     Returns:
-        how many requests ``shutdown_timeout`` cut off.
+        the number of requests that ``shutdown_timeout`` cut off.
 
     Raises:
         TrioserveError: the address can't be listened on, or the application doesn't start.
@@ -107,7 +107,7 @@ async def serve_app(
 
 
 class _Requests:
-    """The application, and the requests that it serves at this moment, their bodies read."""
+    """The application, and the running requests with complete bodies."""
 
     def __init__(self, app: ASGIFramework) -> None:
         self._app = app
@@ -131,8 +131,9 @@ class _Requests:
             ended.set()
 
     def open(self) -> list[trio.Event]:
-        """For each request, what is set when it has ended. One that still comes isn't among them:
-        it would be refused."""
+        """Events by request, each set when its request has ended. A request still being received
+        isn't among them, because it would be refused.
+        """
         return list(self._ends)
 
 
@@ -155,19 +156,19 @@ class _Server:
         self.connections = Connections(connection_limit())
         self._budget = UnsentBudget(settings.max_unsent_bytes)
         self._patience = trio.CancelScope()
-        """Around all waiting that has no place in a server that was cancelled."""
+        """Cancel scope around every wait that a cancelled server gives up."""
         self._num_cut = 0
         self._interrupt: BaseException | None = None
 
     async def run(
         self, shutdown: trio.Event, on_drain: Callable[[], None], on_cut: Callable[[], None]
     ) -> int:
-        """Accept and serve; once ``shutdown`` is set, drain. Returns how many requests were cut."""
+        """Accept and serve; drain once ``shutdown`` is set. Return how many requests were cut."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._notice_cancellation)
-                # In a task of its own: where trio raises a KeyboardInterrupt in this one, it is
-                # nothing but a cancellation to that.
+                # The server has a task of its own. A KeyboardInterrupt that trio raises in this
+                # task reaches it as a cancellation.
                 nursery.start_soon(self._serve_shielded, nursery, shutdown, on_drain, on_cut)
         finally:
             self.connections.close()
@@ -183,7 +184,7 @@ class _Server:
         on_drain: Callable[[], None],
         on_cut: Callable[[], None],
     ) -> None:
-        # The end takes time of its own, which is bounded, also where the server was cancelled.
+        # The end takes a bounded time of its own, even if the server was cancelled.
         with trio.CancelScope(shield=True):
             self._num_cut = await self._serve(shutdown, on_drain, on_cut)
         nursery.cancel_scope.cancel()
@@ -224,9 +225,10 @@ class _Server:
         await trio.serve_listeners(self._serve_connection, listeners, handler_nursery=handlers)
 
     async def _drain_after(self, shutdown: trio.Event, on_drain: Callable[[], None]) -> int:
-        """Wait for ``shutdown``, and then for the requests that run; not if this is cancelled.
+        """Block until ``shutdown`` is set and the running requests have ended; return early if
+        cancelled.
 
-        Requests that come later are refused, and not waited for: nobody can draw the end out.
+        Later requests are refused and not waited for, so clients can't delay the end.
         """
         running: list[trio.Event] = []
         with self._patience:
@@ -240,7 +242,7 @@ class _Server:
         return sum(not ended.is_set() for ended in running)
 
     async def _close_connections(self) -> None:
-        """Close those that serve nothing, and the others when their last answer has left."""
+        """Close idle connections now, and the others when their last answer has left."""
         await self._context.terminated.set()
         self.connections.close_idle()
         cancelled = self._patience.cancel_called
@@ -254,7 +256,7 @@ class _Server:
         try:
             await connection.run()
         except* KeyboardInterrupt as interrupt:
-            # Trio raises it in whatever task runs. The others are ended first, and properly.
+            # Trio raises it in any task that runs. The others are ended first, and properly.
             self._interrupt = interrupt
             self._patience.cancel()
 

@@ -1,4 +1,4 @@
-"""What connections are encrypted with. A file that doesn't do is one clear line."""
+"""TLS contexts of connections. A file that can't be used is reported in one line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trioserve.protocol.errors import TrioserveError
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 and later with hypercorn's ciphers, for HTTP/2 and 1.1; None without a certificate.
+    """Return a context for TLS 1.2 and later with hypercorn's ciphers; None without a certificate.
 
-    Where authorities are given, a client needs a certificate of one of them.
+    It offers HTTP/2 and 1.1. If authorities are given, a client needs a certificate of one of them.
 
     Raises:
-        TrioserveError: a file can't be read, or is none of the kind.
+        TrioserveError: a file can't be read, or has other content.
     """
     certificate = config.ssl_certfile
     if certificate is None:
@@ -28,7 +28,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     settings = Config()
     settings.certfile = certificate
     settings.keyfile = key
-    # With none at all, OpenSSL would ask at the terminal.
+    # Without a password, OpenSSL would ask for one at the terminal.
     settings.keyfile_password = config.ssl_keyfile_password or ""
     try:
         context = settings.create_ssl_context()

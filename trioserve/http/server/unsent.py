@@ -1,4 +1,4 @@
-"""The bytes of answers that clients leave unread: all connections have one budget for them.
+"""Budget of answer bytes that clients leave unread, shared by all connections.
 
 Whole answers count, and so do the pieces of streams that the protocol holds. Past the budget, the
 oldest unread answer of the address that holds the most is cut off.
@@ -19,14 +19,14 @@ class Unsent(Protocol):
 
     @property
     def address(self) -> str:
-        """The client's, as its holdings are counted."""
+        """Return the client's address, under which its holdings are counted."""
 
     def cut_off(self) -> None:
-        """Drop the bytes and end the answer, without waiting for anything."""
+        """Drop the bytes and end the answer, without waiting."""
 
 
 class UnsentBudget:
-    """Counts unsent bytes, of which there may be ``limit``; a single answer may be larger."""
+    """Counter of unsent bytes, with a ``limit``; a single answer may exceed it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -34,11 +34,11 @@ class UnsentBudget:
 
     @property
     def total(self) -> int:
-        """Bytes that are unsent."""
+        """Return the number of unsent bytes."""
         return self._holdings.total
 
     def add(self, holder: Unsent, size: int) -> None:
-        """Count ``size`` more bytes of ``holder``; answers may be cut off for it, also this one."""
+        """Count ``size`` more bytes of ``holder``; this may cut off an answer, also this one."""
         self._holdings.add(holder.address, holder, size)
         while self._holdings.total > self._limit and len(self._holdings) > 1:
             oldest = self._holdings.first_to_go()
@@ -52,5 +52,5 @@ class UnsentBudget:
             oldest.cut_off()
 
     def remove(self, holder: Unsent, size: int | None = None) -> None:
-        """Forget ``size`` bytes of ``holder``, or all; fewer may be counted."""
+        """Subtract ``size`` bytes of ``holder``, or all of them; fewer may be counted."""
         self._holdings.remove(holder, size)
