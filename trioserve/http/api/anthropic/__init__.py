@@ -1,1 +1,1 @@
-"""Anthropic's ``/v1/messages``: its fields made a chat's, and answers made its messages."""
+"""Anthropic's ``/v1/messages``, served as chats."""

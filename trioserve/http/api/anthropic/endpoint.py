@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``, as Anthropic has them."""
+"""Handlers of Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MessageEndpoints:
         self._tokens = tokens
 
     async def messages(self) -> quart.Response:
-        """``POST /v1/messages``."""
+        """Handle ``POST /v1/messages``."""
         request = await self._service.read(MessagesRequest)
         with self._service.deadline(None).enforced():
             return await self._answer(request)
@@ -40,7 +40,7 @@ class MessageEndpoints:
         return json_response(message_reply(completion, options, model=model))
 
     async def count_message_tokens(self) -> quart.Response:
-        """``POST /v1/messages/count_tokens``."""
+        """Handle ``POST /v1/messages/count_tokens``."""
         request = await self._service.read(CountTokensRequest)
         self._service.model(request.model)
         with WORDS.translated():

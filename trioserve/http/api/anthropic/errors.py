@@ -17,23 +17,23 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By the status; others are the client's or the server's."""
+"""Types by status; others are the client's or the server's errors."""
 
 
 class MessagesErrorDetail(msgspec.Struct):
-    """What went wrong, in Anthropic's words."""
+    """Description of an error, in Anthropic's form."""
 
-    type: Annotated[str, msgspec.Meta(description="What kind of error it is.")]
-    message: Annotated[str, msgspec.Meta(description="What is wrong, for people.")]
+    type: Annotated[str, msgspec.Meta(description="The kind of error.")]
+    message: Annotated[str, msgspec.Meta(description="The error, in words for a person.")]
 
 
 class MessagesError(ErrorBody, tag_field="type", tag="error"):
     """The body of an error of ``/v1/messages``."""
 
-    error: Annotated[MessagesErrorDetail, msgspec.Meta(description="What went wrong.")]
+    error: Annotated[MessagesErrorDetail, msgspec.Meta(description="The error.")]
 
     @classmethod
     def of(cls, status: int, detail: ErrorDetail) -> Self:
-        """The body that says ``detail``."""
+        """Return the body that carries ``detail``."""
         usual = "invalid_request_error" if status < 500 else "api_error"
         return cls(MessagesErrorDetail(_TYPES.get(status, usual), detail.message))

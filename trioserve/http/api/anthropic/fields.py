@@ -1,4 +1,4 @@
-"""From Anthropic's fields to a chat request's."""
+"""Translation of Anthropic's fields to a chat request's."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ WORDS = FieldNames(
 
 
 def chat_request(request: Conversation, format: ChatFormat) -> ChatCompletionRequest:
-    """``request`` as one for a chat.
+    """Return ``request`` as a chat request.
 
     Raises:
-        InvalidRequest: it asks for what isn't served; ``param`` is a field of ``request``.
+        InvalidRequest: it asks for something that isn't served; ``param`` is a field of
+            ``request``.
     """
     fields: dict[str, Any] = {
         "model": request.model,
@@ -97,9 +98,9 @@ def _messages(request: Conversation) -> list[ChatMessage]:
 
 
 def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """``messages`` with one for those that follow each other and are of one role.
+    """Return ``messages`` with consecutive ones of the same role joined.
 
-    So Anthropic has it, and many templates want users and assistants to take turns.
+    Anthropic's API does the same, and many templates want users and assistants to take turns.
     """
     joined = messages[:1]
     for message in messages[1:]:
@@ -122,7 +123,7 @@ def _parts(message: ChatMessage) -> Parts:
 
 
 def _from_others(message: InputMessage, number: int) -> list[ChatMessage]:
-    """What a user says and what tools returned, which are messages of their own."""
+    """Return a user's text and the results of tools in ``message`` as separate messages."""
     role = message.role
     if isinstance(message.content, str):
         return [ChatMessage(role=role, content=message.content)]
@@ -182,7 +183,7 @@ def _result(block: ToolResultInput) -> ChatMessage:
 
 
 def _content(given: str | Sequence[TextInput]) -> str | Parts:
-    """A content that is one text where it can be, as every template prints that."""
+    """Return a content as one text if possible, as every template prints that."""
     if isinstance(given, str):
         return given
     if len(given) < 2:

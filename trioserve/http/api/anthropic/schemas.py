@@ -1,7 +1,7 @@
 """Requests and answers of ``/v1/messages``, as classes.
 
 The names and the meaning of the fields are Anthropic's. Fields marked with
-:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others do what they say.
+:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others are served.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _StopSequences = Annotated[
 class TextInput(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"
 ):
-    """A piece of what is said."""
+    """Text in a message."""
 
-    text: Annotated[Text, about("What is said.")]
+    text: Annotated[Text, about("The text.")]
     cache_control: Annotated[Any, hint()] = None
     citations: Annotated[Any, only([], why="there are no documents to cite")] = None
 
@@ -36,7 +36,7 @@ class TextInput(
 class ThinkingInput(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="thinking"
 ):
-    """What came before an earlier answer."""
+    """Reasoning of an earlier answer."""
 
     thinking: Annotated[Text, about("The reasoning, for the chat template.")]
     signature: Annotated[Any, hint()] = None
@@ -48,8 +48,8 @@ class ToolUseInput(
     """An earlier tool call."""
 
     id: Annotated[str, about("The name that the tool's result refers to.")]
-    name: Annotated[_ToolName, about("Which tool was called.")]
-    input: Annotated[dict[str, Any], about("With what.")]
+    name: Annotated[_ToolName, about("The tool's name.")]
+    input: Annotated[dict[str, Any], about("The tool's input.")]
     cache_control: Annotated[Any, hint()] = None
     caller: Annotated[Any, hint()] = None
     toolset_name: Annotated[Any, only(why="there are no sets of tools")] = None
@@ -58,15 +58,15 @@ class ToolUseInput(
 class ToolResultInput(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool_result"
 ):
-    """What a tool returned."""
+    """A tool's result."""
 
     tool_use_id: Annotated[str, about("The call that this answers.")]
     content: Annotated[
         Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
-        about("What it returned, as a whole or in blocks of text."),
+        about("The result, as a whole or in blocks of text."),
     ] = None
     is_error: Annotated[
-        bool | None, about("Whether it failed; the model reads `Error:` before the content.")
+        bool | None, about("Whether the call failed; the model reads `Error:` before the content.")
     ] = None
     cache_control: Annotated[Any, hint()] = None
     toolset_name: Annotated[Any, only(why="there are no sets of tools")] = None
@@ -81,21 +81,23 @@ Blocks = Annotated[
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
-    role: Annotated[Literal["user", "assistant", "system"], about("Who speaks.")]
-    content: Annotated[Text | Blocks, about("What is said, as a whole or in blocks.")]
+    role: Annotated[
+        Literal["user", "assistant", "system"], about("The role of the message's author.")
+    ]
+    content: Annotated[Text | Blocks, about("The content, as a whole or in blocks.")]
 
 
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool that the model may call, and the client runs."""
 
-    name: Annotated[_ToolName, about("How it is called.")]
-    description: Annotated[Text | None, about("What it does, for the model.")] = None
+    name: Annotated[_ToolName, about("The tool's name.")]
+    description: Annotated[Text | None, about("A description for the model.")] = None
     input_schema: Annotated[dict[str, Any], about("The JSON schema of its input.")]
     type: Annotated[
         Literal["custom"] | None, about("There is no other kind: the server runs no tools.")
     ] = None
     strict: Annotated[
-        bool | None, about("Input has to follow the schema; a grammar sees to it.")
+        bool | None, about("Input has to follow the schema, enforced by a grammar.")
     ] = None
     cache_control: Annotated[Any, hint()] = None
     eager_input_streaming: Annotated[Any, hint()] = None
@@ -112,26 +114,26 @@ class AutoToolChoice(
     """The model decides whether to call a tool."""
 
     disable_parallel_tool_use: Annotated[
-        bool | None, about("If true, an answer has one call at most; a grammar sees to it.")
+        bool | None, about("If true, an answer has at most one call, enforced by a grammar.")
     ] = None
 
 
 class AnyToolChoice(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="any"
 ):
-    """A tool has to be called, whichever; a grammar sees to it."""
+    """The model has to call a tool; a grammar enforces it."""
 
     disable_parallel_tool_use: Annotated[
-        bool | None, about("If true, an answer has one call; a grammar sees to it.")
+        bool | None, about("If true, an answer has one call, enforced by a grammar.")
     ] = None
 
 
 class NamedToolChoice(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool"
 ):
-    """The one tool that has to be called."""
+    """The model has to call this tool."""
 
-    name: Annotated[_ToolName, about("That of one of the tools.")]
+    name: Annotated[_ToolName, about("The name of one of the tools.")]
     disable_parallel_tool_use: Annotated[Any, hint()] = None
 
 
@@ -151,7 +153,7 @@ _Display = Annotated[
 class ThinkingEnabled(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="enabled"
 ):
-    """The model is to reason before it answers; refused where it never does."""
+    """The model is to reason before it answers; refused if it never does."""
 
     budget_tokens: Annotated[Any, hint()] = None
     display: _Display = None
@@ -168,7 +170,7 @@ class ThinkingAdaptive(
 class ThinkingDisabled(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="disabled"
 ):
-    """The model isn't to reason. Where its template has no switch, reasoning is left out."""
+    """The model isn't to reason. If its template has no switch, reasoning is left out."""
 
 
 class OutputFormat(
@@ -180,40 +182,43 @@ class OutputFormat(
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the output is to be like."""
+    """Form of the output."""
 
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
-        about("For the chat template; refused where that doesn't look at `reasoning_effort`."),
+        about("For the chat template; refused if the template ignores `reasoning_effort`."),
     ] = None
-    format: Annotated[OutputFormat | None, about("What the answer is to look like.")] = None
+    format: Annotated[OutputFormat | None, about("The form of the answer.")] = None
     task_budget: Annotated[Any, only(why="no chat template that is served knows it")] = None
 
 
 class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What is to be answered, or counted."""
+    """A conversation, to be answered or counted."""
 
     model: fields.Model = None
     messages: Annotated[
         Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)],
-        about("The conversation so far. An answer goes on with the last message if it is its own."),
+        about(
+            "The conversation so far. If the last message is the assistant's, the answer "
+            "continues it."
+        ),
     ]
     system: Annotated[
         Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
-        about("What is said before all messages, as a whole or in blocks."),
+        about("The system message, as a whole or in blocks."),
     ] = None
     tools: Annotated[
         Annotated[list[ToolDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
         about("Tools that the model may call."),
     ] = None
     tool_choice: Annotated[
-        _ToolChoice | None, about("Whether tools have to be called; `auto` if it isn't given.")
+        _ToolChoice | None, about("Whether tools have to be called; `auto` by default.")
     ] = None
     thinking: Annotated[
         ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None,
-        about("Whether the model is to reason; as its template has it if it isn't given."),
+        about("Whether the model is to reason; the template decides by default."),
     ] = None
-    output_config: Annotated[OutputConfig | None, about("What the output is to be like.")] = None
+    output_config: Annotated[OutputConfig | None, about("The form of the output.")] = None
     output_format: Annotated[
         OutputFormat | None, about("`output_config.format` of older versions.")
     ] = None
@@ -226,14 +231,15 @@ class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/messages``."""
 
-    max_tokens: Annotated[Count, about("Tokens of the answer at most, reasoning included.")]
+    max_tokens: Annotated[Count, about("Most tokens of the answer, reasoning included.")]
     stop_sequences: Annotated[
         _StopSequences | None,
         about(
-            "Strings that end the output where they first occur in its text; an empty one is none."
+            "Strings that end the output where they first occur in its text; an empty one has "
+            "no effect."
         ),
     ] = None
-    stream: Annotated[bool | None, about("Send the answer as events, as it comes.")] = None
+    stream: Annotated[bool | None, about("Send the answer as events, as it is generated.")] = None
     temperature: fields.Temperature = None
     top_k: fields.TopK = None
     top_p: fields.TopP = None
@@ -249,20 +255,20 @@ class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True)
 
 
 class TokenCount(msgspec.Struct):
-    """How long a conversation is."""
+    """The length of a conversation."""
 
-    input_tokens: Annotated[int, about("Tokens of the prompt that it makes.")]
+    input_tokens: Annotated[int, about("Tokens of the conversation's prompt.")]
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """What the model says."""
+    """Text of an answer."""
 
-    text: Annotated[str, about("What is said.")]
+    text: Annotated[str, about("The text.")]
     citations: Annotated[None, about("Always null.")] = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model wrote before its answer, without the marks."""
+    """Reasoning before an answer, without the marks."""
 
     thinking: Annotated[str, about("The reasoning.")]
     signature: Annotated[str, about("Always empty: reasoning isn't signed.")] = ""
@@ -272,14 +278,14 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
     """A call that the model asks for."""
 
     id: Annotated[str, about("The name that the tool's result refers to.")]
-    name: Annotated[str, about("Which tool to call.")]
+    name: Annotated[str, about("The tool's name.")]
     input: Annotated[
-        dict[str, Any], about("With what; empty where the model wrote no whole JSON object.")
+        dict[str, Any], about("The tool's input; empty if the model wrote no complete JSON object.")
     ]
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens that were used; those of the prompt are told in two parts."""
+    """Tokens that were used; those of the prompt are counted in two parts."""
 
     input_tokens: Annotated[int, about("Tokens of the prompt that were computed.")]
     cache_creation_input_tokens: Annotated[
@@ -298,19 +304,21 @@ class MessageReply(msgspec.Struct, kw_only=True, tag_field="type", tag="message"
     role: Annotated[str, about("Always `assistant`.")] = "assistant"
     model: Annotated[str, about("The name that the model is served under.")]
     content: Annotated[
-        list[TextBlock | ThinkingBlock | ToolUseBlock], about("What the model wrote, in blocks.")
+        list[TextBlock | ThinkingBlock | ToolUseBlock], about("The model's output, in blocks.")
     ]
     stop_reason: Annotated[
         str | None, about("`end_turn`, `max_tokens`, `stop_sequence`, or `tool_use`.")
     ] = None
-    stop_sequence: Annotated[str | None, about("Which one ended it, if one did.")] = None
+    stop_sequence: Annotated[str | None, about("The stop sequence that ended it, if one did.")] = (
+        None
+    )
     usage: Annotated[MessageUsage, about("Tokens that were used.")]
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
     """The first event of a stream."""
 
-    message: Annotated[MessageReply, about("The answer, of which nothing is there yet.")]
+    message: Annotated[MessageReply, about("The answer, still empty.")]
 
 
 class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
@@ -318,54 +326,54 @@ class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_sta
 
     index: Annotated[int, about("The block's number, from 0.")]
     content_block: Annotated[
-        TextBlock | ThinkingBlock | ToolUseBlock, about("The block, of which nothing is there yet.")
+        TextBlock | ThinkingBlock | ToolUseBlock, about("The block, still empty.")
     ]
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     """More of a text."""
 
-    text: Annotated[str, about("What is added.")]
+    text: Annotated[str, about("The added text.")]
 
 
 class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
     """More of the reasoning."""
 
-    thinking: Annotated[str, about("What is added.")]
+    thinking: Annotated[str, about("The added text.")]
 
 
 class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     """More of a call's input."""
 
-    partial_json: Annotated[str, about("What is added to its JSON, as the model wrote it.")]
+    partial_json: Annotated[str, about("The added JSON, as the model wrote it.")]
 
 
 class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     """A block grows."""
 
     index: Annotated[int, about("The block's number, from 0.")]
-    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, about("What is added.")]
+    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, about("The added piece.")]
 
 
 class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """A block is whole."""
+    """A block is complete."""
 
     index: Annotated[int, about("The block's number, from 0.")]
 
 
 class MessageChange(msgspec.Struct, kw_only=True):
-    """How the answer ended."""
+    """The end of the answer."""
 
     stop_reason: Annotated[
         str | None, about("`end_turn`, `max_tokens`, `stop_sequence`, or `tool_use`.")
     ]
-    stop_sequence: Annotated[str | None, about("Which one ended it, if one did.")]
+    stop_sequence: Annotated[str | None, about("The stop sequence that ended it, if one did.")]
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """All blocks are whole."""
+    """All blocks are complete."""
 
-    delta: Annotated[MessageChange, about("How the answer ended.")]
+    delta: Annotated[MessageChange, about("The end of the answer.")]
     usage: Annotated[MessageUsage, about("Tokens that were used.")]
 
 
@@ -374,7 +382,7 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """There is nothing to tell yet."""
+    """Keep-alive of a stream without news."""
 
 
 StreamEvent = (

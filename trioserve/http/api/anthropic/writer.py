@@ -1,4 +1,4 @@
-"""What the engine gives, in the words of ``/v1/messages``: blocks, whole or as they grow."""
+"""Answers of ``/v1/messages``: blocks, whole or as they grow."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FRAMING = Framing(
     keep_alive=typed_event(Ping()),
     error=lambda body: b"event: error\ndata: %b\n\n" % body,
 )
-"""Of Anthropic's streams, which ``message_stop`` ends."""
+"""Framing of Anthropic's streams, which ``message_stop`` ends."""
 
 
 def message_usage(usage: Usage) -> MessageUsage:
-    """Usage as Anthropic has it."""
+    """Return usage in Anthropic's form."""
     return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
@@ -49,7 +49,7 @@ def message_usage(usage: Usage) -> MessageUsage:
 
 
 def _ending(finish: str, stop: int | str | None, *, has_calls: bool) -> MessageChange:
-    """How an answer ended for which the engine says ``finish`` and ``stop``."""
+    """Return Anthropic's stop reason and sequence for the engine's ``finish`` and ``stop``."""
     sequence = None
     if finish == "length":
         reason = "max_tokens"
@@ -63,7 +63,7 @@ def _ending(finish: str, stop: int | str | None, *, has_calls: bool) -> MessageC
 
 
 def message_reply(completion: Completion, options: ReaderOptions, *, model: str) -> MessageReply:
-    """The whole answer."""
+    """Return the whole answer."""
     reader = options.reader(completion.prompt_token_ids)
     delta = reader.feed(completion.text, last=True)
     content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
@@ -87,28 +87,28 @@ def message_reply(completion: Completion, options: ReaderOptions, *, model: str)
 
 
 def _tool_use(call: ToolCallDelta) -> ToolUseBlock:
-    """The block of a call that begins, without its input."""
+    """Return the block of a call that begins, without its input."""
     return ToolUseBlock(id=call.id or "", name=call.function.name or "", input={})
 
 
 @attrs.define(eq=False, kw_only=True)
 class MessageWriter:
-    """The events of a streamed answer: of each block its beginning, what is added, and its end."""
+    """Events of a streamed answer: for each block its beginning, its additions, and its end."""
 
     id: str
     model: str
     options: ReaderOptions
     _reader: AnswerReader = attrs.field(factory=AnswerReader, init=False)
     _open: type[msgspec.Struct] | None = attrs.field(default=None, init=False)
-    """The class of the block that grows."""
+    """Class of the block that grows."""
     _index: int = attrs.field(default=-1, init=False)
-    """Its number."""
+    """Number of that block."""
     _text_event: TextEvent | None = attrs.field(default=None, init=False)
-    """What all is, once there is a text and nothing to tell apart."""
+    """Event of all further chunks, once there is only text to come."""
     _end: MessageChange | None = attrs.field(default=None, init=False)
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """The event that tells the message's id and model."""
+        """Return the event with the message's id and model."""
         (stream,) = streams
         self._reader = self.options.reader(stream.prompt_token_ids)
         usage = message_usage(stream.usage)
@@ -117,13 +117,13 @@ class MessageWriter:
         )
 
     def text(self, chunk: Chunk) -> bytes | None:
-        """The event of a chunk that only adds to the text; None for any other."""
+        """Return the event of a chunk that only adds to the text; None for any other."""
         if self._text_event is None or chunk.finish_reason is not None:
             return None
         return self._text_event.encoded(chunk.text) if chunk.text else b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """A chunk's events; none where a step added nothing that is told yet."""
+        """Return a chunk's events; none if a step added nothing to send yet."""
         if (event := self.text(chunk)) is not None:
             return event
         delta = self._reader.feed(chunk.text, last=chunk.finish_reason is not None)
@@ -150,7 +150,7 @@ class MessageWriter:
         return events
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """The end of the last block, and of the message."""
+        """Return the end of the last block, and of the message."""
         (stream,) = streams
         end = self._end or MessageChange(stop_reason=None, stop_sequence=None)
         return b"".join(
@@ -162,7 +162,7 @@ class MessageWriter:
         )
 
     def _begin(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> bytes:
-        """The end of the block before, and the beginning of ``block``."""
+        """Return the end of the block before, and the beginning of ``block``."""
         before = self._close()
         self._open, self._index = type(block), self._index + 1
         return before + typed_event(ContentBlockStart(self._index, block))

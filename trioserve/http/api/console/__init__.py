@@ -1,1 +1,1 @@
-"""The console: a page that the server itself serves, and the live feed that it shows."""
+"""The console: a page that the server itself serves, and its live feed."""

@@ -1,4 +1,4 @@
-"""``/console`` and what it shows: the page's files, and the engine's pictures as events."""
+"""Handlers of ``/console``: the page's files, and snapshots of the engine as events."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ConsoleEndpoints:
         self._files = read_files()
 
     async def console_page(self) -> quart.Response:
-        """``GET /console``."""
+        """Handle ``GET /console``."""
         return self._file_response(PAGE)
 
     async def console_file(self, name: str) -> quart.Response:
-        """``GET /console/static/<path:name>``."""
+        """Handle ``GET /console/static/<path:name>``."""
         return self._file_response(name)
 
     def _file_response(self, name: str) -> quart.Response:
@@ -45,7 +45,7 @@ class ConsoleEndpoints:
         return quart.Response(file.data, headers=headers, content_type=file.content_type)
 
     async def console_live(self) -> quart.Response:
-        """``GET /console/live``: ``hello`` once, and then a ``picture`` each interval."""
+        """Handle ``GET /console/live``: ``hello`` once, and then a ``picture`` each interval."""
         service = self._service
         query = service.read_query(LiveQuery)
         hello = hello_of(
@@ -56,14 +56,14 @@ class ConsoleEndpoints:
             may_control=self._keys.may_control(authorization_of(quart.request.headers)),
         )
         feed = stream_response(_Feed(service, query, hello))
-        # What a HEAD asks for would go on for ever.
+        # The body for a HEAD would never end.
         return feed if quart.request.method == "GET" else quart.Response(b"", headers=feed.headers)
 
 
 class _Feed(EventBody):
-    """The events. A picture is taken when the one before has left: who is slow gets fewer.
+    """Stream of snapshots. One is taken when the one before has left, so a slow client gets fewer.
 
-    It ends when the server drains, behind a picture that says so.
+    It ends when the server drains, after a snapshot that says so.
     """
 
     framing = Framing(last=b"")
@@ -76,7 +76,7 @@ class _Feed(EventBody):
         self._take: Pictures | None = None
         self._due = 0.0
         self._left = query.pictures or math.inf
-        """Pictures that are still to come."""
+        """Number of snapshots still to come."""
 
     async def __aenter__(self) -> _Feed:
         watch = self._service.server_api.watch(
@@ -91,7 +91,7 @@ class _Feed(EventBody):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Whoever watches has nothing to do with why the reader leaves.
+        # The client's disconnect isn't an error of the monitor.
         await self._scope.aclose()
 
     async def __anext__(self) -> bytes:
@@ -108,7 +108,9 @@ class _Feed(EventBody):
         return named_event("picture", snapshot)
 
     async def _wait(self) -> bool:
-        """Wait until a picture is due; whether it is the last one, because the server drains."""
+        """Wait until a snapshot is due; return whether it is the last one, because the server
+        drains.
+        """
         engine = self._service.engine
         with trio.move_on_at(self._due):
             await engine.wait_draining()

@@ -1,4 +1,4 @@
-"""The files that the console is made of: those of this package's folder, and no others."""
+"""Files of the console: those in this package's folder, and no others."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of the page and its files: it runs its own scripts only, talks to its own server only, and is
-shown in no other page's frame."""
+"""Headers of the page and its files. The page runs its own scripts only, connects to its own server
+only, and can't be framed by another page.
+"""
 
 
 @attrs.frozen
 class File:
-    """A file; ``etag`` changes with what it says."""
+    """A file; ``etag`` changes with its content."""
 
     data: bytes
     content_type: str
@@ -44,9 +45,9 @@ class File:
 
 @functools.cache
 def read_files() -> Mapping[str, File]:
-    """All of them, by their names, with slashes for folders. Blocks on the disk, the first time.
+    """Return all files by name, with slashes for folders. The first call blocks on the disk.
 
-    They are read once, so that no request has a file opened, whatever it asks for.
+    They are read once, so that no request opens a file.
     """
     files = {}
     for path in sorted(FOLDER.rglob("*")):

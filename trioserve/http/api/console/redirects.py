@@ -10,8 +10,8 @@ from trioserve.http.api.console.files import SECURITY_HEADERS
 def console_redirect(request: quart.Request) -> quart.Response | None:
     """Return a redirect to ``/console``, or None if the request isn't for it.
 
-    ``/console/`` leads there always, and ``/`` for a client that would rather have HTML than JSON.
-    Locations are relative, so they hold below any prefix.
+    ``/console/`` always leads there; ``/`` does for a client that prefers HTML to JSON. Locations
+    are relative, so they hold below any prefix.
     """
     if request.method not in ("GET", "HEAD"):
         return None

@@ -1,4 +1,4 @@
-"""What the live feed may be asked for."""
+"""Query of the live feed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ class LiveQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The query of ``GET /console/live``."""
 
     interval: Annotated[
-        Annotated[float, msgspec.Meta(ge=0.1, le=10)], about("Seconds between two pictures.")
+        Annotated[float, msgspec.Meta(ge=0.1, le=10)], about("Seconds between two snapshots.")
     ] = DEFAULT_INTERVAL
     requests: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUESTS)],
-        about("Requests in a picture at most; those that run come before those that wait."),
+        about("Most requests in a snapshot; running ones come before waiting ones."),
     ] = DEFAULT_REQUESTS
     pictures: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None,
-        about("The feed ends after so many; when the client leaves, if it isn't given."),
+        about(
+            "Number of snapshots after which the feed ends; by default it ends when the "
+            "client leaves."
+        ),
     ] = None
     nodes: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)],
-        about("Nodes of the prefix tree in a picture at most."),
+        about("Most nodes of the prefix tree in a snapshot."),
     ] = DEFAULT_NODES

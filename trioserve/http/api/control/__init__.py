@@ -1,1 +1,1 @@
-"""The endpoints that control a running server: pause, abort, empty the cache. Admins only."""
+"""Endpoints that control a running server: pause, abort, empty the cache. Admins only."""

@@ -1,4 +1,4 @@
-"""Pausing, ending requests by name, emptying the cache: for whoever runs the server."""
+"""Handlers for operators: pausing, aborting, weights, memory, adapters, the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trioserve.http.api.service import Service, json_response
 from trioserve.protocol.errors import InvalidRequest
 
 _ADAPTER_NAMES = {"name": "lora_name", "path": "lora_path", "adapter": "lora_name"}
-"""The engine's names of arguments, and those of the fields that they come from."""
+"""The endpoint's names of fields, by the engine's names of arguments."""
 
 
 class ControlEndpoints:
@@ -43,7 +43,7 @@ class ControlEndpoints:
         self._service = service
 
     async def pause_generation(self) -> quart.Response:
-        """``POST /pause_generation`` and ``POST /pause``: answered once nothing is computed."""
+        """Handle ``POST /pause_generation`` and ``POST /pause``: answer once nothing runs."""
         request = await self._service.read_if_any(PauseRequest)
         mode = "in_place" if request.mode == "keep" else request.mode
         await self._service.server_api.pause(mode, refuse=request.new_requests == "refuse")
@@ -52,34 +52,34 @@ class ControlEndpoints:
         return json_response(Done(message="nothing is computed until /continue_generation"))
 
     async def continue_generation(self) -> quart.Response:
-        """``POST /continue_generation`` and ``POST /resume``."""
+        """Handle ``POST /continue_generation`` and ``POST /resume``."""
         await self._service.read_if_any(ContinueRequest)
         await self._service.server_api.resume()
         return json_response(Done(message="what waits is computed"))
 
     async def is_paused(self) -> quart.Response:
-        """``GET /is_paused``."""
+        """Handle ``GET /is_paused``."""
         return json_response(PauseReply(is_paused=await self._service.server_api.paused()))
 
     async def abort_request(self) -> quart.Response:
-        """``POST /abort_request``."""
+        """Handle ``POST /abort_request``."""
         request = await self._service.read(AbortRequest)
         if request.abort_all:
             number = await self._service.server_api.abort([""], prefix=True)
         else:
-            # An empty name names nobody: everybody's end has to be asked for in so many words.
+            # An empty name names no request: aborting all requests needs abort_all.
             named = _names([request.rid]) if request.rid else []
             number = await self._service.server_api.abort(named, prefix=True)
         return json_response(AbortReply(num_aborted=number))
 
     async def abort_requests(self) -> quart.Response:
-        """``POST /abort_requests``."""
+        """Handle ``POST /abort_requests``."""
         request = await self._service.read(AbortManyRequest)
         number = await self._service.server_api.abort(_names(request.request_ids), prefix=False)
         return json_response(AbortReply(num_aborted=number))
 
     async def update_weights_from_disk(self) -> quart.Response:
-        """``POST /update_weights_from_disk``: answered once the new weights serve."""
+        """Handle ``POST /update_weights_from_disk``: answer once the new weights serve."""
         request = await self._service.read(UpdateWeightsRequest)
         version = await self._update_weights(request, request.model_path)
         if request.keep_pause:
@@ -87,14 +87,14 @@ class ControlEndpoints:
         return json_response(Done(message=f"the weights {version} serve"))
 
     async def update_weights_from_tensor(self) -> quart.Response:
-        """``POST /update_weights_from_tensor``: the same, of tensors in a file."""
+        """Handle ``POST /update_weights_from_tensor``: update from tensors in a file."""
         request = await self._service.read(UpdateTensorsRequest)
         assert request.model_path is not None, "what else there may be is refused"
         version = await self._update_weights(request, request.model_path)
         return json_response(Done(message=f"the weights {version} serve"))
 
     async def _update_weights(self, request: NewWeights, path: str) -> str:
-        """Have the weights at ``path`` serve; what they are called."""
+        """Load the weights at ``path`` and return their version."""
         mode = request.mode or ("abort" if request.abort_all_requests else "wait")
         try:
             return await self._service.server_api.update_weights(path, mode, request.weight_version)
@@ -102,13 +102,13 @@ class ControlEndpoints:
             raise renamed(error, {"model": "model_path"}) from error
 
     async def weight_version(self) -> quart.Response:
-        """``GET /weight_version`` and ``GET /get_weight_version``."""
+        """Handle ``GET /weight_version`` and ``GET /get_weight_version``."""
         return json_response(
             WeightVersion(weight_version=await self._service.server_api.weight_version())
         )
 
     async def update_weight_version(self) -> quart.Response:
-        """``POST /update_weight_version``."""
+        """Handle ``POST /update_weight_version``."""
         request = await self._service.read(UpdateWeightVersionRequest)
         server_api = self._service.server_api
         if request.abort_all_requests:
@@ -117,24 +117,24 @@ class ControlEndpoints:
         return json_response(WeightVersion(weight_version=await server_api.weight_version()))
 
     async def release_memory_occupation(self) -> quart.Response:
-        """``POST /release_memory_occupation``: answered once the worker's process has ended."""
+        """Handle ``POST /release_memory_occupation``: answer once the worker has ended."""
         await self._service.read_if_any(MemoryRequest)
         await self._service.server_api.release_memory()
         return json_response(Done(message="the worker is gone until /resume_memory_occupation"))
 
     async def resume_memory_occupation(self) -> quart.Response:
-        """``POST /resume_memory_occupation``: answered once a worker has loaded the model."""
+        """Handle ``POST /resume_memory_occupation``: answer once a worker has loaded the model."""
         await self._service.read_if_any(MemoryRequest)
         await self._service.server_api.resume_memory()
         return json_response(Done(message="a worker is there, and what waits is computed"))
 
     async def is_sleeping(self) -> quart.Response:
-        """``GET /is_sleeping``."""
+        """Handle ``GET /is_sleeping``."""
         released = await self._service.server_api.memory_released()
         return json_response(SleepReply(is_sleeping=released))
 
     async def load_adapter(self) -> quart.Response:
-        """``POST /v1/load_lora_adapter`` and ``POST /load_lora_adapter``."""
+        """Handle ``POST /v1/load_lora_adapter`` and ``POST /load_lora_adapter``."""
         request = await self._service.read(LoadAdapterRequest)
         name = request.lora_name
         if name in self._service.model_names:
@@ -146,7 +146,7 @@ class ControlEndpoints:
         return self._adapters()
 
     async def unload_adapter(self) -> quart.Response:
-        """``POST /v1/unload_lora_adapter``: answered once no request uses it any more."""
+        """Handle ``POST /v1/unload_lora_adapter``: answer once no request uses the adapter."""
         request = await self._service.read(UnloadAdapterRequest)
         try:
             await self._service.engine.unload_adapter(request.lora_name)
@@ -159,7 +159,7 @@ class ControlEndpoints:
         return json_response(LoadedAdapters(loaded_adapters={a.name: a.path for a in adapters}))
 
     async def flush_cache(self) -> quart.Response:
-        """``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""
+        """Handle ``GET`` or ``POST /flush_cache``, and ``POST /reset_prefix_cache``."""
         if quart.request.method == "POST":
             await self._service.read_if_any(FlushRequest)
         return json_response(
@@ -168,5 +168,5 @@ class ControlEndpoints:
 
 
 def _names(ids: Sequence[str]) -> list[str]:
-    """What requests are called, by what their client called them or the answer calls them."""
+    """Return the engine's names of requests, given by their clients' ids or by the answers'."""
     return [kind + id for id in ids for kind in ("", *ID_PREFIXES)]

@@ -17,15 +17,16 @@ class PauseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mode: Annotated[
         Literal["abort", "wait", "retract", "in_place", "keep"],
         about(
-            "What becomes of the requests there are: `abort` ends them with what they have, `wait` "
-            "lets them finish first, `retract` keeps their tokens and computes their KV anew "
-            "afterwards, `in_place` keeps their KV, too, which vLLM calls `keep`."
+            "How running and queued requests are treated: `abort` ends them with the tokens "
+            "that they have, `wait` lets them finish first, `retract` keeps their tokens and "
+            "recomputes their KV afterwards, `in_place` keeps their KV, too, which vLLM calls "
+            "`keep`."
         ),
     ] = "abort"
     clear_cache: Annotated[bool, about("Whether to empty the prefix cache as well.")] = False
     new_requests: Annotated[
         Literal["wait", "refuse"],
-        about("Whether requests that come meanwhile wait in the queue or are refused with 503."),
+        about("Whether new requests wait in the queue or are refused with 503."),
     ] = "wait"
 
 
@@ -36,16 +37,16 @@ class ContinueRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """It is done."""
+    """Confirmation of an operation."""
 
     success: Annotated[bool, about("Always true.")] = True
-    message: Annotated[str, about("What was done, for people.")]
+    message: Annotated[str, about("The operation, in words for a person.")]
 
 
 class PauseReply(msgspec.Struct, kw_only=True):
-    """Whether the engine is paused."""
+    """State of the pause."""
 
-    is_paused: Annotated[bool, about("Whether nothing is computed for a pause.")]
+    is_paused: Annotated[bool, about("Whether the engine is paused.")]
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -54,8 +55,9 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rid: Annotated[
         _RequestId,
         about(
-            "The request's `rid`, `request_id` or `X-Request-Id`, or how it begins: all that begin "
-            "so are ended, the members of a batch among them. It may be left out with `abort_all`."
+            "The request's `rid`, `request_id` or `X-Request-Id`, or its beginning: all "
+            "requests with that prefix are ended, including the members of a batch. It may be "
+            "left out with `abort_all`."
         ),
     ] = ""
     abort_all: Annotated[bool, about("End all requests.")] = False
@@ -77,27 +79,28 @@ class AbortManyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class AbortReply(msgspec.Struct, kw_only=True):
-    """How many requests were ended."""
+    """Number of aborted requests."""
 
-    num_aborted: Annotated[int, about("Requests that were ended; 0 if there were none so named.")]
+    num_aborted: Annotated[int, about("Requests that were ended; 0 if none had such a name.")]
 
 
 class NewWeights(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What requests for other weights have in common, wherever those are."""
+    """Fields of every request for other weights."""
 
     EXCLUSIVE: ClassVar[tuple[Exclusive, ...]] = (Exclusive(("mode", "abort_all_requests")),)
 
     mode: Annotated[
         Literal["wait", "abort", "retract"] | None,
         about(
-            "What becomes of the requests there are: `wait` (the default) lets them finish first, "
-            "`abort` ends them with what they have, `retract` has them go on with the new weights."
+            "How running and queued requests are treated: `wait` (the default) lets them "
+            "finish first, `abort` ends them with the tokens that they have, `retract` "
+            "continues them with the new weights."
         ),
     ] = None
     abort_all_requests: Annotated[bool | None, about("SGLang's name of the mode `abort`.")] = None
     weight_version: Annotated[
         Annotated[str, msgspec.Meta(max_length=200)] | None,
-        about("What the weights are called from then on; a checksum if it isn't given."),
+        about("The version of the new weights; a checksum by default."),
     ] = None
     flush_cache: Annotated[
         bool | None, only(True, why="what the old weights have computed is of no use to the new")
@@ -117,12 +120,12 @@ class UpdateWeightsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True)
     model_path: Annotated[
         _WeightsPath,
         about(
-            "A folder, a GGUF file or a Hub id, or a single safetensors file with all tensors; it "
-            "has to stay where it is, for workers to come."
+            "A folder, a GGUF file or a Hub id, or a single safetensors file with all "
+            "tensors; it has to stay in place for later workers."
         ),
     ]
     keep_pause: Annotated[
-        bool | None, about("Pause the engine as soon as the new weights are there.")
+        bool | None, about("Pause the engine once the new weights are loaded.")
     ] = None
     manifest: Annotated[
         dict[str, Any] | None, only(why="the tensors are checked against the model")
@@ -143,8 +146,8 @@ class UpdateTensorsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True)
     model_path: Annotated[
         _WeightsPath | None,
         about(
-            "A safetensors file with all tensors of the model, in shared memory for one "
-            "(`/dev/shm`); it has to stay where it is, for workers to come."
+            "A safetensors file with all tensors of the model, for example in shared memory "
+            "(`/dev/shm`); it has to stay in place for later workers."
         ),
     ] = None
     serialized_named_tensors: Annotated[
@@ -161,17 +164,17 @@ class UpdateWeightVersionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_
     """The body of ``POST /update_weight_version``."""
 
     new_version: Annotated[
-        Annotated[str, msgspec.Meta(max_length=200)], about("What the weights are called.")
+        Annotated[str, msgspec.Meta(max_length=200)], about("The version of the weights.")
     ]
-    abort_all_requests: Annotated[bool | None, about("End all requests with what they have.")] = (
-        None
-    )
+    abort_all_requests: Annotated[
+        bool | None, about("End all requests with the tokens that they have.")
+    ] = None
 
 
 class WeightVersion(msgspec.Struct, kw_only=True):
-    """What the weights are called that serve."""
+    """Version of the served weights."""
 
-    weight_version: Annotated[str, about("`default` for those that were loaded first.")]
+    weight_version: Annotated[str, about("`default` for the weights that were loaded first.")]
 
 
 _MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
@@ -182,7 +185,7 @@ class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     tags: Annotated[
         _MemoryTag | list[_MemoryTag] | None,
-        about("What is meant; whichever it is, all of it goes, and all of it comes back."),
+        about("The memory that is meant; any value releases and resumes all of it."),
     ] = None
     level: Annotated[int | None, hint()] = None
     mode: Annotated[
@@ -191,7 +194,7 @@ class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SleepReply(msgspec.Struct, kw_only=True):
-    """Whether the worker's memory was given back."""
+    """State of the worker's memory."""
 
     is_sleeping: Annotated[
         bool, about("Whether there is no worker until `/resume_memory_occupation` or `/wake_up`.")
@@ -201,7 +204,7 @@ class SleepReply(msgspec.Struct, kw_only=True):
 class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/load_lora_adapter``."""
 
-    lora_name: Annotated[str, about("What requests will call the adapter.")]
+    lora_name: Annotated[str, about("The adapter's name in requests.")]
     lora_path: Annotated[
         Annotated[str, msgspec.Meta(min_length=1, max_length=4096)],
         about(
@@ -222,13 +225,13 @@ class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/unload_lora_adapter``."""
 
-    lora_name: Annotated[str, about("What requests call the adapter.")]
+    lora_name: Annotated[str, about("The adapter's name in requests.")]
     lora_int_id: Annotated[Any, only(why="adapters are told by their names")] = None
     lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
 
 
 class LoadedAdapters(msgspec.Struct, kw_only=True):
-    """It is done."""
+    """The loaded adapters."""
 
     success: Annotated[bool, about("Always true.")] = True
     loaded_adapters: Annotated[
@@ -243,7 +246,7 @@ class FlushRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class FlushReply(msgspec.Struct, kw_only=True):
-    """The cache is empty, but for what running requests hold."""
+    """Confirmation that the cache is empty, except for running requests."""
 
     success: Annotated[bool, about("Always true.")] = True
     num_pages_freed: Annotated[int, about("Pages of the KV cache that were freed.")]

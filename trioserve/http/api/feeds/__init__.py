@@ -1,1 +1,1 @@
-"""What the engine tells whoever listens, asked for piece by piece: trtllm-serve's endpoints."""
+"""Feeds of engine events that clients poll: trtllm-serve's endpoints."""

@@ -1,6 +1,6 @@
-"""``/iteration_stats`` and ``/kv_cache_events``: what has happened since they were asked last.
+"""Handlers of ``/iteration_stats`` and ``/kv_cache_events``: events since the last request.
 
-The first request begins to collect, and gets nothing; until then nothing is collected.
+The first request starts the collection and gets nothing; nothing is collected before it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FeedEndpoints:
         self._service = service
 
     async def iteration_stats(self) -> quart.Response:
-        """``GET /iteration_stats``: each step since the last call, at most the newest 1,000."""
+        """Handle ``GET /iteration_stats``: at most the newest 1,000 steps since the last call."""
         engine = self._service.engine
         clock = datetime.datetime.now(datetime.UTC) - datetime.timedelta(
             seconds=trio.current_time()
@@ -52,7 +52,7 @@ class FeedEndpoints:
         )
 
     async def kv_cache_events(self) -> quart.Response:
-        """``POST /kv_cache_events``: since the last call, at most the newest 1,000."""
+        """Handle ``POST /kv_cache_events``: at most the newest 1,000 since the last call."""
         return json_response(
             [_event(each) for each in await self._service.server_api.cache_events()]
         )

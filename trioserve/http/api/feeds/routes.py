@@ -1,4 +1,4 @@
-"""The routes of what has happened."""
+"""Routes of the feeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROUTES = (
         method="GET",
         rule="/iteration_stats",
         handler="iteration_stats",
-        summary="What each step did since this was asked last; the first time nothing",
+        summary="The steps since the last request; the first request gets none",
         group="The server",
         peers="TensorRT-LLM",
         response=list[IterationStats],
@@ -19,7 +19,7 @@ ROUTES = (
         method="POST",
         rule="/kv_cache_events",
         handler="kv_cache_events",
-        summary="What came into the prefix cache or went out since this was asked last",
+        summary="Pages stored in the prefix cache or removed since the last request",
         group="The server",
         peers="TensorRT-LLM",
         response=list[KvCacheEvent],

@@ -1,1 +1,1 @@
-"""Ollama's ``/api``: its fields made a chat's, and answers made its lines of JSON."""
+"""Ollama's ``/api``, served as chats and answered in lines of JSON."""

@@ -1,4 +1,4 @@
-"""Ollama's ``/api/chat``, ``/api/generate``, ``/api/embed`` and ``/api/embeddings``."""
+"""Handlers of Ollama's ``/api/chat``, ``/api/generate``, ``/api/embed`` and ``/api/embeddings``."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class OllamaEndpoints:
         self._all_text = ReaderOptions(
             format=chats.format, prompt=ChatPrompt(messages=()), separate_reasoning=False
         )
-        """How outputs are read in which nothing is told apart."""
+        """Options for reading outputs that are all text."""
 
     async def ollama_chat(self) -> quart.Response:
-        """``POST /api/chat``."""
+        """Handle ``POST /api/chat``."""
         service = self._service
         request = await service.read(OllamaChatRequest, CURLS_TYPE)
         with service.deadline(None).enforced():
@@ -71,7 +71,7 @@ class OllamaEndpoints:
             )
 
     async def ollama_generate(self) -> quart.Response:
-        """``POST /api/generate``."""
+        """Handle ``POST /api/generate``."""
         service = self._service
         request = await service.read(OllamaGenerateRequest, CURLS_TYPE)
         with service.deadline(None).enforced():
@@ -92,7 +92,7 @@ class OllamaEndpoints:
         return f"{prefix}-{self._service.record.request_id}"
 
     def _raw(self, chat: ChatCompletionRequest, prompt: str) -> PreparedChat:
-        """The job of a prompt that is the whole text; nothing is told apart in its output."""
+        """Return the job of a prompt that is the whole text; its output is all text."""
         fields, renames = chat_sampling(chat)
         params = self._service.sampling(fields, renames)
         job = make_job(self._service, chat, TextPrompt(prompt), self._id("cmpl"), params, renames)
@@ -128,7 +128,7 @@ class OllamaEndpoints:
         return kind(model=model, wanted=wanted, started=self._service.record.started)
 
     async def ollama_embed(self) -> quart.Response:
-        """``POST /api/embed``."""
+        """Handle ``POST /api/embed``."""
         service = self._service
         request = await service.read(OllamaEmbedRequest, CURLS_TYPE)
         with service.deadline(None).enforced():
@@ -156,7 +156,7 @@ class OllamaEndpoints:
             return json_response(await run_if_many(found.vectors.size, answer))
 
     async def ollama_embeddings(self) -> quart.Response:
-        """``POST /api/embeddings``."""
+        """Handle ``POST /api/embeddings``."""
         service = self._service
         request = await service.read(OllamaEmbeddingsRequest, CURLS_TYPE)
         with service.deadline(None).enforced():

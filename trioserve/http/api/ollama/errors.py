@@ -12,9 +12,9 @@ from trioserve.http.server.error_body import ErrorBody, ErrorDetail
 class OllamaError(ErrorBody):
     """The body of an error below ``/api/``."""
 
-    error: Annotated[str, msgspec.Meta(description="What is wrong, for people.")]
+    error: Annotated[str, msgspec.Meta(description="The error, in words for a person.")]
 
     @classmethod
     def of(cls, status: int, detail: ErrorDetail) -> Self:
-        """The body that says ``detail``."""
+        """Return the body that carries ``detail``."""
         return cls(detail.message)

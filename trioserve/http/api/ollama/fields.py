@@ -1,4 +1,4 @@
-"""From Ollama's fields to a chat request's."""
+"""Translation of Ollama's fields to a chat request's."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trioserve.http.api.service import Service
 from trioserve.protocol.errors import InvalidRequest
 
 _TAG = ":latest"
-"""What Ollama puts behind a name that has no tag."""
+"""Tag that Ollama appends to a name without one."""
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "repetition_penalty": "repeat_penalty",
     "max_tokens": "num_predict",
 }
-"""Fields of a chat request, and what the options call them."""
+"""Names of options, by the fields of a chat request."""
 _NAMES = (
     *((name, f"options.{own}") for name, own in _SAMPLING.items()),
     (r"response_format(?:\.json_schema(?:\.schema)?)?", "format"),
@@ -46,7 +46,7 @@ GENERATE_WORDS = FieldNames(("messages", "prompt"), *_NAMES)
 
 
 def served_name(name: str | None, service: Service) -> str:
-    """The served name that a request means.
+    """Return the served name that a request means.
 
     Raises:
         ModelNotFound: it isn't served here.
@@ -62,10 +62,11 @@ def served_name(name: str | None, service: Service) -> str:
 def ollama_chat_request(
     request: OllamaChatRequest, model: str, format: ChatFormat
 ) -> ChatCompletionRequest:
-    """``request``, which means ``model``, as one for a chat.
+    """Return ``request``, which means ``model``, as a chat request.
 
     Raises:
-        InvalidRequest: it asks for what isn't served; ``param`` is a field of ``request``.
+        InvalidRequest: it asks for something that isn't served; ``param`` is a field of
+            ``request``.
     """
     return ChatCompletionRequest(
         messages=_messages(request.messages or []),
@@ -78,7 +79,7 @@ def ollama_chat_request(
 def generate_request(
     request: OllamaGenerateRequest, model: str, format: ChatFormat
 ) -> ChatCompletionRequest:
-    """The same of one that isn't raw."""
+    """Return ``request``, which isn't raw and means ``model``, as a chat request."""
     messages = [ChatMessage(role="user", content=request.prompt or "")]
     if request.system:
         messages.insert(0, ChatMessage(role="system", content=request.system))
@@ -88,10 +89,10 @@ def generate_request(
 
 
 def raw_request(request: OllamaGenerateRequest, model: str) -> ChatCompletionRequest:
-    """How the prompt of a raw one is to be continued: a chat request without messages.
+    """Return a chat request without messages that says how to continue a raw prompt.
 
     Raises:
-        InvalidRequest: it has what is the template's business.
+        InvalidRequest: it has a field that is for the template.
     """
     for name in ("system", "think"):
         if getattr(request, name):
@@ -136,7 +137,7 @@ def _thinking(request: OllamaRequest, format: ChatFormat) -> dict[str, Any]:
 
 
 def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
-    """Messages as chats have them: every call has an id, and every answer of a tool its call's."""
+    """Return messages as chats have them: each call has an id, and its answer the same."""
     messages = []
     numbers = itertools.count()
     waiting: list[tuple[str, str]] = []
@@ -161,7 +162,9 @@ def _call(call: OllamaToolCall, number: int) -> MessageToolCall:
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> str | None:
-    """The id of the call that ``message`` answers, which waits no more; None if none waits."""
+    """Remove the call that ``message`` answers from ``waiting`` and return its id; None if none
+    waits.
+    """
     for call in waiting:
         id, name = call
         if message.tool_call_id == id or (

@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of the models that are served, as classes."""
+"""Descriptions of the served models for Ollama's clients, as classes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from trioserve.http.api.schema.reading import Exclusive, about, hint, only
 
 
 class OllamaDetails(msgspec.Struct, kw_only=True):
-    """What kind of model it is, as far as the server knows."""
+    """Kind of a model, as far as the server knows it."""
 
-    parent_model: Annotated[str, about("The model that an adapter is for; else empty.")]
+    parent_model: Annotated[str, about("The base model of an adapter; else empty.")]
     format: Annotated[str, about("`gguf` or `safetensors`.")]
     family: Annotated[str, about("Always empty.")] = ""
-    families: Annotated[list[str], about("Always empty: none of the words says images.")] = []
+    families: Annotated[
+        list[str], about("Always empty: no word of Ollama's describes images.")
+    ] = []
     parameter_size: Annotated[str, about("Always empty.")] = ""
     quantization_level: Annotated[str, about("The number format of weights and activations.")]
 
@@ -24,11 +26,11 @@ class OllamaModel(msgspec.Struct, kw_only=True):
     """A model that is served."""
 
     name: Annotated[str, about("The name.")]
-    model: Annotated[str, about("The same.")]
+    model: Annotated[str, about("The same name.")]
     modified_at: Annotated[str, about("When the server began, in ISO 8601.")]
     size: Annotated[int, about("Always 0.")] = 0
     digest: Annotated[str, about("A checksum of the model's files.")]
-    details: Annotated[OllamaDetails, about("What kind of model it is.")]
+    details: Annotated[OllamaDetails, about("The kind of model.")]
 
 
 class OllamaModels(msgspec.Struct):
@@ -41,10 +43,10 @@ class OllamaRunningModel(msgspec.Struct, kw_only=True):
     """A model that is loaded, as all are."""
 
     name: Annotated[str, about("The name.")]
-    model: Annotated[str, about("The same.")]
+    model: Annotated[str, about("The same name.")]
     size: Annotated[int, about("Always 0.")] = 0
     digest: Annotated[str, about("A checksum of the model's files.")]
-    details: Annotated[OllamaDetails, about("What kind of model it is.")]
+    details: Annotated[OllamaDetails, about("The kind of model.")]
     expires_at: Annotated[str, about("The end of time: no model is unloaded.")] = (
         "9999-12-31T23:59:59Z"
     )
@@ -53,7 +55,7 @@ class OllamaRunningModel(msgspec.Struct, kw_only=True):
 
 
 class OllamaRunningModels(msgspec.Struct):
-    """The models that are loaded: those that are served."""
+    """The models that are loaded, which are all served ones."""
 
     models: Annotated[list[OllamaRunningModel], about("One for each name.")]
 
@@ -61,7 +63,7 @@ class OllamaRunningModels(msgspec.Struct):
 class OllamaVersion(msgspec.Struct):
     """The server's version."""
 
-    version: Annotated[str, about("That of trioserve.")]
+    version: Annotated[str, about("The version of trioserve.")]
 
 
 class ShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +72,7 @@ class ShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     EXCLUSIVE: ClassVar = (Exclusive(("model", "name")),)
 
     model: Annotated[
-        str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
+        str | None, about("A name out of `/api/tags`; the first of them by default.")
     ] = None
     name: Annotated[str | None, about("The older name of `model`.")] = None
     verbose: Annotated[Any, hint()] = None
@@ -80,12 +82,12 @@ class ShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ShowResponse(msgspec.Struct, kw_only=True):
-    """What a model is."""
+    """Description of a model."""
 
     modelfile: Annotated[str, about("Always empty: there is none.")] = ""
-    parameters: Annotated[str, about("The model's own defaults of sampling, one on each line.")]
+    parameters: Annotated[str, about("The model's default sampling parameters, one on each line.")]
     template: Annotated[str, about("The chat template, in jinja2; empty if there is none.")]
-    details: Annotated[OllamaDetails, about("What kind of model it is.")]
+    details: Annotated[OllamaDetails, about("The kind of model.")]
     model_info: Annotated[
         dict[str, Any],
         about("Its name, context length and vocabulary, as `general.…` and `trioserve.…`."),

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask of the server: its models and its version."""
+"""Handlers of Ollama's questions about the server: its models and its version."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OllamaModelEndpoints:
         self._started = datetime.fromtimestamp(service.started, UTC).isoformat()
 
     async def ollama_tags(self) -> quart.Response:
-        """``GET /api/tags``."""
+        """Handle ``GET /api/tags``."""
         return json_response(
             OllamaModels(
                 [
@@ -48,7 +48,7 @@ class OllamaModelEndpoints:
         )
 
     async def ollama_ps(self) -> quart.Response:
-        """``GET /api/ps``."""
+        """Handle ``GET /api/ps``."""
         return json_response(
             OllamaRunningModels(
                 [
@@ -65,7 +65,7 @@ class OllamaModelEndpoints:
         )
 
     async def ollama_show(self) -> quart.Response:
-        """``POST /api/show``."""
+        """Handle ``POST /api/show``."""
         service, engine = self._service, self._service.engine
         request = await service.read(ShowRequest, CURLS_TYPE)
         name = served_name(request.model or request.name, service)
@@ -89,7 +89,7 @@ class OllamaModelEndpoints:
         )
 
     async def ollama_version(self) -> quart.Response:
-        """``GET /api/version``."""
+        """Handle ``GET /api/version``."""
         return json_response(OllamaVersion(__version__))
 
     def _names(self) -> list[str]:

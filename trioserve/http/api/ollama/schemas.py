@@ -1,7 +1,7 @@
-"""Requests and answers of Ollama's endpoints that compute something, as classes.
+"""Requests and answers of Ollama's computing endpoints, as classes.
 
 The names and the meaning of the fields are Ollama's. Fields marked with
-:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others do what they say.
+:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others are served.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TEXT_ONLY = "the models that are served read and write text only"
 
 
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How the output is sampled. What isn't given is as the model's own files have it.
+    """Sampling options. The defaults are those of the model's own files.
 
     Options of loading are accepted: the server has loaded its model as its own options say.
     """
 
     num_predict: Annotated[
         Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None,
-        about("Tokens of the output at most; -1 or -2 for the server's default."),
+        about("Most tokens of the output; -1 or -2 for the server's default."),
     ] = None
     temperature: fields.Temperature = None
     top_k: fields.TopK = None
@@ -36,7 +36,7 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_p: fields.MinP = None
     seed: Annotated[
         Seed | None,
-        about("With the same seed, the same request draws the same numbers; -1 for any."),
+        about("With the same seed, the same request draws the same numbers; -1 for a random one."),
     ] = None
     stop: fields.Stop = None
     repeat_penalty: fields.RepetitionPenalty = None
@@ -70,34 +70,31 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both requests have."""
+    """Fields that both requests share."""
 
     model: Annotated[
         str | None,
         about(
-            "A name out of `/api/tags`, with `:latest` behind it or without; the first of them if "
-            "it isn't given."
+            "A name out of `/api/tags`, with or without `:latest`; the first of them by default."
         ),
     ] = None
     stream: Annotated[
-        bool | None, about("Send the output as lines of JSON, as it comes; true if not given.")
+        bool | None, about("Send the output as lines of JSON, as it is generated; true by default.")
     ] = None
     format: Annotated[
         Literal["", "json"] | dict[str, Any] | None,
-        about("What the output is to look like: `json` for any object, or a JSON schema."),
+        about("The form of the output: `json` for any object, or a JSON schema."),
     ] = None
-    options: Annotated[OllamaOptions | None, about("How the output is sampled.")] = None
+    options: Annotated[OllamaOptions | None, about("Sampling options.")] = None
     think: Annotated[
         bool | Literal["low", "medium", "high", "max"] | None,
-        about(
-            "Whether the model is to reason, or how much; as its template has it if it isn't given."
-        ),
+        about("Whether the model is to reason, or how much; the template decides by default."),
     ] = None
     logprobs: Annotated[
-        bool | None, about("Tell the log-probabilities of the output's tokens, as they came.")
+        bool | None, about("Return the log-probabilities of the output's tokens.")
     ] = None
     top_logprobs: Annotated[
-        Count | None, about("And those of as many most probable ones in each one's place.")
+        Count | None, about("Number of most probable tokens to return in each one's place.")
     ] = None
     keep_alive: Annotated[Any, hint()] = None
     truncate: Annotated[Any, only(False, why="a prompt that is too long is refused")] = None
@@ -107,8 +104,8 @@ class OllamaRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
-    name: Annotated[FunctionName, about("Which function was called.")]
-    arguments: Annotated[dict[str, Any] | None, about("With what.")] = None
+    name: Annotated[FunctionName, about("The function's name.")]
+    arguments: Annotated[dict[str, Any] | None, about("The function's arguments.")] = None
     description: Annotated[Any, hint()] = None
     index: Annotated[Any, hint()] = None
 
@@ -116,7 +113,7 @@ class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """An earlier tool call."""
 
-    function: Annotated[OllamaFunction, about("What was called, and with what.")]
+    function: Annotated[OllamaFunction, about("The called function, with its arguments.")]
     id: Annotated[str | None, about("The name that the tool's answer may refer to.")] = None
     type: Annotated[Literal["function"] | None, about("There is no other kind.")] = None
 
@@ -124,18 +121,18 @@ class OllamaToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
-    role: Annotated[Literal["system", "user", "assistant", "tool"], about("Who speaks.")]
-    content: Annotated[Text | None, about("What is said.")] = None
-    thinking: Annotated[Text | None, about("What came before an earlier answer.")] = None
+    role: Annotated[
+        Literal["system", "user", "assistant", "tool"], about("The role of the message's author.")
+    ]
+    content: Annotated[Text | None, about("The text.")] = None
+    thinking: Annotated[Text | None, about("Reasoning before an earlier answer.")] = None
     tool_calls: Annotated[
         Annotated[list[OllamaToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None,
         about("Earlier tool calls."),
     ] = None
-    tool_name: Annotated[str | None, about("The function that this message is the answer of.")] = (
-        None
-    )
+    tool_name: Annotated[str | None, about("The function that returned this message.")] = None
     tool_call_id: Annotated[
-        str | None, about("The call that it answers; the first open one if it isn't given.")
+        str | None, about("The call that it answers; the first open one by default.")
     ] = None
     images: Annotated[Any, only([], why=_TEXT_ONLY)] = None
 
@@ -145,7 +142,7 @@ class OllamaChatRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True)
 
     messages: Annotated[
         Annotated[list[OllamaMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
-        about("The conversation so far. Without any the model is loaded, which it is already."),
+        about("The conversation so far. Without any, the model is loaded, which it is already."),
     ] = None
     tools: Tools = None
 
@@ -155,9 +152,9 @@ class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=T
 
     prompt: Annotated[
         Text | None,
-        about("What a user says. Without it, or empty, the model is loaded, which it is already."),
+        about("The user's text. If it is empty, the model is loaded, which it is already."),
     ] = None
-    system: Annotated[Text | None, about("What is said before it.")] = None
+    system: Annotated[Text | None, about("The system message.")] = None
     raw: Annotated[
         bool | None, about("If true, the prompt is the whole text, without a chat template.")
     ] = None
@@ -178,7 +175,8 @@ class OllamaFunctionReply(msgspec.Struct, kw_only=True):
     index: Annotated[int, about("The number of the call, from 0.")]
     name: Annotated[str, about("The function's name.")]
     arguments: Annotated[
-        dict[str, Any], about("With what; empty where the model wrote no whole JSON object.")
+        dict[str, Any],
+        about("The function's arguments; empty if the model wrote no complete JSON object."),
     ]
 
 
@@ -186,16 +184,16 @@ class OllamaToolCallReply(msgspec.Struct, kw_only=True):
     """A call that the answer asks for."""
 
     id: Annotated[str, about("The name that the tool's answer may refer to.")]
-    function: Annotated[OllamaFunctionReply, about("What to call, and with what.")]
+    function: Annotated[OllamaFunctionReply, about("The function to call, with its arguments.")]
 
 
 class OllamaAnswer(msgspec.Struct, kw_only=True):
-    """What the model says, or what a line adds to it."""
+    """The answer, or a line's addition to it."""
 
     role: Annotated[str, about("Always `assistant`.")] = "assistant"
-    content: Annotated[str, about("What is said.")]
+    content: Annotated[str, about("The text.")]
     thinking: Annotated[
-        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+        str | UnsetType, about("Reasoning before the answer, without the marks.")
     ] = UNSET
     tool_calls: Annotated[
         list[OllamaToolCallReply] | UnsetType, about("Functions that the model wants called.")
@@ -203,14 +201,14 @@ class OllamaAnswer(msgspec.Struct, kw_only=True):
 
 
 class OllamaReply(msgspec.Struct, kw_only=True):
-    """What both answers have. What is told of the whole is in the last line of a stream."""
+    """Fields that both answers share. The last line of a stream has those of the whole."""
 
     model: Annotated[str, about("The name that the model is served under.")]
     created_at: Annotated[str, about("When the answer began, in ISO 8601.")]
     done: Annotated[bool, about("Whether this is the end.")] = False
     done_reason: Annotated[
         str | UnsetType,
-        about("`stop` or `length`; `load` where nothing was asked."),
+        about("`stop` or `length`; `load` if nothing was asked."),
     ] = UNSET
     total_duration: Annotated[int | UnsetType, about("Nanoseconds that all of it took.")] = UNSET
     load_duration: Annotated[int | UnsetType, about("Always 0: the model was loaded before.")] = (
@@ -225,22 +223,23 @@ class OllamaReply(msgspec.Struct, kw_only=True):
         int | UnsetType, about("Nanoseconds from the first token to the end.")
     ] = UNSET
     logprobs: Annotated[
-        list[ChatLogprob] | UnsetType, about("One entry for each token, where they are asked for.")
+        list[ChatLogprob] | UnsetType,
+        about("One entry for each token, if the request asks for them."),
     ] = UNSET
 
 
 class OllamaChatResponse(OllamaReply, kw_only=True):
     """The answer of ``/api/chat``, or a line of it."""
 
-    message: Annotated[OllamaAnswer, about("What the model says.")]
+    message: Annotated[OllamaAnswer, about("The answer's message.")]
 
 
 class OllamaGenerateResponse(OllamaReply, kw_only=True):
     """The answer of ``/api/generate``, or a line of it."""
 
-    response: Annotated[str, about("What the model says.")]
+    response: Annotated[str, about("The text.")]
     thinking: Annotated[
-        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+        str | UnsetType, about("Reasoning before the answer, without the marks.")
     ] = UNSET
 
 
@@ -248,28 +247,31 @@ class OllamaEmbedRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     """The body of ``POST /api/embed``."""
 
     model: Annotated[
-        str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
+        str | None, about("A name out of `/api/tags`; the first of them by default.")
     ] = None
     input: Annotated[
         Text | Annotated[list[Text], msgspec.Meta(min_length=1)], about("A text, or several.")
     ]
     truncate: Annotated[
         bool | None,
-        about("Cut a text off that is longer than the model takes; true if it isn't given."),
+        about("Truncate a text that is longer than the model takes; true by default."),
     ] = None
     dimensions: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
-        about("Keep as many numbers of each vector: for models that were trained so (Matryoshka)."),
+        about(
+            "Keep this many numbers of each vector, for models that were trained for it "
+            "(Matryoshka)."
+        ),
     ] = None
     options: Annotated[Any, hint()] = None
     keep_alive: Annotated[Any, hint()] = None
 
 
 class OllamaEmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /api/embeddings``, which ``/api/embed`` has taken the place of."""
+    """The body of ``POST /api/embeddings``, the older form of ``/api/embed``."""
 
     model: Annotated[
-        str | None, about("A name out of `/api/tags`; the first of them if it isn't given.")
+        str | None, about("A name out of `/api/tags`; the first of them by default.")
     ] = None
     prompt: Annotated[Text, about("A text.")]
     options: Annotated[Any, hint()] = None
@@ -279,14 +281,14 @@ class OllamaEmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_onl
 class OllamaEmbeddingsResponse(msgspec.Struct):
     """The vector of a text."""
 
-    embedding: Annotated[list[float], about("The vector, of whatever length the model gives it.")]
+    embedding: Annotated[list[float], about("The vector, of the length that the model gives it.")]
 
 
 class OllamaEmbedResponse(msgspec.Struct, kw_only=True):
     """The vectors of texts."""
 
     model: Annotated[str, about("The name that the model is served under.")]
-    embeddings: Annotated[list[list[float]], about("One for each text, as long as 1.")]
+    embeddings: Annotated[list[list[float]], about("One vector of length 1 for each text.")]
     total_duration: Annotated[int, about("Nanoseconds that all of it took.")]
     load_duration: Annotated[int, about("Always 0: the model was loaded before.")] = 0
     prompt_eval_count: Annotated[int, about("Tokens of all texts.")]

@@ -1,4 +1,4 @@
-"""What the engine gives, in Ollama's words: one object, or a line for each piece and a last one."""
+"""Answers in Ollama's form: one object, or a line for each piece and a last one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _line(reply: OllamaReply) -> bytes:
 
 @attrs.define(eq=False)
 class _Calls:
-    """A call is told when it is whole: its pieces until then."""
+    """Tool calls, collected until they are complete."""
 
     _count: int = 0
     _begun: ToolCallDelta | None = None
     _arguments: list[str] = attrs.field(factory=list)
 
     def add(self, pieces: Sequence[ToolCallDelta], *, last: bool) -> list[OllamaToolCallReply]:
-        """The calls that are whole with ``pieces``, the ``last`` of which end all."""
+        """Return the calls that ``pieces`` complete; the ``last`` pieces end all."""
         server_api: list[OllamaToolCallReply] = []
         for piece in pieces:
             if piece.id is not None:
@@ -72,7 +72,7 @@ class _Calls:
 
 @attrs.define(eq=False, kw_only=True)
 class OllamaWriter(abc.ABC):
-    """The lines of a streamed answer, or the whole of one. ``started`` is on trio's clock."""
+    """Lines of a streamed answer, or a whole answer. ``started`` is on trio's clock."""
 
     model: str
     wanted: WantedChat
@@ -83,12 +83,14 @@ class OllamaWriter(abc.ABC):
     _reader: AnswerReader = attrs.field(factory=AnswerReader, init=False)
     _calls: _Calls = attrs.field(factory=_Calls, init=False)
     _text_event: TextEvent | None = attrs.field(default=None, init=False)
-    """What all lines but the last one are, if there is nothing to tell apart."""
+    """Event of all lines but the last, if the output is all text."""
     _reason: str = attrs.field(default="", init=False)
 
     @property
     def framing(self) -> Framing:
-        """Lines of JSON. In silence there is one that adds nothing, as JSON has no comments."""
+        """Return framing in lines of JSON. In silence a line without content is sent, as JSON has
+        no comments.
+        """
         return Framing(
             content_type=LINES,
             last=b"",
@@ -98,14 +100,14 @@ class OllamaWriter(abc.ABC):
 
     @abc.abstractmethod
     def _said(self, delta: Delta, calls: list[OllamaToolCallReply]) -> OllamaReply:
-        """The object that tells a piece of an answer, or all of it."""
+        """Return the object with a piece of an answer, or all of it."""
 
     def loaded(self) -> OllamaReply:
-        """The answer where nothing was asked."""
+        """Return the answer to a request without a prompt."""
         return msgspec.structs.replace(self._said(Delta(), []), done=True, done_reason="load")
 
     def server_api(self, completion: Completion, times: Times, now: float) -> OllamaReply:
-        """The whole answer, which has come ``now``."""
+        """Return the whole answer, which ended at ``now``."""
         reader = self.wanted.options.reader(completion.prompt_token_ids)
         delta = reader.feed(completion.text, last=True)
         reply = self._said(delta, self._calls.add(delta.tool_calls or (), last=True))
@@ -114,7 +116,7 @@ class OllamaWriter(abc.ABC):
         return self._ended(reply, completion.usage, times, now)
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """Nothing yet."""
+        """Return nothing; the first line follows."""
         (stream,) = streams
         self._reader = self.wanted.options.reader(stream.prompt_token_ids)
         if self._reader.plain and self.wanted.top_logprobs is None:
@@ -122,13 +124,13 @@ class OllamaWriter(abc.ABC):
         return b""
 
     def text(self, chunk: Chunk) -> bytes | None:
-        """The line of a chunk that only adds text; None for any other."""
+        """Return the line of a chunk that only adds text; None for any other."""
         if self._text_event is None or chunk.finish_reason is not None:
             return None
         return self._text_event.encoded(chunk.text) if chunk.text else b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """A chunk's line; none where a step added nothing that is told yet."""
+        """Return a chunk's line; empty if a step added nothing to send yet."""
         if (line := self.text(chunk)) is not None:
             return line
         ended = chunk.finish_reason is not None
@@ -142,7 +144,7 @@ class OllamaWriter(abc.ABC):
         return _line(reply)
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """The line that tells how it ended, how long it took, and how many tokens there are."""
+        """Return the line with the reason of the end, the durations, and the token counts."""
         (stream,) = streams
         reply, now = self._said(Delta(), []), trio.current_time()
         return _line(self._ended(reply, stream.usage, stream.times, now))
@@ -152,7 +154,7 @@ class OllamaWriter(abc.ABC):
         return UNSET if found is None else found.content
 
     def _ended(self, reply: OllamaReply, usage: Usage, times: Times, now: float) -> OllamaReply:
-        """``reply`` with what is told of the whole."""
+        """Return ``reply`` with the fields of the whole."""
         first = now if times.first_token is None else times.first_token
         began = first if times.first_scheduled is None else times.first_scheduled
         reply.done = True
@@ -167,12 +169,12 @@ class OllamaWriter(abc.ABC):
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration as Ollama tells it."""
+    """Return a duration in Ollama's unit."""
     return max(int(seconds * 1e9), 0)
 
 
 class ChatLines(OllamaWriter):
-    """Of ``/api/chat``."""
+    """Lines of ``/api/chat``."""
 
     def _said(self, delta: Delta, calls: list[OllamaToolCallReply]) -> OllamaChatResponse:
         answer = OllamaAnswer(
@@ -184,7 +186,7 @@ class ChatLines(OllamaWriter):
 
 
 class GenerateLines(OllamaWriter):
-    """Of ``/api/generate``, where there are no calls."""
+    """Lines of ``/api/generate``, which has no calls."""
 
     def _said(self, delta: Delta, calls: list[OllamaToolCallReply]) -> OllamaGenerateResponse:
         return OllamaGenerateResponse(

@@ -1,1 +1,1 @@
-"""What the OpenAI endpoints share: fields, usage, structured output, the list of models."""
+"""Code that the OpenAI endpoints share: fields, usage, structured output, the list of models."""

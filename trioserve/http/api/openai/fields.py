@@ -1,4 +1,4 @@
-"""From the fields that all OpenAI endpoints share to jobs for the engine."""
+"""Translation of the fields that all OpenAI endpoints share to jobs for the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_NAMES = {
     "include_stop_str_in_output": ("include_stop_str_in_output", "no_stop_trim"),
     "extra_args": ("vllm_xargs", "custom_params"),
 }
-"""Sampling fields by the engine's names, and those that they have here: one or the other."""
+"""Names of sampling fields here, by the engine's names: a request gives one or the other."""
 _GRAMMAR_FIELDS = (
     *("response_format", "structured_outputs", "guided_json", "guided_json_object"),
     *("guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
@@ -32,14 +32,15 @@ _GRAMMAR_FIELDS = (
 
 
 def sampling_fields(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
-    """What all endpoints' requests say of sampling.
+    """Return the sampling fields of a request of any of the endpoints.
 
     Returns:
-        the fields by the engine's names, None for those not given; and the engine's names of
-        fields that ``request`` calls something else, to its own.
+        the fields by the engine's names, None for those not given; and the names in ``request`` of
+            the
+        fields that it names differently, by the engine's names.
 
     Raises:
-        InvalidRequest: two fields say what the output is to look like, or one says it wrongly.
+        InvalidRequest: two fields give the form of the output, or one is invalid.
     """
     fields = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     renames = {}
@@ -54,11 +55,11 @@ def sampling_fields(request: GenerationRequest) -> tuple[dict[str, Any], dict[st
 
 
 ID_PREFIXES = (*("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-", "rerank-", "classify-"),)
-"""What comes before a request's id in its response."""
+"""Prefixes of a request's id in its response."""
 
 
 def request_id(prefix: str, request: GenerationRequest, service: Service) -> str:
-    """The id of a response: the client's own, or that of the HTTP request."""
+    """Return the id of a response, made of the client's own id, or of the HTTP request's."""
     return f"{prefix}-{request.request_id or request.rid or service.record.request_id}"
 
 
@@ -70,11 +71,11 @@ def make_job(
     params: SamplingParams,
     renames: dict[str, str],
 ) -> PromptJob:
-    """A job for one prompt of ``request``.
+    """Return a job for one prompt of ``request``.
 
     Args:
-        params: how to sample; the prompts of a request share it.
-        renames: the engine's names of fields that ``request`` calls something else, to its own.
+        params: the sampling parameters, which the prompts of a request share.
+        renames: the names in ``request`` of differently named fields, by the engine's names.
 
     Raises:
         InvalidRequest: the request names two adapters.
@@ -94,7 +95,7 @@ def make_job(
 
 
 def check_stream_options(request: GenerationRequest) -> None:
-    """Refuse stream options for what isn't streamed, and what a stream has no place for."""
+    """Refuse stream options without a stream, and fields that a stream doesn't support."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -105,11 +106,11 @@ def check_stream_options(request: GenerationRequest) -> None:
 
 
 def include_usage(request: GenerationRequest) -> bool:
-    """Whether a stream ends with the usage."""
+    """Return whether a stream ends with the usage."""
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
 def continuous_usage(request: GenerationRequest) -> bool:
-    """Whether every event of a stream tells the usage up to then."""
+    """Return whether every event of a stream has the usage so far."""
     options = request.stream_options
     return include_usage(request) and options is not None and bool(options.continuous_usage_stats)

@@ -1,4 +1,4 @@
-"""``/v1/models``: the names that are served."""
+"""Handlers of ``/v1/models``: the names that are served."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ModelEndpoints:
         self._service = service
 
     async def models(self) -> quart.Response:
-        """``GET /v1/models``."""
+        """Handle ``GET /v1/models``."""
         names = (*self._service.model_names, *self._adapter_paths())
         return json_response(ModelList([self._card(name) for name in names]))
 
     async def model(self, name: str) -> quart.Response:
-        """``GET /v1/models/{name}``."""
+        """Handle ``GET /v1/models/{name}``."""
         return json_response(self._card(self._service.model(name)))
 
     def _adapter_paths(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""What all of the OpenAI API's requests and responses share, with the peers' additions, as classes.
+"""Classes that all of the OpenAI API's requests and responses share, with the peers' additions.
 
 The names and the meaning of the fields are OpenAI's, vLLM's and SGLang's. Fields marked with
-:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others do what they say.
+:func:`~trioserve.http.api.schema.reading.only` are known and refused; the others are served.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ExtraArgs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a stream carries besides the text."""
+    """Options of a stream."""
 
     include_usage: Annotated[
         bool | None, about("End with an event that holds the usage and no choice.")
     ] = None
     continuous_usage_stats: Annotated[
-        bool | None, about("With `include_usage`, tell in every event the usage up to then.")
+        bool | None, about("With `include_usage`, send the usage so far in every event.")
     ] = None
     include_obfuscation: Annotated[
         Any, only(False, why="events aren't padded to hide their lengths")
@@ -71,10 +71,10 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
 
     model: fields.Model = None
     n: Annotated[
-        NumOutputs | None, about("Outputs to make of each prompt, which is computed once.")
+        NumOutputs | None, about("Number of outputs for each prompt, which is computed once.")
     ] = None
-    stream: Annotated[bool | None, about("Send the output as events, as it comes.")] = None
-    stream_options: Annotated[StreamOptions | None, about("What else a stream carries.")] = None
+    stream: Annotated[bool | None, about("Send the output as events, as it is generated.")] = None
+    stream_options: Annotated[StreamOptions | None, about("Options of the stream.")] = None
 
     allowed_token_ids: Annotated[
         Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None,
@@ -83,8 +83,8 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     bad_words: Annotated[
         Annotated[list[_BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None,
         about(
-            "Words that aren't to be in the output: the last token of each is never drawn; an "
-            "empty one is none."
+            "Words to keep out of the output: the last token of each is never drawn; an empty "
+            "one has no effect."
         ),
     ] = None
     seed: fields.Seed = None
@@ -103,19 +103,19 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         ]
         | None,
         about(
-            "Keep this many tokens of a longer prompt; -1: as many as the model's context leaves."
+            "Keep this many tokens of a longer prompt; -1: as many as fit into the model's context."
         ),
     ] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None,
-        about("Where a prompt is cut off that is too long; left if it isn't given."),
+        about("Side from which a prompt that is too long is truncated; left by default."),
     ] = None
 
     response_format: Annotated[
-        ResponseFormat | None, about("What the output is to look like: OpenAI's field.")
+        ResponseFormat | None, about("The form of the output: OpenAI's field.")
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, about("What the output is to look like: vLLM's field.")
+        StructuredOutputs | None, about("The form of the output: vLLM's field.")
     ] = None
     guided_json: Annotated[
         JsonText | None, about("`structured_outputs.json` of older versions of vLLM.")
@@ -155,27 +155,27 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     prompt_logprobs: Annotated[
         Count | None,
         about(
-            "Tell the log-probabilities of the prompt's tokens, and of as many most probable ones. "
-            "Not with `stream`."
+            "Return the log-probabilities of the prompt's tokens, and of this many most "
+            "probable ones. Not with `stream`."
         ),
     ] = None
     logprob_token_ids: Annotated[
         Annotated[list[TokenId], msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None,
         about(
-            "Tokens whose log-probabilities are told wherever some are. With the one of the output "
-            "they take the place of its most probable ones; it needs `logprobs`."
+            "Tokens with log-probabilities in every place that has some. With the output's "
+            "token they replace its most probable ones; it needs `logprobs`."
         ),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool | None, about('Where log-probabilities name tokens, name them as "token_id:123".')
+        bool | None, about('Name tokens in log-probabilities as "token_id:123".')
     ] = None
     return_token_ids: Annotated[
-        bool | None, about("Tell the ids of the prompt's and of the output's tokens.")
+        bool | None, about("Return the ids of the prompt's and of the output's tokens.")
     ] = None
 
     priority: fields.Priority = None
     request_id: Annotated[
-        Identifier | None, about("An id, which the response's own is made of.")
+        Identifier | None, about("An id from which the response's own is made.")
     ] = None
     rid: Annotated[Identifier | None, about("SGLang's name of `request_id`.")] = None
     cache_salt: fields.CacheSalt = None
@@ -238,7 +238,7 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
 
 
 class PromptLogprobReply(msgspec.Struct):
-    """A token of a prompt, or one that could have been there; rank 1 is the most probable."""
+    """A token of a prompt, or one that was possible in its place; rank 1 is the most probable."""
 
     logprob: Annotated[float, about("The natural logarithm of its probability.")]
     rank: Annotated[int | None, about("1 for the most probable token.")]
@@ -246,7 +246,7 @@ class PromptLogprobReply(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """Parts of the prompt's tokens."""
 
     cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
 
@@ -254,21 +254,19 @@ class PromptTokensDetails(msgspec.Struct):
 class CompletionTokensDetails(msgspec.Struct):
     """The purposes of the tokens that were produced."""
 
-    reasoning_tokens: Annotated[int, about("Tokens of reasoning, told or not, with its marks.")]
+    reasoning_tokens: Annotated[int, about("Tokens of reasoning, returned or not, with its marks.")]
 
 
 class UsageReply(msgspec.Struct):
-    """What a request used."""
+    """Tokens that a request used."""
 
     prompt_tokens: Annotated[int, about("Tokens of the prompt.")]
     completion_tokens: Annotated[int, about("Tokens that were produced.")]
     total_tokens: Annotated[int, about("Both together.")]
-    prompt_tokens_details: Annotated[
-        PromptTokensDetails, about("Where the prompt's tokens came from.")
-    ]
+    prompt_tokens_details: Annotated[PromptTokensDetails, about("Parts of the prompt's tokens.")]
     completion_tokens_details: Annotated[
         CompletionTokensDetails | UnsetType,
-        about("What they are for, in chats with a model that reasons."),
+        about("Parts of the output's tokens, in chats with a model that reasons."),
     ] = UNSET
 
 
@@ -279,7 +277,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Annotated[str, about("Always `model`.")] = "model"
     created: Annotated[int, about("When the server began, in Unix seconds.")]
     owned_by: Annotated[str, about("Always `trioserve`.")] = "trioserve"
-    root: Annotated[str, about("The model that has the name; of an adapter, its folder.")]
+    root: Annotated[str, about("The model of that name; of an adapter, its folder.")]
     parent: Annotated[str | None, about("The model that the adapter is for.")] = None
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
 

@@ -1,4 +1,4 @@
-"""The fields that say what an output is to look like, whoever's they are, as one grammar.
+"""One grammar from all fields that give the form of an output.
 
 OpenAI has ``response_format``, vLLM ``structured_outputs`` (in older versions ``guided_json`` and
 others like it), SGLang ``json_schema``, ``regex`` and ``ebnf``. A request may use one of them.
@@ -27,12 +27,12 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import check_format
 
 MAX_SCHEMA_DEPTH = 100
-"""How deep a schema may be nested for its objects to be closed."""
+"""Deepest nesting of a schema in which objects can be closed."""
 
 
 @attrs.frozen
 class GrammarField:
-    """A grammar, and the name of the field that it was given as."""
+    """A grammar, and the name of its field."""
 
     name: str
     grammar: Grammar
@@ -45,14 +45,14 @@ def grammar_field(
     guided_whitespace_pattern: str | None = None,
     **rules: Any,
 ) -> GrammarField | None:
-    """The grammar that is asked for, and by which field; None where any text will do.
+    """Return the grammar of a request, with its field; None if any text is allowed.
 
     ``rules`` are the fields that hold a rule by themselves: ``json_schema``, ``regex``, ``ebnf``
     and ``structural_tag`` (SGLang), ``guided_json``, ``guided_regex``, ``guided_choice``,
     ``guided_grammar`` and ``guided_json_object`` (vLLM).
 
     Raises:
-        InvalidRequest: there are two, or one is no such thing or too large; ``param`` names it.
+        InvalidRequest: there are two, or one is invalid or too large; ``param`` names it.
     """
     asked: list[_Asked] = []
     if response_format is not None and not isinstance(response_format, TextFormat):
@@ -80,7 +80,7 @@ def grammar_field(
 
 @attrs.frozen
 class _Options:
-    """Options of JSON, by the names that ``structured_outputs`` has for them."""
+    """Options of JSON, by the names of ``structured_outputs``."""
 
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
@@ -107,7 +107,7 @@ class _Asked:
 
 
 def _structured(given: StructuredOutputs) -> list[_Asked]:
-    """The rules of ``structured_outputs`` that are given."""
+    """Return the rules of ``structured_outputs`` that are given."""
     options = _Options(
         disable_any_whitespace=given.disable_any_whitespace,
         whitespace_pattern=given.whitespace_pattern,
@@ -252,7 +252,7 @@ def _as_object(name: str, value: JsonText) -> dict[str, Any]:
 
 
 def _with_options(schema: dict[str, Any], options: _Options) -> dict[str, Any]:
-    """``schema`` with what ``options`` ask for, in the words of llguidance."""
+    """Return ``schema`` with the settings of llguidance that ``options`` ask for."""
     guidance: dict[str, Any] = {}
     if options.disable_any_whitespace:
         guidance["whitespace_flexible"] = False
@@ -281,7 +281,7 @@ _SCHEMAS = frozenset(
 
 
 def _closed(schema: Any, depth: int) -> Any:
-    """``schema`` where every object with properties of its own allows no others, as vLLM has it."""
+    """Return ``schema`` with every object that has properties closed to others, as in vLLM."""
     if depth > MAX_SCHEMA_DEPTH:
         raise InvalidRequest(
             f"disable_additional_properties is served for schemas of at most {MAX_SCHEMA_DEPTH} "

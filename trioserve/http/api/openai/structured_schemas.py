@@ -1,4 +1,4 @@
-"""What says how an output is to look like, as classes, as OpenAI and vLLM have them."""
+"""Classes of the fields that give the form of an output, as OpenAI and vLLM have them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     name: Annotated[str | None, about("A name for the schema; it isn't shown to the model.")] = None
     description: Annotated[
-        Text | None, about("What the schema is for; it isn't shown to the model.")
+        Text | None, about("A description of the schema; it isn't shown to the model.")
     ] = None
     schema: Annotated[dict[str, Any] | None, about("The JSON schema.")] = None
     json_schema: Annotated[dict[str, Any] | None, about("vLLM's other name of `schema`.")] = None
-    strict: Annotated[
-        bool | None, about("The schema is followed strictly, whatever this says.")
-    ] = None
+    strict: Annotated[bool | None, about("The schema is always followed strictly.")] = None
 
 
 class JsonSchemaFormat(
@@ -45,15 +43,17 @@ class JsonSchemaFormat(
 ):
     """JSON that follows a schema."""
 
-    json_schema: Annotated[JsonSchema, about("The schema, and what it is called.")]
+    json_schema: Annotated[JsonSchema, about("The schema, with its name.")]
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A stretch of output between two texts, which is JSON."""
 
-    begin: Annotated[str, about("What the stretch begins with; it begins with a trigger.")]
-    schema: Annotated[dict[str, Any] | None, about("The JSON schema of what is between.")] = None
-    end: Annotated[str, about("What the stretch ends with.")]
+    begin: Annotated[str, about("The beginning of the stretch; it begins with a trigger.")]
+    schema: Annotated[dict[str, Any] | None, about("The JSON schema of the content between.")] = (
+        None
+    )
+    end: Annotated[str, about("The end of the stretch.")]
 
 
 class StructuralTagFormat(
@@ -72,8 +72,8 @@ class StructuralTagFormat(
     format: Annotated[
         dict[str, Any] | None,
         about(
-            "The whole output, piece by piece, in place of these: xgrammar's format, which has "
-            "a `type`."
+            "The whole output, piece by piece, in place of these: xgrammar's format, which "
+            "has a `type`."
         ),
     ] = None
 
@@ -82,7 +82,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's way to say what an output is to look like: one of six, and options of JSON."""
+    """vLLM's form of an output: one of six rules, and options of JSON."""
 
     EXCLUSIVE: ClassVar = (
         Exclusive(
@@ -91,7 +91,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     )
 
     json: Annotated[JsonText | None, about("A JSON schema, or its text.")] = None
-    json_object: Annotated[bool | None, about("Whether to give a JSON object.")] = None
+    json_object: Annotated[bool | None, about("Whether to produce a JSON object.")] = None
     regex: Annotated[
         _Text | None, about("A regular expression that the whole output matches (Rust's syntax).")
     ] = None
@@ -104,7 +104,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     )
     structural_tag: Annotated[
         JsonText | None,
-        about("What `response_format` is for structural tags, as an object or as text."),
+        about("The structural tags of `response_format`, as an object or as text."),
     ] = None
     disable_any_whitespace: Annotated[
         bool | None, about("JSON without white space between its parts.")

@@ -1,4 +1,4 @@
-"""What both OpenAI endpoints' answers have in common: usage, the prompt's log-probabilities."""
+"""Parts of answers that chats and completions share: usage, the prompt's log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""What stands for the logarithm of zero, which JSON can't say."""
+"""Number in place of the logarithm of zero, which JSON can't represent."""
 
 
 def usage_reply(usage: Usage, reasoning_tokens: int | None = None) -> UsageReply:
-    """Return usage as the OpenAI API has it; ``reasoning_tokens`` are told where they are known."""
+    """Return usage in the OpenAI API's form; ``reasoning_tokens`` are included if known."""
     reply = UsageReply(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -50,7 +50,7 @@ def matched_stop(
 
 
 def token_name(token_id: int, tokenizer: Tokenizer, *, as_id: bool) -> str:
-    """How log-probabilities name a token: its text or, where asked for, ``token_id:123``."""
+    """Return a token's name in log-probabilities: its text or, if asked for, ``token_id:123``."""
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
@@ -61,10 +61,10 @@ def prompt_logprobs_reply(
     *,
     num_top: int,
 ) -> list[dict[str, PromptLogprobReply] | None]:
-    """A prompt's log-probabilities as vLLM has them: a map for each token, by token ids.
+    """Return a prompt's log-probabilities in vLLM's form: a map for each token, by token ids.
 
-    The token itself comes first, then the ``num_top`` most probable ones and those that were asked
-    for by id, whose rank isn't known. The first token has nothing before it: null.
+    The token itself comes first, then the ``num_top`` most probable ones and the ones asked for by
+    id, without a known rank. The first token has null, because nothing comes before it.
     """
     replies: list[dict[str, PromptLogprobReply] | None] = [None] * found.start
     text = tokenizer.token_text
@@ -82,35 +82,39 @@ def prompt_logprobs_reply(
 
 
 _MARK = "\0"
-"""What stands for the text while the rest of an event is prepared."""
+"""Placeholder of the text while the rest of an event is prepared."""
 _ENCODED_MARK = b'"\\u0000"'
 _encode = msgspec.json.Encoder().encode
 
 
 @attrs.frozen
 class TextEvent:
-    """An event in which nothing but a text changes, encoded but for the text."""
+    """An event in which only a text changes, encoded except for the text."""
 
     _before: bytes
     _after: bytes
 
     @classmethod
     def of(cls, make_event: Callable[[str], bytes]) -> TextEvent:
-        """``make_event`` gives the whole event of a text, in which that is the last string."""
+        """Return the encoded event; ``make_event`` makes the event of a text, which is its last
+        string.
+        """
         # No other string ends in this: a quote in front of it would have a backslash before it.
         before, _, after = make_event(_MARK).rpartition(_ENCODED_MARK)
         return cls(before, after)
 
     def encoded(self, text: str) -> bytes:
-        """The event of ``text``."""
+        """Return the event of ``text``."""
         return self._before + _encode(text) + self._after
 
 
 @attrs.define(eq=False, kw_only=True)
 class OpenAIWriter(abc.ABC):
-    """The events of one streamed response. With ``include_usage`` every event has a usage: null,
-    but for the last, which has no choices. With ``continuous_usage`` it is that of all outputs up
-    to then."""
+    """Events of one streamed response.
+
+    With ``include_usage`` every event has a usage: null, except in the last one, which has no
+    choices. With ``continuous_usage`` it is that of all outputs so far.
+    """
 
     id: str
     model: str
@@ -119,27 +123,27 @@ class OpenAIWriter(abc.ABC):
     continuous_usage: bool = False
     _streams: list[GenerationStream] = attrs.field(factory=list, init=False)
     _text_events: dict[int, TextEvent] = attrs.field(factory=dict, init=False)
-    """By the choice, of those that have begun and may add a text and nothing else."""
+    """Events by choice, of choices that have begun and may add only text."""
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """Nothing yet; what overrides this calls it first."""
+        """Return nothing; overriding methods call it first."""
         self._streams = streams
         return b""
 
     def text(self, chunk: Chunk) -> bytes | None:
-        """The event of a chunk of the first prompt that only adds text; None for any other."""
+        """Return the event of a chunk that only adds text to the first prompt; None for others."""
         prepared = self._text_events.get(chunk.index)
         if prepared is None or chunk.logprobs is not None or chunk.finish_reason is not None:
             return None
         return prepared.encoded(chunk.text) if chunk.text else b""
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """The usage of all prompts, where it was asked for."""
+        """Return the usage of all prompts, if it was asked for."""
         return self._event([], self._usage()) if self.include_usage else b""
 
     @abc.abstractmethod
     def _response(self, choices: Any, usage: UsageReply | UnsetType | None) -> Any:
-        """The body of one event."""
+        """Return the body of one event."""
 
     def _event(self, choices: Any, usage: UsageReply | UnsetType | None = UNSET) -> bytes:
         if usage is UNSET and self.continuous_usage:
@@ -153,9 +157,9 @@ class OpenAIWriter(abc.ABC):
 
 
 def says_nothing(chunk: Chunk, *, token_ids: bool = False) -> bool:
-    """Whether a step added no text yet and nothing else that an event would show.
+    """Return whether a step added no text yet and nothing else that an event would show.
 
-    ``token_ids`` says that events show those.
+    ``token_ids`` is true if events show those.
     """
     if token_ids and chunk.token_ids:
         return False

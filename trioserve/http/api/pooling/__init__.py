@@ -1,1 +1,1 @@
-"""Endpoints for texts as a whole: embeddings, scores, ranks and labels."""
+"""Endpoints that compute one result for a whole text: embeddings, scores, ranks and labels."""

@@ -1,4 +1,4 @@
-"""What the handlers for texts as a whole share: who asks, until when, and what it used."""
+"""Arguments and usage that the handlers for whole texts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.requests.generation import Usage
 
 @attrs.frozen(kw_only=True)
 class Asked:
-    """One request: the name of its answer, and what the engine is to know of it."""
+    """One request: the id of its answer, and its arguments for the engine."""
 
     id: str
     timeout: float | None
@@ -27,13 +27,13 @@ class Asked:
 
     @classmethod
     def of(cls, service: Service, kind: str, given: str | None, timeout: float | None) -> Asked:
-        """The request being served.
+        """Return the arguments of the current request.
 
         Args:
             service: serves it.
-            kind: what comes before its id.
+            kind: the prefix of its id.
             given: the client's own id, if there is one.
-            timeout: the one that it names.
+            timeout: the timeout that it names.
         """
         record = service.record
         return cls(
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The engine's arguments."""
+        """Return the engine's arguments."""
         return {
             "request_id": self.id,
             "timeout": self.timeout,
@@ -59,7 +59,7 @@ class Asked:
 
 
 def check_truncation(request: PoolingRequest) -> int | None:
-    """The engine's ``truncate_prompt_tokens``.
+    """Return the engine's ``truncate_prompt_tokens``.
 
     Raises:
         InvalidRequest: it is 0, which would leave nothing.
@@ -73,5 +73,5 @@ def check_truncation(request: PoolingRequest) -> int | None:
 
 
 def text_usage(usage: Usage) -> TextUsage:
-    """``usage`` in the API's words."""
+    """Return ``usage`` in the API's form."""
     return TextUsage(usage.prompt_tokens, usage.total_tokens)

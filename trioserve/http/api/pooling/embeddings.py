@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` and ``/encode``: texts to vectors."""
+"""Handlers of ``/v1/embeddings`` and ``/encode``: texts to vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from trioserve.pooling.inputs import as_items
 from trioserve.protocol.errors import InvalidRequest
 
 NUMBERS_AS_LONG_AS_A_LOGPROB = 64
-"""What :mod:`trioserve.http.api.threads` weighs has texts beside it."""
+"""Numbers of a vector that take as long to encode as one log-probability, the unit of
+:mod:`trioserve.http.api.threads`.
+"""
 
 Result = TypeVar("Result")
 
@@ -39,7 +41,7 @@ class EmbeddingEndpoints:
         self._service = service
 
     async def embeddings(self) -> quart.Response:
-        """``POST /v1/embeddings``."""
+        """Handle ``POST /v1/embeddings``."""
         service = self._service
         request = await service.read(EmbeddingRequest)
         asked = Asked.of(service, "embd", request.request_id or request.rid, request.timeout)
@@ -84,7 +86,7 @@ class EmbeddingEndpoints:
             return json_response(await run_if_many(found.vectors.size, answer))
 
     async def encode(self) -> quart.Response:
-        """``POST /encode``."""
+        """Handle ``POST /encode``."""
         service = self._service
         request = await service.read(EncodeRequest)
         asked = Asked.of(service, "embd", request.rid, request.timeout)
@@ -118,7 +120,7 @@ class EmbeddingEndpoints:
 
 
 async def run_if_many(num_numbers: int, work: Callable[[], Result]) -> Result:
-    """What ``work`` gives, from a thread if there are many numbers to put into words."""
+    """Return the result of ``work``, from a thread if there are many numbers to encode."""
     return await run_if_long(num_numbers // NUMBERS_AS_LONG_AS_A_LOGPROB, work)
 
 

@@ -1,4 +1,4 @@
-"""SGLang's scores: how probable given tokens are after each of several items."""
+"""SGLang's scores: probabilities of given tokens after each of several items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items"}
 async def score_labels(
     service: Service, request: ScoreRequest, asked: Asked, model: str
 ) -> ScoreResponse:
-    """The answer to ``request``.
+    """Return the answer to ``request``.
 
     Raises:
         InvalidRequest: it names no labels, or can't be served.
@@ -55,7 +55,7 @@ async def score_labels(
 
 
 def _prompts(request: ScoreRequest) -> list[Prompt]:
-    """The query and each item, as one prompt, whatever they are called."""
+    """Return the query and each item as one prompt, from either pair of names."""
     firsts = (request.query, request.text_1, request.queries, request.data_1)
     query = next(each for each in firsts if each is not None)
     seconds = (request.items, request.text_2, request.documents, request.data_2)

@@ -64,7 +64,7 @@ _InputsOrPairs = Annotated[
         },
     ),
 ]
-"""The same, and pairs of texts."""
+"""Texts, pairs of texts and lists of ids, or ids."""
 _Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 
 
@@ -77,14 +77,14 @@ def _in_order() -> msgspec.Meta:
 
 
 class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that all requests for vectors, scores and labels share."""
+    """Fields that all requests for vectors, scores and labels share."""
 
     model: fields.Model = None
     truncate_prompt_tokens: Annotated[
         _Truncation | None,
         about(
-            "Cut each text off behind as many tokens, -1 for as many as the model takes. Without "
-            "it a longer text is refused."
+            "Truncate each text to this many tokens, -1 for as many as the model takes. By "
+            "default a longer text is refused."
         ),
     ] = None
     request_id: Annotated[Identifier | None, about("A name for the request.")] = None
@@ -119,27 +119,27 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
         about(
-            "How a vector is written: as a list of numbers, the default, or as the base64 of its "
+            "Encoding of a vector: a list of numbers, the default, or the base64 of its "
             "float32 numbers, little-endian."
         ),
     ] = None
     dimensions: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
         about(
-            "Keep as many numbers of each vector, which is then made as long as 1 again: for "
-            "models that were trained so (Matryoshka)."
+            "Keep this many numbers of each vector and scale it to length 1 again, for models "
+            "that were trained for it (Matryoshka)."
         ),
     ] = None
     normalize: Annotated[
         bool | None,
-        about("Whether vectors are as long as 1; if it isn't given, as the model's files say."),
+        about("Whether vectors are scaled to length 1; the model's files decide by default."),
     ] = None
-    use_activation: Annotated[bool | None, about("The same, as vLLM calls it now.")] = None
+    use_activation: Annotated[bool | None, about("vLLM's newer name of `normalize`.")] = None
     pooling: Annotated[
         Literal["last", "mean", "cls", "max"] | None,
         about(
-            "For a decoder: the hidden state of the `last` token or the `mean` of all; if it isn't "
-            "given, as the model's files say, else `last`. An encoder's is its own."
+            "For a decoder: the hidden state of the `last` token or the `mean` of all; by "
+            "default as the model's files say, else `last`. An encoder has its own."
         ),
     ] = None
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
@@ -165,11 +165,11 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
 
 
 class TextUsage(msgspec.Struct):
-    """What a request used."""
+    """Tokens that a request used."""
 
     prompt_tokens: Annotated[int, about("Tokens of all texts, special ones included.")]
-    total_tokens: Annotated[int, about("The same.")]
-    completion_tokens: Annotated[int, about("Always 0: nothing is produced.")] = 0
+    total_tokens: Annotated[int, about("The same number.")]
+    completion_tokens: Annotated[int, about("Always 0: no tokens are produced.")] = 0
 
 
 class EmbeddedText(msgspec.Struct, kw_only=True):
@@ -185,20 +185,20 @@ class EmbeddingResponse(msgspec.Struct, kw_only=True):
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
     object: Annotated[str, about("Always `list`.")] = "list"
-    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    created: Annotated[int, about("Time of creation, in Unix seconds.")]
     model: Annotated[str, about("The name that the model is served under.")]
     data: Annotated[list[EmbeddedText], about("A vector for each text.")]
     usage: Annotated[TextUsage, about("Tokens that were used.")]
 
 
 class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /encode``: a text or several, as SGLang's engine is asked."""
+    """The body of ``POST /encode``: a text or several, in the form of SGLang's engine."""
 
     EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
 
     text: Annotated[
         Text | _Texts | None,
-        about("A text, or a list of texts; it or `input_ids` has to be given."),
+        about("A text, or a list of texts; it or `input_ids` is required."),
     ] = None
     input_ids: Annotated[
         Annotated[
@@ -215,7 +215,7 @@ class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     dimensions: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
-        about("Keep as many numbers of each vector, which is then made as long as 1 again."),
+        about("Keep this many numbers of each vector, and scale it to length 1 again."),
     ] = None
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
     timeout: Annotated[Seconds | None, about("Seconds that the request may take.")] = None
@@ -247,7 +247,7 @@ class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class EncodedMeta(msgspec.Struct, kw_only=True):
-    """What there is to tell of one text."""
+    """Metadata of one text."""
 
     id: Annotated[str, about("The request's id.")]
     finish_reason: Annotated[dict[str, str], about("Always of type `stop`.")]
@@ -258,7 +258,7 @@ class EncodeResponse(msgspec.Struct, kw_only=True):
     """The vector of one text; a list of texts gives a list of these."""
 
     embedding: Annotated[list[float], about("The vector.")]
-    meta_info: Annotated[EncodedMeta, about("What there is to tell of it.")]
+    meta_info: Annotated[EncodedMeta, about("Metadata of the text.")]
 
 
 class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
@@ -280,7 +280,7 @@ class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     data_2: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
     query: Annotated[
         Text | _Ids | None,
-        about("The text or token ids that stand before each item; SGLang's name for `text_1`."),
+        about("The text or token ids before each item; SGLang's name for `text_1`."),
     ] = None
     items: Annotated[
         Text | Annotated[list[Text | _Ids], msgspec.Meta(min_length=1)] | None,
@@ -295,10 +295,10 @@ class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     ] = None
     apply_softmax: Annotated[
         bool | None,
-        about("Make the probabilities of the labels 1 in all; false if it isn't given."),
+        about("Scale the probabilities of the labels to a sum of 1; false by default."),
     ] = None
     item_first: Annotated[
-        bool | None, about("Put each item before the query; false if it isn't given.")
+        bool | None, about("Put each item before the query; false by default.")
     ] = None
 
     use_activation: Annotated[
@@ -318,15 +318,15 @@ class ScoredPair(msgspec.Struct, kw_only=True):
 
     index: Annotated[int, about("The number of the pair, from 0.")]
     object: Annotated[str, about("Always `score`.")] = "score"
-    score: Annotated[float, about("Larger for texts that go together better.")]
+    score: Annotated[float, about("Larger for texts that match better.")]
 
 
 class ScoreResponse(msgspec.Struct, kw_only=True):
     """The scores of pairs in ``data``, or those of labels in ``scores``."""
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
-    object: Annotated[str, about("`list`, or `scoring` where labels were asked for.")]
-    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    object: Annotated[str, about("`list`, or `scoring` if labels were asked for.")]
+    created: Annotated[int, about("Time of creation, in Unix seconds.")]
     model: Annotated[str, about("The name that the model is served under.")]
     data: Annotated[list[ScoredPair] | UnsetType, about("A score for each pair.")] = UNSET
     scores: Annotated[
@@ -344,17 +344,17 @@ class RerankDocument(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class RerankRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /rerank``."""
 
-    query: Annotated[Text, about("What is looked for.")]
+    query: Annotated[Text, about("The query.")]
     documents: Annotated[
         Annotated[list[Text | RerankDocument], msgspec.Meta(min_length=1)],
         about("The documents: texts, or objects with a `text`."),
     ]
     top_n: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
-        about("How many of the best to give; all if it isn't given, or 0."),
+        about("Number of best documents to return; all by default, or if it is 0."),
     ] = None
     return_documents: Annotated[
-        bool | None, about("Give the documents, too; true if it isn't given.")
+        bool | None, about("Return the documents, too; true by default.")
     ] = None
 
     use_activation: Annotated[
@@ -370,13 +370,11 @@ class RerankRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):
-    """One document, the best first."""
+    """One document in the ranking, the best first."""
 
-    index: Annotated[int, about("Its place in the request, from 0.")]
-    document: Annotated[RerankDocument | UnsetType, about("The document, where it is wanted.")] = (
-        UNSET
-    )
-    relevance_score: Annotated[float, about("Larger for better.")]
+    index: Annotated[int, about("Its position in the request, from 0.")]
+    document: Annotated[RerankDocument | UnsetType, about("The document, if asked for.")] = UNSET
+    relevance_score: Annotated[float, about("Larger for a better match.")]
 
 
 class RerankResponse(msgspec.Struct, kw_only=True):
@@ -404,10 +402,10 @@ class ClassifyRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
         ),
     ]
     use_activation: Annotated[
-        bool | None, about("Give probabilities, the default, or the logits if it is false.")
+        bool | None, about("Return probabilities, the default, or the logits if it is false.")
     ] = None
-    activation: Annotated[bool | None, about("The same, as vLLM called it.")] = None
-    softmax: Annotated[bool | None, about("The same, as vLLM called it before that.")] = None
+    activation: Annotated[bool | None, about("vLLM's older name of `use_activation`.")] = None
+    softmax: Annotated[bool | None, about("A still older name of it.")] = None
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
 
     add_special_tokens: Annotated[
@@ -419,20 +417,20 @@ class ClassifyRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClassifiedText(msgspec.Struct, kw_only=True):
-    """What one text is."""
+    """Label of one text."""
 
     index: Annotated[int, about("The number of the text, from 0.")]
     label: Annotated[str, about("The most probable label.")]
     probs: Annotated[list[float], about("A probability for each label, or its logit.")]
-    num_classes: Annotated[int, about("How many labels there are.")]
+    num_classes: Annotated[int, about("Number of labels.")]
 
 
 class ClassifyResponse(msgspec.Struct, kw_only=True):
-    """What texts are, in their order."""
+    """Labels of texts, in their order."""
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
     object: Annotated[str, about("Always `list`.")] = "list"
-    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    created: Annotated[int, about("Time of creation, in Unix seconds.")]
     model: Annotated[str, about("The name that the model is served under.")]
     data: Annotated[list[ClassifiedText], about("A label for each text.")]
     usage: Annotated[TextUsage, about("Tokens that were used.")]

@@ -1,4 +1,4 @@
-"""``/score``, ``/rerank`` and ``/classify``: how well texts go together, and what they are."""
+"""Handlers of ``/score``, ``/rerank`` and ``/classify``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ScoreEndpoints:
         self._service = service
 
     async def score(self) -> quart.Response:
-        """``POST /score`` and ``POST /v1/score``."""
+        """Handle ``POST /score`` and ``POST /v1/score``."""
         service = self._service
         request = await service.read(ScoreRequest)
         asked = Asked.of(service, "score", request.request_id, request.timeout)
@@ -78,7 +78,7 @@ class ScoreEndpoints:
         )
 
     async def rerank(self) -> quart.Response:
-        """``POST /rerank``, ``POST /v1/rerank`` and ``POST /v2/rerank``."""
+        """Handle ``POST /rerank``, ``POST /v1/rerank`` and ``POST /v2/rerank``."""
         service = self._service
         request = await service.read(RerankRequest)
         asked = Asked.of(service, "rerank", request.request_id, request.timeout)
@@ -97,7 +97,7 @@ class ScoreEndpoints:
             except InvalidRequest as error:
                 raise renamed(error, {"queries": "query", "input": "documents"}) from error
             service.record.usage = found.usage
-            # Of equal ones the first: a stable order.
+            # The sort is stable: of equal documents, the first comes first.
             order = (-found.values).argsort(kind="stable")[: request.top_n or None].tolist()
             results = [
                 RankedDocument(index=index, relevance_score=float(found.values[index]))
@@ -113,7 +113,7 @@ class ScoreEndpoints:
             )
 
     async def classify(self) -> quart.Response:
-        """``POST /classify`` and ``POST /v1/classify``."""
+        """Handle ``POST /classify`` and ``POST /v1/classify``."""
         service = self._service
         request = await service.read(ClassifyRequest)
         asked = Asked.of(service, "classify", request.request_id or request.rid, request.timeout)
@@ -144,7 +144,7 @@ class ScoreEndpoints:
 
 
 def _texts(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The name of the field that was given, and its texts.
+    """Return the name of the field that was given, and its texts.
 
     Raises:
         InvalidRequest: it holds token ids.

@@ -1,4 +1,4 @@
-"""Reading of request bodies: typed fields, their bounds, and errors that name the client's field.
+"""Parsing of request bodies: typed fields, their bounds, and errors that name the client's field.
 
-Imported by the APIs beside it.
+The APIs beside it import it.
 """

@@ -1,4 +1,4 @@
-"""What a body that msgspec doesn't take is told: the field, what it must be and what it was."""
+"""Errors of a body that msgspec refuses: the field, what it must be and what it was."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import msgspec
 from trioserve.protocol.errors import InvalidRequest
 
 MAX_REREAD_BYTES = 1 << 20
-"""Largest body that is read a second time, which takes Python some 50 ms."""
+"""Largest body that is parsed a second time, which takes Python some 50 ms."""
 _MAX_SHOWN_CHARACTERS = 60
 _MAX_MESSAGE_CHARACTERS = 2000
-"""A message of msgspec's that is longer quotes what the client wrote: its middle is left out."""
+"""Longest message of msgspec that is sent whole. A longer one quotes the client's input; its middle
+is left out.
+"""
 
 _ERROR_PATTERN = re.compile(
     r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL
@@ -26,15 +28,15 @@ _FIELD_PATTERN = re.compile(
 )
 _STEP_PATTERN = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _INSIDE_A_MAP = "[...]"
-"""How msgspec calls a map's value, whatever its key."""
+"""msgspec's name of a map's value, for every key."""
 
 
 def as_invalid_request(message: str, type_: Any, body: bytes) -> InvalidRequest:
-    """msgspec's message with its JSON path turned into the name of a field.
+    """Return msgspec's message as an error, with its JSON path turned into the name of a field.
 
     Args:
-        type_: what ``body`` was to be; the values that would have been right are looked up in it.
-        body: what was decoded; the value that was wrong is looked up in it.
+        type_: the expected type of ``body``; the accepted values are looked up in it.
+        body: the decoded body; the wrong value is looked up in it.
     """
     if len(message) > _MAX_MESSAGE_CHARACTERS:
         half = _MAX_MESSAGE_CHARACTERS // 2
@@ -72,7 +74,7 @@ def _plain(text: str) -> str:
 
 
 def _choices(type_: Any, path: str) -> str:
-    """What the field may be, for the end of a message that says what it may not be."""
+    """Return the accepted values of a field, for the end of a message that names a refused one."""
     reached, values = _reached(type_, path)
     for each in reached:
         if typing.get_origin(each) is typing.Literal:
@@ -81,7 +83,7 @@ def _choices(type_: Any, path: str) -> str:
 
 
 def _reached(type_: Any, path: str) -> tuple[list[Any], list[Any]]:
-    """Return the types that a field may have, and the tags of structs where it is their tag."""
+    """Return the types that a field may have, and the tags of structs if it is their tag."""
     reached: list[Any] = [type_]
     values: list[Any] = []
     for name, index in _STEP_PATTERN.findall(path):
@@ -101,12 +103,12 @@ def _reached(type_: Any, path: str) -> tuple[list[Any], list[Any]]:
 
 @functools.cache
 def _hints(holder: type[msgspec.Struct]) -> dict[str, Any]:
-    """The annotations of a class, evaluated, which takes long for one with many fields."""
+    """Return the evaluated annotations of a class, which is slow for one with many fields."""
     return typing.get_type_hints(holder, include_extras=True)
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """Return the types that ``annotation`` is one of, without what is said about them."""
+    """Return the types that ``annotation`` is a union of, without their metadata."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return alternatives(annotation.__origin__)
@@ -116,7 +118,7 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def _given(wrong: str, path: str, body: bytes) -> str:
-    """What the field was, for the end of a message that says what it must be and no more."""
+    """Return the field's value, for the end of a message that only says what it must be."""
     if not wrong.startswith("expected ") or ", got " in wrong or len(body) > MAX_REREAD_BYTES:
         return ""
     try:
@@ -158,14 +160,14 @@ def _conversion_error(value: Any, type_: Any) -> str:
 
 
 def _value_at(path: str, body: bytes) -> Any:
-    """Return the field that ``path`` names.
+    """Return the value of the field that ``path`` names.
 
-    What comes behind a wrong value has not been looked at before: it may be no JSON, or have the
-    same key once more, with another kind of value.
+    Bytes behind a wrong value haven't been checked before. They may not be JSON, or may hold the
+    same key again with another kind of value.
 
     Raises:
         LookupError: there is no such field, or no JSON.
-        TypeError: something on the way is of another kind.
+        TypeError: a value on the path is of another kind.
     """
     try:
         value: Any = msgspec.json.decode(body)

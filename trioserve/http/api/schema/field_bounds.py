@@ -1,10 +1,10 @@
-"""Bounds of the fields of requests: no string and no JSON value without one.
+"""Bounds of the fields of requests: every string and every JSON value has one.
 
-A field has the bound that its type says, as ``msgspec.Meta(max_length=…)``. A string without one is
-a short one (a name, an id, a role), and :data:`Text` is the type of long ones. JSON of any form is
-bounded in characters, values and depth. :func:`trioserve.http.api.schema.reading.parse_body` checks
-all that for every route; how many lists, fields and values there are in all, it counts before it
-reads them (:func:`trioserve.http.api.bounds.check_body`).
+A field has the bound of its type, as ``msgspec.Meta(max_length=…)``. A string without one is short
+(a name, an id, a role); :data:`Text` is the type of long strings. JSON of any form is bounded in
+characters, values and depth. :func:`trioserve.http.api.schema.reading.parse_body` checks these
+bounds for every route. Before parsing, it counts lists, fields and values in the whole body
+(:func:`trioserve.http.api.bounds.check_body`).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from trioserve.protocol.errors import InvalidRequest
 
 MAX_SHORT_CHARACTERS = 1024
 MAX_TEXT_CHARACTERS = 32 << 20
-"""As many as fit into a body; how many fit into the context, the engine knows."""
+"""Characters that fit into a body; the engine knows how many fit into the context."""
 MAX_JSON_CHARACTERS = 1 << 20
 MAX_JSON_VALUES = 1 << 17
 MAX_JSON_DEPTH = 256
-"""JSON schemas have two levels for each of theirs."""
+"""JSON schemas have two levels for each level that they describe."""
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARACTERS)]
 
 
 @attrs.frozen
 class FieldBounds:
-    """Which of these bounds a field has."""
+    """Bounds that a field has."""
 
     name: str
     encoded_name: str
-    """Its name in JSON."""
+    """Name of the field in JSON."""
     short: bool
-    """Whether strings in it are short ones."""
+    """True if its strings are short ones."""
     free: bool
-    """Whether it may hold JSON of any form, and as a list several such values."""
+    """True if it may hold JSON of any form, or a list of such values."""
     several: bool
-    """Whether each item of its list is bounded by itself."""
+    """True if each item of its list is bounded by itself."""
 
 
 @functools.cache
 def bounds_of(request_type: type[msgspec.Struct]) -> tuple[FieldBounds, ...]:
-    """Return those of the fields whose own types don't bound them."""
+    """Return the bounds of the fields that aren't bounded by their own types."""
     hints = typing.get_type_hints(request_type, include_extras=True)
     found = []
     names = zip(request_type.__struct_fields__, request_type.__struct_encode_fields__, strict=True)
@@ -63,7 +63,7 @@ def bounds_of(request_type: type[msgspec.Struct]) -> tuple[FieldBounds, ...]:
 
 
 def check_fields(request: msgspec.Struct, path: str) -> None:
-    """Refuse what is too long, too large or too deep in the fields of ``request`` itself.
+    """Refuse values that are too long, too large or too deep in the fields of ``request`` itself.
 
     Raises:
         InvalidRequest: a field is; ``param`` is its name behind ``path``.
@@ -132,7 +132,7 @@ def _refusal(param: str, number: int, most: int, what: str) -> InvalidRequest:
 
 
 def _is_unserved(annotation: Any) -> bool:
-    """Return whether only a few values are served of a field: see :func:`.schemas.only`."""
+    """Return whether only a few values of a field are served: see :func:`.schemas.only`."""
     return any("only" in (meta.extra or ()) for meta in getattr(annotation, "__metadata__", ()))
 
 

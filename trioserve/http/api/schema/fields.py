@@ -1,8 +1,8 @@
-"""Fields that requests of several dialects have: a type, its range, and what it means.
+"""Fields that requests of several APIs share: a type, its range, and its meaning.
 
-A request class names each of its own fields, and takes from here what the others have, too. The
-ranges are those of :mod:`trioserve.protocol.sampling` and :mod:`trioserve.protocol.checks`, so that
-the schema tells them.
+A request class names each of its own fields, and takes the shared ones from here. The ranges are
+those of :mod:`trioserve.protocol.sampling` and :mod:`trioserve.protocol.checks`, so that the schema
+contains them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from trioserve.http.api.schema.retention import KvCacheRetentionConfig
 from trioserve.protocol.checks import MAX_LOGIT_BIAS
 from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
-Model = Annotated[
-    str | None, about("A name out of `/v1/models`; the first of them if it isn't given.")
-]
+Model = Annotated[str | None, about("A name out of `/v1/models`; the first of them by default.")]
 
 Temperature = Annotated[
     Annotated[float, msgspec.Meta(ge=0, le=100)] | None,
@@ -27,11 +25,11 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
-    about("Draw from the fewest tokens whose probability together reaches it."),
+    about("Draw from the smallest set of tokens with at least this total probability."),
 ]
 TopK = Annotated[
     Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None,
-    about("Draw from as many best tokens; -1 or 0 for all."),
+    about("Draw from this many most probable tokens; -1 or 0 for all."),
 ]
 MinP = Annotated[
     Annotated[float, msgspec.Meta(ge=0, le=1)] | None,
@@ -43,10 +41,10 @@ RepetitionPenalty = Annotated[
 ]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 FrequencyPenalty = Annotated[
-    _Penalty | None, about("Taken off a token's logit for each time it is in the output.")
+    _Penalty | None, about("Subtracted from a token's logit for each time it is in the output.")
 ]
 PresencePenalty = Annotated[
-    _Penalty | None, about("Taken off a token's logit if it is in the output.")
+    _Penalty | None, about("Subtracted from a token's logit if it is in the output.")
 ]
 LogitBias = Annotated[
     Annotated[
@@ -57,7 +55,7 @@ LogitBias = Annotated[
         msgspec.Meta(max_length=MAX_LOGIT_BIAS),
     ]
     | None,
-    about("Added to logits: numbers by token id, which is a string."),
+    about("Added to logits: numbers by token id, as a string."),
 ]
 Seed = Annotated[
     schemas.Seed | None, about("With the same seed, the same request draws the same numbers.")
@@ -71,36 +69,40 @@ _ShortString = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]
 StopStrings = (
     _ShortString | Annotated[list[_ShortString], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
 )
-"""One or several, for ``stop`` and ``stop_regex``."""
+"""One string or several, for ``stop`` and ``stop_regex``."""
 Stop = Annotated[
     StopStrings | None,
-    about("Strings that end the output where they first occur in its text; an empty one is none."),
+    about(
+        "Strings that end the output where they first occur in its text; an empty one has "
+        "no effect."
+    ),
 ]
 IgnoreEos = Annotated[
     bool | None, about("Don't end the output at the model's own end of sequence.")
 ]
 MinTokens = Annotated[
-    Count | None, about("Tokens before which no stop id and no stop string ends the output.")
+    Count | None,
+    about("Number of tokens before which no stop id and no stop string ends the output."),
 ]
 IncludeStop = Annotated[
-    bool | None, about("Leave what ended the output, the stop string or token, in its text.")
+    bool | None, about("Leave the stop string or token that ended the output in its text.")
 ]
 SkipSpecialTokens = Annotated[
-    bool | None, about("Leave special tokens out of the text; true if it isn't given.")
+    bool | None, about("Leave special tokens out of the text; true by default.")
 ]
 
 ReasoningEffort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
     about(
-        "For the chat template; refused where that doesn't look at it. `none` is also served by a "
-        "model that never reasons and by a template that can turn reasoning off."
+        "For the chat template; refused if the template ignores it. `none` is also served by "
+        "a model that never reasons and by a template that can turn reasoning off."
     ),
 ]
 ChatTemplateArguments = Annotated[
     dict[str, Any] | None, about("More arguments for the chat template, such as `enable_thinking`.")
 ]
 ParallelToolCalls = Annotated[
-    bool | None, about("If false, an answer has one call at most; a grammar sees to it.")
+    bool | None, about("If false, an answer has at most one call, enforced by a grammar.")
 ]
 
 Priority = Annotated[
@@ -108,11 +110,11 @@ Priority = Annotated[
     about("Smaller numbers run sooner; it needs `--scheduling-policy priority`."),
 ]
 CacheSalt = Annotated[
-    Salt | None, about("Cached prompts are shared among requests of the same salt only.")
+    Salt | None, about("Cached prompts are shared only among requests of the same salt.")
 ]
 ExtraKey = Annotated[str | None, about("SGLang's name of `cache_salt`.")]
 KvCacheRetention = Annotated[
     KvCacheRetentionConfig | None,
-    about("How much its KV is worth in the prefix cache once it has ended."),
+    about("Priority of its KV in the prefix cache once it has ended."),
 ]
 Timeout = Annotated[Seconds | None, about("Seconds after which the request ends with an error.")]

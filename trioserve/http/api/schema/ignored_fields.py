@@ -1,7 +1,7 @@
-"""Fields of requests that aren't served, where the server is told to ignore them.
+"""Ignoring of unserved fields, if the server is told to.
 
-A request is refused for one field after the other, so it is read again without each until it is
-accepted. Both the readings and the names that are remembered are bounded.
+A request is refused for one field after the other, so it is parsed again without each field until
+it is accepted. The number of attempts and the number of remembered names are bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import attrs
 from trioserve.observability.logs import get_logger
 
 MAX_IGNORED = 32
-"""Fields of one request that are ignored; with more, it is refused for the next one."""
+"""Fields of one request that are ignored; the next one is refused."""
 
 _MAX_NOTED = 256
 """Names that are remembered as logged; more aren't logged."""

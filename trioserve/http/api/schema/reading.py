@@ -1,10 +1,9 @@
-"""Reading request bodies: typed, strict, and with errors in the words that the client wrote.
+"""Parsing of request bodies: typed, strict, and with errors in the client's own words.
 
-A request class lists every field it knows. A field that is understood but not served yet is there
-too, marked with :func:`only` and the values that ask for nothing; any other value is refused by
-name, and so is a field that the class doesn't list. Nothing a client sends is silently ignored. An
-operator may have fields ignored with a line in the log:
-:mod:`trioserve.http.api.schema.ignored_fields`.
+A request class lists every field it knows. A known field that isn't served is listed, too, marked
+with :func:`only` and the values that ask for nothing. Any other value is refused by name, and so is
+a field that the class doesn't list. Nothing that a client sends is silently ignored. An operator
+may have fields ignored with a line in the log: :mod:`trioserve.http.api.schema.ignored_fields`.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ ROUTES_NOT_REPORTED = "the experts that computed a token aren't reported"
 """Why a request can't ask for the routes of a mixture of experts."""
 
 TOKEN_ID_FORMAT = "token-id"
-"""Marks token ids in a schema: the largest one depends on the model that is served."""
+"""Format of token ids in a schema; the largest id depends on the served model."""
 
-# The ranges are those of trioserve.protocol.sampling and checks, so that the schema tells them.
+# The ranges are those of trioserve.protocol.sampling and checks, so that the schema contains them.
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
 TokenId = Annotated[
     int, msgspec.Meta(ge=0, le=_INT32_MAX, extra_json_schema={"format": TOKEN_ID_FORMAT})
@@ -55,10 +54,10 @@ RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
 @attrs.frozen
 class Exclusive:
-    """Fields of a class of which at most one may be given, or exactly one where it is required.
+    """Group of fields of a class: at most one may be given, or exactly one if it is required.
 
-    A request class lists its own in ``EXCLUSIVE``; :func:`parse_body` and ``/openapi.json`` both go
-    by it.
+    A request class lists its groups in ``EXCLUSIVE``; :func:`parse_body` and ``/openapi.json`` use
+    them.
     """
 
     names: tuple[str, ...]
@@ -66,21 +65,21 @@ class Exclusive:
 
 
 def exclusive_fields(request_type: type[msgspec.Struct]) -> tuple[Exclusive, ...]:
-    """What a request class says of fields that exclude each other."""
+    """Return the groups of fields of a request class that exclude each other."""
     return getattr(request_type, "EXCLUSIVE", ())
 
 
 def usual_types(request_type: type[msgspec.Struct]) -> Mapping[str, str]:
-    """Lists whose items may leave out their ``type``, and what it is then, by the field's name.
+    """Return the default ``type`` of items in lists that may leave it out, by the field's name.
 
-    A request class names its own in ``USUAL_TYPES``; :func:`parse_body` and ``/openapi.json`` both
-    go by it.
+    A request class lists them in ``USUAL_TYPES``; :func:`parse_body` and ``/openapi.json`` use
+    them.
     """
     return getattr(request_type, "USUAL_TYPES", {})
 
 
 def struct_classes(types: Iterable[Any]) -> list[type[msgspec.Struct]]:
-    """The classes that ``types`` are or name, and those that these name, in the order found."""
+    """Return the classes in ``types`` and the classes that these name, in the order found."""
     found: list[type[msgspec.Struct]] = []
     stack = list(types)[::-1]
     while stack:
@@ -95,14 +94,14 @@ def struct_classes(types: Iterable[Any]) -> list[type[msgspec.Struct]]:
 
 
 def about(text: str) -> msgspec.Meta:
-    """Says what a field means, for ``/openapi.json`` and the documentation."""
+    """Return metadata that describes a field, for ``/openapi.json`` and the documentation."""
     return msgspec.Meta(description=text)
 
 
 def only(*values: Any, why: str = "") -> msgspec.Meta:
-    """Marks a field that is known but not served; null and ``values`` ask for nothing.
+    """Mark a field that is known but not served; null and ``values`` ask for nothing.
 
-    ``why`` is a clause that says why not: it goes into the error and the documentation.
+    ``why`` is a clause with the reason: it goes into the error and the documentation.
     """
     accepted = (None, *values)
     return msgspec.Meta(
@@ -118,19 +117,19 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 
 def one_worker() -> msgspec.Meta:
-    """Marks a field of servers that compute a prompt in one worker and its output in another."""
+    """Mark a field of servers that compute a prompt in one worker and its output in another."""
     return only(why="prompts aren't computed by one worker and continued by another")
 
 
 def hint() -> msgspec.Meta:
-    """Marks a field whose every value is fine, because it asks nothing of the output."""
+    """Mark a field that accepts every value, because it asks nothing of the output."""
     return msgspec.Meta(
         description="Accepted; it has no influence on the output.", extra={"ignored": True}
     )
 
 
 def one_or_several(given: Sequence[int | list[int]], name: str) -> tuple[list[list[int]], bool]:
-    """The lists in a field that holds ids or lists of ids, and whether it holds several.
+    """Return the lists in a field that holds ids or lists of ids, and whether it holds several.
 
     Raises:
         InvalidRequest: ``given`` mixes the two.
@@ -146,15 +145,15 @@ def one_or_several(given: Sequence[int | list[int]], name: str) -> tuple[list[li
 def parse_body(
     request_type: type[RequestType], body: bytes, ignored: IgnoredFields | None = None
 ) -> RequestType:
-    """The request in ``body``, a JSON object.
+    """Return the request in ``body``, a JSON object.
 
     Args:
         request_type: its class.
-        body: what was sent.
-        ignored: takes the names of fields that aren't served, where these are ignored.
+        body: the bytes that were sent.
+        ignored: collects the names of unserved fields, if these are ignored.
 
     Raises:
-        InvalidRequest: it isn't one; ``param`` names the field where there is one to name.
+        InvalidRequest: it isn't one; ``param`` names the field if there is one to name.
     """
     check_body(body)
     try:
@@ -168,7 +167,7 @@ def parse_body(
 def _parse_ignoring(
     request_type: type[RequestType], value: Any, error: InvalidRequest, ignored: IgnoredFields
 ) -> RequestType:
-    """Read a request without the field that ``error`` is about, and further ones."""
+    """Parse a request without the field that ``error`` is about, and without further ones."""
     for _ in range(MAX_IGNORED):
         if error.param is None or not without_field(value, error.param):
             break
@@ -198,7 +197,7 @@ def _parse_strictly(request_type: type[RequestType], body: bytes) -> RequestType
 
 
 def parse_query(query_type: type[RequestType], pairs: Iterable[tuple[str, str]]) -> RequestType:
-    """The query that has these names and values; a list has a pair for each item.
+    """Return the query with these names and values; a list has a pair for each item.
 
     Raises:
         InvalidRequest: it isn't of that type; ``param`` names the field.
@@ -206,7 +205,7 @@ def parse_query(query_type: type[RequestType], pairs: Iterable[tuple[str, str]])
     lists = _list_fields(query_type)
     given: dict[str, Any] = {}
     for name, value in pairs:
-        plain = name.removesuffix("[]")  # As OpenAI's clients call the items of a list.
+        plain = name.removesuffix("[]")  # The name that OpenAI's clients use for items of a list.
         if plain in lists:
             given.setdefault(plain, []).append(value)
         else:
@@ -239,12 +238,12 @@ def _decode(request_type: type[RequestType], body: bytes) -> RequestType:
 
 
 def _is_whole_float(error: msgspec.ValidationError, body: bytes) -> bool:
-    """Whether ``error`` may be of a whole float, and ``body`` is short enough to look for them."""
+    """Return whether ``error`` may be about a whole float in a ``body`` short enough to search."""
     return _WHOLE_FLOAT in str(error) and len(body) <= MAX_REREAD_BYTES
 
 
 def _with_usual_types(value: Any, usual: Mapping[str, str]) -> Any:
-    """``value`` with a ``type`` in the items of those lists that have none."""
+    """Return ``value`` with a ``type`` in the items of those lists that have none."""
     for name, type_ in usual.items():
         items = value.get(name) if isinstance(value, dict) else None
         if isinstance(items, list):
@@ -255,7 +254,7 @@ def _with_usual_types(value: Any, usual: Mapping[str, str]) -> Any:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """``value`` with whole floats as integers."""
+    """Return ``value`` with whole floats as integers."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -271,15 +270,15 @@ def _decoder(request_type: type[RequestType]) -> msgspec.json.Decoder[RequestTyp
 
 
 def _check_values(value: msgspec.Struct, path: str) -> None:
-    """Refuse what excludes each other, isn't served or has no room, in a request and what it holds.
+    """Refuse exclusive, unserved and oversized values in a request and in its objects.
 
-    Only an object that is all of a field, or an item of a field's list, is looked into.
+    Only objects that are a whole field, or an item of a field's list, are checked.
     """
     for group in exclusive_fields(type(value)):
         _check_exclusive(value, group, path)
     for name, unserved in _unserved_fields(type(value)):
         given = getattr(value, name)
-        if given is None:  # Which always asks for nothing.
+        if given is None:  # Null always asks for nothing.
             continue
         if not any(_same(given, neutral) for neutral in unserved["only"]):
             encoded = type(value).__struct_encode_fields__[
@@ -320,7 +319,7 @@ def _is_checked(type_: type[msgspec.Struct]) -> bool:
 
 @functools.cache
 def _unserved_fields(request_type: type[msgspec.Struct]) -> list[tuple[str, dict[str, Any]]]:
-    """Every field marked with :func:`only`, and what it was marked with."""
+    """Return every field marked with :func:`only`, with its mark."""
     return [(name, extra) for name, extra in _marks(request_type) if "only" in extra]
 
 
@@ -331,7 +330,7 @@ def _ignored_fields(request_type: type[msgspec.Struct]) -> list[str]:
 
 
 def _marks(request_type: type[msgspec.Struct]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the fields of a class that are marked, and what they are marked with."""
+    """Yield the marked fields of a class, with their marks."""
     hints = typing.get_type_hints(request_type, include_extras=True)
     for name, annotation in hints.items():
         for meta in getattr(annotation, "__metadata__", ()):
@@ -341,13 +340,13 @@ def _marks(request_type: type[msgspec.Struct]) -> Iterator[tuple[str, dict[str, 
 
 @functools.cache
 def _holding_fields(request_type: type[msgspec.Struct]) -> list[str]:
-    """The fields that may hold an object of another class, or several."""
+    """Return the fields that may hold an object of another class, or several."""
     hints = typing.get_type_hints(request_type)
     return [name for name in request_type.__struct_fields__ if _names_struct(hints[name])]
 
 
 def _list_fields(query_type: type[msgspec.Struct]) -> set[str]:
-    """The fields that are lists."""
+    """Return the fields that are lists."""
     hints = typing.get_type_hints(query_type)
     return {
         name

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's ``kv_cache_retention_config``: how much a request's KV is worth, over HTTP."""
+"""TensorRT-LLM's ``kv_cache_retention_config``: priorities of a request's KV, over HTTP."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ _KvPriority = Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
 
 
 class TokenRangeRetentionConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Tokens of the prompt, and how much their KV is worth."""
+    """Range of the prompt's tokens, and the priority of their KV."""
 
     token_start: Annotated[Count, about("The first token's position, from 0.")] = 0
     token_end: Annotated[
-        Count | None, about("The position after the last one; the prompt's end if it isn't given.")
+        Count | None, about("The position after the last one; the prompt's end by default.")
     ] = None
-    priority: Annotated[_KvPriority, about("0, which is given away first, to 100; 35 is usual.")]
+    priority: Annotated[
+        _KvPriority, about("From 0, which is evicted first, to 100; 35 is the default.")
+    ]
     duration_ms: Annotated[
         Count | None,
-        about("Milliseconds after which the priority is the usual one again; no end if not given."),
+        about("Milliseconds after which the priority is the default again; no end by default."),
     ] = None
 
 
 class KvCacheRetentionConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How much a request's KV is worth in the prefix cache, once the request has ended."""
+    """Priorities of a request's KV in the prefix cache, once the request has ended."""
 
     token_range_retention_configs: Annotated[
         Annotated[list[TokenRangeRetentionConfig], msgspec.Meta(max_length=MAX_RANGES)],
-        about("Parts of the prompt, in order; they may not overlap."),
+        about("Ranges of the prompt, in order; they may not overlap."),
     ] = []
     decode_retention_priority: Annotated[
-        _KvPriority | None, about("Of the output; if it isn't given, nothing is said of it.")
+        _KvPriority | None, about("Priority of the output; the default priority if it isn't given.")
     ] = None
     decode_duration_ms: Annotated[
-        Count | None, about("Milliseconds that the output's priority is for.")
+        Count | None, about("Milliseconds for which the output's priority holds.")
     ] = None
 
 
 def retention_of(config: KvCacheRetentionConfig | None) -> Retention | None:
-    """What the field asks for.
+    """Return the retention that the field asks for.
 
     Raises:
         InvalidRequest: ranges are empty, overlap, or aren't in order; ``param`` names the field.

@@ -1,4 +1,4 @@
-"""The sampling fields that all endpoints have under the same name, with the same meaning."""
+"""Sampling fields that all endpoints have under the same name, with the same meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.http.api.schema.reading import TokenId, about
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What OpenAI, vLLM and SGLang call alike, and :class:`~trioserve.SamplingParams` too."""
+    """Fields with the same name in OpenAI, vLLM, SGLang and :class:`~trioserve.SamplingParams`."""
 
     temperature: fields.Temperature = None
     top_p: fields.TopP = None
@@ -25,20 +25,20 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_regex: Annotated[
         fields.StopStrings | None,
         about(
-            "Regular expressions that end the output where one matches, without look-around and "
-            "back references; an empty one is none."
+            "Regular expressions that end the output where one matches, without look-around "
+            "and back references; an empty one has no effect."
         ),
     ] = None
     stop_token_ids: Annotated[
-        list[TokenId] | None, about("Tokens that end the output, beside the model's own.")
+        list[TokenId] | None, about("Tokens that end the output, in addition to the model's own.")
     ] = None
     ignore_eos: fields.IgnoreEos = None
     skip_special_tokens: fields.SkipSpecialTokens = None
     spaces_between_special_tokens: Annotated[
         bool | None,
         about(
-            "Leave the spaces between special tokens that a word-level tokenizer puts there; other "
-            "tokenizers put none, whatever this says. True if it isn't given."
+            "Keep the spaces that a word-level tokenizer puts between special tokens; other "
+            "tokenizers put none. True by default."
         ),
     ] = None
 

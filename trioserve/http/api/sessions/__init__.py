@@ -1,1 +1,1 @@
-"""SGLang's sessions: opening and closing them, and the turns that requests are."""
+"""SGLang's sessions: opening, closing, and the turns of a session."""

@@ -1,4 +1,6 @@
-"""``/open_session`` and ``/close_session``. A session belongs to the key that opened it."""
+"""Handlers of ``/open_session`` and ``/close_session``. A session belongs to the key that opened
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class SessionEndpoints:
         self._service = service
 
     async def open_session(self) -> quart.Response:
-        """``POST /open_session``: the session's id, as a JSON string."""
+        """Handle ``POST /open_session``: return the session's id, as a JSON string."""
         request = await self._service.read(OpenSessionRequest)
         try:
             id = await self._service.server_api.open_session(
@@ -39,7 +41,7 @@ class SessionEndpoints:
         return json_response(id)
 
     async def close_session(self) -> quart.Response:
-        """``POST /close_session``: turns that run are ended."""
+        """Handle ``POST /close_session``: running turns are ended."""
         request = await self._service.read(CloseSessionRequest)
         await self._service.server_api.close_session(request.session_id, self._service.record.key)
         return json_response(Done(message="the session is closed"))

@@ -1,4 +1,4 @@
-"""Requests and answers that have to do with sessions."""
+"""Requests and answers for sessions, as classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.http.api.schema.reading import Identifier, about
 
 MAX_TIMEOUT = 86_400.0
 DEFAULT_TIMEOUT = 600.0
-"""Seconds."""
+"""Default timeout in seconds."""
 _INT32 = 2**31 - 1
 _Offset = Annotated[int, msgspec.Meta(ge=-_INT32, le=_INT32)]
 
@@ -22,52 +22,53 @@ class OpenSessionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     capacity_of_str_len: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=_INT32)],
         about(
-            "How much its turns may hold, counted in tokens, not in characters; more than "
-            f"{MAX_CAPACITY} is as good as that."
+            "Limit of a turn's length, counted in tokens, not in characters; larger numbers "
+            f"than {MAX_CAPACITY} have the same effect."
         ),
     ]
-    session_id: Annotated[Identifier | None, about("A name for it; a random one if not given.")] = (
+    session_id: Annotated[Identifier | None, about("A name for it; a random one by default.")] = (
         None
     )
     streaming: Annotated[
         bool | None,
         about(
-            "Whether a turn that names no `rid` goes on from the last one; if not, it begins anew."
+            "Whether a turn that names no `rid` continues the last one; if not, it begins "
+            "from scratch."
         ),
     ] = None
     timeout: Annotated[
         Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)] | None,
-        about("Seconds without a turn after which it is closed; 600 if it isn't given."),
+        about("Seconds without a turn after which it is closed; 600 by default."),
     ] = None
 
 
 class CloseSessionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /close_session``."""
 
-    session_id: Annotated[Identifier, about("What `/open_session` answered.")]
+    session_id: Annotated[Identifier, about("The answer of `/open_session`.")]
 
 
 class SessionParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Which session a request is a turn of, and where it goes on from."""
+    """The session of a request, and the turn that it continues."""
 
     id: Annotated[
-        Identifier | None, about("The session's; without it, the request isn't a turn.")
+        Identifier | None, about("The session's id; without it, the request isn't a turn.")
     ] = None
     rid: Annotated[
         Identifier | None,
-        about("The id of the turn to go on from, as its answer told it; see `streaming`."),
+        about("The id of the turn to continue, from its answer; see `streaming`."),
     ] = None
     offset: Annotated[
         _Offset | None,
         about(
-            "Keep only so many tokens of what came before; negative numbers count from its end; 0, "
-            "as if it isn't given: all."
+            "Keep only this many tokens of the earlier turns; negative numbers count from "
+            "their end; 0, the default: all."
         ),
     ] = None
     replace: Annotated[
         bool | None,
         about(
-            "Once this turn has ended, forget all others that went on from `rid`; without `rid`, "
+            "Once this turn has ended, forget all others that continued `rid`; without `rid`, "
             "forget everything."
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""From a request's ``session_params`` to the session that it is a turn of."""
+"""Translation of a request's ``session_params`` to a turn of a session."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _RENAMES = {
 def as_turn(
     service: Service, params: SessionParams | None, jobs: list[PromptJob]
 ) -> list[PromptJob]:
-    """``jobs`` as they are, or the one that there has to be as a turn of the session.
+    """Return ``jobs``, the only one of them as a turn of its session if ``params`` name one.
 
     Raises:
-        InvalidRequest: there are several prompts, or no such session of this client's; where other
-            processes have the sessions, that is told when the turn begins.
+        InvalidRequest: there are several prompts, or the client has no such session. If other
+            processes have the sessions, the second is raised when the turn begins.
     """
     if params is None or params == SessionParams():
         return jobs

@@ -1,1 +1,1 @@
-"""SGLang's ``/generate``: its fields, and its answers."""
+"""SGLang's ``/generate``: its fields and its answers."""

@@ -1,7 +1,7 @@
-"""SGLang's ``/generate``.
+"""Handler of SGLang's ``/generate``.
 
-What is asked is read by :mod:`trioserve.http.api.sglang.fields`, what comes back is put into
-SGLang's words by :mod:`trioserve.http.api.sglang.writer`.
+:mod:`trioserve.http.api.sglang.fields` reads the request; :mod:`trioserve.http.api.sglang.writer`
+writes the answer in SGLang's form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NativeEndpoints:
         self._service = service
 
     async def generate(self) -> quart.Response:
-        """``POST /generate``."""
+        """Handle ``POST /generate``."""
         request = await self._service.read(GenerateRequest)
         with self._service.deadline(request.timeout).enforced():
             return await self._answer(request)

@@ -1,4 +1,4 @@
-"""From the fields of a ``/generate`` request to jobs for the engine, one for each prompt."""
+"""Translation of a ``/generate`` request to jobs for the engine, one for each prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 _ANY_JSON = "$$ANY$$"
-"""SGLang's word for a JSON object of any form, where a schema's text is wanted."""
+"""SGLang's word for a JSON object of any form, in place of a schema's text."""
 _SAMPLING_NAMES = {
     **{name: name for name in SHARED_NAMES},
     "n": "n",
@@ -29,7 +29,7 @@ _SAMPLING_NAMES = {
     "include_stop_str_in_output": "no_stop_trim",
     "extra_args": "custom_params",
 }
-"""The engine's sampling fields, and what they are called in ``sampling_params``."""
+"""Names in ``sampling_params``, by the engine's sampling fields."""
 _LOGPROB_NAMES = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
@@ -42,10 +42,10 @@ Value = TypeVar("Value")
 
 @attrs.frozen(kw_only=True)
 class NativeBatch:
-    """What a request asks for.
+    """The jobs of a request.
 
-    ``listed`` says whether the answer is a list. ``starts`` has, for each prompt, the position from
-    which the prompt's log-probabilities are reported, None for not at all.
+    ``listed`` is true if the answer is a list. ``starts`` has, for each prompt, the first position
+    of the prompt's log-probabilities to report, or None to report none.
     """
 
     jobs: list[PromptJob]
@@ -55,7 +55,7 @@ class NativeBatch:
 
 
 def read_batch(request: GenerateRequest, service: Service) -> NativeBatch:
-    """The jobs of ``request``.
+    """Return the jobs of ``request``.
 
     Raises:
         InvalidRequest: a field is out of its range, or lists don't have one entry for each prompt.
@@ -79,7 +79,7 @@ def read_batch(request: GenerateRequest, service: Service) -> NativeBatch:
 
 
 class _Reader:
-    """The fields of a request that are given once or for each of its prompts."""
+    """Fields of a request that are given once or for each of its prompts."""
 
     def __init__(self, request: GenerateRequest, service: Service, count: int) -> None:
         self._request = request
@@ -112,7 +112,7 @@ class _Reader:
             prompt=prompt,
             params=self._service.sampling(fields, names),
             request_id=self._request_id(index),
-            # There, a larger number is the sooner one.
+            # In SGLang, the larger number runs sooner.
             priority=-(self._request.priority or 0),
             timeout=self._request.timeout,
             cache_salt=self._salts[index] or "",
@@ -122,7 +122,7 @@ class _Reader:
         )
 
     def start(self, index: int) -> int | None:
-        """Where the prompt's log-probabilities begin, if they are asked for."""
+        """Return the first position of the prompt's log-probabilities, if they are asked for."""
         start = self._starts[index]
         return None if start is None or start < 0 or not self._wanted[index] else start
 
@@ -158,7 +158,7 @@ def _prompt_field(request: GenerateRequest) -> str:
 
 
 def _prompts(request: GenerateRequest, service: Service) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether they were given as a batch."""
+    """Return the prompts, and whether they were given as a batch."""
     if isinstance(request.text, str):
         return [TextPrompt(request.text)], False
     if request.text is not None:
@@ -171,7 +171,7 @@ def _prompts(request: GenerateRequest, service: Service) -> tuple[list[Prompt], 
 
 
 def _asked_ids(given: Sequence[int | list[int]] | None, count: int) -> Sequence[list[int] | None]:
-    """The ids to report on, for each prompt."""
+    """Return the ids to report on, for each prompt."""
     if not given:
         return [None] * count
     lists, listed = one_or_several(given, "token_ids_logprob")
@@ -184,7 +184,7 @@ def _asked_ids(given: Sequence[int | list[int]] | None, count: int) -> Sequence[
 def _per_prompt(
     value: Value | list[Value] | list[Value | None] | None, count: int, name: str
 ) -> list[Value | None]:
-    """``value`` for each prompt: one for all of them, or a list with one for each."""
+    """Return ``value`` for each prompt: one for all of them, or a list with one for each."""
     if not isinstance(value, list):
         return [value] * count
     _check_length(value, count, name)
@@ -210,7 +210,7 @@ def _fields(sampling: NativeSampling, path: str, default_max_tokens: int) -> dic
 
 
 def _grammar(sampling: NativeSampling, path: str) -> tuple[Grammar | None, str]:
-    """What the output has to follow, and the name of the field that says so."""
+    """Return the grammar of the output, and the name of its field."""
     schema = sampling.json_schema
     rules: dict[str, Any] = {
         "json_schema": {"type": "object"} if schema == _ANY_JSON else schema,

@@ -32,7 +32,7 @@ from trioserve.http.api.sessions.schemas import SessionParams
 from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
 
 DEFAULT_NEW_TOKENS = 128
-"""What a request gets that says nothing of it, as in SGLang."""
+"""Output tokens of a request that gives no limit, as in SGLang."""
 
 
 def _text_only() -> msgspec.Meta:
@@ -47,7 +47,7 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     max_new_tokens: Annotated[
         Count | None,
         about(
-            "Most tokens to produce; without it 128, or the server's default where that is "
+            "Most tokens to produce; by default 128, or the server's default if that is "
             "smaller. 0 only computes the prompt."
         ),
     ] = None
@@ -55,8 +55,9 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[
         NumOutputs | None,
         about(
-            "Outputs to make of each prompt, which is computed once. Above 1 the answer is a list, "
-            "the outputs of one prompt next to each other. It is the same for a whole batch."
+            "Number of outputs for each prompt, which is computed once. Above 1 the answer is "
+            "a list, the outputs of one prompt next to each other. All prompts of a batch "
+            "have the same number."
         ),
     ] = None
     no_stop_trim: fields.IncludeStop = None
@@ -109,20 +110,20 @@ _AskedIds = Annotated[
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /generate``: one prompt, or a list of them with what goes with each."""
+    """The body of ``POST /generate``: one prompt, or a list of them with lists of their fields."""
 
     EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
 
     text: Annotated[
         Text | Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
-        about("The prompt, or a list of prompts; it or `input_ids` has to be given."),
+        about("The prompt, or a list of prompts; it or `input_ids` is required."),
     ] = None
     input_ids: Annotated[
         _PromptIds | None, about("The prompt as token ids, or a list of prompts.")
     ] = None
     sampling_params: Annotated[
         NativeSampling | list[NativeSampling] | None,
-        about("How to sample and when to end: an object, or a list with one for each prompt."),
+        about("Sampling and stop parameters: an object, or a list with one for each prompt."),
     ] = None
     stream: Annotated[
         bool | None,
@@ -130,7 +131,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     stream_output: Annotated[
         bool | None,
-        about("With `stream`: each event holds only what is new, and the input is told once."),
+        about("With `stream`: each event holds only new output, and the input is sent once."),
     ] = None
     rid: Annotated[
         Identifier | list[Identifier] | None,
@@ -145,16 +146,16 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         | list[Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]]
         | None,
         about(
-            "The prompt's position from which log-probabilities are reported, too; the token there "
-            "comes without one. -1, as if it isn't given: those of the output only. Without "
-            "`return_logprob` it says nothing."
+            "The prompt's position from which log-probabilities are reported, too; the token "
+            "there comes without one. -1, the default: those of the output only. It has no "
+            "effect without `return_logprob`."
         ),
     ] = None
     return_normalized_logprob: Annotated[
         bool | None,
         about(
             "Report the mean log-probability of the prompt's tokens behind position "
-            "`logprob_start_len`, 0 if it isn't given."
+            "`logprob_start_len`, 0 by default."
         ),
     ] = None
     top_logprobs_num: Annotated[
@@ -256,36 +257,40 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class NativeFinish(msgspec.Struct):
-    """Why an output ended: ``stop`` with what matched, or ``length`` with the length."""
+    """Reason for an output's end: ``stop`` with its match, or ``length`` with the length."""
 
     type: Annotated[str, about("`stop`, `length`, or `abort`.")]
     matched: Annotated[int | str | UnsetType, about("The stop string or token that ended it.")] = (
         UNSET
     )
-    length: Annotated[int | UnsetType, about("How many tokens it has.")] = UNSET
+    length: Annotated[int | UnsetType, about("The output's length in tokens.")] = UNSET
 
 
 NativeLogprob = tuple[float | None, int, str | None]
-"""Log-probability, token id and, if asked for, text. The first token of a list has none."""
+"""Log-probability, token id and, if asked for, text. The first token of a list has no
+log-probability.
+"""
 NativeLogprobs = list[NativeLogprob] | None
-"""Several tokens at one position; none where nothing comes before it."""
+"""Several tokens at one position; none at the beginning."""
 
 
 class MetaInfo(msgspec.Struct, kw_only=True):
-    """What goes with a text. The latency is in seconds since the request arrived.
+    """Metadata of a text. The latency is in seconds since the request arrived.
 
-    The lists named ``top`` hold the most probable tokens at each position, those named
-    ``token_ids`` the tokens that were asked for.
+    The lists named ``top`` hold the most probable tokens at each position; those named
+    ``token_ids`` hold the tokens that were asked for.
     """
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
-    finish_reason: Annotated[NativeFinish | None, about("Why it ended; null while it goes on.")]
+    finish_reason: Annotated[
+        NativeFinish | None, about("The reason for its end; null while it goes on.")
+    ]
     prompt_tokens: Annotated[int, about("Tokens of the prompt.")]
     completion_tokens: Annotated[int, about("Tokens of this output.")]
     cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
     e2e_latency: Annotated[float, about("Seconds since the request arrived.")]
     response_sent_to_client_ts: Annotated[
-        float | UnsetType, about("When the whole output was sent, in Unix seconds.")
+        float | UnsetType, about("Time at which the whole output was sent, in Unix seconds.")
     ] = UNSET
     input_token_logprobs: Annotated[
         list[NativeLogprob] | UnsetType, about("The prompt's tokens, from `logprob_start_len` on.")
@@ -295,7 +300,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     ] = UNSET
     normalized_prompt_logprob: Annotated[
         float | UnsetType | None,
-        about("The mean log-probability of the prompt's tokens, where it is asked for."),
+        about("The mean log-probability of the prompt's tokens, if asked for."),
     ] = UNSET
     input_top_logprobs: Annotated[
         list[NativeLogprobs] | UnsetType,
@@ -318,17 +323,17 @@ class MetaInfo(msgspec.Struct, kw_only=True):
 class GenerateResponse(msgspec.Struct, kw_only=True):
     """The output so far; an event of a stream holds all of it again, unless `stream_output` is set.
 
-    ``index`` numbers the outputs of a list: that of the prompt times ``n``, plus the output's own.
+    ``index`` numbers the outputs of a list: the prompt's number times ``n``, plus the output's own.
     ``prompt_token_ids`` comes with the whole output only.
     """
 
     text: Annotated[str, about("The text so far.")]
     output_ids: Annotated[list[int], about("Its tokens.")]
-    meta_info: Annotated[MetaInfo, about("What goes with it.")]
-    index: Annotated[int | UnsetType, about("Which output it is, where the answer is a list.")] = (
-        UNSET
-    )
+    meta_info: Annotated[MetaInfo, about("Metadata of the output.")]
+    index: Annotated[
+        int | UnsetType, about("The number of the output, if the answer is a list.")
+    ] = UNSET
     prompt_token_ids: Annotated[
         list[int] | UnsetType,
-        about("The prompt's tokens, where they are asked for, with the whole output."),
+        about("The prompt's tokens, if asked for, with the whole output."),
     ] = UNSET

@@ -1,4 +1,4 @@
-"""The answers of ``/generate``, as events of a stream and whole, in SGLang's words."""
+"""Answers of ``/generate`` in SGLang's form, whole or as events of a stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _encoder = msgspec.json.Encoder()
 
 @attrs.define(eq=False)
 class _JsonList:
-    """A list as JSON. It grows: what every event of a stream repeats is encoded once."""
+    """A growing list as JSON: the part that every event of a stream repeats is encoded once."""
 
     _items: bytearray = attrs.field(factory=bytearray)
 
@@ -38,13 +38,13 @@ class _JsonList:
             self._items += _encoder.encode(values)[1:-1]
 
     def encoded(self) -> Any:
-        """For a field of an answer that is to hold the list."""
+        """Return the list for a field of an answer."""
         return msgspec.Raw(b"[" + self._items + b"]")
 
 
 @attrs.define(eq=False)
 class _JsonText:
-    """A text as JSON, which grows in the same way."""
+    """A growing text as JSON, of which each part is encoded once."""
 
     _escaped: bytearray = attrs.field(factory=bytearray)
 
@@ -52,24 +52,24 @@ class _JsonText:
         self._escaped += _encoder.encode(text)[1:-1]
 
     def encoded(self) -> Any:
-        """For a field of an answer that is to hold the text."""
+        """Return the text for a field of an answer."""
         return msgspec.Raw(b'"' + self._escaped + b'"')
 
 
 @attrs.define(eq=False)
 class _Logprobs:
-    """What is reported of some tokens, as lists with an entry for each."""
+    """Reported log-probabilities of some tokens, as lists with an entry for each."""
 
     tokens: _JsonList = attrs.field(factory=_JsonList)
     top: _JsonList = attrs.field(factory=_JsonList)
     asked: _JsonList = attrs.field(factory=_JsonList)
     mean: float | None = None
-    """The mean log-probability, of a prompt's tokens."""
+    """The mean log-probability of a prompt's tokens."""
 
 
 @attrs.define(eq=False)
 class _SoFar:
-    """One output up to now, or what of it hasn't been told where events hold only that."""
+    """One output so far, or its part that wasn't sent yet, if events hold only that."""
 
     text: _JsonText = attrs.field(factory=_JsonText)
     token_ids: list[int] = attrs.field(factory=list)
@@ -78,16 +78,16 @@ class _SoFar:
     inputs_told: bool = False
 
     def forget_told(self) -> None:
-        """Forget what an event has told."""
+        """Forget the part that an event has sent."""
         self.text, self.encoded_ids, self.logprobs = _JsonText(), _JsonList(), _Logprobs()
         self.inputs_told = True
 
 
 @attrs.define(eq=False, kw_only=True)
 class NativeWriter:
-    """The events of a stream, and the replies of a request without one.
+    """Events of a stream, and the replies to a request without one.
 
-    A chunk's or completion's prompt is told by its number; each has ``batch.num_outputs`` outputs.
+    A prompt is identified by its number; each has ``batch.num_outputs`` outputs.
     """
 
     batch: NativeBatch
@@ -96,21 +96,21 @@ class NativeWriter:
     with_text: bool
     with_prompt_ids: bool
     with_mean: bool = False
-    """Whether the mean log-probability of the prompt is told."""
+    """True if the mean log-probability of the prompt is reported."""
     only_new: bool = False
-    """Whether an event leaves out what earlier ones have told."""
+    """True if an event leaves out what earlier ones have sent."""
     _started: float = attrs.field(factory=time.monotonic)
     _so_far: dict[tuple[int, int], _SoFar] = attrs.field(factory=dict)
     _known_inputs: dict[int, _Logprobs] = attrs.field(factory=dict)
     _streams: list[GenerationStream] = attrs.field(factory=list)
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """Nothing; only remembers whose usage to tell."""
+        """Return nothing; remember the streams, for their usage."""
         self._streams = streams
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The whole so far of the output that ``chunk`` belongs to, or what is new of it."""
+        """Return the whole output of ``chunk`` so far, or its new part."""
         so_far = self._so_far.setdefault((index, chunk.index), _SoFar())
         so_far.text.extend(chunk.text)
         so_far.token_ids += chunk.token_ids
@@ -139,14 +139,14 @@ class NativeWriter:
         return reply
 
     def text(self, chunk: Chunk) -> None:
-        """None: an event repeats all that came before."""
+        """Return None: an event repeats all earlier text."""
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """Nothing: the last event of each output has said all."""
+        """Return nothing: the last event of each output holds all of it."""
         return b""
 
     def replies(self, index: int, server_api: Completion) -> Iterator[GenerateResponse]:
-        """The outputs of one prompt."""
+        """Return the outputs of one prompt."""
         for output in server_api.outputs:
             token_ids = list(output.token_ids)
             logprobs = _Logprobs()
@@ -212,7 +212,7 @@ class NativeWriter:
         return response
 
     def _inputs(self, index: int, ids: Sequence[int], logprobs: PromptLogprobs | None) -> _Logprobs:
-        """What is reported of a prompt: found once."""
+        """Return the reported log-probabilities of a prompt, computed once."""
         known = self._known_inputs.get(index)
         if known is None:
             known = self._known_inputs[index] = self._find_inputs(index, list(ids), logprobs)
@@ -229,7 +229,8 @@ class NativeWriter:
                 found.mean = _bounded(sum(entry.logprob for entry in entries) / len(entries))
         start = self.batch.starts[index]
         if start is not None and logprobs is not None and start < len(ids):
-            # There, the first token reported has no log-probability, even where one comes before.
+            # SGLang reports the first token without a log-probability, even if another token comes
+            # before it.
             found.tokens.extend([(None, ids[start], self._text(ids[start]))])
             found.top.extend([None])
             found.asked.extend([None])
@@ -237,7 +238,7 @@ class NativeWriter:
         return found
 
     def _add(self, entries: Sequence[TokenLogprob], logprobs: _Logprobs) -> None:
-        """Put what is reported of more tokens behind what is there."""
+        """Append the log-probabilities of further tokens to ``entries``."""
         logprobs.tokens.extend([self._chosen(entry) for entry in entries])
         logprobs.top.extend([self._several(entry.top) for entry in entries])
         logprobs.asked.extend([self._several(entry.asked) for entry in entries])
@@ -256,7 +257,7 @@ class NativeWriter:
     def _finish(
         self, reason: str | None, stop_reason: int | str | None, token_ids: Sequence[int]
     ) -> NativeFinish | None:
-        """Why an output ended, in SGLang's words; None while it goes on."""
+        """Return the reason for an output's end in SGLang's form; None while it goes on."""
         if reason is None:
             return None
         if reason == "length":
@@ -266,5 +267,5 @@ class NativeWriter:
 
 
 def _bounded(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+    """Return a log-probability that JSON can represent."""
     return max(logprob, MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""The endpoints for operators: is it well, what does it count, what does it offer."""
+"""Handlers for operators: health, metrics, tasks, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class AdminEndpoints:
         self._document_lock = trio.Lock()
 
     async def health(self) -> quart.Response:
-        """``GET /health``: 200 while new requests can be computed, else 503."""
+        """Handle ``GET /health``: 200 while new requests can be computed, else 503."""
         word = await self._service.server_api.health_word()
         return json_response(HealthReply(word), 200 if word == "ok" else 503)
 
     async def metrics(self) -> quart.Response:
-        """``GET /metrics``, in Prometheus' text format."""
+        """Handle ``GET /metrics``, in Prometheus' text format."""
         body = await self._service.server_api.metrics()
         return quart.Response(body, content_type=CONTENT_TYPE_LATEST)
 
     async def tasks(self) -> quart.Response:
-        """``GET /debug/tasks``: for people."""
+        """Handle ``GET /debug/tasks``, which is text for a person."""
         return quart.Response(dump_tasks(), content_type="text/plain; charset=utf-8")
 
     async def openapi(self) -> quart.Response:
-        """``GET /openapi.json``."""
+        """Handle ``GET /openapi.json``."""
         async with self._document_lock:
             if self._document is None:
                 self._document = await trio.to_thread.run_sync(self._make_document)

@@ -1,4 +1,4 @@
-"""What a server says of itself: its version, its load, its options, its model, its health."""
+"""Handlers of questions about the server: its version, load, options, model and health."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trioserve.requests.request import TokensPrompt
 HEALTH_TIMEOUT = 20.0
 """Seconds that ``/health_generate`` waits for its token, as in SGLang."""
 _BEFORE_ALL = -(2**31)
-"""The priority of what is to run before all other requests."""
+"""Priority of a request that runs before all others."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -41,7 +41,7 @@ class UtilityEndpoints:
         self._service = service
 
     async def welcome(self) -> quart.Response:
-        """``GET /``."""
+        """Handle ``GET /``."""
         prefix = self._service.config.root_path
         return json_response(
             Welcome(
@@ -52,11 +52,11 @@ class UtilityEndpoints:
         )
 
     async def version(self) -> quart.Response:
-        """``GET /version``."""
+        """Handle ``GET /version``."""
         return json_response(VersionReply(__version__))
 
     async def load(self) -> quart.Response:
-        """``GET /load``."""
+        """Handle ``GET /load``."""
         statistics = await self._service.server_api.statistics()
         load = self._scheduler_load(statistics)
         return json_response(
@@ -71,11 +71,11 @@ class UtilityEndpoints:
         )
 
     async def get_load(self) -> quart.Response:
-        """``GET /get_load``: a list, as SGLang's has one entry for each scheduler."""
+        """Handle ``GET /get_load``: a list, as SGLang's has one entry for each scheduler."""
         return json_response([self._scheduler_load(await self._service.server_api.statistics())])
 
     async def server_info(self) -> quart.Response:
-        """``GET /server_info`` and ``GET /get_server_info``."""
+        """Handle ``GET /server_info`` and ``GET /get_server_info``."""
         service, ready = self._service, self._service.engine.ready
         return json_response(
             ServerInfo(
@@ -101,7 +101,7 @@ class UtilityEndpoints:
         )
 
     async def model_info(self) -> quart.Response:
-        """``GET /model_info`` and ``GET /get_model_info``."""
+        """Handle ``GET /model_info`` and ``GET /get_model_info``."""
         engine = self._service.engine
         return json_response(
             ModelInfo(
@@ -115,7 +115,7 @@ class UtilityEndpoints:
         )
 
     async def health_generate(self) -> quart.Response:
-        """``GET /health_generate``: 200 once something has been computed, else 503."""
+        """Handle ``GET /health_generate``: 200 once something has been computed, else 503."""
         word = await self._generate_one_token()
         return json_response(HealthReply(word), 200 if word == "ok" else 503)
 
@@ -160,7 +160,7 @@ class UtilityEndpoints:
 
 
 def shown_options(config: ServerConfig) -> dict[str, Any]:
-    """The values of all options, by name: secret ones are left out, and passwords in URLs."""
+    """Return the values of all options by name, without secret ones and passwords in URLs."""
     return {
         option.name: _without_credentials(getattr(group, option.name))
         for group in (config.engine, config)

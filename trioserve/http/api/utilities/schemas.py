@@ -1,6 +1,6 @@
 """Requests and responses of the endpoints beside the generating ones, as classes.
 
-Where vLLM and SGLang have different names for the same, an answer has both.
+If vLLM and SGLang name one thing differently, an answer has both names.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ CHAT_FIELDS = (
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"),
     *("tool_choice", "reasoning_effort"),
 )
-"""Fields of a chat that its prompt is made of, beside the messages."""
+"""Fields of a chat that determine its prompt, in addition to the messages."""
 
 
-_Model = Annotated[str | None, about("A served model's name; the first one if it isn't given.")]
+_Model = Annotated[str | None, about("A served model's name; the first one by default.")]
 _AddGenerationPrompt = Annotated[
     bool | None,
     about(
-        "Let the template write what begins an answer; true if neither it nor "
+        "Let the template write the beginning of an answer; true if neither it nor "
         "`continue_final_message` is given."
     ),
 ]
 _ContinueFinalMessage = Annotated[
-    bool | None, about("Leave the last message open, as for an answer that goes on with it.")
+    bool | None, about("Leave the last message open, for an answer that continues it.")
 ]
 _TemplateArguments = Annotated[
     dict[str, Any] | None, about("More variables for the chat template.")
@@ -48,7 +48,7 @@ def _text_only() -> msgspec.Meta:
 
 
 class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /apply-template``: the fields of a chat that its prompt is made of."""
+    """The body of ``POST /apply-template``: the fields of a chat that determine its prompt."""
 
     model: _Model = None
     messages: Annotated[Messages, about("The messages of a chat.")]
@@ -65,7 +65,7 @@ class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
 class ApplyTemplateResponse(msgspec.Struct):
     """The text of a prompt."""
 
-    prompt: Annotated[str, about("What the chat template makes of the messages.")]
+    prompt: Annotated[str, about("The prompt that the chat template makes of the messages.")]
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +79,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: _Model = None
     prompt: Annotated[
         Text | Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
-        about("A text, or a list of texts; it or `messages` has to be given."),
+        about("A text, or a list of texts; it or `messages` is required."),
     ] = None
     messages: Annotated[
         Messages | None,
@@ -88,12 +88,13 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: Annotated[
         bool | None,
         about(
-            "Let the tokenizer add its special tokens, such as one for the beginning; if it isn't "
-            "given, true for a prompt and false for messages, whose template writes its own."
+            "Let the tokenizer add its special tokens, such as one for the beginning; by "
+            "default true for a prompt and false for messages, for which the template writes "
+            "its own."
         ),
     ] = None
     return_token_strs: Annotated[
-        bool | None, about("Tell each token as it stands in the vocabulary, too.")
+        bool | None, about("Return the vocabulary's string of each token, too.")
     ] = None
     add_generation_prompt: _AddGenerationPrompt = None
     continue_final_message: _ContinueFinalMessage = None
@@ -110,15 +111,15 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     """Token ids; a list of texts gives a list of counts, of lists of ids and of lists of strings.
 
-    ``max_model_len`` is how many tokens prompt and output may have together.
+    ``max_model_len`` is the limit of prompt and output tokens together.
     """
 
-    count: Annotated[int | list[int], about("How many tokens there are.")]
+    count: Annotated[int | list[int], about("Number of tokens.")]
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
     tokens: Annotated[list[int | list[int]], about("Their ids.")]
     token_strs: Annotated[
         list[str | list[str]] | None,
-        about("The tokens as they stand in the vocabulary, where they are asked for."),
+        about("The vocabulary's strings of the tokens, if asked for."),
     ] = None
 
 
@@ -137,7 +138,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     ]
     skip_special_tokens: Annotated[
         bool | None,
-        about("Leave special tokens out; false if it isn't given, as in vLLM (SGLang: true)."),
+        about("Leave special tokens out; false by default, as in vLLM (SGLang: true)."),
     ] = None
 
 
@@ -145,13 +146,13 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
     """The text, or a list of texts: ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
 
     prompt: Annotated[str | list[str], about("The text, by vLLM's name.")]
-    text: Annotated[str | list[str], about("The same, by SGLang's.")]
+    text: Annotated[str | list[str], about("The text, by SGLang's name.")]
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """What the tokenizer is. Names are those of Hugging Face's ``tokenizer_config.json``."""
+    """Properties of the tokenizer. Names are those of Hugging Face's ``tokenizer_config.json``."""
 
-    tokenizer_class: Annotated[str, about("What runs it, and its kind.")]
+    tokenizer_class: Annotated[str, about("The library that runs it, and its kind.")]
     vocab_size: Annotated[int, about("Tokens in the vocabulary.")]
     model_max_length: Annotated[int, about("Most tokens of prompt and output together.")]
     special_tokens: Annotated[dict[str, int], about("Ids of special tokens by their text.")]
@@ -168,21 +169,21 @@ class VersionReply(msgspec.Struct):
 
 
 class Welcome(msgspec.Struct, kw_only=True):
-    """Who is here, and where everything is described."""
+    """The server's name, and where everything is described."""
 
     name: Annotated[str, about("Always `trioserve`.")]
     version: Annotated[str, about("The server's version.")]
-    description: Annotated[str, about("Where everything is described.")]
+    description: Annotated[str, about("The path where everything is described.")]
 
 
 class HealthReply(msgspec.Struct):
-    """``ok``, or why not: ``draining``, ``no_worker``, ``stalled``, ``busy`` or ``timeout``."""
+    """``ok``, or the reason: ``draining``, ``no_worker``, ``stalled``, ``busy`` or ``timeout``."""
 
     status: Annotated[str, about("One word.")]
 
 
 class SchedulerLoad(msgspec.Struct, kw_only=True):
-    """A scheduler's load: requests there are, those that wait, and tokens held in the KV cache."""
+    """A scheduler's load: its requests, the waiting ones, and the tokens held in the KV cache."""
 
     dp_rank: Annotated[int, about("Always 0.")]
     num_reqs: Annotated[int, about("Outputs that run or wait.")]
@@ -191,10 +192,10 @@ class SchedulerLoad(msgspec.Struct, kw_only=True):
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """How much there is to do: ``server_load`` is vLLM's count of requests being served.
+    """The server's load: ``server_load`` is vLLM's count of requests being served.
 
-    The sequences of requests run or wait; ``num_tokens`` of ``max_total_num_tokens`` tokens of the
-    KV cache are held by those that run.
+    The sequences of requests run or wait; running ones hold ``num_tokens`` of
+    ``max_total_num_tokens`` tokens of the KV cache.
     """
 
     server_load: Annotated[int, about("Requests that are being served.")]
@@ -202,53 +203,53 @@ class Load(msgspec.Struct, kw_only=True):
     num_running_reqs: Annotated[int, about("Outputs that run.")]
     num_waiting_reqs: Annotated[int, about("Outputs that wait.")]
     num_tokens: Annotated[int, about("Tokens of the KV cache that are held.")]
-    max_total_num_tokens: Annotated[int, about("Tokens that the KV cache has room for.")]
+    max_total_num_tokens: Annotated[int, about("Tokens that fit into the KV cache.")]
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
-    """What computes, and its limits."""
+    """The worker's device and limits."""
 
     device: Annotated[str, about("`cpu` or `cuda`.")]
     device_name: Annotated[str, about("Its name.")]
-    computing: Annotated[str, about("What computes, and with which weights.")]
+    computing: Annotated[str, about("The executor, and its weights.")]
     dtype: Annotated[str, about("The number format of weights and activations.")]
     num_pages: Annotated[int, about("Pages of the KV cache.")]
     page_size: Annotated[int, about("Tokens of a page.")]
-    max_num_seqs: Annotated[int, about("Most outputs that are computed together.")]
-    max_num_batched_tokens: Annotated[int, about("Most tokens that are computed in one step.")]
+    max_num_seqs: Annotated[int, about("Most outputs computed together.")]
+    max_num_batched_tokens: Annotated[int, about("Most tokens computed in one step.")]
 
 
 class ServerInfo(msgspec.Struct, kw_only=True):
-    """The server's options, without secrets, and what came of them."""
+    """The server's options, without secrets, and the values derived from them."""
 
     version: Annotated[str, about("The server's version.")]
     model: Annotated[str, about("The model's own name.")]
     served_model_name: Annotated[list[str], about("The names that it is served under.")]
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
-    max_total_num_tokens: Annotated[int, about("Tokens that the KV cache has room for.")]
+    max_total_num_tokens: Annotated[int, about("Tokens that fit into the KV cache.")]
     default_sampling_params: Annotated[
         dict[str, Any],
         about(
-            "Sampling parameters of requests that name none: those of the generation config, and "
-            "`max_tokens`, where outputs aren't as long as fits."
+            "Default sampling parameters of requests: those of the generation config, and "
+            "`max_tokens`, if outputs are limited by default."
         ),
     ]
     page_size: Annotated[int, about("Tokens of a page of the KV cache.")]
-    worker: Annotated[WorkerInfo, about("What computes.")]
+    worker: Annotated[WorkerInfo, about("The worker.")]
     options: Annotated[dict[str, Any], about("All options by name.")]
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """What the model is, in SGLang's words."""
+    """Properties of the model, in SGLang's form."""
 
-    model_path: Annotated[str, about("The model that was asked for.")]
-    tokenizer_path: Annotated[str, about("Where its tokenizer is from.")]
+    model_path: Annotated[str, about("The model that the options name.")]
+    tokenizer_path: Annotated[str, about("Source of its tokenizer.")]
     is_generation: Annotated[bool, about("Always true.")] = True
     preferred_sampling_params: Annotated[
-        dict[str, Any], about("The model's own defaults of sampling.")
+        dict[str, Any], about("The model's default sampling parameters.")
     ]
     weight_version: Annotated[
-        str, about("`default`, or what the weights are called that took the place of the first.")
+        str, about("`default`, or the version of the weights that replaced the first ones.")
     ]
     has_image_understanding: Annotated[bool, about("Always false.")] = False
     has_audio_understanding: Annotated[bool, about("Always false.")] = False

@@ -1,4 +1,4 @@
-"""The tokenizer over HTTP: texts and chats to token ids, and back."""
+"""Handlers of the tokenizer: texts and chats to token ids, and back."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_THREADS = 2
-"""Like the engine's own tokenizing: few, because the worker wants the cores, too."""
+"""Threads for tokenizing; few, as in the engine, because the worker needs the cores, too."""
 _CHARACTERS_PER_TOKEN = 4
 
 Result = TypeVar("Result")
 
 
 class TokenEndpoints:
-    """The handlers, over one service. What would hold up the event loop happens in a thread."""
+    """The handlers, over one service. Work that would block the event loop runs in a thread."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -44,7 +44,7 @@ class TokenEndpoints:
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
 
     async def tokenize(self) -> quart.Response:
-        """``POST /tokenize`` and ``POST /v1/tokenize``."""
+        """Handle ``POST /tokenize`` and ``POST /v1/tokenize``."""
         service = self._service
         request = await service.read(TokenizeRequest)
         service.model(request.model)
@@ -69,7 +69,7 @@ class TokenEndpoints:
         )
 
     async def apply_template(self) -> quart.Response:
-        """``POST /apply-template``."""
+        """Handle ``POST /apply-template``."""
         service = self._service
         request = await service.read(ApplyTemplateRequest)
         service.model(request.model)
@@ -78,7 +78,7 @@ class TokenEndpoints:
         return json_response(ApplyTemplateResponse(text))
 
     async def detokenize(self) -> quart.Response:
-        """``POST /detokenize`` and ``POST /v1/detokenize``."""
+        """Handle ``POST /detokenize`` and ``POST /v1/detokenize``."""
         service = self._service
         request = await service.read(DetokenizeRequest)
         service.model(request.model)
@@ -105,7 +105,7 @@ class TokenEndpoints:
         return json_response(DetokenizeResponse(prompt=answer, text=answer))
 
     async def tokenizer_info(self) -> quart.Response:
-        """``GET /tokenizer_info``."""
+        """Handle ``GET /tokenizer_info``."""
         engine = self._service.engine
         tokenizer = engine.tokenizer
         template = tokenizer.chat_template
@@ -124,7 +124,7 @@ class TokenEndpoints:
         )
 
     async def chat_ids(self, chat: ChatCompletionRequest) -> list[int]:
-        """The prompt that ``chat`` makes.
+        """Return the token ids of the prompt of ``chat``.
 
         Raises:
             InvalidRequest: it makes none; ``param`` is a field of it.
@@ -153,7 +153,9 @@ class TokenEndpoints:
         return await format.tokenizer.render(chat_prompt(chat, format, tool_use(chat, format)))
 
     async def _run(self, weight: int, work: Callable[[], Result]) -> Result:
-        """What ``work`` gives, here if it is short (``weight`` in characters), else in a thread."""
+        """Return the result of ``work``: run here if it is short (``weight`` in characters), else
+        in a thread.
+        """
         if weight <= INLINE_CHARACTERS:
             return work()
         return await trio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True)
@@ -162,7 +164,7 @@ class TokenEndpoints:
 def _chat_of(
     request: TokenizeRequest | ApplyTemplateRequest, messages: list[ChatMessage]
 ) -> ChatCompletionRequest:
-    """Return the chat whose prompt a request is about."""
+    """Return the chat of the prompt that a request asks for."""
     fields = {name: getattr(request, name) for name in CHAT_FIELDS}
     return ChatCompletionRequest(messages=messages, **fields)
 
@@ -179,7 +181,7 @@ def _check_length(number: int, param: str, tokenizer: Tokenizer) -> None:
 def _tokenize(
     request: TokenizeRequest, texts: list[str], special: bool, format: ChatFormat
 ) -> tuple[list[list[int]], list[list[str]] | None]:
-    """The ids of each text and, if they are asked for, the tokens as the vocabulary has them."""
+    """Return the ids of each text and, if asked for, the vocabulary's strings of the tokens."""
     tokenizer = format.tokenizer
     param = "prompt" if request.messages is None else "messages"
     _check_length(sum(map(len, texts)), param, tokenizer)
@@ -190,7 +192,7 @@ def _tokenize(
 
 
 def _encode(tokenizer: Tokenizer, text: str, param: str, *, special: bool) -> list[int]:
-    """The ids of a text; an error names ``param``."""
+    """Return the ids of a text; an error names ``param``."""
     try:
         return tokenizer.encode(text, add_special_tokens=special)
     except InvalidRequest as error:

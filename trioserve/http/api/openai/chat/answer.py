@@ -1,4 +1,4 @@
-"""Answers read: reasoning, text and tool calls told apart, streamed or whole by the same code."""
+"""Reading of answers: reasoning, text and tool calls are told apart, streamed or whole."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from trioserve.text.tool_parsers import (
 )
 
 _TAIL_TOKENS = 32
-"""How many tokens the opening mark at the end of a prompt has at most, by far."""
+"""Upper bound of the tokens of an opening mark at the end of a prompt."""
 
 
 def opens_reasoning(end_of_prompt: str, prompt: ChatPrompt) -> bool:
-    """Whether what follows a prompt is reasoning that the prompt has begun already.
+    """Return whether the prompt itself has begun the reasoning, so that the output goes on with it.
 
     Args:
         end_of_prompt: the last characters of the prompt as it was rendered.
@@ -44,7 +44,7 @@ def opens_reasoning(end_of_prompt: str, prompt: ChatPrompt) -> bool:
 
 @attrs.frozen(kw_only=True)
 class ReaderOptions:
-    """What there is to be told apart in the answers to one request."""
+    """Parts to tell apart in the answers to one request."""
 
     format: ChatFormat
     prompt: ChatPrompt
@@ -52,12 +52,13 @@ class ReaderOptions:
     separate_reasoning: bool = True
     include_reasoning: bool = True
     functions: bool = False
-    """Whether a call is told as ``function_call``."""
+    """True if a call is returned as ``function_call``."""
     hidden: re.Pattern[str] | None = None
-    """Special tokens that are taken out of the text again, when marks among them had to be seen."""
+    """Special tokens to remove from the text; they are kept at first, to see the marks among them.
+    """
 
     def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
-        """What reads one answer to the prompt with these ids."""
+        """Return a reader of one answer to the prompt with these ids."""
         splitter = parser = None
         if self.format.reasons and self.separate_reasoning:
             tail = self.format.tokenizer.decode(
@@ -78,7 +79,7 @@ class ReaderOptions:
 
 
 def hidden_tokens(format: ChatFormat, *, with_tools: bool) -> re.Pattern[str] | None:
-    """What matches the special tokens that are no marks; None where marks can be seen anyway."""
+    """Return a pattern of special tokens that aren't marks; None if marks are visible anyway."""
     if not format.hides_marks(with_tools=with_tools):
         return None
     texts = {format.tokenizer.token_text(id) for id in format.tokenizer.special_ids}
@@ -89,7 +90,7 @@ def hidden_tokens(format: ChatFormat, *, with_tools: bool) -> re.Pattern[str] | 
 
 @attrs.define(eq=False)
 class AnswerReader:
-    """Reads one answer. Without anything to tell apart, all of it is content."""
+    """Reader of one answer. If there is nothing to tell apart, all of it is content."""
 
     _splitter: ReasoningSplitter | None = None
     _parser: ToolParser | None = None
@@ -99,11 +100,11 @@ class AnswerReader:
     _calls_only: bool = attrs.field(default=False, kw_only=True)
     """True if a grammar made the answer calls: text left at its end is a part of one."""
     _close_id: int | None = attrs.field(default=None, kw_only=True)
-    """The token that ends reasoning, if it is one."""
+    """Id of the token that ends reasoning, if it is a single token."""
     has_calls: bool = False
-    """Whether there was a tool call so far."""
+    """True once there was a tool call."""
     num_reasoning_tokens: int = attrs.field(default=0, init=False)
-    """The tokens of reasoning so far, with its marks."""
+    """Tokens of reasoning so far, with its marks."""
     _num_tokens: int = attrs.field(default=0, init=False)
     """Tokens up to the end of reasoning."""
     _is_counted: bool = attrs.field(default=False, init=False)
@@ -111,19 +112,19 @@ class AnswerReader:
 
     @property
     def plain(self) -> bool:
-        """Whether all of an answer is content, which is told as it comes."""
+        """True if all of an answer is content, which is returned as it comes."""
         return self._splitter is None and self._parser is None and self._hidden is None
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
+        """True if the next token is expected to be reasoning."""
         return self._splitter is not None and self._splitter.inside
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """The tokens of reasoning so far; None where they can't be counted.
+        """Return the tokens of reasoning so far; None if they can't be counted.
 
-        That is where reasoning isn't told apart, or its end is no token.
+        They can't be counted if reasoning isn't told apart, or its end isn't a token.
         """
         if self._splitter is None or self._close_id is None:
             return None
@@ -131,16 +132,17 @@ class AnswerReader:
 
     @property
     def num_left_out(self) -> int:
-        """The tokens of reasoning so far that the answer leaves out, if they can be counted."""
+        """Return the tokens of reasoning that the answer leaves out, if they can be counted."""
         return 0 if self._include_reasoning else self.reasoning_tokens or 0
 
     @property
     def call_reason(self) -> str:
-        """Why an answer has ended that has a tool call."""
+        """Return the finish reason of an answer that has a tool call."""
         return "function_call" if self._functions else "tool_calls"
 
     def feed(self, text: str, *, last: bool = False, token_ids: Sequence[int] = ()) -> Delta:
-        """Return what the next piece of the answer adds; the ``last`` one adds what was held back.
+        """Return the additions of the next piece of the answer; the ``last`` one adds held-back
+        text.
 
         Args:
             token_ids: the piece as tokens, which are counted.
@@ -170,7 +172,7 @@ class AnswerReader:
     def message(
         self, text: str, *, token_ids: Sequence[int] = (), role: str = "assistant"
     ) -> AssistantMessage:
-        """Return the whole of an answer that is all of ``text``."""
+        """Return the message of an answer with the text ``text``."""
         delta = self.feed(text, last=True, token_ids=token_ids)
         message = AssistantMessage(role=role, content=delta.content)
         if delta.reasoning is not None:
@@ -204,7 +206,7 @@ class AnswerReader:
             self.num_reasoning_tokens = before + own
 
     def _parse(self, parser: ToolParser, text: str, last: bool, delta: Delta) -> None:
-        """Put what the parser makes of ``text`` into ``delta``: one entry for each call."""
+        """Put the parser's results for ``text`` into ``delta``: one entry for each call."""
         contents: list[str] = []
         calls: dict[int, ToolCallDelta] = {}
         arguments: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""A call's arguments as an object, for dialects that don't tell them as text."""
+"""A call's arguments as an object, for APIs that don't return them as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """What ``text`` says as JSON; empty where it is no whole object, as in an answer cut short."""
+    """Return the JSON object in ``text``; empty if it isn't complete, as in a cut answer."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):

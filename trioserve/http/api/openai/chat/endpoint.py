@@ -1,7 +1,7 @@
-"""``/v1/chat/completions``: a request prepared and run, its answer told in OpenAI's words.
+"""Handler of ``/v1/chat/completions``.
 
-What comes back is read by :mod:`trioserve.http.api.openai.chat.answer` and put into its words by
-:mod:`trioserve.http.api.openai.chat.writer`.
+:mod:`trioserve.http.api.openai.chat.answer` reads the output;
+:mod:`trioserve.http.api.openai.chat.writer` writes it in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChatEndpoints:
         self._chats = chats
 
     async def chat_completions(self) -> quart.Response:
-        """``POST /v1/chat/completions``."""
+        """Handle ``POST /v1/chat/completions``."""
         request = with_tools(await self._service.read(ChatCompletionRequest))
         with self._service.deadline(request.timeout).enforced():
             return await self._answer(request)

@@ -1,4 +1,4 @@
-"""What the served model's chat template says of tools and reasoning, and what the options do."""
+"""Format of chats with the served model, by its chat template and the server's options."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trioserve.text.tool_parsers import FAMILIES, Family, family_of_template
 
 @attrs.frozen(kw_only=True)
 class ChatFormat:
-    """How chats with the served model are written."""
+    """Format of chats with the served model."""
 
     tokenizer: Tokenizer
     template: str
-    """The template's text, empty where the model has none."""
+    """Text of the template, empty if the model has none."""
     variables: frozenset[str]
-    """The names that the template looks at."""
+    """Names of the variables that the template reads."""
     family: Family | None
-    """How it writes tool calls; None if that isn't known."""
+    """Syntax of its tool calls; None if that isn't known."""
     reasons: bool
-    """Whether answers may begin with reasoning."""
+    """True if answers may begin with reasoning."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> ChatFormat:
-        """The format of a model, by its template or by what the options say."""
+        """Return the format of a model, from its template and the options."""
         template = tokenizer.chat_template
         source = "" if template is None else template.source
         variables = frozenset[str]() if template is None else template.variables
@@ -50,18 +50,18 @@ class ChatFormat:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the template prints tools."""
+        """True if the template prints tools."""
         return "tools" in self.variables
 
     def marks(self, *, with_tools: bool) -> Collection[str]:
-        """The marks that have to be seen in an answer's text."""
+        """Return the marks that have to be visible in an answer's text."""
         marks = [OPEN, CLOSE] if self.reasons else []
         if with_tools and self.family is not None:
             marks.extend(self.family.parser.markers)
         return marks
 
     def hides_marks(self, *, with_tools: bool) -> bool:
-        """Whether some of the marks are special tokens, which a text is usually without."""
+        """Return whether some marks are special tokens, which a text usually leaves out."""
         special = self.tokenizer.special_ids
         marks = self.marks(with_tools=with_tools)
         return any(self.tokenizer.token_of(mark) in special for mark in marks)

@@ -1,8 +1,8 @@
-"""``functions`` and ``function_call``, which OpenAI has replaced by tools, said in tools' words.
+"""OpenAI's older fields ``functions`` and ``function_call``, translated to tools.
 
-A request that has them is served as one for tools with one call at most; its answer has
-``function_call`` where that of another has ``tool_calls``. Earlier messages of this kind may be in
-any conversation.
+A request with these fields is served as one for tools with at most one call. Its answer has
+``function_call`` in place of ``tool_calls``. Any conversation may have earlier messages of this
+kind.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LEGACY_WORDS = FieldNames(
     (r"tool_choice(?:\.function)?", "function_call"),
     (r"tools", "functions"),
 )
-"""Of a request that has functions."""
+"""Field names of a request that has functions."""
 
 
 def with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
-    """``request`` with tools for its functions.
+    """Return ``request`` with tools in place of its functions.
 
     Raises:
         InvalidRequest: it has tools as well, or a ``function_call`` and no functions.
@@ -53,7 +53,7 @@ def with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
 
 
 def with_tool_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """``messages`` with tool calls for function calls, and tools' answers for functions'.
+    """Return ``messages`` with tool calls and tools' answers in place of those of functions.
 
     Raises:
         InvalidRequest: a message has both kinds of calls.

@@ -11,11 +11,11 @@ from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import about, hint, only
 
 MAX_TOOLS = 128
-"""How many functions one request may describe, as in the OpenAI API."""
+"""Functions that one request may describe, as in the OpenAI API."""
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
-"""Of the content of one message."""
+"""Parts that the content of one message may have."""
 
 _TEXT_ONLY = "the models that are served read and write text only"
 FunctionName = Annotated[
@@ -28,7 +28,7 @@ class TextPart(
 ):
     """A piece of a message's content."""
 
-    text: Annotated[Text, about("What is said.")]
+    text: Annotated[Text, about("The text.")]
 
 
 class RefusalPart(
@@ -36,16 +36,16 @@ class RefusalPart(
 ):
     """A piece of an earlier answer that refused; the template sees it as text."""
 
-    refusal: Annotated[Text, about("Why the answer was refused.")]
+    refusal: Annotated[Text, about("The reason of the refusal.")]
 
 
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
-    name: Annotated[FunctionName, about("Which function was called.")]
+    name: Annotated[FunctionName, about("The function's name.")]
     arguments: Annotated[
         Text | dict[Text, Any] | None,
-        about("JSON as text or as it is; the template sees the object, if it is one."),
+        about("JSON as text or as an object; the template sees the object, if it is one."),
     ] = None
 
 
@@ -54,7 +54,7 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     id: Annotated[str | None, about("The name that the tool's answer refers to.")] = None
     type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
-    function: Annotated[MessageFunction, about("What was called, and with what.")]
+    function: Annotated[MessageFunction, about("The called function, with its arguments.")]
     index: Annotated[Any, hint()] = None
 
 
@@ -65,31 +65,34 @@ _Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One message of a conversation; the chat template sees every field that is given.
 
-    Fields that are null are as good as left out, but for the content.
+    Fields that are null count as left out, except for the content.
     """
 
     role: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)],
-        about("Who speaks: system, user, assistant, tool, or what else the template knows."),
+        about(
+            "The role of the message's author: system, user, assistant, tool, or another "
+            "one that the template knows."
+        ),
     ]
     content: Annotated[
         Text | Parts | UnsetType | None,
-        about("What is said, as a whole or in parts."),
+        about("The text, as a whole or in parts."),
     ] = UNSET
-    name: Annotated[str | None, about("Who it is; most templates don't print it.")] = None
+    name: Annotated[str | None, about("The author's name; most templates don't print it.")] = None
     refusal: Annotated[Text | None, about("For the template, if it prints it.")] = None
     reasoning: Annotated[
-        Text | None, about("What came before an earlier answer; `reasoning_content` is the same.")
+        Text | None, about("Reasoning before an earlier answer; `reasoning_content` is the same.")
     ] = None
     reasoning_content: Annotated[
-        Text | None, about("What came before an earlier answer; templates know this name.")
+        Text | None, about("Reasoning before an earlier answer, by the name that templates know.")
     ] = None
     tool_calls: Annotated[_Calls | None, about("Earlier tool calls.")] = None
     tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
     annotations: Annotated[Any, only([], why="there is no web search")] = None
     audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
     function_call: Annotated[
-        MessageFunction | None, about("An earlier call, by the older name: as one of `tool_calls`.")
+        MessageFunction | None, about("An earlier call, by the older name of `tool_calls`.")
     ] = None
     provider_specific_fields: Annotated[Any, hint()] = None
     """litellm's notes on an answer, which come back with it."""
@@ -99,7 +102,7 @@ Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MA
 
 
 FunctionParameters = Annotated[
-    dict[str, Any] | None, about("The JSON schema of its arguments; none if it isn't given.")
+    dict[str, Any] | None, about("The JSON schema of its arguments; none by default.")
 ]
 
 
@@ -108,11 +111,11 @@ class FunctionDefinition(
 ):
     """A function that the model may call."""
 
-    name: Annotated[FunctionName, about("How it is called.")]
-    description: Annotated[Text | None, about("What it does, for the model.")] = None
+    name: Annotated[FunctionName, about("The function's name.")]
+    description: Annotated[Text | None, about("A description for the model.")] = None
     parameters: FunctionParameters = None
     strict: Annotated[
-        bool | None, about("Arguments have to follow the schema; a grammar sees to it.")
+        bool | None, about("Arguments have to follow the schema, enforced by a grammar.")
     ] = None
     defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
 
@@ -121,7 +124,7 @@ class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool: a function."""
 
     type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
-    function: Annotated[FunctionDefinition, about("What may be called, and with what.")]
+    function: Annotated[FunctionDefinition, about("The function to call, with its arguments.")]
 
 
 Tools = Annotated[
@@ -131,23 +134,23 @@ Tools = Annotated[
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A function by its name."""
+    """A function, named."""
 
-    name: Annotated[FunctionName, about("That of one of the tools.")]
+    name: Annotated[FunctionName, about("The name of one of the tools.")]
 
 
 class ChosenTool(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
 ):
-    """The one function that has to be called."""
+    """The function that has to be called."""
 
-    function: Annotated[ChosenFunction, about("Which one.")]
+    function: Annotated[ChosenFunction, about("The function.")]
 
 
 class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One of the tools that may be called."""
 
-    function: Annotated[ChosenFunction, about("Which one.")]
+    function: Annotated[ChosenFunction, about("The tool.")]
     type: Annotated[Literal["function"], about("There is no other kind.")] = "function"
 
 
@@ -157,12 +160,12 @@ AllowedMode = Annotated[
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Which of the tools may be called, and whether one of them has to."""
+    """The tools that may be called, and whether one has to be."""
 
     mode: AllowedMode
     tools: Annotated[
         Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
-        about("Those that may be called; the prompt shows the others, too."),
+        about("The tools that may be called; the prompt shows the others, too."),
     ]
 
 
@@ -171,7 +174,7 @@ class AllowedToolsChoice(
 ):
     """A choice among some of the tools."""
 
-    allowed_tools: Annotated[AllowedTools, about("Which they are.")]
+    allowed_tools: Annotated[AllowedTools, about("The tools.")]
 
 
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice

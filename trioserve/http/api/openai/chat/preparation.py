@@ -1,6 +1,6 @@
-"""From a chat request to a job for the engine, and to what its answers are read by.
+"""Translation of a chat request to a job for the engine, and to a reader of its answers.
 
-Every endpoint that takes a conversation goes this way, whatever its own fields are.
+Every endpoint that takes a conversation uses this, with fields of its own.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trioserve.text.reasoning import CLOSE, after_reasoning
 from trioserve.text.tool_parsers import ToolUse
 
 _END_OF_PROMPT = 1000
-"""Characters at the end of a prompt among which a mark is looked for."""
+"""Characters at the end of a prompt in which a mark is searched."""
 
 
 @attrs.frozen
 class PreparedChat:
-    """A chat that can be computed."""
+    """A chat that is ready to be computed."""
 
     job: PromptJob
     options: ReaderOptions
 
 
 class ChatPreparation:
-    """Makes jobs of chat requests, for one service."""
+    """Maker of jobs of chat requests, for one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -50,7 +50,7 @@ class ChatPreparation:
         }
 
     async def prepare(self, request: ChatCompletionRequest, id: str) -> PreparedChat:
-        """The job of ``request``, which is to have the name ``id``.
+        """Return the job of ``request`` under the name ``id``.
 
         Raises:
             InvalidRequest: it can't be served as it stands; ``param`` is a field of it.
@@ -61,7 +61,8 @@ class ChatPreparation:
             options = self._reader_options(request, prompt, use)
             return PreparedChat(await self._job(request, options, id), options)
         except RecursionError:
-            # Of schemas and arguments that could just be read, and can't be written.
+            # Schemas and arguments that were just shallow enough to be parsed can be too deep to be
+            # encoded.
             raise InvalidRequest("the body is nested too deeply") from None
 
     def _tool_use(self, request: ChatCompletionRequest) -> ToolUse | None:
@@ -102,7 +103,7 @@ class ChatPreparation:
     async def _constrain(
         self, options: ReaderOptions, fields: dict[str, Any], renames: dict[str, str]
     ) -> None:
-        """Make one grammar of what the answer is to look like, its tools, and its reasoning."""
+        """Set one grammar for the form of the answer, its tools, and its reasoning."""
         format, use = self.format, options.use
         given: Grammar | None = fields.get("grammar")
         if given is None and (use is None or use.is_free):
@@ -137,7 +138,7 @@ class ChatPreparation:
 
 
 def chat_sampling(request: ChatCompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
-    """The engine's sampling fields, and which of them a chat calls something else."""
+    """Return the engine's sampling fields, and the chat's names of differently named ones."""
     fields, renames = sampling_fields(request)
     renames["prompt"] = "messages"
     if request.max_completion_tokens is not None:

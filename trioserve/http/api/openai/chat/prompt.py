@@ -1,4 +1,4 @@
-"""From a chat request's messages and arguments to the prompt that the chat template renders."""
+"""Translation of a chat request's messages and arguments to the rendered prompt."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from trioserve.text.tool_parsers import FAMILIES, ToolUse
 _OWN_FIELDS = frozenset(
     {"messages", "tools", "documents", "reasoning_effort", "add_generation_prompt"}
 )
-"""What a template looks at and the request has fields for: no other field may set it."""
+"""Template variables for which the request has fields of its own; no other field may set them."""
 
 
 def chat_prompt(
     request: ChatCompletionRequest, format: ChatFormat, use: ToolUse | None
 ) -> ChatPrompt:
-    """The prompt of ``request``; ``use`` says how tools are to be used.
+    """Return the prompt of ``request``; ``use`` tells how tools are to be used.
 
     Raises:
-        InvalidRequest: the template never looks at an argument, or two fields contradict each
-            other.
+        InvalidRequest: the template never reads an argument, or two fields contradict each other.
     """
     messages = template_messages(request.messages, format)
     arguments = _template_arguments(request, format)
@@ -50,11 +49,11 @@ def chat_prompt(
 
 
 def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> list[dict[str, Any]]:
-    """Messages as chat templates know them.
+    """Return messages in the form of chat templates.
 
-    Parts are text, ``reasoning`` has both of its names, and ``developer`` is ``system`` to a
-    template that doesn't know it. To one that doesn't know tools, calls are what the model wrote,
-    and their results are what the user says.
+    Parts are text, ``reasoning`` has both of its names, and ``developer`` becomes ``system`` for a
+    template that doesn't know it. For a template that doesn't know tools, calls become the model's
+    text, and their results the user's text.
 
     Raises:
         InvalidRequest: a message has both kinds of calls.
@@ -76,7 +75,7 @@ def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> li
 
 
 def _show_results(results: list[str], shown: list[dict[str, Any]]) -> None:
-    """Move results that follow each other into one message."""
+    """Move consecutive results into one message."""
     if results:
         shown.append({"role": "user", "content": "\n\n".join(results)})
         results.clear()
@@ -105,7 +104,7 @@ def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]
 
 
 def _with_calls(fields: dict[str, Any], calls: list[MessageToolCall], format: ChatFormat) -> str:
-    """An earlier answer's text with its calls, as the model was told to write them."""
+    """Return an earlier answer's text with its calls, as the model was told to write them."""
     family = format.family or FAMILIES["json"]
     pairs = [(call.function.name, _arguments_text(call)) for call in calls]
     text = _text_of(fields)

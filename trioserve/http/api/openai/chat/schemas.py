@@ -30,35 +30,36 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
     messages: Annotated[Messages, about("The conversation so far.")]
     max_tokens: Annotated[
         Count | None,
-        about("Tokens of an answer at most; without it the default or as many as fit."),
+        about("Most tokens of an answer; by default the server's default, or as many as fit."),
     ] = None
     max_completion_tokens: Annotated[
         Count | None, about("OpenAI's newer name of `max_tokens`; reasoning counts.")
     ] = None
     logprobs: Annotated[
-        bool | None, about("Tell the log-probabilities of the answer's tokens, as they came.")
+        bool | None, about("Return the log-probabilities of the answer's tokens.")
     ] = None
     top_logprobs: Annotated[
-        Count | None, about("And those of as many most probable ones in each one's place.")
+        Count | None, about("Number of most probable tokens to return in each one's place.")
     ] = None
 
     tools: Tools = None
     tool_choice: Annotated[
         ToolChoice | None,
         about(
-            "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
-            "function: a grammar makes it call one, or this one. `auto` if there are tools."
+            "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, "
+            "or a function: a grammar makes it call one, or this one. `auto` by default if "
+            "there are tools."
         ),
     ] = None
     parallel_tool_calls: fields.ParallelToolCalls = None
 
     functions: Annotated[
         Annotated[list[FunctionDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
-        about("What OpenAI had before `tools`; an answer has one call at most."),
+        about("OpenAI's older form of `tools`; an answer has at most one call."),
     ] = None
     function_call: Annotated[
         Literal["none", "auto"] | ChosenFunction | None,
-        about("What OpenAI had before `tool_choice`; a function has to be called."),
+        about("OpenAI's older form of `tool_choice`; a named function has to be called."),
     ] = None
 
     reasoning_effort: fields.ReasoningEffort = None
@@ -69,24 +70,24 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         bool | None, about("If false, reasoning is left out of the answer.")
     ] = None
     separate_reasoning: Annotated[
-        bool | None, about("If false, reasoning stays in the content, marks and all: SGLang's.")
+        bool | None, about("If false, reasoning stays in the content with its marks, as in SGLang.")
     ] = None
     documents: Annotated[
         Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None,
-        about("For the chat template; refused where that doesn't look at them."),
+        about("For the chat template; refused if the template ignores them."),
     ] = None
     chat_template_kwargs: fields.ChatTemplateArguments = None
     add_generation_prompt: Annotated[
-        bool | None, about("Let the prompt end with the beginning of an answer; true if not given.")
+        bool | None, about("Let the prompt end with the beginning of an answer; true by default.")
     ] = None
     continue_final_message: Annotated[
-        bool | None, about("Go on with the last message instead of answering it.")
+        bool | None, about("Continue the last message instead of answering it.")
     ] = None
     echo: Annotated[
-        bool | None, about("Begin the content with the last message's, if it is of the same role.")
+        bool | None, about("Begin the content with the last message's, if it has the same role.")
     ] = None
     return_prompt_text: Annotated[
-        bool | None, about("Tell the prompt as the chat template has written it.")
+        bool | None, about("Return the prompt as the chat template has written it.")
     ] = None
 
     session_params: Annotated[
@@ -128,7 +129,7 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
 
 
 class TopLogprob(msgspec.Struct):
-    """A token that could have been."""
+    """A token that was possible in a place of the answer."""
 
     token: Annotated[str, about("Its text.")]
     logprob: Annotated[float, about("The natural logarithm of its probability.")]
@@ -136,7 +137,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """A token of the answer, and those that could have been in its place."""
+    """A token of the answer, and the most probable tokens in its place."""
 
     token: Annotated[str, about("Its text.")]
     logprob: Annotated[float, about("The natural logarithm of its probability.")]
@@ -162,22 +163,22 @@ class ToolCall(msgspec.Struct):
     """A call that the answer asks for."""
 
     id: Annotated[str, about("The name that the tool's answer refers to.")]
-    function: Annotated[FunctionCall, about("What to call, and with what.")]
+    function: Annotated[FunctionCall, about("The function to call, with its arguments.")]
     type: Annotated[str, about("Always `function`.")] = "function"
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
     """The answer. ``reasoning`` and ``reasoning_content`` are the same, if there is any."""
 
-    role: Annotated[str, about("Who speaks.")] = "assistant"
-    content: Annotated[
-        str | None, about("What is said; null where the answer is tool calls alone.")
-    ]
+    role: Annotated[str, about("The role of the message's author.")] = "assistant"
+    content: Annotated[str | None, about("The text; null if the answer is tool calls alone.")]
     refusal: Annotated[str | None, about("Always null.")] = None
     reasoning: Annotated[
-        str | UnsetType, about("What the model wrote before its answer, without the marks.")
+        str | UnsetType, about("Reasoning before the answer, without the marks.")
     ] = UNSET
-    reasoning_content: Annotated[str | UnsetType, about("The same, by its older name.")] = UNSET
+    reasoning_content: Annotated[str | UnsetType, about("The reasoning, by its older name.")] = (
+        UNSET
+    )
     tool_calls: Annotated[
         list[ToolCall] | UnsetType, about("Tools that the model wants called.")
     ] = UNSET
@@ -191,7 +192,7 @@ class ChatChoice(msgspec.Struct):
 
     index: Annotated[int, about("The number of the output, from 0.")]
     message: Annotated[AssistantMessage, about("The answer.")]
-    logprobs: Annotated[ChatLogprobs | None, about("Log-probabilities, where they are asked for.")]
+    logprobs: Annotated[ChatLogprobs | None, about("Log-probabilities, if asked for.")]
     finish_reason: Annotated[
         str, about("`stop`, `length`, `tool_calls`, `function_call`, or `abort`.")
     ]
@@ -200,10 +201,10 @@ class ChatChoice(msgspec.Struct):
         about("The stop string or stop token that ended it; null for the model's own end."),
     ]
     matched_stop: Annotated[
-        int | str | None, about("The same, with the model's own end, as SGLang tells it.")
+        int | str | None, about("The same, with the model's own end, as in SGLang.")
     ] = None
     token_ids: Annotated[
-        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+        list[int] | UnsetType, about("The tokens, if `return_token_ids` asks for them.")
     ] = UNSET
 
 
@@ -212,7 +213,7 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
     object: Annotated[str, about("Always `chat.completion`.")] = "chat.completion"
-    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    created: Annotated[int, about("Time of creation, in Unix seconds.")]
     model: Annotated[str, about("The name that the model is served under.")]
     choices: Annotated[list[ChatChoice], about("The answers, `n` of them.")]
     usage: Annotated[UsageReply, about("Tokens that were used.")]
@@ -221,39 +222,43 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
         about("For each token of the prompt, log-probabilities by token id; null for the first."),
     ] = None
     prompt_token_ids: Annotated[
-        list[int] | None, about("The prompt as the model saw it, where it is asked for.")
+        list[int] | None, about("The prompt's tokens as the model saw them, if asked for.")
     ] = None
     prompt_text: Annotated[
-        str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
+        str | UnsetType, about("The prompt as the chat template wrote it, if asked for.")
     ] = UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to a call's function: its name, once, and then pieces of arguments."""
+    """A chunk's addition to a call's function: its name, once, and then pieces of arguments."""
 
     name: Annotated[str | None, about("The function's name, in the first part.")] = None
-    arguments: Annotated[str | None, about("What is added to the arguments' JSON.")] = None
+    arguments: Annotated[str | None, about("The text added to the arguments' JSON.")] = None
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to a call; the first of a call has its id and type."""
+    """A chunk's addition to a call; the first of a call has its id and type."""
 
     index: Annotated[int, about("The number of the call, from 0.")]
-    function: Annotated[FunctionDelta, about("What is added to its function.")]
+    function: Annotated[FunctionDelta, about("The addition to its function.")]
     id: Annotated[str | None, about("The call's id, in its first part.")] = None
     type: Annotated[str | None, about("`function`, in its first part.")] = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to the answer."""
+    """A chunk's addition to the answer."""
 
-    role: Annotated[str | None, about("Who speaks, in the first event.")] = None
-    content: Annotated[str | None, about("What is added to the text.")] = None
-    reasoning: Annotated[str | None, about("What is added to the reasoning.")] = None
-    reasoning_content: Annotated[str | None, about("The same, by its older name.")] = None
-    tool_calls: Annotated[list[ToolCallDelta] | None, about("What is added to calls.")] = None
+    role: Annotated[str | None, about("The role of the message's author, in the first event.")] = (
+        None
+    )
+    content: Annotated[str | None, about("The added text.")] = None
+    reasoning: Annotated[str | None, about("The added reasoning.")] = None
+    reasoning_content: Annotated[str | None, about("The added reasoning, by its older name.")] = (
+        None
+    )
+    tool_calls: Annotated[list[ToolCallDelta] | None, about("The additions to calls.")] = None
     function_call: Annotated[
-        FunctionDelta | None, about("What is added to the call, where there are `functions`.")
+        FunctionDelta | None, about("The addition to the call, if the request has `functions`.")
     ] = None
 
 
@@ -261,15 +266,13 @@ class ChatChunkChoice(msgspec.Struct):
     """One answer's part in a chunk of a stream."""
 
     index: Annotated[int, about("The number of the output, from 0.")]
-    delta: Annotated[Delta, about("What is added to the answer.")]
-    logprobs: Annotated[
-        ChatLogprobs | None, about("Log-probabilities, where they are asked for.")
-    ] = None
+    delta: Annotated[Delta, about("The addition to the answer.")]
+    logprobs: Annotated[ChatLogprobs | None, about("Log-probabilities, if asked for.")] = None
     finish_reason: Annotated[
         str | None,
         about(
-            "Why it ended, in its last event: `stop`, `length`, `tool_calls`, `function_call`, or "
-            "`abort`."
+            "The reason for its end, in its last event: `stop`, `length`, `tool_calls`, "
+            "`function_call`, or `abort`."
         ),
     ] = None
     stop_reason: Annotated[
@@ -278,10 +281,10 @@ class ChatChunkChoice(msgspec.Struct):
     ] = UNSET
     matched_stop: Annotated[
         int | str | UnsetType | None,
-        about("The same, with the model's own end, as SGLang tells it."),
+        about("The same, with the model's own end, as in SGLang."),
     ] = UNSET
     token_ids: Annotated[
-        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+        list[int] | UnsetType, about("The tokens, if `return_token_ids` asks for them.")
     ] = UNSET
 
 
@@ -290,7 +293,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
     object: Annotated[str, about("Always `chat.completion.chunk`.")] = "chat.completion.chunk"
-    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    created: Annotated[int, about("Time of creation, in Unix seconds.")]
     model: Annotated[str, about("The name that the model is served under.")]
     choices: Annotated[
         list[ChatChunkChoice],
@@ -298,11 +301,11 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     ]
     usage: Annotated[
         UsageReply | UnsetType | None,
-        about("Tokens used so far, where `stream_options` asks for them."),
+        about("Tokens used so far, if `stream_options` asks for them."),
     ] = UNSET
     prompt_token_ids: Annotated[
-        list[int] | UnsetType, about("The prompt as the model saw it, where it is asked for.")
+        list[int] | UnsetType, about("The prompt's tokens as the model saw them, if asked for.")
     ] = UNSET
     prompt_text: Annotated[
-        str | UnsetType, about("The prompt as the chat template wrote it, where it is asked for.")
+        str | UnsetType, about("The prompt as the chat template wrote it, if asked for.")
     ] = UNSET

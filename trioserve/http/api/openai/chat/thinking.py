@@ -1,4 +1,4 @@
-"""Whether a model is to reason, as requests say it and as its chat template is told."""
+"""Switching reasoning on and off, from requests to the chat template."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.protocol.errors import InvalidRequest
 
 SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the argument that says so."""
+"""Names of the template's argument that switches reasoning."""
 
 
 def thinking_fields(wanted: bool | None, format: ChatFormat, param: str) -> dict[str, Any]:
-    """The fields of a chat request that ask for reasoning or for none.
+    """Return the fields of a chat request that ask for reasoning or for none.
 
-    A template without a switch reasons as it does: reasoning that isn't wanted is left out of the
-    answer then.
+    A template without a switch always decides by itself. Unwanted reasoning is then left out of the
+    answer.
 
     Args:
-        wanted: None for whatever the template does by itself.
-        param: what asks for it.
+        wanted: None to leave the decision to the template.
+        param: the field that asks for it.
 
     Raises:
         InvalidRequest: reasoning is wanted of a model that never does.
@@ -38,10 +38,10 @@ def thinking_fields(wanted: bool | None, format: ChatFormat, param: str) -> dict
 
 
 def no_effort_arguments(format: ChatFormat) -> dict[str, Any] | None:
-    """Return what tells a template that ``reasoning_effort`` is ``none``.
+    """Return the template's arguments for a ``reasoning_effort`` of ``none``.
 
-    Switches of the template are turned off, too. A model that never reasons needs to be told
-    nothing. None says that the model reasons and can't be told not to.
+    Switches of the template are turned off, too. A model that never reasons needs no arguments. The
+    result None means that the model reasons and can't be told not to.
     """
     arguments: dict[str, Any] = {name: False for name in SWITCHES if name in format.variables}
     if "reasoning_effort" in format.variables:

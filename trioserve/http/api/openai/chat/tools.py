@@ -1,4 +1,4 @@
-"""What a chat request says of tools: which may be called, whether one has to be, and how."""
+"""Tools of a chat request: the allowed ones, whether one is required, and their syntax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.text.tool_parsers import FAMILIES, Family, Tool, ToolUse
 
 
 def tool_use(request: ChatCompletionRequest, format: ChatFormat) -> ToolUse | None:
-    """How the answer may use tools; None where there are none to use.
+    """Return how the answer may use tools; None if there are none to use.
 
     Raises:
         InvalidRequest: the choice is for tools that aren't given, two have the same name, or it
@@ -54,12 +54,12 @@ def tool_use(request: ChatCompletionRequest, format: ChatFormat) -> ToolUse | No
 
 
 def template_tools(tools: list[ChatTool]) -> list[dict[str, Any]]:
-    """Tools as chat templates print them."""
+    """Return tools in the form that chat templates print."""
     return [msgspec.to_builtins(tool) for tool in tools]
 
 
 def instructions(tools: list[ChatTool], use: ToolUse, family: Family) -> str:
-    """What a model is told of tools whose chat template doesn't."""
+    """Return the instructions for a model with a chat template that doesn't print tools."""
     described = [json.dumps(tool["function"], ensure_ascii=False) for tool in template_tools(tools)]
     call = ("NAME", family.placeholder)
     parts = [

@@ -1,4 +1,4 @@
-"""What the engine gives, in the words of ``/v1/chat/completions``."""
+"""Answers of ``/v1/chat/completions``, whole or as events."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ from trioserve.text.tokenizer import Tokenizer
 
 @attrs.frozen(kw_only=True)
 class WantedChat:
-    """What of a chat completion a request wants to see."""
+    """Parts of a chat completion that a request wants."""
 
     tokenizer: Tokenizer
     options: ReaderOptions
     n: int = 1
     role: str = "assistant"
     echo: str = ""
-    """What the content begins with, before the answer."""
+    """Text at the beginning of the content, before the answer."""
     eos_token_ids: Sequence[int] = ()
     top_logprobs: int | None = None
-    """None for no log-probabilities."""
+    """Number of most probable tokens; None for no log-probabilities."""
     asked_only: bool = False
-    """Whether tokens that were asked for by id are told in place of the most probable ones."""
+    """True if tokens that were asked for by id replace the most probable ones."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     prompt_text: bool = False
     tokens_as_ids: bool = False
 
     def logprobs(self, entries: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
-        """The log-probabilities of some tokens of an answer."""
+        """Return the log-probabilities of some tokens of an answer."""
         if entries is None or self.top_logprobs is None:
             return None
         return ChatLogprobs([self._logprob(entry) for entry in entries])
 
     def text_of(self, prompt_ids: Sequence[int]) -> str | UnsetType:
-        """The prompt as text, where it was asked for."""
+        """Return the prompt as text, if it was asked for."""
         if not self.prompt_text:
             return UNSET
         return self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
 
     def matched_stop(self, end: Output | Chunk) -> int | str | None:
-        """What ended an output, by its last piece or the whole of it."""
+        """Return the match that ended an output, by its last piece or the whole of it."""
         if end.finish_reason != "stop":
             return None
         return matched_stop(end.stop_reason, end.token_ids, self.eos_token_ids)
@@ -101,7 +101,7 @@ class WantedChat:
 def chat_response(
     completion: Completion, wanted: WantedChat, *, model: str, created: int
 ) -> ChatCompletionResponse:
-    """The whole answer: a choice for each output."""
+    """Return the whole answer: a choice for each output."""
     ids = list(completion.prompt_token_ids)
     readers = [wanted.options.reader(ids) for _ in completion.outputs]
     choices = [
@@ -125,7 +125,7 @@ def chat_response(
 
 
 def _reasoning_tokens(readers: Sequence[AnswerReader]) -> int | None:
-    """Return the tokens of reasoning in all answers; None where they can't be counted."""
+    """Return the tokens of reasoning in all answers; None if they can't be counted."""
     counts = [count for reader in readers if (count := reader.reasoning_tokens) is not None]
     return sum(counts) if counts else None
 
@@ -153,7 +153,7 @@ def _finish_reason(reason: str, reader: AnswerReader) -> str:
 
 @attrs.define(eq=False, kw_only=True)
 class ChatWriter(OpenAIWriter):
-    """The events of a streamed chat completion."""
+    """Events of a streamed chat completion."""
 
     wanted: WantedChat
     _readers: list[AnswerReader] = attrs.field(factory=list, init=False)
@@ -161,7 +161,7 @@ class ChatWriter(OpenAIWriter):
     """The prompt's ids, while its first event is made."""
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """For each answer an event that says who speaks, and one with what is echoed."""
+        """Return for each answer an event with the role, and one with the echo."""
         super().start(streams)
         (stream,) = streams
         ids = stream.prompt_token_ids
@@ -180,7 +180,7 @@ class ChatWriter(OpenAIWriter):
         return b"".join(events)
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """A chunk's event; none where a step added nothing that is told yet."""
+        """Return a chunk's event; empty if a step added nothing to send yet."""
         if (event := self.text(chunk)) is not None:
             return event
         reader = self._readers[chunk.index]

@@ -1,6 +1,7 @@
-"""``/v1/completions``: from a request's fields to jobs for the engine, one for each prompt.
+"""Handler of ``/v1/completions``: from a request's fields to jobs for the engine, one for each
+prompt.
 
-What comes back is put into its words by :mod:`trioserve.http.api.openai.completions.writer`.
+:mod:`trioserve.http.api.openai.completions.writer` writes the answers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""What a completion gets that says nothing of it, as in the OpenAI API."""
+"""Output tokens of a completion that gives no limit, as in the OpenAI API."""
 
 
 class CompletionEndpoints:
@@ -43,7 +44,7 @@ class CompletionEndpoints:
         self._service = service
 
     async def completions(self) -> quart.Response:
-        """``POST /v1/completions``."""
+        """Handle ``POST /v1/completions``."""
         request = await self._service.read(CompletionRequest)
         with self._service.deadline(request.timeout).enforced():
             return await self._answer(request)
@@ -95,7 +96,7 @@ class CompletionEndpoints:
 
 
 def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
-    """The engine's sampling fields, and which of them a completion calls something else."""
+    """Return the engine's sampling fields, and the completion's names of differently named ones."""
     fields, renames = sampling_fields(request)
     fields["logprobs"] = _num_top(request)
     if request.echo and request.logprobs is not None:
@@ -109,7 +110,7 @@ def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str
         fields["n"] = request.best_of
         renames["n"] = "best_of"
         if request.logprobs is None:
-            fields["logprobs"] = 0  # to tell the best; nobody sees those of other tokens
+            fields["logprobs"] = 0  # to find the best; the client doesn't see those of other tokens
             if request.prompt_logprobs is None and request.logprob_token_ids:
                 raise InvalidRequest(
                     "logprob_token_ids needs logprobs or prompt_logprobs", param="logprob_token_ids"
@@ -118,7 +119,7 @@ def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str
 
 
 def _num_top(request: CompletionRequest) -> int | None:
-    """Return how many most probable tokens are told; those asked for by id take their place."""
+    """Return the number of most probable tokens to return; tokens asked for by id replace them."""
     return 0 if request.logprobs is not None and request.logprob_token_ids else request.logprobs
 
 
@@ -134,7 +135,7 @@ def _check_best_of(request: CompletionRequest, best_of: int, n: int) -> None:
 
 
 def _wanted(request: CompletionRequest, job: PromptJob, service: Service) -> Wanted:
-    """What the answer is to show; all jobs have the parameters of ``job``."""
+    """Return the parts that the answer is to show; all jobs have the parameters of ``job``."""
     return Wanted(
         tokenizer=service.engine.tokenizer,
         n=request.n or 1,
@@ -152,7 +153,7 @@ def _wanted(request: CompletionRequest, job: PromptJob, service: Service) -> Wan
 
 
 def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
-    """The prompts of a completion, whichever of the four forms they have."""
+    """Return the prompts of a completion, given in any of the four forms."""
     given = request.prompt
     special = True if request.add_special_tokens is None else request.add_special_tokens
     if isinstance(given, str):

@@ -15,13 +15,13 @@ from trioserve.text.incremental import IncrementalDecoder
 
 @attrs.define(eq=False)
 class Offsets:
-    """Where in a choice's text each token's own begins; a hidden token's is where it would be."""
+    """Positions of tokens in a choice's text; a hidden token has its would-be position."""
 
     _decoder: IncrementalDecoder
     _next: int
 
     def pass_over(self, token_id: int) -> int:
-        """The offset of the next token, which is ``token_id``."""
+        """Return the position of the next token, which is ``token_id``."""
         offset = self._next
         self._next += len(self._decoder.push(token_id))
         return offset
@@ -34,9 +34,9 @@ def prompt_columns(
     offsets: Offsets,
     num_top: int,
 ) -> CompletionLogprobs:
-    """All of a prompt's tokens; nothing comes before the first, so it has no log-probability.
+    """Return all of a prompt's tokens; the first has no log-probability.
 
-    ``name`` says how tokens are called.
+    ``name`` returns a token's name.
     """
     columns = CompletionLogprobs([], [None] * found.start, [], [None] * found.start)
     for token_id in prompt_ids:
@@ -51,7 +51,7 @@ def prompt_columns(
 def output_columns(
     entries: Iterable[TokenLogprob], name: Callable[[int], str], offsets: Offsets, num_top: int
 ) -> CompletionLogprobs:
-    """The tokens of an output, or of a piece of it."""
+    """Return the tokens of an output, or of a piece of it."""
     columns = CompletionLogprobs([], [], [], [])
     for entry in entries:
         columns.text_offset.append(offsets.pass_over(entry.token_id))
@@ -62,7 +62,7 @@ def output_columns(
 
 
 def _top(entry: TokenLogprob, name: Callable[[int], str], num_top: int) -> dict[str, float]:
-    """The token, the best ones and those asked for; of two of one name, the more probable."""
+    """Return the token, the best ones and those asked for; of one name, the most probable."""
     named = {name(entry.token_id): max(entry.logprob, MIN_LOGPROB)}
     for token_id, logprob, _ in (*entry.top[:num_top], *entry.asked):
         text, value = name(token_id), max(logprob, MIN_LOGPROB)

@@ -36,8 +36,8 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     max_tokens: Annotated[
         Count | None,
         about(
-            "Most tokens to produce; without it 16, or the server's default where that is smaller. "
-            "0 only computes the prompt."
+            "Most tokens to produce; by default 16, or the server's default if that is "
+            "smaller. 0 only computes the prompt."
         ),
     ] = None
     session_params: Annotated[
@@ -46,21 +46,21 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     best_of: Annotated[
         NumOutputs | None,
         about(
-            "Make as many outputs and give the `n` whose tokens are the most probable on average. "
+            "Make this many outputs and return the `n` with the highest mean log-probability. "
             "Streamed, it must be `n`."
         ),
     ] = None
     logprobs: Annotated[
         Count | None,
-        about("Tell the tokens' log-probabilities, and those of as many most probable ones."),
+        about("Return the tokens' log-probabilities, and those of this many most probable ones."),
     ] = None
     echo: Annotated[
         bool | None,
-        about("Give the prompt before the output, with its log-probabilities where asked for."),
+        about("Return the prompt before the output, with its log-probabilities if asked for."),
     ] = None
     add_special_tokens: Annotated[
         bool | None,
-        about("Let the tokenizer add its special tokens to texts; true if it isn't given."),
+        about("Let the tokenizer add its special tokens to texts; true by default."),
     ] = None
 
     suffix: Annotated[
@@ -82,23 +82,21 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One completion, or what an event of a stream adds to it."""
+    """One completion, or an event's addition to it."""
 
     index: Annotated[int, about("The number of the output, from 0.")]
-    text: Annotated[str, about("The text, or what is added to it.")]
-    logprobs: Annotated[
-        CompletionLogprobs | None, about("Log-probabilities, where they are asked for.")
-    ]
+    text: Annotated[str, about("The text, or the added text.")]
+    logprobs: Annotated[CompletionLogprobs | None, about("Log-probabilities, if asked for.")]
     finish_reason: Annotated[str | None, about("`stop`, `length`, or `abort`.")]
     stop_reason: Annotated[
         int | str | None,
         about("The stop string or stop token that ended it; null for the model's own end."),
     ]
     matched_stop: Annotated[
-        int | str | None, about("The same, with the model's own end, as SGLang tells it.")
+        int | str | None, about("The same, with the model's own end, as in SGLang.")
     ] = None
     token_ids: Annotated[
-        list[int] | UnsetType, about("The tokens, where `return_token_ids` asks for them.")
+        list[int] | UnsetType, about("The tokens, if `return_token_ids` asks for them.")
     ] = UNSET
     prompt_logprobs: Annotated[
         list[dict[str, PromptLogprobReply] | None] | UnsetType | None,
@@ -106,7 +104,7 @@ class CompletionChoice(msgspec.Struct):
     ] = UNSET
     prompt_token_ids: Annotated[
         list[int] | UnsetType | None,
-        about("The prompt as the model saw it, where it is asked for."),
+        about("The prompt's tokens as the model saw them, if asked for."),
     ] = UNSET
 
 
@@ -115,7 +113,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
     id: Annotated[str, about("The request's id: the client's own, or a new one.")]
     object: Annotated[str, about("Always `text_completion`.")] = "text_completion"
-    created: Annotated[int, about("When it was made, in Unix seconds.")]
+    created: Annotated[int, about("Time of creation, in Unix seconds.")]
     model: Annotated[str, about("The name that the model is served under.")]
     choices: Annotated[
         list[CompletionChoice],

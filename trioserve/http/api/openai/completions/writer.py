@@ -1,4 +1,4 @@
-"""What the engine gives, in the words of ``/v1/completions``."""
+"""Answers of ``/v1/completions``, whole or as events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trioserve.text.tokenizer import Tokenizer
 
 @attrs.frozen(kw_only=True)
 class Wanted:
-    """What of a completion a request wants to see."""
+    """Parts of a completion that a request wants."""
 
     tokenizer: Tokenizer
     n: int = 1
@@ -42,19 +42,19 @@ class Wanted:
     eos_token_ids: Sequence[int] = ()
     logprobs: int | None = None
     num_top: int = 0
-    """Most probable tokens that are told of an output; ``logprobs`` has those of an echo."""
+    """Number of most probable tokens to return of an output; ``logprobs`` has that of an echo."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     tokens_as_ids: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncated: bool = False
-    """Whether prompts may have been cut, so that a text isn't what the model saw."""
+    """True if prompts may have been truncated, so that a text may differ from the model's input."""
 
     def opening(
         self, prompt: Prompt, prompt_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None
     ) -> CompletionChoice:
-        """What every choice of a prompt begins with: all that is told before any output."""
+        """Return the beginning of every choice of a prompt, before any output."""
         columns = None
         if self.echo and self.logprobs is not None and prompt_logprobs is not None:
             decoder = self.tokenizer.incremental_decoder(
@@ -75,7 +75,7 @@ class Wanted:
         return choice
 
     def piece(self, index: int, piece: Chunk | Output, offsets: Offsets) -> CompletionChoice:
-        """A choice that holds an output, or a piece of it."""
+        """Return a choice that holds an output, or a piece of it."""
         columns = None
         if self.logprobs is not None and piece.logprobs is not None:
             columns = output_columns(piece.logprobs, self._name, offsets, self.num_top)
@@ -93,7 +93,7 @@ class Wanted:
         )
 
     def offsets(self, prompt_ids: Sequence[int], opening: CompletionChoice) -> Offsets:
-        """Where the tokens of an output begin, the first of them after the opening's text."""
+        """Return the positions of an output's tokens, which begin after the opening's text."""
         decoder = self.tokenizer.incremental_decoder(
             prompt_ids,
             skip_special_tokens=self.skip_special_tokens,
@@ -112,7 +112,7 @@ class Wanted:
         return self.tokenizer.decode(prompt_ids, skip_special_tokens=self._skips_special(prompt))
 
     def _skips_special(self, prompt: Prompt) -> bool:
-        """Return whether an echo leaves out special tokens, which ids of a client's own keep."""
+        """Return whether an echo leaves out special tokens; ids of a client's own keep them."""
         return self.skip_special_tokens and not isinstance(prompt, TokensPrompt)
 
 
@@ -125,7 +125,7 @@ def completion_response(
     model: str,
     created: int,
 ) -> CompletionResponse:
-    """The whole answer: ``wanted.n`` choices per prompt, each after its echo."""
+    """Return the whole answer: ``wanted.n`` choices per prompt, each after its echo."""
     choices: list[CompletionChoice] = []
     for completion, prompt in zip(completions, prompts, strict=True):
         ids = completion.prompt_token_ids
@@ -140,14 +140,14 @@ def completion_response(
 
 
 def _best(outputs: Sequence[Output], n: int) -> Sequence[Output]:
-    """All outputs, or the ``n`` with the highest mean log-probability, the best first."""
+    """Return all outputs, or the ``n`` with the highest mean log-probability, the best first."""
     if len(outputs) <= n:
         return outputs
     return sorted(outputs, key=lambda output: output.mean_logprob, reverse=True)[:n]
 
 
 def _joined(opening: CompletionChoice, piece: CompletionChoice) -> CompletionChoice:
-    """``piece`` with what ``opening`` tells before it."""
+    """Return ``piece`` with the content of ``opening`` before it."""
     piece.text = opening.text + piece.text
     piece.prompt_token_ids = opening.prompt_token_ids or None
     piece.prompt_logprobs = opening.prompt_logprobs or None
@@ -165,17 +165,17 @@ def _joined(opening: CompletionChoice, piece: CompletionChoice) -> CompletionCho
 
 @attrs.define(eq=False, kw_only=True)
 class CompletionWriter(OpenAIWriter):
-    """The events of a streamed completion. A choice begins with what is told of its prompt."""
+    """Events of a streamed completion. A choice begins with the opening of its prompt."""
 
     prompts: Sequence[Prompt]
     wanted: Wanted
     _openings: dict[int, CompletionChoice] = attrs.field(factory=dict, init=False)
-    """By the prompt."""
+    """Openings by the prompt's number."""
     _offsets: dict[int, Offsets] = attrs.field(factory=dict, init=False)
-    """Of the choices that have begun."""
+    """Positions of the choices that have begun."""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """A chunk; none where a step added no text yet and nothing else."""
+        """Return a chunk's event; empty if a step added no text yet and nothing else."""
         choice = index * self.wanted.n + chunk.index
         if index == 0 and (event := self.text(chunk)) is not None:
             return event

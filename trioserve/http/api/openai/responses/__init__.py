@@ -1,1 +1,1 @@
-"""OpenAI's ``/v1/responses``: chats in other words, whose answers are kept for later ones."""
+"""OpenAI's ``/v1/responses``: chats under other names, with answers kept for later requests."""

@@ -1,7 +1,7 @@
-"""From a request for a response to the chat that it stands for.
+"""Translation of a request for a response to a chat.
 
-A response is a chat in other words: its items become messages, its fields a chat's. What is wrong
-with the chat is told in the words of the request.
+The items of a response become messages, its fields a chat's. Errors of the chat are translated to
+the fields of the request.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ WORDS = FieldNames(
     (r"reasoning_effort", "reasoning.effort"),
     (r"messages", "input"),
 )
-"""Of a request for a response."""
+"""Field names of a request for a response."""
 
 
 def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> ChatCompletionRequest:
-    """The chat that ``request`` stands for, after the items of ``history``.
+    """Return the chat of ``request``, after the items of ``history``.
 
     Raises:
         InvalidRequest: ``top_logprobs`` is given, and ``include`` asks for none.
@@ -96,22 +96,21 @@ def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> Cha
 
 
 def input_items(request: ResponsesRequest) -> list[InputItem]:
-    """The items of a request's own input; a text is what the user says."""
+    """Return the items of a request's own input; a text is a user's message."""
     if isinstance(request.input, str):
         return [MessageItem(role="user", content=request.input)]
     return request.input
 
 
 def includes_logprobs(request: ResponsesRequest) -> bool:
-    """Whether log-probabilities are to be told."""
+    """Return whether the request asks for log-probabilities."""
     return LOGPROBS in (request.include or ())
 
 
 def chat_messages(items: Iterable[InputItem]) -> list[ChatMessage]:
-    """The messages that items stand for.
+    """Return the messages of items.
 
-    Reasoning, what is said after it, and calls that follow each other are one message of the
-    assistant's.
+    Reasoning, the text after it, and the calls after that are one message of the assistant's.
     """
     said = _Said()
     for item in items:
@@ -131,13 +130,13 @@ def chat_messages(items: Iterable[InputItem]) -> list[ChatMessage]:
 
 @attrs.define(eq=False)
 class _Said:
-    """Puts messages together."""
+    """Builder of messages."""
 
     _messages: list[ChatMessage] = attrs.field(factory=list)
     _open: ChatMessage | None = None
-    """The assistant's, while calls may still join it."""
+    """The assistant's message, while calls may still join it."""
     _reasoning: str = ""
-    """Of the assistant's next message."""
+    """Reasoning of the assistant's next message."""
 
     def reason(self, text: str) -> None:
         self._open = None
@@ -172,7 +171,7 @@ class _Said:
         return self._open
 
     def _flush(self) -> None:
-        """Reasoning that was cut off before anything was said is a message of its own."""
+        """Make a message of reasoning that was cut off before any text."""
         if self._reasoning:
             self._assistant().content = ""
 

@@ -1,8 +1,7 @@
-"""``/v1/responses``, and what has been kept of them. A response belongs to the key that it was made
-with.
+"""Handlers of ``/v1/responses``. A kept response belongs to the key that it was made with.
 
-What is asked becomes a chat in :mod:`trioserve.http.api.openai.responses.conversation`, what comes
-back is put into its words by :mod:`trioserve.http.api.openai.responses.writer`.
+:mod:`trioserve.http.api.openai.responses.conversation` turns a request into a chat;
+:mod:`trioserve.http.api.openai.responses.writer` writes the answer.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from trioserve.protocol.errors import InvalidRequest
 DEFAULT_LIMIT = 20
 """Items of an input that are listed at a time."""
 _SPARE_DEPTH = 100
-"""Levels that a response is told with less deep than it could be."""
+"""Levels by which a response is shallower than the deepest that can be parsed."""
 
 
 _PROMPT_FIELDS = (
@@ -71,7 +70,7 @@ _PROMPT_FIELDS = (
 
 @attrs.frozen(kw_only=True)
 class _Asked:
-    """A request, and what came before it."""
+    """A request, and the conversation before it."""
 
     request: ResponsesRequest
     model: str
@@ -79,7 +78,7 @@ class _Asked:
     job: PromptJob
     options: ReaderOptions
     owner: str | None
-    """Whose key it brought."""
+    """Owner of the request's key."""
 
 
 class ResponseEndpoints:
@@ -91,7 +90,7 @@ class ResponseEndpoints:
         self._tokens = tokens
 
     async def create_response(self) -> quart.Response:
-        """``POST /v1/responses``."""
+        """Handle ``POST /v1/responses``."""
         request = await self._service.read(ResponsesRequest)
         with self._service.deadline(request.timeout).enforced():
             asked = await self._asked(request)
@@ -101,7 +100,7 @@ class ResponseEndpoints:
             return json_response(await self._whole(asked, maker))
 
     async def response_input_tokens(self) -> quart.Response:
-        """``POST /v1/responses/input_tokens``."""
+        """Handle ``POST /v1/responses/input_tokens``."""
         asked = await self._service.read(InputTokensRequest)
         self._service.model(asked.model)
         request = ResponsesRequest(
@@ -113,20 +112,20 @@ class ResponseEndpoints:
         return json_response(InputTokensReply(input_tokens=len(ids)))
 
     async def kept_response(self, response_id: str) -> quart.Response:
-        """``GET /v1/responses/{response_id}``."""
+        """Handle ``GET /v1/responses/{response_id}``."""
         self._service.read_query(ResponseQuery)
         turn = await self._kept(response_id)
         return response_of_view(response_of(turn))
 
     async def delete_response(self, response_id: str) -> quart.Response:
-        """``DELETE /v1/responses/{response_id}``: those that go on from it stay as they are."""
+        """Handle ``DELETE /v1/responses/{response_id}``: responses that continue it stay."""
         service = self._service
         if not await service.server_api.drop_response(service.record.key, response_id):
             raise ResponseNotFound(response_id)
         return json_response(DeletedResponse(id=response_id))
 
     async def response_input_items(self, response_id: str) -> quart.Response:
-        """``GET /v1/responses/{response_id}/input_items``."""
+        """Handle ``GET /v1/responses/{response_id}/input_items``."""
         query = self._service.read_query(InputItemsQuery)
         items = input_of(await self._kept(response_id))
         if query.order != "asc":
@@ -149,12 +148,12 @@ class ResponseEndpoints:
         )
 
     async def cancel_response(self, response_id: str) -> quart.Response:
-        """``POST /v1/responses/{response_id}/cancel``: what is kept has ended."""
+        """Handle ``POST /v1/responses/{response_id}/cancel``: kept responses have ended."""
         await self._kept(response_id)
         raise InvalidRequest("Cannot cancel a synchronous response: it ends when its client leaves")
 
     async def _kept(self, id: str) -> bytes:
-        """What is kept of a response."""
+        """Return the kept data of a response."""
         service = self._service
         turns = await service.server_api.kept_conversation(service.record.key, id)
         if not turns:
@@ -179,7 +178,7 @@ class ResponseEndpoints:
         )
 
     async def _history(self, previous: str | None) -> list[InputItem]:
-        """The items of the conversation that a request goes on from."""
+        """Return the items of the conversation that a request continues."""
         if previous is None:
             return []
         service = self._service
@@ -226,14 +225,14 @@ class ResponseEndpoints:
         return reply
 
     async def _keep(self, asked: _Asked, reply: ResponseReply) -> None:
-        """Keep a response, if that is wanted, and it isn't too large."""
+        """Keep a response, if the request wants that and it isn't too large."""
         if asked.request.store is False:
             return
         items = listed_items(input_items(asked.request))
         previous = asked.request.previous_response_id
         is_kept = await self._keep_turn(asked, encoded_turn(reply, items), previous)
         if not is_kept and previous is not None:
-            # What it goes on from may have been forgotten meanwhile.
+            # The response that it continues may have been forgotten meanwhile.
             await self._keep_turn(asked, encoded_turn(reply, items, asked.history), None)
 
     async def _keep_turn(self, asked: _Asked, turn: bytes, previous: str | None) -> bool:
@@ -244,7 +243,7 @@ class ResponseEndpoints:
 
 
 def _empty_response(asked: _Asked) -> ResponseReply:
-    """The response before there is any output: what the request says, and what holds otherwise."""
+    """Return the response before any output: the request's fields, and defaults."""
     request, params = asked.request, asked.job.params
     text = request.text or TextOptions()
     effort = None if request.reasoning is None else request.reasoning.effort
@@ -277,7 +276,7 @@ def _empty_response(asked: _Asked) -> ResponseReply:
 
 
 def _check_depth(reply: ResponseReply) -> None:
-    """Refuse schemas that could just be read, and can't be told again from deeper in the stack."""
+    """Refuse schemas that were just shallow enough to be parsed and are too deep to be encoded."""
     held: Any = reply
     for _ in range(_SPARE_DEPTH):
         held = [held]

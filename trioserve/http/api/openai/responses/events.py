@@ -25,7 +25,7 @@ class ResponseCreated(_OfResponse, tag="response.created"):
 
 
 class ResponseInProgress(_OfResponse, tag="response.in_progress"):
-    """The same, once more."""
+    """The request is in progress; it repeats the first event."""
 
 
 class ResponseCompleted(_OfResponse, tag="response.completed"):
@@ -79,21 +79,23 @@ class ContentPartDone(_OfPart, tag="response.content_part.done", kw_only=True):
 class OutputTextDelta(_OfPart, tag="response.output_text.delta", kw_only=True):
     """A message grows."""
 
-    logprobs: Annotated[list[ChatLogprob], about("Of the tokens that come with the text.")] = []
-    delta: Annotated[str, about("What is added to the text.")]
+    logprobs: Annotated[
+        list[ChatLogprob], about("Log-probabilities of the tokens that come with the text.")
+    ] = []
+    delta: Annotated[str, about("The added text.")]
 
 
 class OutputTextDone(_OfPart, tag="response.output_text.done", kw_only=True):
     """A message's text has ended."""
 
     text: Annotated[str, about("The whole text.")]
-    logprobs: Annotated[list[ChatLogprob], about("Of all its tokens.")] = []
+    logprobs: Annotated[list[ChatLogprob], about("Log-probabilities of all its tokens.")] = []
 
 
 class ReasoningTextDelta(_OfPart, tag="response.reasoning_text.delta", kw_only=True):
     """Reasoning grows."""
 
-    delta: Annotated[str, about("What is added to the reasoning.")]
+    delta: Annotated[str, about("The added text.")]
 
 
 class ReasoningTextDone(_OfPart, tag="response.reasoning_text.done", kw_only=True):
@@ -105,7 +107,7 @@ class ReasoningTextDone(_OfPart, tag="response.reasoning_text.done", kw_only=Tru
 class CallArgumentsDelta(_WithinItem, tag="response.function_call_arguments.delta", kw_only=True):
     """A call's arguments grow."""
 
-    delta: Annotated[str, about("What is added to the arguments' JSON.")]
+    delta: Annotated[str, about("The added JSON.")]
 
 
 class CallArgumentsDone(_WithinItem, tag="response.function_call_arguments.done", kw_only=True):

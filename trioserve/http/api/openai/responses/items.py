@@ -27,9 +27,9 @@ class InputText(
     tag_field="type",
     tag="input_text",
 ):
-    """A piece of what is said to the model."""
+    """Text for the model."""
 
-    text: Annotated[Text, about("What is said.")]
+    text: Annotated[Text, about("The text.")]
     prompt_cache_breakpoint: Annotated[Any, hint()] = None
 
 
@@ -41,9 +41,9 @@ class OutputText(
     tag_field="type",
     tag="output_text",
 ):
-    """A piece of what the model has said."""
+    """Text of an earlier answer."""
 
-    text: Annotated[Text, about("What was said.")]
+    text: Annotated[Text, about("The text.")]
     annotations: Annotated[Any, hint()] = None
     logprobs: Annotated[Any, hint()] = None
 
@@ -62,8 +62,11 @@ class MessageItem(
 ):
     """A message of the conversation. An item without a `type` is one."""
 
-    role: Annotated[Literal["user", "assistant", "system", "developer"], about("Who speaks.")]
-    content: Annotated[Text | _Content, about("What is said, as a whole or in parts.")]
+    role: Annotated[
+        Literal["user", "assistant", "system", "developer"],
+        about("The role of the message's author."),
+    ]
+    content: Annotated[Text | _Content, about("The content, as a whole or in parts.")]
     id: _Id = None
     status: _Status = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, hint()] = None
@@ -80,7 +83,7 @@ class CallItem(
     """An earlier call of a function."""
 
     call_id: Annotated[Identifier, about("The name that the call's output refers to.")]
-    name: Annotated[FunctionName, about("Which function was called.")]
+    name: Annotated[FunctionName, about("The function's name.")]
     arguments: Annotated[Text, about("JSON as text.")]
     id: _Id = None
     status: _Status = None
@@ -97,12 +100,12 @@ class CallOutputItem(
     tag_field="type",
     tag="function_call_output",
 ):
-    """What a function gave that was called."""
+    """The result of a function call."""
 
     call_id: Annotated[Identifier, about("The call that this is the output of.")]
     output: Annotated[
         Text | Annotated[list[InputText], msgspec.Meta(max_length=MAX_PARTS)],
-        about("What it gave, as a whole or in parts."),
+        about("The result, as a whole or in parts."),
     ]
     id: _Id = None
     status: _Status = None
@@ -116,7 +119,7 @@ class ReasoningText(
 ):
     """A piece of reasoning."""
 
-    text: Annotated[Text, about("What the model has written, without the marks.")]
+    text: Annotated[Text, about("The model's reasoning, without the marks.")]
 
 
 class ReasoningItem(
@@ -127,7 +130,7 @@ class ReasoningItem(
     tag_field="type",
     tag="reasoning",
 ):
-    """What came before an earlier answer; most chat templates leave it out again."""
+    """Reasoning before an earlier answer; most chat templates leave it out again."""
 
     content: Annotated[
         Annotated[list[ReasoningText], msgspec.Meta(max_length=MAX_PARTS)] | None,

@@ -1,8 +1,8 @@
-"""An answer's items while they come: reasoning, messages and calls, one after the other.
+"""Items of an answer as they come: reasoning, messages and calls, one after the other.
 
-Each piece of the answer goes on with the item that is open, or closes it and opens another one. All
-of it is told in events, whether anybody listens or not: so a streamed response and a whole one are
-made by the same code.
+Each piece of the answer either extends the open item, or closes it and opens another. All of it is
+sent as events, with or without a listener, so the same code makes a streamed response and a whole
+one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Item = TypeVar("Item", bound="_OpenItem")
 
 
 def item_id(prefix: str) -> str:
-    """A new id of an item."""
+    """Return a new id of an item."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -63,19 +63,19 @@ class _OpenItem(abc.ABC):
         init=False, default=attrs.Factory(lambda self: item_id(self.ID_PREFIX), takes_self=True)
     )
     pieces: list[str] = attrs.field(factory=list, init=False)
-    """Of its text."""
+    """Pieces of its text."""
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """Tell that it is there."""
+        """Send the event of its beginning."""
 
     @abc.abstractmethod
     def add(self, text: str) -> None:
-        """Take another piece."""
+        """Add another piece."""
 
     @abc.abstractmethod
     def end(self, status: ItemStatus) -> OutputItem:
-        """The whole item; nothing follows."""
+        """Return the whole item; nothing follows."""
 
     def _tell_begin(self, item: OutputItem) -> None:
         self.tell(OutputItemAdded(output_index=self.index, item=item))
@@ -106,7 +106,7 @@ class _OpenMessage(_OpenItem):
         self.tell(self.delta(text, logprobs))
 
     def delta(self, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputTextDelta:
-        """What tells of another piece."""
+        """Return the event of another piece."""
         return OutputTextDelta(
             output_index=self.index, item_id=self.id, delta=text, logprobs=list(logprobs)
         )
@@ -184,37 +184,37 @@ class _OpenCall(_OpenItem):
 
 @attrs.define(eq=False)
 class ItemBuilder:
-    """Puts what the engine gives into items.
+    """Builder of items from the engine's chunks.
 
     Args:
-        wanted: how its tokens' log-probabilities are put, and who knows the model's marks.
+        wanted: the parts of the answer that the request wants.
         reader: tells reasoning, text and calls apart.
-        tell: is given each event in its turn.
+        tell: gets each event in its turn.
     """
 
     _wanted: WantedChat
     _reader: AnswerReader
     _tell: Tell
     items: list[OutputItem] = attrs.field(factory=list, init=False)
-    """Those that have ended."""
+    """Items that have ended."""
     finish_reason: str | None = attrs.field(default=None, init=False)
     _open: _OpenItem | None = attrs.field(default=None, init=False)
     _untold: list[TokenLogprob] = attrs.field(factory=list, init=False)
-    """Of tokens whose text is still held back."""
+    """Log-probabilities of tokens with text that is still held back."""
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens of reasoning so far."""
+        """Return the tokens of reasoning so far."""
         return self._reader.num_reasoning_tokens
 
     @property
     def plain_message(self) -> _OpenMessage | None:
-        """The message that is open, if nothing but its text comes and is told."""
+        """Return the open message, if only its text comes and is sent."""
         is_plain = self._reader.plain and self._wanted.top_logprobs is None
         return self._open if is_plain and isinstance(self._open, _OpenMessage) else None
 
     def add(self, chunk: Chunk) -> None:
-        """Take another piece; the last one closes what is open."""
+        """Add another piece; the last one closes the open item."""
         before = self.num_reasoning_tokens
         ended = chunk.finish_reason is not None
         delta = self._reader.feed(chunk.text, last=ended, token_ids=chunk.token_ids)
@@ -226,7 +226,7 @@ class ItemBuilder:
         if delta.reasoning is not None:
             self._reasoning().add(delta.reasoning)
         for call in calls:
-            if call.id is None:  # It goes on with the one that is open.
+            if call.id is None:  # The call belongs to the open item.
                 self._add_arguments(call)
         if delta.content is not None:
             told = self._wanted.logprobs(self._untold)
@@ -240,14 +240,14 @@ class ItemBuilder:
             self._finish(chunk.finish_reason)
 
     def _message(self) -> _OpenMessage:
-        """The message that is open; if another item is, or none, a message is opened."""
+        """Return the open message; open one if another item is open, or none."""
         if isinstance(self._open, _OpenMessage):
             return self._open
         self._close("completed")
         return self._begin(_OpenMessage(tell=self._tell, index=len(self.items)))
 
     def _reasoning(self) -> _OpenReasoning:
-        """The same of reasoning."""
+        """Return the open reasoning; open it if another item is open, or none."""
         if isinstance(self._open, _OpenReasoning):
             return self._open
         self._close("completed")
@@ -278,5 +278,5 @@ class ItemBuilder:
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason
         if self._open is None and not self.items:
-            self._message()  # Without a word.
+            self._message()  # The answer is empty.
         self._close("completed" if reason == "stop" else "incomplete")

@@ -19,17 +19,18 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 _ItemId = Annotated[str, about("The item's id.")]
 _Status = Annotated[
-    ItemStatus, about("`in_progress`, `completed`, or `incomplete` where the answer was cut off.")
+    ItemStatus, about("`in_progress`, `completed`, or `incomplete` if the answer was cut off.")
 ]
 
 
 class OutputTextReply(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """What the model says."""
+    """Text of an answer."""
 
     text: Annotated[str, about("The text.")]
     annotations: Annotated[list[Any], about("Always empty.")] = []
     logprobs: Annotated[
-        list[ChatLogprob], about("One entry for each token of the text, where `include` asks.")
+        list[ChatLogprob],
+        about("One entry for each token of the text, if `include` asks for them."),
     ] = []
 
 
@@ -39,11 +40,11 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
     id: _ItemId
     status: _Status
     role: Annotated[str, about("Always `assistant`.")] = "assistant"
-    content: Annotated[list[OutputTextReply], about("What it says, in one part.")]
+    content: Annotated[list[OutputTextReply], about("The text, in one part.")]
 
 
 class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model wrote before its answer."""
+    """Reasoning before an answer."""
 
     id: _ItemId
     status: _Status
@@ -66,43 +67,43 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class ResponseFault(msgspec.Struct, kw_only=True):
-    """Why a response failed."""
+    """Error of a failed response."""
 
     code: Annotated[str, about("`server_error`, `rate_limit_exceeded` or `invalid_prompt`.")]
-    message: Annotated[str, about("What went wrong, for people.")]
+    message: Annotated[str, about("The error, in words for a person.")]
 
 
 class IncompleteDetails(msgspec.Struct, kw_only=True):
-    """Why a response is incomplete."""
+    """Reason why a response is incomplete."""
 
     reason: Annotated[str, about("Always `max_output_tokens`.")] = "max_output_tokens"
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
-    """Where the input's tokens came from."""
+    """Parts of the input's tokens."""
 
     cached_tokens: Annotated[int, about("Tokens of the input that were in the prefix cache.")]
     cache_write_tokens: Annotated[int, about("Always 0: keeping them costs nothing.")] = 0
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
-    """What the output's tokens are."""
+    """Parts of the output's tokens."""
 
     reasoning_tokens: Annotated[int, about("Tokens of reasoning, the closing mark among them.")]
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """What a response used."""
+    """Tokens that a response used."""
 
     input_tokens: Annotated[int, about("Tokens of the whole conversation up to the answer.")]
-    input_tokens_details: Annotated[InputTokensDetails, about("Where they came from.")]
+    input_tokens_details: Annotated[InputTokensDetails, about("Parts of the input's tokens.")]
     output_tokens: Annotated[int, about("Tokens that were produced.")]
-    output_tokens_details: Annotated[OutputTokensDetails, about("What they are.")]
+    output_tokens_details: Annotated[OutputTokensDetails, about("Parts of the output's tokens.")]
     total_tokens: Annotated[int, about("Both together.")]
 
 
 class ReasoningSettings(msgspec.Struct, kw_only=True):
-    """How the model was to reason."""
+    """Reasoning settings of a response."""
 
     effort: Annotated[str | None, about("As the request gave it.")] = None
     summary: Annotated[None, about("Always null.")] = None
@@ -112,7 +113,7 @@ class FunctionToolReply(msgspec.Struct, kw_only=True, tag_field="type", tag="fun
     """A function that the model might call."""
 
     name: Annotated[str, about("Its name.")]
-    description: Annotated[str | None, about("What it does.")] = None
+    description: Annotated[str | None, about("A description for the model.")] = None
     parameters: Annotated[dict[str, Any] | None, about("The JSON schema of its arguments.")] = None
     strict: Annotated[bool | None, about("Whether arguments have to follow it.")] = None
 
@@ -122,14 +123,14 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 
     id: Annotated[str, about("Its id, for `previous_response_id`.")]
     object: Annotated[str, about("Always `response`.")] = "response"
-    created_at: Annotated[int, about("When it was begun, in Unix seconds.")]
+    created_at: Annotated[int, about("Time of its beginning, in Unix seconds.")]
     completed_at: Annotated[
-        int | None, about("When it was complete, in Unix seconds; null where it isn't.")
+        int | None, about("Time of its completion, in Unix seconds; null before.")
     ] = None
     status: Annotated[
         str,
         about(
-            "`in_progress`, `completed`, `incomplete`, `failed`, or `cancelled` where an "
+            "`in_progress`, `completed`, `incomplete`, `failed`, or `cancelled` if an "
             "administrator has ended it."
         ),
     ] = "in_progress"
@@ -137,12 +138,14 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     output: Annotated[
         list[OutputItem], about("Reasoning, messages and calls, in the order in which they came.")
     ] = []
-    error: Annotated[ResponseFault | None, about("Why it failed.")] = None
-    incomplete_details: Annotated[IncompleteDetails | None, about("Why it is incomplete.")] = None
+    error: Annotated[ResponseFault | None, about("The error, if it failed.")] = None
+    incomplete_details: Annotated[
+        IncompleteDetails | None, about("The reason, if it is incomplete.")
+    ] = None
     usage: Annotated[ResponseUsage | None, about("Tokens that were used, once it has ended.")] = (
         None
     )
-    previous_response_id: Annotated[str | None, about("The response that it goes on from.")] = None
+    previous_response_id: Annotated[str | None, about("The response that it continues.")] = None
     instructions: Annotated[str | None, about("As the request gave them.")] = None
     store: Annotated[bool, about("Whether it is kept.")] = True
     metadata: Annotated[dict[str, str], about("As the request gave them.")] = {}
@@ -153,11 +156,11 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     ] = "auto"
     parallel_tool_calls: Annotated[bool, about("Whether there may be several calls.")] = True
     text: Annotated[TextOptions, about("As the request gave it.")]
-    reasoning: Annotated[ReasoningSettings, about("How the model was to reason.")]
+    reasoning: Annotated[ReasoningSettings, about("Reasoning settings.")]
     max_output_tokens: Annotated[int | None, about("As the request gave it.")] = None
     max_tool_calls: Annotated[None, about("Always null.")] = None
-    temperature: Annotated[float, about("What the logits were divided by.")]
-    top_p: Annotated[float, about("The probability that was drawn from.")]
+    temperature: Annotated[float, about("The temperature.")]
+    top_p: Annotated[float, about("The probability mass that was drawn from.")]
     top_logprobs: Annotated[int, about("As the request gave it.")] = 0
     truncation: Annotated[str, about("Always `disabled`.")] = "disabled"
     background: Annotated[bool, about("Always false.")] = False
@@ -175,7 +178,7 @@ class InputItemList(msgspec.Struct, kw_only=True):
 
 
 class InputTokensReply(msgspec.Struct, kw_only=True):
-    """How long a prompt is."""
+    """Number of tokens of a prompt."""
 
     object: Annotated[str, about("Always `response.input_tokens`.")] = "response.input_tokens"
     input_tokens: Annotated[int, about("Tokens of the prompt.")]

@@ -1,7 +1,7 @@
-"""Requests of ``/v1/responses``, as classes; :mod:`~trioserve.http.api.openai.responses.items` has
-the input.
+"""Requests of ``/v1/responses``, as classes.
 
-The names and the meaning of the fields are OpenAI's, with vLLM's and SGLang's additions.
+:mod:`~trioserve.http.api.openai.responses.items` has the input. The names and the meaning of the
+fields are OpenAI's, with vLLM's and SGLang's additions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trioserve.http.api.schema.reading import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-"""What to include for log-probabilities."""
+"""Value of ``include`` that asks for log-probabilities."""
 
 _TEXT_ONLY = "the models that are served read and write text only"
 _NO_SUMMARY = "reasoning comes as it is, without a summary"
@@ -44,9 +44,9 @@ _KEPT_WHOLE = "a response that is kept comes as a whole"
 _Include = Annotated[
     list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
     about(
-        f"What else to tell. `{LOGPROBS}`: the log-probabilities of the text's tokens. "
-        "`reasoning.encrypted_content` adds nothing, because reasoning comes in plain words, which "
-        "can be sent back."
+        f"Further data to return. `{LOGPROBS}`: the log-probabilities of the text's tokens. "
+        "`reasoning.encrypted_content` adds nothing, because reasoning is returned in plain "
+        "words, which can be sent back."
     ),
 ]
 
@@ -56,12 +56,12 @@ class FunctionTool(
 ):
     """A function that the model may call; there are no other tools."""
 
-    name: Annotated[FunctionName, about("How it is called.")]
-    description: Annotated[Text | None, about("What it does, for the model.")] = None
+    name: Annotated[FunctionName, about("The function's name.")]
+    description: Annotated[Text | None, about("A description for the model.")] = None
     parameters: FunctionParameters = None
     strict: Annotated[
         bool | None,
-        about("If true, arguments have to follow the schema; a grammar sees to it."),
+        about("If true, arguments have to follow the schema, enforced by a grammar."),
     ] = None
     output_schema: Annotated[Any, hint()] = None
     async_: Annotated[Any, only(False, why="an answer ends with the calls that it asks for")] = (
@@ -74,9 +74,9 @@ class FunctionTool(
 class ChosenFunctionTool(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"
 ):
-    """The one function that has to be called, or one of those that may be."""
+    """The function that has to be called, or one of the allowed ones."""
 
-    name: Annotated[FunctionName, about("That of one of the tools.")]
+    name: Annotated[FunctionName, about("The name of one of the tools.")]
 
 
 class AllowedFunctions(
@@ -87,7 +87,7 @@ class AllowedFunctions(
     mode: AllowedMode
     tools: Annotated[
         Annotated[list[ChosenFunctionTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)],
-        about("Those that may be called; the prompt shows the others, too."),
+        about("The tools that may be called; the prompt shows the others, too."),
     ]
 
 
@@ -99,25 +99,23 @@ class NamedSchemaFormat(
     name: Annotated[str, about("A name for the schema; it isn't shown to the model.")]
     schema: Annotated[dict[str, Any], about("The JSON schema.")]
     description: Annotated[
-        Text | None, about("What the schema is for; it isn't shown to the model.")
+        Text | None, about("A description of the schema; it isn't shown to the model.")
     ] = None
-    strict: Annotated[
-        bool | None, about("The schema is followed strictly, whatever this says.")
-    ] = None
+    strict: Annotated[bool | None, about("The schema is always followed strictly.")] = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the text of an answer is to look like."""
+    """Form of an answer's text."""
 
     format: Annotated[
         TextFormat | JsonObjectFormat | NamedSchemaFormat | None,
-        about("Any text if it isn't given."),
+        about("Any text by default."),
     ] = None
     verbosity: Annotated[Any, only("medium", why="no chat template that is served knows it")] = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How the model is to reason."""
+    """Reasoning settings."""
 
     effort: fields.ReasoningEffort = None
     summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
@@ -129,7 +127,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a stream carries besides its events."""
+    """Options of a stream."""
 
     include_obfuscation: Annotated[
         Any, only(False, why="events aren't padded to hide their lengths")
@@ -139,8 +137,9 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=
 _ToolChoice = Annotated[
     Literal["none", "auto", "required"] | ChosenFunctionTool | AllowedFunctions | None,
     about(
-        "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or a "
-        "function: a grammar makes it call one, or this one. `auto` if there are tools."
+        "`none`: tools are left out of the prompt. `auto`: the model decides. `required`, or "
+        "a function: a grammar makes it call one, or this one. `auto` by default if there are "
+        "tools."
     ),
 ]
 _Truncation = Annotated[
@@ -160,7 +159,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     USUAL_TYPES: ClassVar = {"input": "message"}
 
     input: Annotated[
-        Text | InputItems, about("What is said now: the user's words, or messages and other items.")
+        Text | InputItems, about("The new input: the user's text, or messages and other items.")
     ]
     instructions: Annotated[
         Text | None,
@@ -168,29 +167,29 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ] = None
     previous_response_id: Annotated[
         Identifier | None,
-        about("The response to go on from: its input and output come before this input."),
+        about("The response to continue: its input and output come before this input."),
     ] = None
     store: Annotated[
         bool | None, about("If false, the response isn't kept, and can't be named later.")
     ] = None
     metadata: Annotated[
         Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)] | None,
-        about("Kept with the response, and told with it."),
+        about("Kept with the response, and returned with it."),
     ] = None
     model: fields.Model = None
-    stream: Annotated[bool | None, about("Send the response as events, as it comes.")] = None
-    stream_options: Annotated[
-        ResponseStreamOptions | None, about("What else a stream carries.")
-    ] = None
+    stream: Annotated[bool | None, about("Send the response as events, as it is generated.")] = None
+    stream_options: Annotated[ResponseStreamOptions | None, about("Options of the stream.")] = None
     include: _Include = None
 
     max_output_tokens: Annotated[
         Count | None,
-        about("Tokens at most, reasoning among them; what the model's context leaves if none."),
+        about(
+            "Most tokens, reasoning included; by default as many as fit into the model's context."
+        ),
     ] = None
     top_logprobs: Annotated[
         Count | None,
-        about("Log-probabilities of as many most probable tokens, where `include` asks for some."),
+        about("Number of most probable tokens with log-probabilities, if `include` asks for some."),
     ] = None
     temperature: fields.Temperature = None
     top_p: fields.TopP = None
@@ -207,9 +206,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     include_stop_str_in_output: fields.IncludeStop = None
     vllm_xargs: fields.ProcessorArguments = None
 
-    text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
+    text: Annotated[TextOptions | None, about("The form of the text.")] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, about("What the text is to look like: vLLM's field.")
+        StructuredOutputs | None, about("The form of the text: vLLM's field.")
     ] = None
     tools: Annotated[
         Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
@@ -217,12 +216,13 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ] = None
     tool_choice: _ToolChoice = None
     parallel_tool_calls: fields.ParallelToolCalls = None
-    reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
+    reasoning: Annotated[ReasoningOptions | None, about("Reasoning settings.")] = None
     chat_template_kwargs: fields.ChatTemplateArguments = None
 
     priority: fields.Priority = None
     request_id: Annotated[
-        Identifier | None, about("An id, which the response's own is made of; else that is random.")
+        Identifier | None,
+        about("An id from which the response's own is made; a random one by default."),
     ] = None
     cache_salt: fields.CacheSalt = None
     extra_key: fields.ExtraKey = None
@@ -261,26 +261,28 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class InputTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /v1/responses/input_tokens``: what a response's prompt is made of."""
+    """The body of ``POST /v1/responses/input_tokens``: the fields that determine a response's
+    prompt.
+    """
 
     USUAL_TYPES: ClassVar = {"input": "message"}
 
     input: Annotated[
-        Text | InputItems, about("What is said now: the user's words, or messages and other items.")
+        Text | InputItems, about("The new input: the user's text, or messages and other items.")
     ]
     model: fields.Model = None
     instructions: Annotated[Text | None, about("A system message before everything else.")] = None
     previous_response_id: Annotated[
-        Identifier | None, about("The response to go on from, whose input and output count, too.")
+        Identifier | None, about("The response to continue; its input and output count, too.")
     ] = None
-    text: Annotated[TextOptions | None, about("What the text is to look like.")] = None
+    text: Annotated[TextOptions | None, about("The form of the text.")] = None
     tools: Annotated[
         Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
         about("Functions that the model may call."),
     ] = None
     tool_choice: _ToolChoice = None
     parallel_tool_calls: fields.ParallelToolCalls = None
-    reasoning: Annotated[ReasoningOptions | None, about("How the model is to reason.")] = None
+    reasoning: Annotated[ReasoningOptions | None, about("Reasoning settings.")] = None
     truncation: _Truncation = None
     conversation: _Conversation = None
     personality: Annotated[Any, only(why="there are no personalities")] = None
@@ -302,14 +304,16 @@ class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     after: Annotated[
         str | None,
-        about("The id of an item: the list goes on behind it. From its beginning, if none."),
+        about(
+            "The id of an item: the list begins after it. By default the list begins at its start."
+        ),
     ] = None
     limit: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=100)] | None,
-        about("Items at most; 20 if it isn't given."),
+        about("Most items; 20 by default."),
     ] = None
     order: Annotated[
         Literal["asc", "desc"] | None,
-        about("`asc`: the first one first. `desc` if it isn't given."),
+        about("`asc`: the first one first. `desc` by default."),
     ] = None
     include: _Include = None

@@ -1,7 +1,7 @@
 """Responses that are kept in memory for later requests to name: bytes by id, within limits.
 
-What the bytes say is their keeper's business. A response may go on from another one: then the bytes
-of that are kept for as long as its own, whether or not it can still be named. So a conversation of
+The caller decides the meaning of the bytes. A response may continue another one. The other's bytes
+are then kept as long as its own, even if the other can no longer be named. So a conversation of
 many turns is held once, not once for each turn.
 """
 
@@ -12,19 +12,20 @@ import attrs
 MAX_RESPONSES = 10_000
 """Responses that can be named."""
 MAX_BYTES = 256 << 20
-"""Of all responses that are held."""
+"""Bytes of all responses that are held."""
 MAX_CONVERSATION_BYTES = 32 << 20
-"""Of a response and all that it goes on from, which are read together, and sent in one message."""
+"""Bytes of a response and all that it continues, which are read together and sent in one message.
+"""
 
 
 @attrs.define(eq=False)
 class _Kept:
-    """A response. ``holders`` are its own name and the responses that go on from it."""
+    """A response. ``holders`` are its own name and the responses that continue it."""
 
     data: bytes
     previous: _Kept | None
     num_bytes: int
-    """Of the conversation up to here."""
+    """Bytes of the conversation up to this response."""
     holders: int = 1
 
 
@@ -34,12 +35,12 @@ class _Shelf:
 
     by_id: dict[str, _Kept] = attrs.field(factory=dict)
     num_bytes: int = 0
-    """Of all that are held, those that can't be named among them."""
+    """Bytes of all held responses, including those that can't be named."""
 
 
 @attrs.define(eq=False)
 class KeptResponses:
-    """The responses of a server. Each belongs to an owner, to whom alone it is there.
+    """The responses of a server. Each belongs to an owner, and is visible to this owner only.
 
     Past a limit, the owner that holds the most loses its oldest response. So an owner that holds no
     more than an equal part of the limit loses nothing to the others.
@@ -48,22 +49,23 @@ class KeptResponses:
     max_responses: int = MAX_RESPONSES
     max_bytes: int = MAX_BYTES
     _shelves: dict[str | None, _Shelf] = attrs.field(factory=dict, init=False)
-    """Without empty ones."""
+    """Shelves by owner, without empty ones."""
 
     def __len__(self) -> int:
         return sum(len(shelf.by_id) for shelf in self._shelves.values())
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all responses that are held."""
+        """Return the bytes of all responses that are held."""
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def keep(self, owner: str | None, id: str, data: bytes, previous: str | None) -> bool:
         """Keep a response, in the place of one of the same id.
 
         Returns:
-            whether it is kept: it isn't if it goes on from a response that is no longer there, or
-            makes its conversation too large.
+            whether it is kept: it isn't if the response that it continues is gone, or if its
+                conversation is too
+            large.
         """
         before = None if previous is None else self._find(owner, previous)
         if before is None and previous is not None:
@@ -84,7 +86,7 @@ class KeptResponses:
         return True
 
     def conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """A response behind all that it goes on from, in their order; empty if there is none."""
+        """Return a response and all that it continues, the oldest first; empty if not kept."""
         found: list[bytes] = []
         kept = self._find(owner, id)
         while kept is not None:
@@ -93,7 +95,7 @@ class KeptResponses:
         return found[::-1]
 
     def drop(self, owner: str | None, id: str) -> bool:
-        """Forget a response; whether there was one."""
+        """Forget a response; return whether there was one."""
         shelf = self._shelves.get(owner)
         if shelf is None or id not in shelf.by_id:
             return False

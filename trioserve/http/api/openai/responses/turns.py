@@ -1,4 +1,4 @@
-"""What is kept of a response: itself, its own input, and what came before, one way or another."""
+"""Encoding of a kept response: itself, its own input, and possibly the history before it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from trioserve.http.api.openai.responses.replies import (
 class _Turn(msgspec.Struct):
     input: list[InputItem]
     output: list[InputItem]
-    """What the response says, as the model may be told it later."""
+    """The response as items, as a later prompt may have them."""
     history: list[InputItem] = []
-    """The items before it, where these aren't kept as turns of their own."""
+    """Items before it, if these aren't kept as turns of their own."""
 
 
 _BETWEEN = b"\n"
-"""Between the response and the rest: JSON on one line holds none."""
+"""Separator of the response and the rest: JSON on one line has no line break."""
 _decode = msgspec.json.Decoder(_Turn).decode
 
 
 def encoded_turn(
     response: ResponseReply, input: Sequence[InputItem], history: Sequence[InputItem] = ()
 ) -> bytes:
-    """The bytes to keep of a response."""
+    """Return the bytes to keep of a response."""
     turn = _Turn(
         input=list(input),
         output=[_as_input(item) for item in response.output],
@@ -61,12 +61,12 @@ def _turn_of(turn: bytes) -> _Turn:
 
 
 def input_of(turn: bytes) -> list[InputItem]:
-    """Its own input."""
+    """Return its own input."""
     return _turn_of(turn).input
 
 
 def items_of(turns: Iterable[bytes]) -> list[InputItem]:
-    """All items of a conversation, outputs among them, in their order."""
+    """Return all items of a conversation, outputs among them, in their order."""
     items: list[InputItem] = []
     for turn in map(_turn_of, turns):
         items += [*turn.history, *turn.input, *turn.output]
@@ -86,9 +86,9 @@ _PREFIXES = {MessageItem: "msg", CallItem: "fc", CallOutputItem: "fco", Reasonin
 
 
 def listed_items(items: Iterable[InputItem]) -> list[InputItem]:
-    """Items as they are listed: each with an id and a status, and messages in parts.
+    """Return items as they are listed: each with an id and a status, and messages in parts.
 
-    What asks nothing of the output is left out: the model hasn't seen it.
+    Items that ask nothing of the output are left out: the model hasn't seen them.
     """
     return [_listed(item) for item in items]
 
@@ -106,7 +106,7 @@ def _listed(item: InputItem) -> InputItem:
 
 
 def _parts(content: str | list[ContentPart], *, is_said: bool) -> list[ContentPart]:
-    """A message's content in parts; whether it is what the model has said."""
+    """Return a message's content in parts, as output texts if ``is_said``, else as input texts."""
     if isinstance(content, str):
         return [_said(content) if is_said else InputText(text=content)]
     return [_part(part) for part in content]
@@ -119,5 +119,5 @@ def _part(part: ContentPart) -> ContentPart:
 
 
 def _said(text: str) -> OutputText:
-    """With all that a part of an answer has."""
+    """Return an output text with all fields of an answer's part."""
     return OutputText(text=text, annotations=[], logprobs=[])

@@ -1,4 +1,4 @@
-"""What the engine gives, in the words of ``/v1/responses``: as events, and as a whole."""
+"""Answers of ``/v1/responses``, as events and as a whole."""
 
 from __future__ import annotations
 
@@ -33,43 +33,45 @@ from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
 
 _STATUSES = {"stop": "completed", "length": "incomplete"}
-"""Of responses, by the engine's word for the end; any other is an administrator's doing."""
+"""Statuses of responses by the engine's finish reason; any other reason is an administrator's
+abort.
+"""
 _FAULTS = {"invalid_request_error": "invalid_prompt", "rate_limit_error": "rate_limit_exceeded"}
-"""Words for what failed, by the types of errors; of all others it is the server's fault."""
+"""Error codes by types of errors; every other error is the server's fault."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 @attrs.define(eq=False)
 class ResponseMaker:
-    """Makes a response out of what the engine gives.
+    """Builder of a response from the engine's chunks.
 
     Args:
         reply: the response before there is any output.
-        wanted: how its answer is to be read and told.
+        wanted: the parts of the answer that the request wants.
     """
 
     reply: ResponseReply
     _wanted: WantedChat
     tell: Tell = attrs.field(default=lambda event: None, init=False)
-    """Is given each event of the output in its turn."""
+    """Function that gets each event of the output in its turn."""
     _answer: ItemBuilder | None = attrs.field(default=None, init=False)
     _stream: GenerationStream | None = attrs.field(default=None, init=False)
 
     @property
     def answer(self) -> ItemBuilder:
-        """The answer so far, once it has begun."""
+        """Return the answer so far, once it has begun."""
         assert self._answer is not None
         return self._answer
 
     def begin(self, stream: GenerationStream) -> None:
-        """The request is admitted; its output will be that of ``stream``."""
+        """Note that the request is admitted; its output is that of ``stream``."""
         self._stream = stream
         reader = self._wanted.options.reader(stream.prompt_token_ids)
         self._answer = ItemBuilder(self._wanted, reader, self.tell)
 
     def finish(self) -> ResponseReply:
-        """The whole response, once its last chunk has been added."""
+        """Return the whole response, once its last chunk has been added."""
         assert self._stream is not None
         answer, usage = self.answer, self._stream.usage
         assert answer.finish_reason is not None
@@ -93,7 +95,7 @@ class ResponseMaker:
         return self.reply
 
     def fail(self, fault: ResponseFault) -> ResponseReply:
-        """The response as far as it came, with what went wrong."""
+        """Return the response so far, with its error."""
         output = [] if self._answer is None else self._answer.items
         self.reply = msgspec.structs.replace(
             self.reply, status="failed", output=output, error=fault
@@ -103,7 +105,7 @@ class ResponseMaker:
 
 @attrs.define(eq=False)
 class ResponseWriter:
-    """The events of a streamed response.
+    """Events of a streamed response.
 
     Args:
         maker: makes the response; it is finished before the end of the stream is asked for.
@@ -112,12 +114,12 @@ class ResponseWriter:
     _maker: ResponseMaker
     _num_events: int = attrs.field(default=0, init=False)
     _untaken: list[bytes] = attrs.field(factory=list, init=False)
-    """Events that were told and haven't been sent."""
+    """Events that haven't been sent."""
     _text_event: _TextEvent | None = attrs.field(default=None, init=False)
-    """For the message that is open, if all that comes is its text."""
+    """Event of the open message, if only its text comes."""
 
     def start(self, streams: list[GenerationStream]) -> bytes:
-        """Two events with the response as it is before there is any output."""
+        """Return two events with the response before any output."""
         (stream,) = streams
         self._maker.tell = self._tell
         self._maker.begin(stream)
@@ -126,7 +128,7 @@ class ResponseWriter:
         return self._taken()
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The events of a chunk; none where a step added nothing that is told yet."""
+        """Return the events of a chunk; none if a step added nothing to send yet."""
         if (event := self.text(chunk)) is not None:
             return event
         answer = self._maker.answer
@@ -139,7 +141,7 @@ class ResponseWriter:
         return self._taken()
 
     def text(self, chunk: Chunk) -> bytes | None:
-        """The event of a chunk that only adds text to the message that is open."""
+        """Return the event of a chunk that only adds text to the open message."""
         if self._text_event is None or chunk.finish_reason is not None:
             return None
         if not chunk.text:
@@ -149,14 +151,14 @@ class ResponseWriter:
         return self._text_event.encoded(chunk.text, number)
 
     def end(self, streams: list[GenerationStream]) -> bytes:
-        """The whole response; nothing follows, as OpenAI has it."""
+        """Return the whole response; nothing follows, as in OpenAI's API."""
         reply = self._maker.reply
         last = ResponseCompleted if reply.status == "completed" else ResponseIncomplete
         self._tell(last(response=reply))
         return self._taken()
 
     def failure(self, body: bytes) -> bytes:
-        """The response as far as it came, with the error that has this body."""
+        """Return the response so far, with the error that has this body."""
         detail = msgspec.json.decode(body, type=ErrorResponse).error
         code = _FAULTS.get(detail.type, "server_error")
         fault = ResponseFault(code=code, message=detail.message)
@@ -175,16 +177,16 @@ class ResponseWriter:
 
 
 _MARK = "\0"
-"""What stands for the text while the rest of an event is prepared."""
+"""Placeholder of the text while the rest of an event is prepared."""
 _ENCODED_MARK = b'"\\u0000"'
 _NUMBER = b'"sequence_number":'
 
 
 @attrs.frozen
 class _TextEvent:
-    """The event of more text, encoded but for the text and the event's number.
+    """Event of more text, encoded except for the text and the event's number.
 
-    ``pieces`` are those of the message, which the text is added to.
+    ``pieces`` are those of the message, to which the text is added.
     """
 
     _before: bytes
@@ -194,13 +196,13 @@ class _TextEvent:
 
     @classmethod
     def of(cls, make_event: Callable[[str], OutputTextDelta], pieces: list[str]) -> _TextEvent:
-        """``make_event`` gives the event of a text."""
+        """Return the encoded event; ``make_event`` makes the event of a text."""
         # The number is the first field, the text the last one.
         head, _, after = typed_event(make_event(_MARK)).rpartition(_ENCODED_MARK)
         before, number, between = head.partition(_NUMBER + b"0")
         return cls(before + number[:-1], between, after, pieces)
 
     def encoded(self, text: str, number: int) -> bytes:
-        """The event of ``text``, which is now the message's."""
+        """Return the event of ``text``, and add it to the message."""
         self._pieces.append(text)
         return b"%b%d%b%b%b" % (self._before, number, self._between, _encode(text), self._after)
