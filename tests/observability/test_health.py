@@ -147,7 +147,7 @@ async def test_a_page_that_was_lost_is_found_when_the_engine_is_idle(
         await trio.sleep(5)
         assert engine.metrics.integrity_violations == 1
         (violation,) = violations
-        assert "has a holder nobody knows (" in violation["finding"]
+        assert "has an unknown holder (" in violation["finding"]
         # It is counted again, but not told again; and the engine goes on.
         assert len((await engine.complete("x", max_tokens=3)).token_ids) == 3
         await trio.sleep(5)

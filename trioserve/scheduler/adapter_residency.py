@@ -1,10 +1,12 @@
-"""Which adapters the worker holds, and which it is to hold: decisions without any I/O.
+"""Decisions about the adapters that the worker holds, without any I/O.
 
-Two limits: the worker holds ``most`` adapters, and sequences of ``most_together`` run at a time.
-Whoever waits is looked at in the order of admission (a *pass*), and gets a place for its adapter
-beside those that run and those that were given one before. Once there is no place for somebody's
-adapter, nobody behind comes in with one: so those that run come to an end, however many more of
-their kind arrive. What nobody in the pass has a place for makes way, the least recently used first.
+Two limits hold: the worker holds ``most`` adapters, and running sequences use at most
+``most_together`` different ones. Waiting sequences are looked at in the order of admission, in a
+*pass*. Each gets a place for its adapter, beside the adapters of running sequences and those that
+got a place before it. Once there is no place for a sequence's adapter, no sequence behind it that
+uses an adapter is admitted. So the running sequences come to an end even if more with their
+adapters keep arriving. Adapters without a place in the pass are unloaded to make room, the least
+recently used first.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ import attrs
 
 @attrs.frozen
 class LoadAdapter:
-    """The worker is to load an adapter."""
+    """A decision: the worker loads an adapter."""
 
     number: int
 
 
 @attrs.frozen
 class UnloadAdapter:
-    """The worker is to let go of one."""
+    """A decision: the worker unloads an adapter."""
 
     number: int
 
@@ -33,77 +35,83 @@ Change = LoadAdapter | UnloadAdapter
 
 @attrs.define(eq=False)
 class Residency:
-    """The adapters of one scheduler, by their numbers.
+    """The adapters of one scheduler, by number.
 
     Args:
-        most: how many the worker holds.
-        most_together: how many different ones those that run may have; no more than ``most``.
+        most: Number of adapters that the worker can hold.
+        most_together: Number of different adapters of running sequences; at most ``most``.
     """
 
     most: int
     most_together: int
     known: set[int] = attrs.field(init=False, factory=set)
-    """Those that sequences may have."""
+    """Adapters that sequences may use."""
     _present: dict[int, None] = attrs.field(init=False, factory=dict)
-    """Those that the worker holds, the least recently used first."""
+    """Adapters that the worker holds, the least recently used first."""
     _placed: dict[int, None] = attrs.field(init=False, factory=dict)
-    """Those that were given a place in the last pass."""
+    """Adapters that got a place in the last pass."""
     _asked: dict[int, None] = attrs.field(init=False, factory=dict)
-    """Those that are to be brought, whether somebody waits for them or not."""
+    """Adapters to be loaded even if no sequence waits for them."""
 
     @property
     def wants_change(self) -> bool:
-        """Whether the worker lacks what it is to hold, or holds what nobody may have any more."""
+        """True if the worker lacks an adapter that it has to hold, or holds a forgotten one."""
         return any(each not in self._present for each in (*self._placed, *self._asked)) or any(
             each not in self.known for each in self._present
         )
 
     def is_present(self, number: int) -> bool:
-        """Whether the worker holds it."""
+        """Return True if the worker holds the adapter."""
         return number in self._present
 
     def ask(self, number: int) -> None:
-        """Have it brought; from now on it is known."""
+        """Make an adapter known and have it loaded."""
         self.known.add(number)
         self._asked[number] = None
 
     def forget(self, number: int) -> None:
-        """No sequence has it any more, or will."""
+        """Forget an adapter that no sequence uses any more."""
         self.known.discard(number)
         self._asked.pop(number, None)
         self._placed.pop(number, None)
 
     def on_brought(self, number: int) -> None:
-        """The worker has loaded it."""
+        """Note that the worker has loaded an adapter."""
         self._present[number] = None
         self._asked.pop(number, None)
 
     def on_failed(self, number: int) -> None:
-        """The worker couldn't load it; it is tried again when somebody wants it again."""
+        """Note that the worker couldn't load an adapter; the next sequence with it causes another
+        try.
+        """
         self._asked.pop(number, None)
         self._placed.pop(number, None)
 
     def on_taken(self, number: int) -> None:
-        """The worker is told to let go of it: nobody comes in with it from now on."""
+        """Note that the worker is told to unload an adapter; no sequence with it is admitted until
+        it is loaded again.
+        """
         del self._present[number]
 
     def on_worker_lost(self) -> None:
-        """All that it held is to be brought to the next."""
+        """Have the next worker load all adapters that the lost one held."""
         wanted = [number for number in reversed(self._present) if number in self.known]
         self._asked = {**dict.fromkeys(wanted), **self._asked}
         self._present.clear()
 
     def begin_pass(self, running: Callable[[], Collection[int]]) -> Pass:
-        """Look at who waits; ``running`` gives the adapters of those that run."""
+        """Begin a pass over the waiting sequences; ``running`` gives the adapters in use."""
         self.clear_places()
         return Pass(self, running)
 
     def clear_places(self) -> None:
-        """Nobody waits any more who was given a place."""
+        """Take all places back, because no sequence waits any more."""
         self._placed.clear()
 
     def next_change(self, running: Callable[[], Collection[int]]) -> Change | None:
-        """What the worker is to be told next, None if there is nothing or nothing can make way."""
+        """Return the next change for the worker; None if there is nothing to do or nothing to
+        unload.
+        """
         for number in self._present:
             if number not in self.known:
                 return UnloadAdapter(number)
@@ -119,7 +127,7 @@ class Residency:
         return None
 
     def place(self, number: int) -> None:
-        """Somebody in the pass has a place for it; it was used just now."""
+        """Give the adapter a place and mark it as just used."""
         self._placed[number] = None
         if number in self._present:
             del self._present[number]
@@ -127,19 +135,21 @@ class Residency:
 
 
 class Pass:
-    """One look at those that wait, in the order in which they may be admitted."""
+    """A pass over the waiting sequences, in the order in which they may be admitted."""
 
     def __init__(self, residency: Residency, running: Callable[[], Collection[int]]) -> None:
         self._residency = residency
         self._running = running
         self._together: set[int] | None = None
-        """Adapters of those that run and come in; None before somebody with an adapter came."""
+        """Adapters of running and admitted sequences; None until the first sequence with an
+        adapter.
+        """
         self._held: set[int] = set()
-        """Those, and those that are brought for others."""
+        """Those adapters and the ones that got a place in this pass."""
         self._is_full = False
 
     def admits(self, number: int) -> bool:
-        """Whether somebody with adapter ``number``, if it isn't 0, may come in now."""
+        """Return True if a sequence with this adapter may be admitted now; 0 is no adapter."""
         if number == 0:
             return True
         if self._together is None:

@@ -1,4 +1,4 @@
-"""The adapters of one scheduler: loaded and unloaded by name, and brought to each worker."""
+"""The adapters of one scheduler: loaded and unloaded by name, and loaded again on each worker."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _log = get_logger("trioserve.scheduler")
 
 @attrs.define(eq=False)
 class _Held:
-    """An adapter from its load until the worker is to know nothing of it any more."""
+    """An adapter from its load until no sequence uses it any more."""
 
     adapter: Adapter
     checksum: str = ""
-    """Of its files; empty until they were read once."""
+    """Checksum of its files; empty until they have been read once."""
     settled: trio.Event = attrs.field(factory=trio.Event)
-    """Set when it was read for the first time, or couldn't be: ``error``."""
+    """Set when the first load has succeeded or failed (``error``)."""
     error: Exception | None = None
     is_leaving: bool = False
     gone: trio.Event = attrs.field(factory=trio.Event)
-    """Set when no sequence has it any more and none will."""
+    """Set when no sequence uses the adapter and none will."""
 
 
 @attrs.define(eq=False)
@@ -45,10 +45,10 @@ class HeldAdapters:
     """:class:`~trioserve.requests.adapters.Adapters` in the process that has the scheduler.
 
     Args:
-        core: gives the scheduler's core, which is there as soon as anybody can ask.
-        call: has the worker do something by name.
-        wake: is called when there may be something to plan.
-        deliver: takes the ends of sequences.
+        core: Returns the scheduler's core, which exists before the first use.
+        call: Calls the worker.
+        wake: Called when there may be something to plan.
+        deliver: Takes the ends of sequences.
     """
 
     _core: Callable[[], SchedulerCore]
@@ -59,14 +59,14 @@ class HeldAdapters:
     on_change: Callable[[], None] = attrs.field(init=False, default=lambda: None)
     """Called when the catalogue has changed."""
     _held: dict[int, _Held] = attrs.field(init=False, factory=dict)
-    """By number: those of the catalogue, those that are being loaded, and those that leave."""
+    """Adapters by number: those in the catalogue, being loaded, or being unloaded."""
     _last_number: int = attrs.field(init=False, default=0)
     _bringing: int = attrs.field(init=False, default=0)
-    """The number of the one that the worker is loading."""
+    """Number of the adapter that the worker is loading; 0 for none."""
     _looked: trio.Event = attrs.field(init=False, factory=trio.Event)
 
     async def load(self, name: str, path: str) -> None:
-        """See :meth:`trioserve.Engine.load_adapter`. Cancelled, it leaves nothing behind."""
+        """Load an adapter: see :meth:`trioserve.Engine.load_adapter`. Cancelling undoes it."""
         names = [each.adapter.name for each in self._held.values() if not each.is_leaving]
         if name in names:
             raise InvalidRequest(
@@ -88,10 +88,10 @@ class HeldAdapters:
         self.on_change()
 
     async def load_first(self, named_paths: Sequence[tuple[str, str]]) -> None:
-        """Load those that are there from the start, by name and folder.
+        """Load the adapters given at the start, by name and folder.
 
         Raises:
-            ModelLoadError: one can't be served; the message says why and what to do.
+            ModelLoadError: An adapter can't be served; the message says why and what to do.
         """
         for name, path in named_paths:
             try:
@@ -100,7 +100,9 @@ class HeldAdapters:
                 raise ModelLoadError(f"the adapter {name!r} can't be loaded: {error}") from error
 
     async def unload(self, name: str) -> None:
-        """See :meth:`trioserve.Engine.unload_adapter`. It goes on if this is cancelled."""
+        """Unload an adapter: see :meth:`trioserve.Engine.unload_adapter`. Cancelling doesn't stop
+        it.
+        """
         held = self._held[self.catalogue.remove(name).number]
         held.is_leaving = True
         self.on_change()
@@ -108,7 +110,7 @@ class HeldAdapters:
         await held.gone.wait()
 
     def named_in(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
-        """``statistics`` with the names of the adapters that sequences have."""
+        """Return ``statistics`` with the names of the adapters in use."""
         if not self._held:
             return statistics
         running, waiting = self._core().adapters_in_use()
@@ -117,7 +119,7 @@ class HeldAdapters:
         )
 
     def name_of(self, number: int) -> str | None:
-        """What requests call the adapter of that number; None if nobody knows it any more."""
+        """Return the name of the adapter with that number; None if it is unknown."""
         held = self._held.get(number)
         return None if held is None else held.adapter.name
 
@@ -125,7 +127,7 @@ class HeldAdapters:
         return tuple(sorted({self._held[each].adapter.name for each in numbers if each}))
 
     def notify(self) -> None:
-        """Something has happened: a plan, a result, an abort, the loss of a worker."""
+        """React to a change of the state: a plan, a result, an abort, the loss of a worker."""
         if self._held:
             self._let_leave()
             if self._core().residency.wants_change:
@@ -135,7 +137,7 @@ class HeldAdapters:
         self._looked.set()
 
     def _let_leave(self) -> None:
-        """Forget those that leave and that no sequence has any more."""
+        """Forget unloaded adapters that no sequence uses any more."""
         for held in [each for each in self._held.values() if each.is_leaving]:
             if not self._core().has_adapter_users(held.adapter.number):
                 self._forget(held)
@@ -148,10 +150,10 @@ class HeldAdapters:
         self._look_again()
 
     async def serve(self) -> None:
-        """The task, for one worker's life: have it hold what it is to hold, one change at a time.
+        """Run the task for one worker's life: load and unload adapters, one at a time.
 
         Raises:
-            WorkerLost: it is lost.
+            WorkerLost: The worker was lost.
         """
         while True:
             core = self._core()
@@ -197,7 +199,7 @@ class HeldAdapters:
         self._fail(held, error)
 
     def _fail(self, held: _Held, error: Exception) -> None:
-        """An adapter can't be had: say so to who loads it, or who waits for it."""
+        """Report that an adapter can't be loaded, to its loader or the requests waiting for it."""
         if not held.settled.is_set():
             held.error = error
             held.settled.set()
@@ -213,9 +215,10 @@ class HeldAdapters:
             self._deliver(core.finish_all(request, Finish(FinishReason.ERROR, error=failure)))
 
     def on_worker_lost(self, accusation: str) -> None:
-        """All adapters are to be brought to the next worker, but one that may be to blame.
+        """Have the next worker load all adapters, except a new one that may have killed this
+        worker.
 
-        ``accusation`` says why the worker counts as hung, if it does.
+        ``accusation`` is the reason why the worker counts as hung, if it does.
         """
         self._core().residency.on_worker_lost()
         held = self._held.get(self._bringing)

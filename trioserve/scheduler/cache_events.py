@@ -1,9 +1,9 @@
-"""Which pages come into the prefix cache and go out of it, for whoever follows it from outside.
+"""Events of the prefix cache: pages that are stored, moved and removed.
 
-A page is known by a hash: BLAKE2b with 8 bytes over the hash of the page before it (of the first
-page: over its namespace) and its tokens as 64-bit integers, little-endian. So it stands for all
-tokens from the start, and is the same in every process. Hashes are made only while somebody
-listens.
+A page is identified by a hash: BLAKE2b with 8 bytes over the hash of the page before it (for the
+first page: over its namespace) and its tokens as 64-bit integers, little-endian. So a hash stands
+for all tokens from the start and is the same in every process. Hashes are computed only while the
+feed has readers.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ if TYPE_CHECKING:
     from trioserve.scheduler.prefix_cache import Node
 
 FLUSHED = object()
-"""Is in the namespaces of what nobody finds any more. No caller's salt can be equal to it."""
+"""Marker in the namespaces of flushed pages, which no request can match. A caller's salt never
+equals it.
+"""
 
 
 class CacheEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Something that happened to the prefix cache."""
+    """A change of the prefix cache."""
 
     number: int
-    """Counts up by one, whoever listens, since the first reader came."""
+    """Number of the event. It counts up by one from the first reader on."""
     kind: Literal["stored", "moved", "removed", "cleared"]
-    """A page came in; went to the host's memory or back; went out; or nothing of what came in is
-    found any more."""
+    """The kind: a page was stored, moved to the host's memory or back, or removed; or the cache was
+    cleared.
+    """
     hash: int = 0
-    """The page's, unless all are gone."""
+    """Hash of the page; 0 if the cache was cleared."""
     parent_hash: int | None = None
-    """That of the page before one that came in; None for the first page of a prompt."""
+    """Hash of the page before a stored one; None for the first page of a prompt."""
     num_tokens: int = 0
-    """Tokens that a page which came in holds."""
+    """Number of tokens in a stored page."""
     cache_level: int = 0
-    """Where a page that came in or moved is: 0 on the device, 1 in the host's memory."""
+    """Place of a stored or moved page: 0 on the device, 1 in the host's memory."""
 
 
 def page_hash(parent_hash: int, tokens: Sequence[int]) -> int:
-    """The hash of a page that holds ``tokens``, after the page with ``parent_hash``."""
+    """Return the hash of a page that holds ``tokens``, after the page with ``parent_hash``."""
     content = parent_hash.to_bytes(8, "little") + array("q", tokens).tobytes()
     return _digest(content)
 
@@ -55,7 +58,7 @@ def _digest(content: bytes) -> int:
 
 @attrs.define(eq=False)
 class CacheEvents:
-    """Makes the events of one scheduler, as long as somebody reads ``feed``."""
+    """The events of one scheduler, made while ``feed`` has readers."""
 
     feed: Feed[CacheEvent] = attrs.field(init=False)
     _hashes: dict[Node, int] = attrs.field(init=False, factory=dict)
@@ -65,7 +68,7 @@ class CacheEvents:
         self.feed = Feed(on_unwanted=self._hashes.clear)
 
     def on_stored(self, node: Node) -> None:
-        """``node`` has come into the tree."""
+        """Publish that ``node`` was added to the tree."""
         assert node.parent is not None
         hash = self._hash_of(node)
         if hash is not None:
@@ -81,7 +84,7 @@ class CacheEvents:
             )
 
     def on_moved(self, node: Node, *, on_host: bool) -> None:
-        """``node`` is on the host now, or isn't any more."""
+        """Publish that ``node`` moved to the host or back."""
         hash = self._hash_of(node)
         if hash is not None:
             event = CacheEvent(
@@ -90,14 +93,14 @@ class CacheEvents:
             self._tell(event)
 
     def on_removed(self, node: Node) -> None:
-        """``node`` has gone out of the tree."""
+        """Publish that ``node`` was removed from the tree."""
         hash = self._hash_of(node)
         if hash is not None:
             del self._hashes[node]
             self._tell(CacheEvent(number=self._number, kind="removed", hash=hash))
 
     def on_cleared(self) -> None:
-        """Nothing is found any more of what there was."""
+        """Publish that the cache was cleared."""
         if self.feed.is_wanted:
             self._hashes.clear()
             self._tell(CacheEvent(number=self._number, kind="cleared"))
@@ -107,7 +110,7 @@ class CacheEvents:
         self.feed.publish(event)
 
     def _hash_of(self, node: Node) -> int | None:
-        """Its hash; None if it belongs to what was cleared."""
+        """Return the hash of ``node``; None if it was cleared."""
         path: list[Node] = []
         while node.parent is not None and node not in self._hashes:
             path.append(node)

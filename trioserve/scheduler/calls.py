@@ -1,4 +1,4 @@
-"""Calls to the worker, the rare and slow things that it does by name, and who waits for them."""
+"""Calls to the worker: rare and slow operations, by name, and their replies."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from trioserve.protocol.errors import CallFailed, WorkerLost, WorkerSentAway
 
 
 class WorkerCall(Protocol):
-    """:meth:`trioserve.scheduler.scheduler.Scheduler.call`."""
+    """The type of :meth:`trioserve.scheduler.scheduler.Scheduler.call`."""
 
     async def __call__(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any: ...
 
 
 @attrs.define(eq=False)
 class _PendingCall:
-    """A call that the worker hasn't answered: ``reply`` is None if it never will be."""
+    """A call that the worker hasn't answered; ``reply`` stays None if it never will."""
 
     done: trio.Event = attrs.field(factory=trio.Event)
     reply: wire.Reply | None = None
     result: Any = None
-    """What the reply holds, if it is no error."""
+    """Result of the reply, if it is no error."""
     accusation: str = ""
-    """Why the worker counted as hung that was to answer, if it did."""
+    """Reason why the worker counted as hung, if it did."""
     sent_away: bool = False
-    """Whether it was sent away."""
+    """True if the worker was sent to sleep on request."""
 
 
 @attrs.define(eq=False)
 class Calls:
-    """The calls of one scheduler, to whatever worker there is.
+    """The calls of one scheduler to its current worker.
 
     Args:
-        send: sends a message before the next plan.
-        owed: given a call's name and its size, a context in which the worker owes the answer.
+        send: Sends a message before the next plan.
+        owed: Takes a call's name and size; returns a context during which the answer is due.
     """
 
     _send: Callable[[wire.Message], None]
@@ -49,7 +49,7 @@ class Calls:
     _number: int = attrs.field(init=False, default=0)
 
     async def call(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
-        """See :meth:`trioserve.scheduler.scheduler.Scheduler.call`; there is a worker."""
+        """Call the worker: see :meth:`trioserve.scheduler.scheduler.Scheduler.call`."""
         encoded = msgspec.msgpack.encode(arguments)
         self._number += 1
         number = self._number
@@ -70,10 +70,10 @@ class Calls:
         return call.result
 
     def answer(self, reply: wire.Reply) -> None:
-        """Hand ``reply`` over. The caller may have given up; then nobody wants it.
+        """Hand ``reply`` to its caller, unless the caller has given up.
 
         Raises:
-            WorkerLost: it can't be read.
+            WorkerLost: The reply can't be read.
         """
         call = self._pending.get(reply.number)
         if call is None:
@@ -87,11 +87,11 @@ class Calls:
         call.done.set()
 
     def on_worker_lost(self, accusation: str, *, sent_away: bool) -> None:
-        """Nobody will answer any more.
+        """End all pending calls with an error.
 
         Args:
-            accusation: why the worker counts as hung, if it does.
-            sent_away: whether it was sent away on request.
+            accusation: Reason why the worker counts as hung, if it does.
+            sent_away: True if the worker was sent away on request.
         """
         for call in self._pending.values():
             call.accusation, call.sent_away = accusation, sent_away

@@ -1,22 +1,22 @@
 """The scheduler as a state machine: no task, no I/O, no clock.
 
-Requests go in by :meth:`SchedulerCore.submit`. :meth:`SchedulerCore.next_plan` makes the worker's
-next step, :meth:`SchedulerCore.on_result` takes what came of it, and as many plans as the limits
-allow may lie between the two. Plan N+1 is made before the tokens of plan N are known, so every
-sequence is counted ahead (:class:`~trioserve.scheduler.sequence_state.SequenceState`): a row of
-plan N that samples makes its sequence one token longer, whatever the token will be. A sequence
-whose last token by length is in flight is not planned again; one that turns out to have stopped in
-plan N has at most a row in each plan in flight, whose tokens are dropped.
+Requests enter by :meth:`SchedulerCore.submit`. :meth:`SchedulerCore.next_plan` builds the worker's
+next step, :meth:`SchedulerCore.on_result` takes its result, and several plans may be in flight in
+between. Plan N+1 is built before the tokens of plan N are known, so every sequence is counted ahead
+(:class:`~trioserve.scheduler.sequence_state.SequenceState`): a row that samples makes its sequence
+one token longer, whichever token it will be. A sequence is not planned again once its last token by
+length is in flight. A sequence that stops earlier in plan N has at most one row in each later plan,
+and the tokens of those rows are dropped.
 
-What a sequence gives back when it leaves (its slot and pages) is out of reach until the last plan
-that names it has been acknowledged; :mod:`~trioserve.scheduler.slots` and
-:mod:`~trioserve.scheduler.page_pool` see to it. A preempted sequence waits for that too before it
-rejoins the line, so that its tokens in flight still arrive. It resumes as if it were new, with its
-prompt and output as the prompt.
+A sequence that leaves gives back its slot and pages. They can be used again once the last plan that
+names the sequence has been acknowledged; :mod:`~trioserve.scheduler.slots` and
+:mod:`~trioserve.scheduler.page_pool` keep track of that. A preempted sequence waits for the same
+moment before it rejoins the queue, so that its tokens in flight still arrive. It resumes like a new
+sequence, with its prompt and output as the prompt.
 
-Of the sequences of one request, one computes the prompt for all (:mod:`~.groups`). An error of
-one is the end of all of them. What happens when a plan fails or the worker is lost is
-:mod:`~.recovery`'s.
+One sequence of a request computes the prompt for all of them
+(:mod:`~trioserve.scheduler.sequence_group`). An error of one sequence ends the whole request.
+:mod:`~trioserve.scheduler.recovery` handles failed plans and lost workers.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from trioserve.scheduler.token_counts import Ints
 from trioserve.scheduler.waiting_queue import WaitingQueue
 
 MAX_PENDING = 8
-"""How many of the waiting may be put off in one plan for a prefix that this plan computes."""
+"""Sequences that one plan may skip because this very plan computes their prefix."""
 
 
 class SchedulerCore:
-    """Everything that the scheduler knows and decides. ``now`` is in seconds on trio's clock."""
+    """The scheduler's state and decisions. ``now`` is in seconds on trio's clock."""
 
     def __init__(
         self, limits: SchedulerLimits, observer: Observer | None = None, feeds: Feeds | None = None
@@ -66,45 +66,45 @@ class SchedulerCore:
         self.memory = Memory(limits, self.feeds)
         self.waiting = WaitingQueue()
         self.groups = SequenceGroups(self.waiting)
-        """Those who wait for the pages of their request's prompt."""
+        """Sequences that wait for the pages of their request's prompt."""
         self.running = Running()
         self.preempted: list[SequenceState] = []
-        """Those that plans in flight still name; the others are back in line."""
+        """Preempted sequences that a plan in flight still names; the others are queued again."""
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
-        """Which adapters the worker holds."""
+        """Adapters that the worker holds."""
         self.uncompiled: dict[Grammar, None] = {}
-        """What the worker has still to compile: sequences that follow one of them wait."""
+        """Grammars that the worker still has to compile. Sequences that follow one of them wait."""
         self.pause_gate = PauseGate()
-        """What keeps those who could be computed from it."""
+        """Pauses, which keep sequences from being computed."""
         self.counters = self.feeds.counters
         self.next_number = 1
-        """The number of the next plan."""
+        """Number of the next plan."""
         self.num_waiting_tokens = 0
-        """Prompt and output so far of all who wait for a slot."""
+        """Tokens, prompt and output so far, of all sequences that wait for a slot."""
         self.waiting_of_tenants = TenantCounts()
-        """Of sequences that wait for a slot, and of their tokens."""
+        """Sequences that wait for a slot and their tokens, by tenant."""
         self._observer = observer
         self._results = ResultProcessor(self, observer)
         self.has_worker = True
         self.recovery = Recovery(self)
-        """What to call when a plan fails or the worker is lost."""
+        """Handles failed plans and lost workers."""
         self.num_arrivals = 0
-        """Requests that were ever submitted; the newest one's place in the order of arrival."""
+        """Number of requests ever submitted, which is the newest request's arrival number."""
         self.now = 0.0
-        """The time that it was told last."""
+        """Time of the last call that gave one."""
         self._has_work = False
-        """Whether somebody wanted to be computed when the newest result had been taken."""
+        """True if a sequence could be computed when the newest result had been taken."""
 
-    # ---- requests come and go
+    # ---- submission and abort
 
     def submit(self, request: Request, now: float) -> None:
-        """Put the sequences of ``request`` that have not finished in line.
+        """Queue the sequences of ``request`` that have not finished.
 
         Raises:
-            InvalidRequest: it can't be served.
-            AdapterNotFound: its adapter has left meanwhile.
-            ContextTooLong: it can never fit; the message says by how much.
+            InvalidRequest: The request can't be served.
+            AdapterNotFound: Its adapter was unloaded meanwhile.
+            ContextTooLong: The request can never fit; the message says by how much.
         """
         if request.adapter and request.adapter not in self.residency.known:
             raise AdapterNotFound("the request's adapter was unloaded")
@@ -121,7 +121,7 @@ class SchedulerCore:
             self._wait(sequence.compute)
 
     def _wait(self, computation: SequenceState) -> None:
-        """Put ``computation`` in line, or where it is held."""
+        """Queue the sequence, or hold it back for its leader's prompt."""
         self._move(computation.sequence, State.WAITING)
         self._count_waiting(computation.sequence, 1)
         self.groups.enter(computation)
@@ -136,9 +136,10 @@ class SchedulerCore:
         sequence.note_detour(self.now)
 
     def abort(self, sequence: Sequence, finish: Finish) -> SequenceOutput | None:
-        """End ``sequence`` in whatever state it is; None if it has finished already.
+        """End ``sequence``, whatever its state; return None if it has already finished.
 
-        The next plan closes its slot. Rows in flight are computed, their tokens dropped.
+        The next plan closes its slot. Its rows in flight are computed, and their tokens are
+        dropped.
         """
         if sequence.state is State.FINISHED:
             return None
@@ -146,10 +147,10 @@ class SchedulerCore:
         return _end_of(sequence, finish)
 
     def drop(self, sequence: Sequence) -> wire.Drop | None:
-        """What spares the worker rows of ``sequence``, which is about to be aborted.
+        """Return a message that spares the worker the rows of ``sequence``, about to be aborted.
 
-        Of the oldest plan in flight there is nothing to be spared: it has begun. Nor is there where
-        somebody else's rows read what those rows compute.
+        The result is None if nothing can be spared. The oldest plan is already running, so its rows
+        can't be dropped. Nor can rows be dropped if another sequence reads their KV.
         """
         computation = sequence.compute
         if not computation.holds_slot or not self.in_flight:
@@ -162,7 +163,7 @@ class SchedulerCore:
     # ---- a plan
 
     def next_plan(self, now: float) -> wire.Plan | None:
-        """What the worker is to do next; None if there is nothing, or enough is in flight."""
+        """Return the worker's next plan; None if there is nothing to do or enough is in flight."""
         self.now = now
         if not self.has_worker or len(self.in_flight) >= self.limits.max_plans_in_flight:
             return None
@@ -186,17 +187,17 @@ class SchedulerCore:
         return plan
 
     def _preempt_non_suspects(self) -> None:
-        """Whoever isn't on trial waits, and holds nothing that those who are may need."""
+        """Preempt every running sequence outside the probation group."""
         may_run = self._trial_rule()
         for computation in list(self.running):
             if not may_run(computation.sequence.request):
                 self._preempt(computation)
 
     def _trial_rule(self) -> Callable[[Request], bool]:
-        """Return which requests may be computed while there are suspects.
+        """Return a predicate for the requests that may be computed while there are suspects.
 
-        A trial whose requests all wait for a grammar goes on later: the requests above suspicion
-        are computed meanwhile.
+        If all requests of the probation group wait for a grammar, requests that aren't suspects run
+        meanwhile.
         """
         fault_isolation = self.recovery.fault_isolation
         if self.uncompiled:
@@ -207,7 +208,7 @@ class SchedulerCore:
         return fault_isolation.may_run
 
     def _plan_running(self, builder: PlanBuilder) -> None:
-        """Give the running their tokens."""
+        """Give the running sequences their tokens."""
         counts, slots = self.memory.counts, self.running.slots
         if not len(slots):
             return
@@ -222,7 +223,7 @@ class SchedulerCore:
             self.limits.max_prompt_tokens_beside_decodes,
         )
         chunks = [(self.running[place], count) for place, count in share.chunks]
-        # A running sequence has pages for its prompt, so only those that decode need more.
+        # A running sequence has pages for its whole prompt, so only decodes need more.
         needy = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
         if len(needy) <= self.memory.num_available:
             for computation in self.running.at(needy):
@@ -239,13 +240,16 @@ class SchedulerCore:
         builder.budget = min(builder.budget, share.left)
 
     def _decode(self, places: Ints, builder: PlanBuilder) -> None:
-        """A row of one token for those at ``places`` in line, who decode and have a page for it."""
+        """Add a row of one token for each sequence at ``places``: decodes with a page for it."""
         slots = self.running.slots[places]
         builder.add_decodes(self.running.at(places), slots, self.memory.counts.planned[slots])
         self.memory.counts.advance(slots, builder.number)
 
     def _decode_one_by_one(self, decodes: list[SequenceState], builder: PlanBuilder) -> None:
-        """The same where pages run out: who is preempted on the way has no slot at its turn."""
+        """Add the rows of ``decodes`` one at a time, preempting where pages run out.
+
+        A sequence that is preempted on the way gets no row.
+        """
         for computation in decodes:
             if computation.holds_slot and (
                 self.memory.has_page_for_next(computation) or self._grow(computation, builder)
@@ -253,10 +257,10 @@ class SchedulerCore:
                 self._compute(computation, 1, builder)
 
     def _grow(self, computation: SequenceState, builder: PlanBuilder) -> bool:
-        """Append a page to the block table, preempting from the back of the line if need be.
+        """Append a page to the block table, preempting the youngest sequences if necessary.
 
-        False if ``computation`` gets no row in this plan: pages that will do come back with results
-        in flight, or it was itself the last in line and has been preempted.
+        Return False if the sequence gets no row in this plan: either results in flight will free
+        enough pages, or it was the youngest itself and has been preempted.
         """
         while (page := self.memory.append_page(computation)) is None:
             if self.memory.pool.num_retiring:
@@ -269,13 +273,13 @@ class SchedulerCore:
         return True
 
     def _plan_admissions(self, builder: PlanBuilder, now: float) -> None:
-        """Let the waiting in, in the order of turns, until somebody doesn't fit.
+        """Admit waiting sequences in the order of turns until one doesn't fit.
 
-        Who waits for a prefix that this very plan computes is put off and costs nobody else a turn:
-        it can have those pages in the next plan instead of computing them again. A sequence that
-        lost its slot is put off until the worker has its grammar for certain. Who waits for an
-        adapter costs only those a turn who have one, too. Nobody comes in before those who have
-        just been preempted are back in line, in front.
+        Some sequences are skipped without stopping those behind them. A sequence is skipped if this
+        very plan computes its prefix: the next plan can give it those pages instead of computing
+        them again. A preempted sequence is skipped until the worker certainly has its grammar. A
+        sequence that waits for an adapter stops only others with an adapter. Nothing is admitted
+        before the sequences just preempted are back at the front of the queue.
         """
         if not self.waiting:
             self.residency.clear_places()
@@ -308,7 +312,7 @@ class SchedulerCore:
                 return
 
     def _entry_rule(self) -> Callable[[SequenceState], bool]:
-        """Return which of the waiting may enter at all now."""
+        """Return a predicate for the waiting sequences that may be admitted now."""
         restricts = self.recovery.fault_isolation.restricts
         may_run = self._trial_rule() if restricts else lambda request: True
 
@@ -323,16 +327,16 @@ class SchedulerCore:
         return may_enter
 
     def _has_seat(self, builder: PlanBuilder) -> bool:
-        """Whether one more may run: it takes a slot, and a token that nobody in the running wants.
+        """Return True if one more sequence may run: a slot is free, and a token is left for it.
 
-        So there are never more in the running than tokens in a plan.
+        So there are never more running sequences than tokens in a plan.
         """
         return builder.may_open and self.memory.slots.num_free > 0
 
     def _open(
         self, computation: SequenceState, match: PrefixMatch, builder: PlanBuilder, now: float
     ) -> None:
-        """Move ``computation`` from the line into a slot, and give it its first row."""
+        """Move a waiting sequence into a slot, and give it its first row."""
         self.memory.enter(computation, match)
         self.counters.prefix_cache_queries += computation.length
         self.counters.prefix_cache_hits += computation.computed
@@ -348,7 +352,7 @@ class SchedulerCore:
         self._compute(computation, min(computation.remaining, builder.budget), builder)
 
     def _compute(self, computation: SequenceState, count: int, builder: PlanBuilder) -> None:
-        """Give ``computation`` a row of ``count`` tokens."""
+        """Add a row of ``count`` tokens."""
         samples = count == computation.remaining
         builder.add_row(computation, count, samples)
         computation.add_row(count, samples, builder.number)
@@ -361,29 +365,29 @@ class SchedulerCore:
     # ---- leaving
 
     def _preempt_for_pages(self, computation: SequenceState) -> None:
-        """Take the slot and pages of ``computation`` away, for somebody else needs them."""
+        """Preempt a sequence because another one needs its pages."""
         self.counters.num_preemptions += 1
         self._preempt(computation)
 
     def _preempt(self, computation: SequenceState) -> None:
-        """Have ``computation`` wait, without a slot; it will resume from its tokens."""
+        """Preempt a sequence: take its slot and pages. It resumes from its tokens."""
         self._leave(computation)
         self.set_aside(computation)
         self.rejoin()
 
     def set_aside(self, computation: SequenceState) -> None:
-        """``computation``, which has left its slot, rejoins the line when no plan names it."""
+        """Note a sequence that has left its slot; it is queued again once no plan names it."""
         computation.left_grammar = True
         self._move(computation.sequence, State.PREEMPTED)
         self.preempted.append(computation)
 
     def retract_running(self) -> None:
-        """Have all who run wait, and resume from their tokens once they may be computed again."""
+        """Preempt all running sequences; they resume from their tokens."""
         for computation in list(self.running):
             self._preempt(computation)
 
     def rejoin(self) -> None:
-        """Put the preempted back in line whom no plan in flight names."""
+        """Queue the preempted sequences that no plan in flight names any more."""
         oldest = self.in_flight[0].number if self.in_flight else self.next_number
         for computation in [each for each in self.preempted if each.last_plan < oldest]:
             self.preempted.remove(computation)
@@ -394,7 +398,7 @@ class SchedulerCore:
         self.memory.leave(computation)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
-        """End ``sequence``, which hasn't finished, and take back what it holds."""
+        """End ``sequence``, which hasn't finished, and free what it holds."""
         if sequence.state in (State.PREFILL, State.DECODE):
             self._leave(sequence.compute)
         elif sequence.state is State.WAITING:
@@ -410,19 +414,20 @@ class SchedulerCore:
         self.groups.on_finished(sequence.request)
 
     def finish_all(self, request: Request, finish: Finish) -> list[SequenceOutput]:
-        """End every sequence of ``request`` that hasn't ended, in one go."""
+        """End every unfinished sequence of ``request`` at once."""
         alive = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
-        for sequence in reversed(alive):  # Nobody is to lead the others on the way.
+        # The last first, so that none of them becomes the leader on the way.
+        for sequence in reversed(alive):
             self.finish(sequence, finish)
         return [_end_of(each, finish) for each in alive]
 
     # ---- a result
 
     def on_result(self, result: wire.StepResult, now: float) -> list[SequenceOutput]:
-        """Take what the oldest plan in flight gave.
+        """Take the result of the oldest plan in flight.
 
         Raises:
-            WorkerLost: it doesn't answer that plan. Nothing has been taken.
+            WorkerLost: The result doesn't answer that plan. Nothing has been taken.
         """
         if not self.in_flight:
             raise WorkerLost(f"result of plan {result.number} came, and none is in flight")
@@ -446,44 +451,44 @@ class SchedulerCore:
             self.feeds.iterations.note(self, plan, result, now)
         return outputs
 
-    # ---- what can be seen from outside
+    # ---- observation
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot, those included that wait for their siblings' prompt."""
+        """Number of sequences without a slot, including those held back for a leader's prompt."""
         return len(self.waiting) + len(self.groups)
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that are still to be computed, wherever they are."""
+        """Number of sequences that have not finished, in any state."""
         return self.num_waiting + len(self.running) + len(self.preempted)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the worker has nothing to do, and has been told who has left."""
+        """True if the worker has nothing to do and has been told of every closed slot."""
         return not self.in_flight and not self.memory.slots.num_unclosed
 
     def num_unfinished_until(self, arrival: int) -> int:
-        """How many of those who came no later than ``arrival`` are still to be computed."""
+        """Return the number of unfinished sequences that arrived no later than ``arrival``."""
         return sum(each.arrival <= arrival for each in self._unfinished())
 
     def has_adapter_users(self, number: int) -> bool:
-        """Whether anybody is still to be computed with that adapter."""
+        """Return True if an unfinished sequence uses that adapter."""
         return any(each.adapter == number for each in self._unfinished())
 
     def forget_adapter(self, number: int) -> None:
-        """Nobody has that adapter any more, or will: its prefixes are of no use."""
+        """Forget an adapter that no sequence uses any more, and its cached prefixes."""
         self.residency.forget(number)
         self.memory.prefix.drop(lambda namespace: namespace[1:2] == (adapter_word(number),))
 
     def adapters_in_use(self) -> tuple[set[int], set[int]]:
-        """The adapters of those who run and of those who wait; 0 for none is among them."""
+        """Return the adapters of running and of waiting sequences; 0 stands for none."""
         running = self.running_adapters()
         waiting = itertools.chain(self.waiting, self.groups, self.preempted)
         return running, {each.adapter for each in waiting}
 
     def running_adapters(self) -> set[int]:
-        """The adapters of those who hold slots, and 0 if any of them has none."""
+        """Return the adapters of running sequences, 0 included if one has none."""
         return {each.adapter for each in self.running}
 
     def requests_waiting_for(self, grammar: Grammar) -> list[Request]:
@@ -494,12 +499,12 @@ class SchedulerCore:
         )
 
     def await_compiling(self) -> None:
-        """Have all sequences with a grammar wait until it is no longer in :attr:`uncompiled`."""
+        """Make all sequences with a grammar wait until the worker has compiled it again."""
         grammars = (each.sequence.sampler.grammar for each in self._unfinished())
         self.uncompiled = {grammar: None for grammar in grammars if grammar is not None}
 
     def on_compiled(self, grammar: Grammar) -> None:
-        """Let the sequences go on that follow ``grammar``: the worker has it."""
+        """Let the sequences that follow ``grammar`` be computed: the worker has compiled it."""
         del self.uncompiled[grammar]
         for each in self._unfinished():
             if each.sequence.sampler.grammar == grammar:
@@ -510,7 +515,7 @@ class SchedulerCore:
         return itertools.chain.from_iterable(lines)
 
     def statistics(self) -> SchedulerStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         pool = self.memory.pool
         return SchedulerStatistics(
             **attrs.asdict(self.counters),
@@ -531,6 +536,6 @@ class SchedulerCore:
 
 
 def _end_of(sequence: Sequence, finish: Finish) -> SequenceOutput:
-    """The output of a sequence that ends without another token."""
+    """Return the output of a sequence that ends without another token."""
     logprobs = None if sequence.request.params.logprobs is None else ()
     return SequenceOutput(sequence, logprobs=logprobs, finish=finish)

@@ -1,8 +1,8 @@
-"""Pages that nobody holds, in the order in which they are to be given away.
+"""Idle pages in the order of their eviction.
 
-The lowest priority goes first, and of one priority the page that has been there longest. Each
-operation costs the same however many pages there are: a level is a dictionary in the order of
-arrival, and which levels aren't empty is the bits of a number.
+The lowest level goes first; within a level, the page that has been idle longest. Each operation
+takes constant time: a level is a dictionary in order of insertion, and the levels that aren't empty
+are the bits of an integer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import attrs
 
 @attrs.define(eq=False, repr=False)
 class IdlePages:
-    """Pages by their numbers, each on a level: a small number that isn't negative."""
+    """Pages by number, each on a level; levels are small integers from 0 on."""
 
     _levels: dict[int, dict[int, None]] = attrs.field(init=False, factory=dict)
     _level_of: dict[int, int] = attrs.field(init=False, factory=dict)
@@ -31,7 +31,7 @@ class IdlePages:
         return iter(self._level_of)
 
     def add(self, page: int, level: int) -> None:
-        """Put ``page``, which isn't there, behind all others of ``level``."""
+        """Add ``page``, which must be new, behind all others of ``level``."""
         pages = self._levels.get(level)
         if pages is None:
             pages = self._levels[level] = {}
@@ -40,7 +40,7 @@ class IdlePages:
         self._occupied |= 1 << level
 
     def discard(self, page: int) -> None:
-        """Take ``page`` out, if it is there."""
+        """Remove ``page`` if it is there."""
         level = self._level_of.pop(page, None)
         if level is not None:
             pages = self._levels[level]
@@ -49,19 +49,19 @@ class IdlePages:
                 self._occupied ^= 1 << level
 
     def move(self, page: int, level: int) -> None:
-        """Put ``page``, if it is there, behind all others of ``level``."""
+        """Move ``page``, if it is there, behind all others of ``level``."""
         if page in self._level_of:
             self.discard(page)
             self.add(page, level)
 
     def check(self, levels: Sequence[int]) -> None:
-        """Assert that each page is on its level, by ``levels``, and that nothing was forgotten."""
+        """Assert that each page is on its level, by ``levels``, and that no page is missing."""
         for level, pages in self._levels.items():
             assert bool(pages) == bool(self._occupied >> level & 1)
             assert all(self._level_of[page] == level == levels[page] for page in pages)
         assert sum(map(len, self._levels.values())) == len(self._level_of)
 
     def first(self) -> int:
-        """The page that is to go first. There must be one."""
+        """Return the page to be evicted first. There must be one."""
         lowest = (self._occupied & -self._occupied).bit_length() - 1
         return next(iter(self._levels[lowest]))

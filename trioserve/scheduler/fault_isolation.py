@@ -1,20 +1,21 @@
-"""Whose fault it is when a worker dies or a plan fails. Pure bookkeeping over what was in flight.
+"""Fault isolation: finds the request that kills workers. Pure bookkeeping.
 
-What a request asks for may be what kills the worker, and no other request should suffer for it
-twice. So whoever was in flight becomes a **suspect**, and while there are suspects only a part of
-them is computed, those **on trial**: half of them at first. If the worker dies again, it is one of
-those, and the others are cleared; if each of those on trial gets past the point that it had come to
-when the worker died, they are cleared and half of the rest is tried. One poisonous request among n
-is found in about log2(n) more deaths. Who was alone in flight at two deaths in a row, and came no
-further in between, is **guilty**: one may have been an accident. So nobody innocent loses anything
-but time.
+A request's content may be what kills the worker, and no other request should suffer for it twice.
+So all requests in flight at a death become **suspects**. While there are suspects, only a part of
+them is computed, the **probation group**: half of them at first. If the worker dies again, the
+culprit is in the group, and the others are cleared. If every suspect of the group gets past the
+point that it had reached at the death, the group is cleared and half of the rest follows. One
+poisonous request among n is found in about log2(n) more deaths. The **culprit** is a request that
+was alone in flight at two deaths in a row and made no progress in between; a single death may have
+been an accident. So innocent requests lose nothing but time.
 
-A point is a number of tokens: what kills may lie at the end of a long prompt, and the steps that
-lead up to it prove nothing.
+A point is a number of tokens. The steps that lead up to it prove nothing, because the end of a long
+prompt may be what kills.
 
-A worker that somebody **killed** makes nobody a suspect, unless it was the kernel, out of memory,
-and that can't be told from here. Who has been in flight at more than ``KILLS_FORGIVEN`` kills and
-got past none of them is treated as with any other death.
+A worker that was **killed** from outside makes no request a suspect at first. The kernel may have
+killed it for lack of memory, which looks the same from here. So a request that was in flight at
+more than ``KILLS_FORGIVEN`` kills, without getting past its point at any of them, is treated as
+after any other death.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from trioserve.scheduler.sequence_state import SequenceState
 
 KILLS_FORGIVEN = 2
 MAX_ALONE = 5
-"""Deaths in a row that a request alone in flight is forgiven while some of its outputs come on."""
+"""Deaths in a row that a request alone in flight is forgiven while some of its outputs progress."""
 
 Flight = Mapping[Sequence, int]
-"""Who was in flight, and how many tokens of each would have been computed."""
+"""Sequences in flight, and the number of tokens of each that would have been computed."""
 
 
 @attrs.frozen
 class Verdict:
-    """What a death has shown: who is guilty, or that fewer are suspects than before."""
+    """A finding after a death: the culprit, or that the suspects became fewer."""
 
     culprit: Request | None = None
     narrowed: bool = False
@@ -44,41 +45,41 @@ class Verdict:
 
 @attrs.define(eq=False)
 class FaultIsolation:
-    """The suspects, by request: its sequences share a prompt, and end together."""
+    """The suspects, by request: its sequences share a prompt and end together."""
 
     _marks: dict[Sequence, int] = attrs.field(init=False, factory=dict)
-    """The suspects, and the number of tokens past which each is cleared."""
+    """Number of tokens past which each suspect sequence is cleared."""
     _trial: dict[Request, None] = attrs.field(init=False, factory=dict)
     _alone: Request | None = attrs.field(init=False, default=None)
-    """The only suspect there is, if nobody else was in flight at the last death."""
+    """The only suspect, if it was alone in flight at the last death."""
     _num_alone: int = attrs.field(init=False, default=0)
-    """Deaths in a row at which it was."""
+    """Deaths in a row at which it was alone."""
     _came_further: bool = attrs.field(init=False, default=False)
-    """Whether one of its outputs has got past its mark since the last one."""
+    """True if one of its outputs has got past its mark since the last death."""
     _killed: dict[Sequence, tuple[int, int]] = attrs.field(init=False, factory=dict)
-    """Who was in flight when the worker was killed: the same number, and how many times."""
+    """Sequences in flight when the worker was killed: mark, and number of kills."""
 
     @property
     def suspects(self) -> list[Request]:
-        """Who may be guilty."""
+        """Requests that may be the culprit."""
         return list(dict.fromkeys(sequence.request for sequence in self._marks))
 
     @property
     def probation(self) -> list[Request]:
-        """Who alone may be computed; nobody if everybody may."""
+        """Requests that alone may be computed; empty if all may."""
         return list(self._trial)
 
     @property
     def restricts(self) -> bool:
-        """Whether there is anybody who has to wait."""
+        """True if some requests have to wait."""
         return bool(self._trial)
 
     def may_run(self, request: Request) -> bool:
-        """Whether ``request`` may be computed now."""
+        """Return True if ``request`` may be computed now."""
         return not self._trial or request in self._trial
 
     def on_death(self, flight: Flight) -> Verdict:
-        """The worker died, or failed, with these in flight."""
+        """Judge a death or failure of the worker with these sequences in flight."""
         in_flight = dict.fromkeys(sequence.request for sequence in flight)
         before = dict.fromkeys(self.suspects)
         again = [request for request in in_flight if request in before]
@@ -105,7 +106,7 @@ class FaultIsolation:
         return Verdict(narrowed=bool(again) and len(again) < len(before))
 
     def on_kill(self, flight: Flight) -> Verdict:
-        """The worker was killed from outside with these in flight: by the kernel, if by anybody."""
+        """Judge a kill from outside, maybe by the kernel, with these sequences in flight."""
         for sequence, mark in flight.items():
             if sequence.state is not State.FINISHED:
                 before, kills = self._killed.get(sequence, (mark, 0))
@@ -115,7 +116,7 @@ class FaultIsolation:
         return Verdict()
 
     def on_step(self, computations: Iterable[SequenceState]) -> None:
-        """A step of these is done: clear who got past its mark."""
+        """Clear the sequences of a completed step that got past their marks."""
         if not self._marks and not self._killed:
             return
         for computation in computations:
@@ -126,14 +127,14 @@ class FaultIsolation:
                 self._clear(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """``sequence`` has finished."""
+        """Forget ``sequence``, which has finished."""
         self._killed.pop(sequence, None)
         if sequence in self._marks:
             self._clear(sequence)
 
     def check(self) -> None:
-        """Assert that there are suspects on trial exactly while there are suspects."""
-        assert bool(self._marks) == bool(self._trial), "suspects wait for no trial"
+        """Assert that there is a probation group exactly while there are suspects."""
+        assert bool(self._marks) == bool(self._trial), "suspects without a probation group"
         assert all(sequence.state is not State.FINISHED for sequence in self._marks)
         assert all(sequence.state is not State.FINISHED for sequence in self._killed)
         suspects = dict.fromkeys(self.suspects)
@@ -153,6 +154,6 @@ class FaultIsolation:
         self._begin_trial()
 
     def _begin_trial(self) -> None:
-        # A grammar has to be compiled again first: the trial begins with those that have none.
+        # Requests without a grammar come first, because a grammar has to be compiled again.
         suspects = sorted(self.suspects, key=lambda request: request.params.grammar is not None)
         self._trial = dict.fromkeys(suspects[: (len(suspects) + 1) // 2])

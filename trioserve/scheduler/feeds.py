@@ -1,4 +1,4 @@
-"""What a scheduler tells whoever listens. It outlives workers, and so the memory of each."""
+"""Counters and event streams of a scheduler; they outlive its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.scheduler.iterations import Iterations
 
 @attrs.define(eq=False)
 class Feeds:
-    """The counters, which always run, and the feeds, which have nothing to do without readers."""
+    """The counters, which always run, and the feeds, which cost nothing without readers."""
 
     counters: Counters = attrs.field(init=False, factory=Counters)
     iterations: Iterations = attrs.field(init=False)
@@ -22,6 +22,6 @@ class Feeds:
         self.iterations = Iterations(self.counters)
 
     def close(self, error: Exception) -> None:
-        """Nothing more will be told: readers get ``error``. Idempotent."""
+        """End the feeds: readers get ``error``. Idempotent."""
         self.iterations.feed.close(error)
         self.cache.feed.close(error)

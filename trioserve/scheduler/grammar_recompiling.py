@@ -1,9 +1,9 @@
-"""Grammars that the worker has to compile again, away from its steps.
+"""Compile grammars again on the worker, outside its steps.
 
-A worker compiles a grammar in the thread of its steps if a sequence is opened whose grammar it
-doesn't have, and all sequences wait meanwhile. So after a worker's death the sequences with a
-grammar wait until the next one has compiled it in its threads, and the others go on. The same holds
-for a sequence that lost its slot: the worker may have dropped its grammar for others since.
+A worker that opens a sequence with an unknown grammar compiles it in the thread of its steps, and
+all sequences wait meanwhile. So after a worker's death, sequences with a grammar wait until the
+next worker has compiled it in other threads; all other sequences run. A preempted sequence waits in
+the same way, because the worker may have dropped its grammar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trioserve.scheduler.calls import WorkerCall
 from trioserve.scheduler.core import SchedulerCore
 
 MAX_CALLS = 2
-"""Grammars that the worker compiles at a time, beside those of new requests."""
+"""Number of grammars that the worker compiles at a time, beside those of new requests."""
 
 _log = get_logger("trioserve.engine")
 
@@ -34,11 +34,11 @@ class _Recompiling:
     wake: Callable[[], None]
     deliver: Callable[[list[SequenceOutput]], None]
     begun: set[Grammar] = attrs.field(factory=set)
-    """Those that are being compiled."""
+    """Grammars that are being compiled."""
     turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MAX_CALLS))
 
     async def compile(self, grammar: Grammar) -> None:
-        """Have ``grammar`` compiled, and let the sequences go on that follow it."""
+        """Have ``grammar`` compiled, and let the sequences that follow it be computed."""
         async with self.turns:
             error = ""
             if self.core.requests_waiting_for(grammar):
@@ -54,11 +54,11 @@ class _Recompiling:
         self.wake()
 
     def next(self) -> Grammar | None:
-        """Return one that is to be compiled, None if all of them are."""
+        """Return a grammar to be compiled; None if all have begun."""
         return next((each for each in self.core.uncompiled if each not in self.begun), None)
 
     async def _ask(self, grammar: Grammar) -> str:
-        """Return why the worker can't compile ``grammar``, nothing if it has."""
+        """Call the worker; return why it can't compile ``grammar``, or an empty string."""
         arguments = {"grammar": [grammar.kind, grammar.text], "extra_args": {}}
         try:
             match await self.call("prepare", arguments):
@@ -77,17 +77,17 @@ async def recompile(
     wake: Callable[[], None],
     deliver: Callable[[list[SequenceOutput]], None],
 ) -> None:
-    """The task, for a worker's life: have it compile what sequences wait for.
+    """Run the task for a worker's life: have it compile the grammars that sequences wait for.
 
     Args:
-        core: says which grammars those are.
-        call: calls the worker.
-        happenings: are looked at after each plan.
-        wake: is called when sequences may go on.
-        deliver: takes the ends of sequences whose grammar can't be compiled.
+        core: Holds the grammars.
+        call: Calls the worker.
+        conditions: Notified after each plan.
+        wake: Called when sequences may be computed again.
+        deliver: Takes the ends of sequences with a grammar that can't be compiled.
 
     Raises:
-        WorkerLost: it is lost.
+        WorkerLost: The worker was lost.
     """
     recompiling = _Recompiling(core, call, wake, deliver)
     async with trio.open_nursery() as nursery:

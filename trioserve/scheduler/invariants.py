@@ -1,14 +1,16 @@
-"""The scheduler's invariants, as assertions over the whole of its state.
+"""The scheduler's invariants, as assertions over its whole state.
 
-1. A sequence is in line, or held for its siblings' prompt, exactly while it waits, in the running
-   exactly while it holds a slot, and neither only while it is preempted and a plan in flight names
-   it. Who is held has a leader that isn't, and that has a prompt to compute.
-2. Every page is free, idle, retiring or held; it is held by exactly those whose block tables name
-   it, and by more than one only as a published page at the same place of each.
-3. Counts are in order, block tables are long enough for what was planned and no longer than what
-   can ever be needed.
-4. What retires is named by a plan in flight; with nothing in flight and nobody running, no page is
-   held and no slot is open.
+1. A sequence is queued, or held back for its leader's prompt, exactly while it waits. It is running
+   exactly while it holds a slot. It is neither only while it is preempted and a plan in flight
+   names it. A held-back sequence has a leader that isn't held back and that has a prompt to
+   compute.
+2. Every page is free, idle, retiring or held. The holders of a page are exactly the sequences that
+   have it in their block tables. A page with several holders is published and at the same position
+   in each table.
+3. Counts are in order. Block tables are long enough for what was planned, and no longer than can
+   ever be needed.
+4. A plan in flight names every retiring slot and page. With nothing in flight and no running
+   sequence, no page is held and no slot is open.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def check_core(core: SchedulerCore) -> None:
-    """Assert the invariants. Costs as much as the state is large."""
-    _check_lines(core)
+    """Assert the invariants. The cost grows with the size of the state."""
+    _check_queues(core)
     for computation in core.running:
         _check_counts(core, computation)
     _check_pages(core)
@@ -37,10 +39,10 @@ def check_core(core: SchedulerCore) -> None:
     core.recovery.fault_isolation.check()
 
 
-def _check_lines(core: SchedulerCore) -> None:
-    for line in (core.waiting, core.running):
-        orders = [computation.order for computation in line]
-        assert orders == sorted(set(orders)), "a line is out of order"
+def _check_queues(core: SchedulerCore) -> None:
+    for queue in (core.waiting, core.running):
+        orders = [computation.order for computation in queue]
+        assert orders == sorted(set(orders)), "a queue is out of order"
     core.waiting.check()
     for computation in core.waiting:
         assert computation.sequence.state is State.WAITING
@@ -62,7 +64,7 @@ def _check_lines(core: SchedulerCore) -> None:
     for computation in core.preempted:
         assert computation.sequence.state is State.PREEMPTED
         assert computation.sequence.compute is computation
-        assert computation.last_plan >= core.in_flight[0].number, "it could be back in line"
+        assert computation.last_plan >= core.in_flight[0].number, "it should have been queued again"
     slots = [computation.slot for computation in core.running]
     assert len(set(slots)) == len(slots), "two sequences share a slot"
     table = core.memory.slots
@@ -70,19 +72,19 @@ def _check_lines(core: SchedulerCore) -> None:
 
 
 def _check_held(core: SchedulerCore) -> None:
-    in_line = set(map(id, core.waiting))
-    assert len(core.groups) == len(list(core.groups)), "the held are miscounted"
+    queued = set(map(id, core.waiting))
+    assert len(core.groups) == len(list(core.groups)), "sequences held back are miscounted"
     for computation in core.groups:
         assert computation.is_held
-        assert id(computation) not in in_line
+        assert id(computation) not in queued
         assert computation.sequence.state is State.WAITING
         assert computation.sequence.compute is computation
         assert not computation.holds_slot
         leader = leader_of(computation.sequence.request)
-        assert leader is not None, "a sequence is held for nobody"
-        assert not leader.compute.is_held, "a leader is held"
+        assert leader is not None, "a sequence is held back without a leader"
+        assert not leader.compute.is_held, "a leader is held back"
         waits = leader.state in (State.WAITING, State.PREFILL, State.PREEMPTED)
-        assert waits or leader.max_tokens == 0, "a sequence is held for what has been computed"
+        assert waits or leader.max_tokens == 0, "a sequence is held back for a computed prompt"
 
 
 def _check_counts(core: SchedulerCore, computation: SequenceState) -> None:
@@ -123,9 +125,9 @@ def _check_pages(core: SchedulerCore) -> None:
         for place, page in enumerate(computation.pages):
             places[page].add(place)
     unknown = pool.held() - holders.keys()
-    assert not unknown, f"page {min(unknown)} has a holder nobody knows"
+    assert not unknown, f"page {min(unknown)} has an unknown holder"
     for page, number in holders.items():
-        assert pool.holders(page) == number, f"page {page} has a holder nobody knows"
+        assert pool.holders(page) == number, f"page {page} has an unknown holder"
         if number > 1:
             assert pool.is_kept(page), f"page {page} is shared and not published"
             assert len(places[page]) == 1, f"page {page} stands at two places"
@@ -141,7 +143,7 @@ def _check_in_flight(core: SchedulerCore) -> None:
     rows_in_flight = itertools.chain.from_iterable(plan.rows for plan in core.in_flight)
     for computation, _, _ in rows_in_flight:
         assert computation.last_plan >= numbers[0]
-        assert computation.sequence.state is not State.WAITING, "rejoined the line too early"
+        assert computation.sequence.state is not State.WAITING, "queued again too early"
     if not numbers and not core.running:
         pool, slots = core.memory.pool, core.memory.slots
         assert pool.num_held == 0, "pages are held while nothing runs"

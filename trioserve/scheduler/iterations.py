@@ -1,4 +1,4 @@
-"""What one step was: a record for whoever listens, beside the counters that everybody can read."""
+"""A record of each step, for readers of a feed; the counters are available to all."""
 
 from __future__ import annotations
 
@@ -17,70 +17,70 @@ if TYPE_CHECKING:
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One step: a plan that was computed, and how things stood when its result came.
+    """A step: its plan, and the scheduler's state when its result came.
 
-    Numbers of what *happened* are since the record before, so that they add up to the counters of
+    Numbers of events count from the previous record on, so that they add up to the counters of
     :meth:`trioserve.Engine.statistics`.
     """
 
     number: int
     """Steps since the engine began, this one included."""
     time: float
-    """When the result came, in seconds on trio's clock."""
+    """Time of the result, in seconds on trio's clock."""
     num_sequences: int
     """Sequences that the step computed."""
     num_prefills: int
-    """Those of them that were still at their prompt."""
+    """Sequences among them that were in prefill."""
     num_prefill_tokens: int
-    """Tokens that those computed; after a preemption their output's, too."""
+    """Tokens that those computed, after a preemption also of their output."""
     num_decode_tokens: int
-    """Tokens that the others computed, one for each."""
+    """Tokens that the others computed, one each."""
     num_tokens_sampled: int
     """Tokens that were accepted into outputs."""
     num_finished: int
-    """Sequences of the step that had ended when its result had been taken."""
+    """Sequences of the step that had finished when its result had been taken."""
     num_running: int
     """Sequences that hold a slot now."""
     num_waiting: int
-    """Sequences that wait for one."""
+    """Sequences that wait for a slot."""
     num_preempted: int
-    """Sequences that had to give up their pages."""
+    """Sequences that were preempted for their pages."""
     plans_in_flight: int
     """Plans that have been sent and not been answered."""
     prefix_cache_queries: int
-    """Tokens of the sequences that got a slot."""
+    """Tokens of the sequences that were admitted."""
     prefix_cache_hits: int
-    """Those of them that needed no computation."""
+    """Tokens among them that were cached."""
     pages_evicted: int
-    """Cached pages whose content was lost to others."""
+    """Cached pages that were evicted and lost."""
     pages_offloaded: int
     """Cached pages that were copied to the host."""
     pages_onloaded: int
-    """Pages that were copied back from there."""
+    """Pages that were copied back from the host."""
     pages_free: int
     pages_cached: int
-    """Pages that nobody holds, and that are kept for what they contain."""
+    """Pages that no sequence holds and the prefix cache keeps."""
     pages_held: int
     pages_total: int
     host_pages_cached: int
-    """Places in the host's memory that hold what was offloaded."""
+    """Places in the host's memory that hold a page."""
     host_pages_total: int
     step_us: int
-    """Microseconds in which the worker's device computed the step."""
+    """Microseconds for which the worker's device computed the step."""
     idle_us: int
-    """Microseconds in which it computed nothing, before and in the step, with something to do."""
+    """Microseconds for which the device was idle with work to do, before and in the step."""
     launch_us: int
     """Microseconds that the worker took to queue the step on its device."""
 
 
 @attrs.define(eq=False)
 class Iterations:
-    """Makes the records of one scheduler, as long as somebody reads ``feed``."""
+    """The records of one scheduler, made while ``feed`` has readers."""
 
     _counters: Counters
     feed: Feed[Iteration] = attrs.field(init=False)
     _told: Counters = attrs.field(init=False, factory=Counters)
-    """The counters as they were at the last record."""
+    """Counters at the last record."""
 
     def __attrs_post_init__(self) -> None:
         self.feed = Feed(self._begin)
@@ -91,7 +91,7 @@ class Iterations:
     def note(
         self, core: SchedulerCore, plan: InFlight, result: wire.StepResult, now: float
     ) -> None:
-        """``plan`` has been computed, and ``core`` has taken its ``result``."""
+        """Publish the record of ``plan``, after its ``result`` has been taken."""
         was, is_ = self._told, attrs.evolve(self._counters)
         self._told = is_
         pool = core.memory.pool

@@ -1,4 +1,4 @@
-"""The bounds that the scheduler keeps, and which requests fit within them."""
+"""The bounds that the scheduler keeps, and the check that a request fits within them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trioserve.requests.request import Request
 
 DEFAULT_CPU_LORAS = 32
 MAX_PROMPT_LOGPROBS = 1 << 20
-"""Log-probabilities of prompt tokens in one answer, which may repeat them with each output.
+"""Log-probabilities of prompt tokens in one answer, counting repetitions for each output.
 
-They are kept until it is written, and take about 100 bytes each in its JSON.
+They are kept until the answer is written, and take about 100 bytes each in its JSON.
 """
 
 
 @attrs.frozen(kw_only=True)
 class SchedulerLimits:
-    """What the worker can hold and what the engine was told; options of the same names explain."""
+    """Capacity of the worker and options of the engine; options of the same names explain them."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -39,11 +39,11 @@ class SchedulerLimits:
     max_prompt_tokens_beside_decodes: int = attrs.field(
         default=attrs.Factory(lambda self: self.max_num_batched_tokens, takes_self=True)
     )
-    """Of a plan in which somebody decodes: what prompts may have of it."""
+    """Tokens of prompts in a plan that also has decodes."""
 
     @classmethod
     def of(cls, config: EngineConfig, ready: wire.Ready) -> SchedulerLimits:
-        """What a worker says that it can hold, and the engine's options."""
+        """Return the limits that follow from a worker's capacity and the engine's options."""
         on_cpu = ready.device == "cpu"
         budget = ready.max_num_batched_tokens
         return cls(
@@ -61,24 +61,25 @@ class SchedulerLimits:
             capacity_policy=config.capacity_policy,
             max_loras=config.max_loras,
             max_cpu_loras=max(config.max_cpu_loras or DEFAULT_CPU_LORAS, config.max_loras),
-            # On a CPU a token costs as much in a long chunk as in a short one, which is sooner
-            # over: bench/engine/long_prompts.py.
+            # On a CPU a token costs as much in a long chunk as in a short one, and a short chunk
+            # ends sooner: bench/engine/long_prompts.py.
             max_prompt_tokens_beside_decodes=max(budget // 6, 1) if on_cpu else budget,
         )
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold the KV of ``num_tokens`` tokens."""
+        """Return the number of pages that hold the KV of ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
 
 
 def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
-    """How many tokens ``request`` may produce: what it asked for, or its default as far as it fits.
+    """Return the number of tokens that ``request`` may produce.
 
-    A request for none needs room for one nevertheless: its last row draws a token like any other.
+    It is the number that the request asks for, or else its default as far as that fits. Even a
+    request for 0 tokens needs room for one, because its last row draws a token like any other.
 
     Raises:
-        InvalidRequest: the prompt is empty.
-        ContextTooLong: the prompt, or the prompt and the tokens asked for, never fit.
+        InvalidRequest: The prompt is empty.
+        ContextTooLong: The prompt, or the prompt and the tokens asked for, never fit.
     """
     num_prompt = len(request.prompt_ids)
     asked = request.params.max_tokens
@@ -112,12 +113,12 @@ def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
 
 
 def prompt_logprobs_for(limits: SchedulerLimits, request: Request) -> PromptLogprobs | None:
-    """Where the log-probabilities of the prompt are to be collected, if ``request`` wants any.
+    """Return where the prompt's log-probabilities are collected; None if they aren't wanted.
 
     A start at the prompt's very end is allowed: then there are none.
 
     Raises:
-        InvalidRequest: they are to start past the prompt, or are too many.
+        InvalidRequest: They start past the prompt, or are too many.
     """
     params = request.params
     if params.prompt_logprobs is None:

@@ -1,6 +1,6 @@
-"""What sequences hold of the worker's memory: a slot each, their pages, and the cached prefixes.
+"""The worker's memory: slots, pages and cached prefixes of sequences.
 
-The one place where :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.token_counts`,
+Only here do :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.token_counts`,
 :mod:`~trioserve.scheduler.page_pool` and :mod:`~trioserve.scheduler.prefix_cache` meet.
 """
 
@@ -22,13 +22,13 @@ from trioserve.scheduler.token_counts import Ints, TokenCounts
 
 
 class Memory:
-    """The memory of one worker, from its start or reset to its end or the next reset."""
+    """The memory of one worker, from its start or reset to its end or next reset."""
 
     def __init__(self, limits: SchedulerLimits, feeds: Feeds) -> None:
         self.limits = limits
         self._counters = feeds.counters
         self._now = 0.0
-        # Without a prefix cache, nobody would ever look for what was kept on the host.
+        # Without a prefix cache, pages on the host would never be matched.
         num_host_pages = limits.num_host_pages if limits.enable_prefix_caching else 0
         self.pool = PagePool(limits.num_pages, num_host_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size, feeds.cache)
@@ -36,10 +36,10 @@ class Memory:
         self.counts = TokenCounts(limits.max_num_seqs, limits.vocab_size)
 
     def match(self, computation: SequenceState, plan: int) -> PrefixMatch:
-        """The cached pages that ``computation`` could begin with in plan ``plan``.
+        """Return the cached pages that the sequence could begin with in plan ``plan``.
 
-        The token before the first one of which a log-probability is still to come is computed, and
-        all tokens of a prompt whose mean is wanted.
+        The prefix ends early enough for the tokens that must be computed: the one before the first
+        log-probability still to come, or all tokens if the prompt's mean is wanted.
         """
         if computation.namespace is None or computation.sequence.sampler.pooling == "mean":
             return PrefixMatch()
@@ -49,11 +49,10 @@ class Memory:
         return self.prefix.match(computation.namespace, tokens, plan, most)
 
     def fits(self, computation: SequenceState, match: PrefixMatch, running: Ints) -> bool:
-        """Whether the capacity policy lets ``computation`` enter, with pages for all that is known.
+        """Return True if the capacity policy admits the sequence, with pages for all its tokens.
 
-        Idle pages that it shares leave those that can be evicted, so they count as needed too, and
-        those on the host need a page each.
-        ``running`` are the slots of those in the running.
+        An idle page that it shares can't be evicted any more, and a page on the host needs a page
+        on the device. So both count as needed. ``running`` are the slots of the running sequences.
         """
         total = self.limits.pages_for(computation.sequence.num_tokens)
         return policy.may_admit(
@@ -66,7 +65,7 @@ class Memory:
         )
 
     def enter(self, computation: SequenceState, match: PrefixMatch) -> None:
-        """Give ``computation``, which fits, a slot and pages for all that is known of it."""
+        """Give the sequence, which must fit, a slot and pages for all its known tokens."""
         shared, on_host = match.pages, match.on_host
         self.pool.share(shared)
         self.prefix.pin(on_host)
@@ -85,15 +84,15 @@ class Memory:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had at once, evicting what is idle."""
+        """Number of pages that can be allocated at once, evicting idle ones."""
         return self.pool.num_free + self.pool.num_idle
 
     def has_page_for_next(self, computation: SequenceState) -> bool:
-        """Whether the block table reaches past the tokens that have been planned."""
+        """Return True if the block table reaches past the planned tokens."""
         return computation.planned < len(computation.pages) * self.limits.page_size
 
     def append_page(self, computation: SequenceState) -> int | None:
-        """Append a page to the block table and say which; None if there is none to be had now."""
+        """Append a page to the block table and return it; None if there is none now."""
         if not self._make_free(1):
             return None
         computation.pages += self.pool.allocate(1)
@@ -101,7 +100,7 @@ class Memory:
         return computation.pages[-1]
 
     def publish(self, computation: SequenceState, plan: int) -> None:
-        """Let plans after ``plan`` find the pages that are full once it is done."""
+        """Let plans after ``plan`` match the pages that are full once ``plan`` is done."""
         if computation.namespace is not None:
             computation.cursor = self.prefix.publish(
                 computation.namespace,
@@ -113,7 +112,7 @@ class Memory:
             )
 
     def leave(self, computation: SequenceState) -> None:
-        """Take slot and pages back. Full pages stay in the prefix cache, the output's too."""
+        """Take slot and pages back. Full pages, also of the output, stay in the prefix cache."""
         pages = computation.pages
         if computation.namespace is not None:
             tokens = computation.known_tokens()
@@ -122,7 +121,7 @@ class Memory:
                 computation.namespace, computation.cursor, tokens, pages, num_full
             )
             retention = computation.sequence.request.retention
-            # What was flushed is found by nobody: it is worth nothing to anybody.
+            # Flushed pages are never matched, so they keep no priority.
             if retention is not None and computation.namespace == computation.own_namespace:
                 path = self.prefix.path(computation.namespace, tokens, num_full)
                 prompt_length = len(computation.sequence.request.prompt_ids)
@@ -132,7 +131,7 @@ class Memory:
         computation.leave_slot()
 
     def _retain(self, retention: Retention, path: list[Node], prompt_length: int) -> None:
-        """Have the pages of ``path`` be worth what a request says, the deepest first."""
+        """Set the priorities that a request gives to the pages of ``path``, the deepest first."""
         wanted = retention.of_pages(self.limits.page_size, prompt_length, len(path))
         for node, worth in zip(reversed(path), reversed(wanted), strict=True):
             if worth is not None:
@@ -140,13 +139,13 @@ class Memory:
                 self.prefix.priorities.set_own(node, priority, self._now + duration)
 
     def advance(self, now: float) -> None:
-        """It is ``now``: priorities whose time is over are the usual ones again."""
+        """Set the time to ``now``, and reset the priorities that have expired."""
         self._now = now
         if self.prefix.priorities.next_expiry <= now:
             self.prefix.priorities.expire(now)
 
     def hold(self, name: str, namespace: Namespace, tokens: Seq[int], priority: int) -> None:
-        """Keep what is cached of ``tokens``, by a hold of that name, until :meth:`unpin`."""
+        """Pin the cached pages of ``tokens`` under that name, until :meth:`unpin`."""
         path = self.prefix.path(namespace, tokens, len(tokens) // self.limits.page_size)
         if path:
             self.prefix.priorities.hold(name, path[-1], priority)
@@ -154,14 +153,14 @@ class Memory:
             self.prefix.priorities.unpin(name)
 
     def unpin(self, name: str) -> None:
-        """End the hold of that name, if there is one."""
+        """Remove the pin of that name, if there is one."""
         self.prefix.priorities.unpin(name)
 
     def flush(self, running: Iterable[SequenceState]) -> int:
-        """Have nobody find what is cached now; those in the running keep their pages.
+        """Clear the prefix cache; running sequences keep their pages.
 
         Returns:
-            how many pages were freed.
+            The number of freed pages.
         """
         freed = self.prefix.flush()
         for computation in running:
@@ -170,22 +169,22 @@ class Memory:
         return freed
 
     def retract(self, computation: SequenceState, plan: int) -> bool:
-        """See that nobody counts on what plans after ``plan`` compute; False if somebody does."""
+        """Unpublish what plans after ``plan`` compute for the sequence; False if others use it."""
         nobody, computation.cursor = self.prefix.retract(computation.cursor, plan)
         return nobody
 
     def acknowledge(self, plan: int) -> None:
-        """Plan ``plan`` is done: what only it and earlier ones named can be used again."""
+        """Note that plan ``plan`` is done, so that what only it and earlier ones named is free."""
         self.pool.acknowledge(plan)
         self.slots.acknowledge(plan)
 
     def _growth(self, slots: Ints) -> Ints:
-        """Pages that each of ``slots`` may need in addition before it ends by length."""
+        """Return the pages that each of ``slots`` may still need before it ends by length."""
         size = self.limits.page_size
         return -(-self.counts.limit[slots] // size) - self.counts.room[slots] // size
 
     def _make_free(self, count: int) -> bool:
-        """See that ``count`` pages are free, evicting cached ones; False if there aren't enough."""
+        """Free ``count`` pages, evicting idle ones; return False if there aren't enough."""
         missing = count - self.pool.num_free
         if missing > self.pool.num_idle:
             return False

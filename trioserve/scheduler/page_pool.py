@@ -1,12 +1,12 @@
-"""The pool of KV pages: how many sequences hold each page, and which pages may be handed out.
+"""The pool of KV pages: the number of holders of each page, and the pages to hand out.
 
 A page is in exactly one of four states:
 
 ======== ==========================================================================================
 free     its content means nothing; it may be allocated
 held     by one sequence, or by several as a shared prefix
-retiring nobody holds it, but a plan in flight may still touch it
-idle     nobody holds it; the prefix cache *keeps* it for its content
+retiring no sequence holds it, but a plan in flight may still touch it
+idle     no sequence holds it; the prefix cache *keeps* it for its content
 ======== ==========================================================================================
 
 ::
@@ -16,17 +16,17 @@ idle     nobody holds it; the prefix cache *keeps* it for its content
                         └────────share──────┴──────────────share───────────────┤
     free ◀─────────────────────────evict or offload────────────────────────────┘
 
-What an idle page holds can also go on in the host's memory, where there is some for that
-(:mod:`~trioserve.scheduler.host_pages`): it is *offloaded* there, which frees the page, and
-*loaded* back onto any page. This module only says where things are; copying is the worker's.
+If the host has memory for it, the content of an idle page can move there
+(:mod:`~trioserve.scheduler.host_pages`): *offloading* frees the page, and *loading* brings the
+content back onto any page. This module only keeps track of places; the worker copies.
 
 An *epoch* is the number of a plan. A page is released with the epoch of the last plan that named
-its holder, and is out of reach until that plan has been acknowledged. A kept page may be shared
+its holder, and can't be allocated until that plan has been acknowledged. A kept page may be shared
 again at any time: it is full, and no plan in flight writes to a full page.
 
-Idle pages go by their *level* (:mod:`~trioserve.scheduler.page_priorities`), and within one by
-when they came there. Whoever releases a path of the prefix tree names the deepest page first, so a
-child always goes before a parent on the same level.
+Idle pages are evicted by their *level* (:mod:`~trioserve.scheduler.page_priorities`), and within a
+level by the time when they became idle. A path of the prefix tree is released deepest page first,
+so a child always goes before a parent on the same level.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from trioserve.scheduler.host_pages import HostPages
 
 @attrs.define(eq=False, repr=False)
 class PagePool:
-    """``num_pages`` pages, known by their numbers from 0. Pure bookkeeping.
+    """Bookkeeping of ``num_pages`` pages with numbers from 0 on.
 
-    ``num_host_pages`` places in the host's memory have the numbers behind them.
+    The ``num_host_pages`` places in the host's memory have the numbers after them.
     """
 
     num_pages: int
@@ -72,63 +72,63 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that :meth:`allocate` can give at once."""
+        """Number of pages that :meth:`allocate` can give at once."""
         return len(self._free)
 
     @property
     def num_idle(self) -> int:
-        """Pages that :meth:`evict` and :meth:`offload` can free at once."""
+        """Number of pages that :meth:`evict` and :meth:`offload` can free at once."""
         return len(self._idle)
 
     @property
     def num_retiring(self) -> int:
-        """Pages that come back with results that are still in flight."""
+        """Number of pages that become free or idle with results still in flight."""
         return len(self._retiring)
 
     @property
     def num_held(self) -> int:
-        """Pages that are neither free nor idle: those of sequences and those that retire."""
+        """Number of pages that are held or retiring."""
         return self.num_pages - len(self._free) - len(self._idle)
 
     def holders(self, page: int) -> int:
-        """How many sequences hold ``page``."""
+        """Return the number of sequences that hold ``page``."""
         return self._holders[page]
 
     def held(self) -> set[int]:
-        """The pages that somebody holds. Takes as long as the pool is large."""
+        """Return the pages with a holder. The cost grows with the size of the pool."""
         return {page for page, number in enumerate(self._holders) if number}
 
     def kept(self) -> Set[int]:
-        """The pages that the prefix cache keeps."""
+        """Return the pages that the prefix cache keeps."""
         return self._kept
 
     def epoch(self, page: int) -> int:
-        """The last plan that named a former holder of ``page``; 0 if it has had none."""
+        """Return the last plan that named a former holder of ``page``; 0 if there was none."""
         return self._epochs[page]
 
     def is_kept(self, page: int) -> bool:
-        """Whether the prefix cache keeps ``page``."""
+        """Return True if the prefix cache keeps ``page``."""
         return page in self._kept
 
     def is_on_host(self, page: int) -> bool:
-        """Whether ``page`` is the number of a place in the host's memory."""
+        """Return True if ``page`` is the number of a place in the host's memory."""
         return page >= self.num_pages
 
     def level(self, page: int) -> int:
-        """How much what ``page`` holds is worth keeping; also of a place on the host."""
+        """Return the eviction level of a page or a place on the host."""
         return self._levels[page]
 
     def set_level(self, page: int, level: int) -> None:
-        """How much ``page`` is worth keeping. If it is idle or on the host, it is from now on."""
+        """Set the eviction level of ``page``. An idle or stored page counts as new on its level."""
         self._levels[page] = level
         (self.host if self.is_on_host(page) else self._idle).move(page, level)
 
     def count_idle(self, pages: Iterable[int]) -> int:
-        """How many of ``pages`` are idle: sharing them takes as many from what can be evicted."""
+        """Return how many of ``pages`` are idle; sharing them leaves as many fewer to evict."""
         return sum(page in self._idle for page in pages)
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` free pages, each with one holder. There must be as many."""
+        """Return ``count`` free pages, each with one holder. There must be as many."""
         assert 0 <= count <= len(self._free), f"{count} pages asked of {len(self._free)} free ones"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -137,7 +137,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Give each of ``pages``, all of them kept, one holder more."""
+        """Add a holder to each of ``pages``, all of them kept."""
         for page in pages:
             assert page in self._kept, f"page {page} is shared but not kept"
             if self._holders[page] == 0:
@@ -146,9 +146,9 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int], epoch: int) -> None:
-        """Take one holder, which plan ``epoch`` was the last to name, from each of ``pages``.
+        """Remove a holder, last named by plan ``epoch``, from each of ``pages``.
 
-        Of pages on one path of the prefix tree, the deepest comes first.
+        Pages on one path of the prefix tree must be given deepest first.
         """
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is released but not held"
@@ -160,24 +160,24 @@ class PagePool:
                     self._settle(page)
 
     def acknowledge(self, epoch: int) -> None:
-        """Plans up to ``epoch`` are done: what they alone kept out of reach comes back."""
+        """Note that plans up to ``epoch`` are done, and settle the pages that waited for them."""
         self._acknowledged = epoch
         for page in [page for page in self._retiring if self._epochs[page] <= epoch]:
             self._settle(page)
 
     def keep(self, page: int) -> None:
-        """The prefix cache wants ``page``, which is held, to stay once nobody holds it."""
+        """Keep ``page``, which is held, for the prefix cache once no sequence holds it."""
         assert self._holders[page] > 0, f"page {page} is kept but not held"
         assert page not in self._kept, f"page {page} is kept twice"
         self._kept.add(page)
 
     def unkeep(self, page: int) -> None:
-        """The prefix cache wants ``page``, which is held, no more."""
+        """Stop keeping ``page``, which is held."""
         assert self._holders[page] > 0, f"page {page} is given up but not held"
         self._kept.remove(page)
 
     def give_up(self, page: int) -> None:
-        """The prefix cache wants ``page`` no more, wherever it is and whoever has it."""
+        """Stop keeping ``page``, in whatever state and place it is."""
         if self.is_on_host(page):
             self.host.free(page)
             return
@@ -187,27 +187,27 @@ class PagePool:
             self._free.append(page)
 
     def next_idle(self) -> int:
-        """The idle page that is to go first: of the lowest level, the one longest there.
+        """Return the idle page to be evicted first: of the lowest level, the one idle longest.
 
         There must be one.
         """
         return self._idle.first()
 
     def evict(self) -> int:
-        """Free that page.
+        """Free the page that :meth:`next_idle` names.
 
         Returns:
-            which it was.
+            That page.
         """
         page = self.next_idle()
         self.give_up(page)
         return page
 
     def offload(self, page: int) -> int:
-        """Free idle ``page``, what it holds going to the host, where a place must be free.
+        """Free idle ``page`` and move its content to a place on the host. One must be free.
 
         Returns:
-            the place.
+            The place.
         """
         place = self.host.store(self._levels[page])
         self._move_level(page, place)
@@ -215,17 +215,17 @@ class PagePool:
         return place
 
     def load(self, place: int) -> int:
-        """Give what ``place`` on the host holds a page, with one holder. One must be free.
+        """Move the content of ``place`` on the host to a page, with one holder. One must be free.
 
         Returns:
-            the page.
+            The page.
         """
         [page] = self.allocate(1)
         self.replace(place, page)
         return page
 
     def replace(self, place: int, page: int) -> None:
-        """``page``, which is held, holds what ``place`` on the host did, and is kept for it."""
+        """Let ``page``, which is held and has the same content, replace ``place`` on the host."""
         self.keep(page)
         self._move_level(place, page)
         self.host.free(place)
@@ -242,7 +242,7 @@ class PagePool:
             self._free.append(page)
 
     def check(self) -> None:
-        """Assert that every page is in exactly one state, and that each state suits it."""
+        """Assert that every page is in exactly one state that fits it."""
         places = [set(self._free), self.held(), set(self._retiring), set(self._idle)]
         assert len(self._free) == len(places[0]), "a page is free twice"
         assert sum(map(len, places)) == len(set().union(*places)) == self.num_pages

@@ -1,18 +1,17 @@
-"""How much each page of the prefix cache is worth keeping, and what that is made of.
+"""Eviction levels of the prefix cache's pages.
 
-A page has a priority of its own, the usual one unless a request said otherwise
-(:mod:`trioserve.requests.retention`), for ever or for a time. What counts is its **level**: the
-highest of its own priority, of the levels of the pages right below it, and of the **holds** on it.
-A hold is somebody's interest in a whole path, such as that of a session in its conversation; it
-stands at the deepest page of the path, and if that page is evicted nevertheless, it moves up to the
-one above.
+A page has a priority of its own, either for ever or until a time. It is the default one unless a
+request said otherwise (:mod:`trioserve.requests.retention`). Eviction goes by the page's **level**:
+the highest of its own priority, the levels of the pages right below it, and the **pins** on it. A
+pin protects a whole path, such as a session's conversation. It is recorded at the deepest page of
+the path; if that page is evicted nevertheless, the pin moves to its parent.
 
-So a page's level is at least that of what is below it, and who evicts the lowest level first never
-comes to a page before its children (rule 4 of :mod:`~trioserve.scheduler.prefix_cache`). The same
-has to hold within a level: whatever raises a page puts those of its ancestors behind it that are on
-the same level. A page whose level changes counts as idle from then on.
+So a page's level is at least that of each page below it, and eviction by level never reaches a page
+before its children (rule 4 of :mod:`~trioserve.scheduler.prefix_cache`). This must also hold within
+a level: when a page is raised, its ancestors on the same level are moved behind it. A page counts
+as newly idle when its level changes.
 
-Pages of which nobody said anything cost nothing here: only what isn't as usual is kept.
+Only deviations from the default are stored, so all other pages cost nothing here.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ class Priorities:
 
     pool: PagePool
     next_expiry: float = attrs.field(init=False, default=math.inf)
-    """Before that moment, :meth:`expire` has nothing to do."""
+    """Time before which :meth:`expire` has nothing to do."""
     _own: dict[Node, tuple[int, float]] = attrs.field(init=False, factory=dict)
-    """Priorities of their own, and until when they have them."""
+    """Priority of its own and expiry, by node."""
     _below: dict[Node, dict[int, int]] = attrs.field(init=False, factory=dict)
-    """How many children of a node are on each level, those on the usual one left out."""
+    """Number of a node's children on each level other than the default."""
     _pins: dict[str, Node] = attrs.field(init=False, factory=dict)
-    """Where the hold of each name stands."""
+    """Node at which each pin is recorded, by the pin's name."""
     _held: dict[Node, dict[str, int]] = attrs.field(init=False, factory=dict)
-    """The holds on each node, and the priorities that they ask for."""
+    """Names and priorities of the pins at each node."""
     _expiries: list[tuple[float, int, Node]] = attrs.field(init=False, factory=list)
-    """A heap, of which some entries may be out of date: what ``_own`` says counts."""
+    """Heap of expiries; entries may be outdated, in which case ``_own`` is right."""
     _numbers: itertools.count[int] = attrs.field(init=False, factory=itertools.count)
 
-    # ---- what becomes of the tree
+    # ---- changes of the tree
 
     def on_added(self, node: Node) -> None:
-        """``node`` is in the tree now, with nothing below it and nothing said of it."""
+        """Note that ``node`` was added to the tree, as a leaf with the default priority."""
         parent = node.parent
         assert parent is not None
         if parent.parent is not None and self.pool.level(parent.page) < DEFAULT_PRIORITY:
             self._look(parent)
 
     def on_removed(self, node: Node) -> None:
-        """``node``, with nothing below it, is in the tree no more."""
+        """Note that ``node``, a leaf, was removed from the tree."""
         parent = node.parent
         assert parent is not None
         level = self.pool.level(node.page)
@@ -85,7 +84,7 @@ class Priorities:
             self._look(parent)
 
     def reset(self, nodes: Iterable[Node]) -> None:
-        """Of ``nodes``, which are all that are in the tree, nobody has said anything; no holds."""
+        """Give all ``nodes``, which are all nodes of the tree, the default level, without pins."""
         self._own.clear()
         self._below.clear()
         self._pins.clear()
@@ -96,10 +95,10 @@ class Priorities:
             if self.pool.level(node.page) != DEFAULT_PRIORITY:
                 self.pool.set_level(node.page, DEFAULT_PRIORITY)
 
-    # ---- what is asked for
+    # ---- priorities and pins
 
     def set_own(self, node: Node, priority: int, expires: float = math.inf) -> None:
-        """Give ``node`` a priority of its own, until the moment ``expires``."""
+        """Give ``node`` a priority of its own that ends at the time ``expires``."""
         if priority == DEFAULT_PRIORITY:
             self._own.pop(node, None)
         else:
@@ -120,7 +119,7 @@ class Priorities:
         self.next_expiry = self._expiries[0][0]
 
     def expire(self, now: float) -> None:
-        """Whose time is over by ``now`` has the usual priority again."""
+        """Reset the priorities that have expired by ``now``."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, node = heapq.heappop(self._expiries)
             own = self._own.get(node)
@@ -132,18 +131,18 @@ class Priorities:
     def hold(self, name: str, node: Node, priority: int) -> None:
         """Keep the path to ``node`` on the level ``priority`` at least, until :meth:`unpin`.
 
-        There is one hold of each name: a former one ends.
+        An earlier pin of the same name ends.
         """
         former = self._pins.get(name)
         self._pins[name] = node
         self._held.setdefault(node, {})[name] = priority
         self._look(node)
-        # Only now: what both have in common stays where it is.
+        # Only now, so that the pages of both paths keep their level.
         if former is not None and former is not node:
             self._end_hold(name, former)
 
     def unpin(self, name: str) -> None:
-        """End the hold of that name, if there is one."""
+        """Remove the pin of that name, if there is one."""
         node = self._pins.pop(name, None)
         if node is not None:
             self._end_hold(name, node)
@@ -156,13 +155,13 @@ class Priorities:
         self._look(node)
 
     def hold_names(self) -> set[str]:
-        """The names of all holds."""
+        """Return the names of all pins."""
         return set(self._pins)
 
     # ---- levels
 
     def level_of(self, node: Node) -> int:
-        """What the level of ``node`` has to be, given those below it."""
+        """Return the level that ``node`` must have, given the levels below it."""
         own, _ = self._own.get(node, (DEFAULT_PRIORITY, math.inf))
         below = self._below.get(node)
         num_unusual = 0
@@ -176,7 +175,7 @@ class Priorities:
         return level if held is None else max(level, *held.values())
 
     def _look(self, node: Node) -> None:
-        """Something was said of ``node``, or changed below it: see to its level and those above."""
+        """Update the levels of ``node`` and its ancestors after a change at or below it."""
         raised_to = -1
         while node.parent is not None:
             old, new = self.pool.level(node.page), self.level_of(node)
@@ -190,7 +189,7 @@ class Priorities:
             node = node.parent
 
     def _count(self, parent: Node, old: int, new: int) -> None:
-        """A child of ``parent`` went from one level to another, or was removed from it."""
+        """Count that a child of ``parent`` changed its level, or was removed from ``old``."""
         if parent.parent is None:
             return
         below = self._below.setdefault(parent, {})
@@ -203,13 +202,13 @@ class Priorities:
         if not below:
             del self._below[parent]
 
-    # ---- what has to be true
+    # ---- assertions
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """Assert that all levels are as they have to be; ``nodes`` are all that are in the tree."""
+        """Assert that all levels are right; ``nodes`` are all nodes of the tree."""
         known = set(nodes)
         for kept in (self._own, self._below, self._held):
-            assert kept.keys() <= known, "something is kept of a page that has gone"
+            assert kept.keys() <= known, "a record is left of a removed page"
         for node in known:
             level = self.pool.level(node.page)
             assert level == self.level_of(node), f"page {node.page} is on a wrong level"
@@ -221,8 +220,8 @@ class Priorities:
                     below[of_child] = below.get(of_child, 0) + 1
             assert below == self._below.get(node, {}), "levels below a page are miscounted"
         pins = {name: node for node, held in self._held.items() for name in held}
-        assert pins == self._pins, "a hold stands at two pages, or at none"
-        assert all(self._held.values()), "an empty set of holds was left behind"
+        assert pins == self._pins, "a pin is recorded at two pages, or at none"
+        assert all(self._held.values()), "an empty set of pins was left behind"
         waits = {node for _, _, node in self._expiries}
         expiring = {node for node, (_, until) in self._own.items() if until < math.inf}
         assert expiring <= waits, "a priority will never expire"

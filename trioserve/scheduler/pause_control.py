@@ -1,4 +1,4 @@
-"""Quiet: a time in which nothing is computed, for whoever needs one, and how to wait for it."""
+"""Pauses, during which nothing is computed, and how to wait for them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from trioserve.scheduler.core import SchedulerCore
 class PauseControl:
     """The pauses of one scheduler.
 
-    Several may want one at the same time: each by a name of its own, and the last one to resume
-    ends it. Meanwhile requests are admitted to the queue, aborted and timed out as ever, and
-    workers may come and go.
+    Each caller pauses under its own key, so one resume doesn't end another caller's pause.
+    Meanwhile requests are queued, aborted and timed out as usual, and workers may be replaced.
 
     Args:
-        core: gives the scheduler's core, which is there as soon as anybody can ask.
-        wake: is called when there may be something to plan.
+        core: Returns the scheduler's core, which exists before the first use.
+        wake: Called when there may be something to plan.
     """
 
     _core: Callable[[], SchedulerCore]
@@ -28,13 +27,13 @@ class PauseControl:
     _conditions: Conditions = attrs.field(init=False, factory=Conditions)
 
     async def pause(self, holder: str, *, retract: bool = False) -> None:
-        """Have nobody computed until :meth:`resume`; return once nothing is, which is soon.
+        """Stop computing until :meth:`resume`; return once nothing is in flight, which is soon.
 
         Cancelling this leaves the pause in place.
 
         Args:
-            holder: who needs it.
-            retract: take the slots and pages of those who run, who will resume from their tokens.
+            holder: Key of the pause.
+            retract: Preempt all running sequences, which resume from their tokens.
         """
         core = self._core()
         core.pause_gate.close(holder)
@@ -44,9 +43,9 @@ class PauseControl:
         await self._conditions.wait_for(lambda: core.is_quiet)
 
     async def pause_when_done(self, holder: str) -> None:
-        """:meth:`pause` once all who came before this have finished. Who comes after it waits.
+        """Pause once all requests that have arrived so far have finished; later ones wait.
 
-        Cancelling it before that lets everybody in again.
+        Cancelling it before that ends the pause.
         """
         core = self._core()
         last = core.num_arrivals
@@ -59,19 +58,19 @@ class PauseControl:
         await self.pause(holder)
 
     def resume(self, holder: str) -> None:
-        """``holder`` needs no quiet any more. Idempotent."""
+        """End the pause of that key. Idempotent."""
         self._core().pause_gate.release(holder)
         self._wake()
 
     def flush_prefixes(self) -> int:
-        """Have no request find what was computed up to now; those that run keep what they have.
+        """Clear the prefix cache; running sequences keep their pages.
 
         Returns:
-            how many pages were freed.
+            The number of freed pages.
         """
         core = self._core()
         return core.memory.flush(core.running)
 
     def notify(self) -> None:
-        """Something has happened: a result, an abort, the loss of a worker."""
+        """React to a change of the state: a result, an abort, the loss of a worker."""
         self._conditions.notify()

@@ -1,6 +1,6 @@
-"""The choices: who comes first, who computes how many tokens, who may enter, who must leave.
+"""The choices: order of admission, shares of a plan, admission, and preemption.
 
-Pure functions of what they are given; :mod:`trioserve.scheduler.core` acts on what they say.
+They are pure functions; :mod:`trioserve.scheduler.core` acts on their results.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import numpy as np
 from trioserve.scheduler.token_counts import Bools, Ints
 
 Order = tuple[int, int, int, int]
-"""A place in line: (priority, turn, arrival, index of the sequence in its request)."""
+"""Position in a queue: (priority, turn, arrival, index of the sequence in its request)."""
 
 NO_TURN = 1 << 62
-"""The turn of a sequence that hasn't had one: past every turn."""
+"""Turn of a sequence that hasn't had one: greater than every turn."""
 
 LPM_WINDOW = 128
-"""How many of the first in line the ``lpm`` policy looks at: each costs a walk of the tree."""
+"""Number of waiting sequences that the ``lpm`` policy looks at: each costs a walk of the tree."""
 
 
 T = TypeVar("T")
 
 
 def queue_order(policy: str, *, priority: int, arrival: int, index: int) -> Order:
-    """Return the place of a sequence that hasn't had a turn (:mod:`~.waiting`)."""
+    """Return the position of a sequence that hasn't had a turn (:mod:`~.waiting_queue`)."""
     return (priority if policy == "priority" else 0, NO_TURN, arrival, index)
 
 
 def admission_order(
     policy: str, waiting: Iterable[T], cached_pages: Callable[[T], int]
 ) -> Iterator[T]:
-    """The waiting in the order in which they are to be admitted.
+    """Yield the waiting in the order in which they are to be admitted.
 
-    ``lpm`` takes those first of which the most pages are cached, so that a prefix is used while it
-    is there; among equals, and past the first ``LPM_WINDOW``, it is the order of ``waiting``.
+    ``lpm`` takes the sequence with the most cached pages first, so that a prefix is used while it
+    is cached. Equals, and those past the first ``LPM_WINDOW``, keep their order.
 
     Args:
         policy: ``fcfs``, ``priority`` or ``lpm``.
-        waiting: in the order of turns.
-        cached_pages: how many pages of a waiting sequence the prefix cache holds.
+        waiting: The waiting, in the order of turns.
+        cached_pages: Returns the number of cached pages of a waiting sequence.
     """
     line = iter(waiting)
     if policy == "lpm":
@@ -55,27 +55,28 @@ def admission_order(
 
 @attrs.frozen
 class Share:
-    """How a plan's tokens are shared out among the running; ``left`` of them are over."""
+    """The shares of a plan's tokens among the running sequences; ``left`` of them are not used."""
 
     decodes: Ints
-    """The places in line of those who get one token each, their last."""
+    """Positions of the running sequences that get one token each, their last."""
     chunks: list[tuple[int, int]]
-    """The places of those in prefill, and how many tokens each of them gets."""
+    """Positions of the sequences in prefill, and their numbers of tokens."""
     left: int
 
     @classmethod
     def out(cls, remaining: Ints, may_run: Bools, budget: int, prompts: int) -> Share:
         """Share ``budget`` tokens out: one for every decode, then chunks of prompts, in order.
 
-        There may be no more running than ``budget``, so a decode never waits for a prompt, and
-        what is left is at least a token for everyone who is in prefill. Where somebody decodes,
-        prompts have to do with ``prompts`` tokens, so that the next token isn't long in coming.
+        There are never more running sequences than ``budget``. So a decode never waits for a
+        prompt, and at least one token is left for each sequence in prefill. Beside decodes, prompts
+        get at most ``prompts`` tokens, so that the next token isn't long in coming.
 
         Args:
-            remaining: of everyone in line, the tokens that have not been given to a plan.
-            may_run: whether there is a token left to sample that no plan in flight will.
-            budget: tokens in the plan.
-            prompts: most of them that prompts get beside decodes.
+            remaining: For each running sequence, its tokens not yet given to a plan.
+            may_run: For each running sequence, whether it has a token left to sample that no plan
+                in flight samples.
+            budget: Tokens in the plan.
+            prompts: Most tokens that prompts get beside decodes.
         """
         is_last = remaining == 1
         decodes = (may_run & is_last).nonzero()[0]
@@ -103,19 +104,19 @@ def may_admit(
     growth: int,
     running_growth: Ints,
 ) -> bool:
-    """Whether a sequence may enter.
+    """Return True if a sequence may be admitted.
 
-    ``guaranteed_no_evict`` never promises more than there is: then every running sequence gets its
-    pages until its end. ``max_utilization`` keeps one page in hand for each of the running, so that
-    the next page that one of them needs doesn't undo the admission; past that it takes the risk.
+    ``guaranteed_no_evict`` never promises more pages than there are, so every running sequence gets
+    its pages until its end. ``max_utilization`` keeps one page in reserve for each running
+    sequence, so that the next page that one of them needs doesn't undo the admission.
 
     Args:
-        policy: the capacity policy, one of the two.
-        available: pages that can be had at once, evicting what is idle.
-        retiring: pages that come back with results in flight.
-        need: pages that the sequence needs at once.
-        growth: pages that it may need in addition before it ends by length.
-        running_growth: the same of everyone in the running.
+        policy: Capacity policy, one of the two.
+        available: Pages that can be had at once, evicting idle ones.
+        retiring: Pages that come back with results in flight.
+        need: Pages that the sequence needs at once.
+        growth: Pages that it may still need before it ends by length.
+        running_growth: Pages that each running sequence may still need.
     """
     if need > available:
         return False
@@ -125,5 +126,5 @@ def may_admit(
 
 
 def choose_victim(running: Sequence[T]) -> T:
-    """Who of ``running``, in line, gives its pages up: the last, who has waited for the least."""
+    """Return the running sequence to preempt: the last one, which loses the least waiting time."""
     return running[-1]

@@ -1,30 +1,30 @@
-"""The radix prefix cache: which pages already hold the KV of a prompt's beginning.
+"""The radix prefix cache: it finds pages that already hold the KV of a prompt's beginning.
 
-A tree in which every node is one full page: the edge to it is the page's tokens, so the path to it
-spells all the tokens that its KV depends on. Each *namespace* (whatever else the KV depends on, and
-the caller's salt) has a root of its own.
+In the tree every node is one full page. The edge to a node is the page's tokens, so the path to it
+spells all tokens that its KV depends on. Each *namespace* has its own root. A namespace is all else
+that the KV depends on, together with the caller's salt.
 
 Rules, and what follows from them:
 
 1. A node is **published** by the plan that computes its page, and **matched** only by later plans.
    The worker runs plans in order, and a failed plan empties the whole cache, so a matched page has
    been computed when it is read.
-2. A sequence in the running publishes only below nodes that it holds itself: it stops at the first
-   page that somebody else has published before it, and its own copy stays private.
-3. When a sequence leaves, the rest of its full pages is published too, below such foreign nodes
-   where there are any; it takes hold of them first and then releases the whole path, deepest page
-   first.
-4. So whoever holds a node's page holds its ancestors' pages as long or longer. A page that is idle
-   has only idle pages below it, all of them idle at least as long and worth no more
-   (:mod:`~trioserve.scheduler.page_priorities`): of those that are worth the least, the page that
-   has been idle longest never has a page below it. Eviction just takes it, and all idle pages can
-   be evicted.
-5. Where the host has memory for it, an evicted page goes on there: its node stays, with the number
-   of a place on the host (:mod:`~trioserve.scheduler.host_pages`). Below such a node there are only
-   such nodes, and what rule 4 says of idle pages is true of them. A sequence that matches them has
-   them copied back onto pages of its own. :attr:`PrefixCache.copies` are in the order in which
-   evictions and loads happened, so that places and pages may be used again at once; they are done
-   before anything else in the plan that is in the making, or in the next.
+2. A running sequence publishes only below nodes that it holds itself. It stops at the first page
+   that another sequence has published before it; its own copy of that page stays private.
+3. When a sequence leaves, the rest of its full pages is published too, if necessary below such
+   foreign nodes. The sequence first becomes a holder of those nodes and then releases the whole
+   path, deepest page first.
+4. So a holder of a node's page holds the pages of its ancestors as long or longer. Below an idle
+   page there are only idle pages. They have been idle at least as long and are worth no more
+   (:mod:`~trioserve.scheduler.page_priorities`). Among the pages of the lowest level, the page that
+   has been idle longest therefore never has a page below it. Eviction just takes that page, and all
+   idle pages can be evicted.
+5. If the host has memory for it, an evicted page moves there: its node stays, with the number of a
+   place on the host (:mod:`~trioserve.scheduler.host_pages`). Below such a node there are only such
+   nodes, and rule 4 holds for them like for idle pages. A sequence that matches them gets them
+   copied back onto pages of its own. :attr:`PrefixCache.copies` keeps the order of evictions and
+   loads, so that places and pages can be used again at once. The copies are done before anything
+   else in the plan being built, or in the next one.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _NO_PAGE = -1
 
 @attrs.define(eq=False)
 class Node:
-    """One full page of some prompt or output; a root stands for the empty prompt."""
+    """A full page of a prompt or output; a root stands for the empty prompt."""
 
     parent: Node | None = attrs.field(repr=False)
     key: tuple[Hashable, ...]
-    """The page's tokens; of a root, its namespace."""
+    """Tokens of the page; the namespace of a root."""
     page: int
-    """Its number, or that of a place on the host."""
+    """Number of the page, or of a place on the host."""
     plan: int
-    """The number of the plan that computes the page."""
+    """Number of the plan that computes the page."""
     depth: int
-    """Pages from the root to this one, itself included."""
+    """Number of pages from the root to this one, inclusive."""
     children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict, repr=False)
 
 
 @attrs.frozen
 class PrefixMatch:
-    """The pages whose KV a prompt can use, from its start.
+    """Cached pages that a prompt can use, from its start.
 
-    Those that are on the host, if any, come last. ``pending`` says that there would be more of them
-    in the next plan: the plan in the making computes the page that comes next.
+    Pages on the host, if any, come last. ``pending`` is set if the next plan could use more: the
+    plan being built computes the page that comes next.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -71,12 +71,12 @@ class PrefixMatch:
 
     @property
     def pages(self) -> list[int]:
-        """Those on the device."""
+        """Pages on the device."""
         return [node.page for node in self.nodes[: len(self.nodes) - self.num_on_host]]
 
     @property
     def on_host(self) -> tuple[Node, ...]:
-        """Those that have to be loaded."""
+        """Pages that have to be loaded from the host."""
         return self.nodes[len(self.nodes) - self.num_on_host :]
 
 
@@ -87,11 +87,11 @@ class PrefixCache:
     pool: PagePool
     page_size: int
     events: CacheEvents = attrs.field(factory=CacheEvents)
-    """Is told what comes and goes."""
+    """Events of pages that enter, move or leave."""
     priorities: Priorities = attrs.field(init=False)
-    """How much each page is worth keeping."""
+    """Levels of the pages, by which they are evicted."""
     copies: list[tuple[int, int]] = attrs.field(init=False, factory=list)
-    """From where to where pages are to be copied, one after the other."""
+    """Copies of pages to be done, in order: (source, destination)."""
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
     _num_flushes: int = attrs.field(init=False, default=0)
@@ -100,21 +100,21 @@ class PrefixCache:
         self.priorities = Priorities(self.pool)
 
     def roots(self) -> Iterator[Node]:
-        """Of each namespace that has pages, the newest first."""
+        """Yield the root of each namespace that has pages, the newest first."""
         return reversed(self._roots.values())
 
     @property
     def num_nodes(self) -> int:
-        """Pages in the tree, those on the host included."""
+        """Number of pages in the tree, including those on the host."""
         return len(self._node_of)
 
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
     ) -> PrefixMatch:
-        """The longest cached prefix of ``tokens`` that plan ``plan`` may use. Changes nothing.
+        """Return the longest cached prefix of ``tokens`` that plan ``plan`` may use.
 
-        It has at most ``most`` tokens, and never all of ``tokens``, which is the default: the last
-        one has to be computed for its logits.
+        The prefix has at most ``most`` tokens. By default it has any number but all of ``tokens``,
+        because the last token has to be computed for its logits. Nothing is changed.
         """
         node = self._roots.get(namespace)
         if node is None:
@@ -142,18 +142,18 @@ class PrefixCache:
         stop: int,
         plan: int,
     ) -> Node | None:
-        """Publish the pages before page ``stop`` of a sequence in the running (rule 2).
+        """Publish the pages before page ``stop`` of a running sequence (rule 2).
 
         Args:
-            namespace: where the sequence belongs.
-            cursor: the deepest node on the path that the sequence holds, None for the root.
-            tokens: the sequence's tokens, at least ``stop`` pages of them.
-            pages: its block table.
-            stop: how many of its first pages are full once ``plan`` is done.
-            plan: the number of the plan in the making.
+            namespace: Namespace of the sequence.
+            cursor: Deepest node on the path that the sequence holds; None for the root.
+            tokens: Tokens of the sequence, at least ``stop`` pages of them.
+            pages: Its block table.
+            stop: Number of its first pages that are full once ``plan`` is done.
+            plan: Number of the plan being built.
 
         Returns:
-            the new cursor.
+            The new cursor.
         """
         for index in range(cursor.depth if cursor else 0, stop):
             parent = cursor or self._root(namespace)
@@ -164,20 +164,20 @@ class PrefixCache:
         return cursor
 
     def retract(self, cursor: Node | None, plan: int) -> tuple[bool, Node | None]:
-        """Take what plans after ``plan`` compute for one sequence back, if nobody counts on it.
+        """Unpublish what plans after ``plan`` compute for one sequence, unless others use it.
 
         Args:
-            cursor: the deepest node on the path that the sequence holds.
-            plan: the oldest plan in flight.
+            cursor: Deepest node on the path that the sequence holds.
+            plan: Oldest plan in flight.
 
         Returns:
-            whether nobody does, and the new cursor; where somebody does, nothing has changed.
+            True if it was unpublished, and the new cursor. Otherwise nothing has changed.
         """
         retracted: list[Node] = []
         node = cursor
         while node is not None and node.plan > plan:
-            # A child that isn't on the path was computed after pages of this one. Who has left may
-            # still have a row in flight that reads it.
+            # A child outside the path was computed after pages of this one. A sequence that has
+            # left may still have a row in flight that reads it.
             if (
                 self.pool.holders(node.page) > 1
                 or self.pool.epoch(node.page) > plan
@@ -200,10 +200,10 @@ class PrefixCache:
         pages: Sequence[int],
         stop: int,
     ) -> list[int]:
-        """Publish the pages before page ``stop``, all of them computed, of a sequence that leaves.
+        """Publish the pages before page ``stop``, all computed, of a sequence that leaves.
 
         Returns:
-            the pages that the sequence then has to release, in the order in which it has to.
+            The pages that the sequence has to release, in the order in which it has to.
         """
         first = cursor.depth if cursor else 0
         held = list(pages[:first])
@@ -214,7 +214,7 @@ class PrefixCache:
             if cursor is None:
                 cursor = self._add(parent, key, pages[index], plan=0)
             elif self.pool.is_on_host(cursor.page):
-                # Its page holds the same, and is here already.
+                # The sequence's own page has the same content and is on the device.
                 place = cursor.page
                 self.pool.replace(place, pages[index])
                 self._moved(cursor, pages[index])
@@ -227,7 +227,7 @@ class PrefixCache:
         return held
 
     def path(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> list[Node]:
-        """The nodes of the first ``num_pages`` pages of ``tokens``, as far as there are any."""
+        """Return the nodes of the first ``num_pages`` pages of ``tokens``, as far as they exist."""
         found: list[Node] = []
         node = self._roots.get(namespace)
         for index in range(num_pages):
@@ -241,8 +241,8 @@ class PrefixCache:
         """Free ``count`` idle pages, in the order of rule 4. There must be as many.
 
         Returns:
-            how many of them went to the host; and how many, of them or of those there, are nowhere
-            to be found any more.
+            The number of pages moved to the host, and the number of pages lost, from the device or
+            the host.
         """
         num_offloaded = num_lost = 0
         for _ in range(count):
@@ -260,10 +260,10 @@ class PrefixCache:
         return num_offloaded, num_lost
 
     def _make_place(self, level: int) -> bool:
-        """See that the host has a place for what is worth ``level``, if anything there isn't.
+        """Free a place on the host for a page of ``level``, unless all stored pages are worth more.
 
         Returns:
-            whether something had to go for it.
+            True if a stored page was lost for it.
         """
         host = self.pool.host
         oldest = None if host.num_free else host.next()
@@ -273,12 +273,12 @@ class PrefixCache:
         return True
 
     def load(self, nodes: Sequence[Node]) -> list[int]:
-        """Have the pages of ``nodes``, which are on the host and pinned there, copied back.
+        """Copy the pages of ``nodes``, pinned on the host, back to the device.
 
-        There must be as many pages free; each has one holder then.
+        There must be as many free pages; each has one holder afterwards.
 
         Returns:
-            the pages.
+            The pages.
         """
         for node in nodes:
             place = node.page
@@ -293,30 +293,30 @@ class PrefixCache:
             self.pool.host.pin(node.page)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """What is to be copied before the next plan's rows are computed."""
+        """Return and clear the copies to be done before the next plan's rows are computed."""
         copies, self.copies = self.copies, []
         return copies
 
     def drop(self, is_dropped: Callable[[Namespace], bool]) -> None:
-        """Take the namespaces out that ``is_dropped`` is true of, which nobody looks into any more.
+        """Remove the namespaces for which ``is_dropped`` is true; no sequence may match them later.
 
-        Their pages are free as soon as nobody has them.
+        Their pages are free as soon as no sequence holds them.
         """
         nodes = [root for namespace, root in self._roots.items() if is_dropped(namespace)]
         for node in nodes:
             nodes.extend(node.children.values())
-        for node in reversed(nodes):  # the deepest first
+        for node in reversed(nodes):  # Deepest first.
             if node.parent is not None:
                 self._lose(node)
 
     def flush(self) -> int:
-        """Have nobody find what is cached now: free what is idle, and hide the rest.
+        """Clear the cache: free idle pages, and hide the pages that sequences hold.
 
-        Pages that somebody holds stay where they are, in namespaces that nobody else looks into;
-        whoever holds them is to go on in :meth:`flushed` of its own.
+        Held pages move to a namespace that no new sequence uses. Their holders go on in the
+        :meth:`flushed` form of their own namespace.
 
         Returns:
-            how many pages were freed.
+            The number of freed pages.
         """
         host = self.pool.host
         freed = host.num_stored + self.pool.num_idle
@@ -334,7 +334,9 @@ class PrefixCache:
         return freed
 
     def flushed(self, namespace: Namespace) -> Namespace:
-        """Where the pages of ``namespace`` are since the last :meth:`flush`."""
+        """Return the namespace in which the pages of ``namespace`` are since the last
+        :meth:`flush`.
+        """
         return (*namespace, FLUSHED, self._num_flushes)
 
     def check(self) -> None:
@@ -373,14 +375,14 @@ class PrefixCache:
         return root
 
     def _lose(self, node: Node) -> None:
-        """Take ``node``, which nobody is to find any more, out of the tree and its page back."""
+        """Remove ``node`` from the tree and free its page."""
         assert not node.children, "a page was evicted from under its children"
         del self._node_of[node.page]
         self.pool.give_up(node.page)
         self._remove(node)
 
     def _moved(self, node: Node, page: int) -> None:
-        """What ``node`` stands for is at ``page`` now."""
+        """Note that the page of ``node`` is now ``page``."""
         del self._node_of[node.page]
         node.page = page
         self._node_of[page] = node
@@ -388,7 +390,7 @@ class PrefixCache:
             self.events.on_moved(node, on_host=self.pool.is_on_host(page))
 
     def _remove(self, node: Node) -> None:
-        """Take ``node``, which has nothing below it, out of the tree."""
+        """Remove ``node``, a leaf, from the tree."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]

@@ -1,11 +1,10 @@
-"""What becomes of everybody when a plan fails or the worker is lost, and who is to blame for it.
+"""Recovery from failed plans and lost workers.
 
-All that the worker knew is gone then, and everybody is back in line with the tokens so far. It is
-counted how often that happens without progress: a step that was completed is progress, and so is
-that fewer requests are suspects than before (:mod:`~.fault_isolation`). Past the limit of failures
-the worker is given up, past that of deaths, which is the supervisor's, the engine. A worker that
-dies with nothing to do after a calm minute is as good as one that made a step: it may have been a
-long time.
+After a failure or loss, the worker's state is gone, and all sequences are queued again with their
+tokens so far. Failures and deaths without progress are counted; a completed step is progress, and
+so is a smaller number of suspects (:mod:`~.fault_isolation`). Past the limit of failures the worker
+is given up. Past the limit of deaths, which is the supervisor's, the engine is. A worker that dies
+with nothing to do after ``CALM_LIFE`` seconds counts like one that completed a step.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ if TYPE_CHECKING:
     from trioserve.scheduler.core import SchedulerCore
 
 MAX_FAILURES = 3
-"""Failures of plans without progress that a worker is given up for."""
+"""Failures of plans without progress after which a worker is given up."""
 CALM_LIFE = 60.0
-"""Seconds."""
+"""Seconds that a worker must have lived for its idle death to count as progress."""
 
 
 @attrs.define(eq=False)
 class Recovery:
-    """The part of a :class:`~.core.SchedulerCore` that begins where things go wrong."""
+    """The handling of failures in a scheduler."""
 
     _core: SchedulerCore
     fault_isolation: FaultIsolation = attrs.field(init=False, factory=FaultIsolation)
     _flight: Flight = attrs.field(init=False, factory=dict)
-    """Who was in flight when the worker was lost; nobody once that has been judged."""
+    """Sequences in flight when the worker was lost; empty once the loss has been judged."""
     _num_failures: int = attrs.field(init=False, default=0)
     _num_deaths: int = attrs.field(init=False, default=0)
     _num_steps: int = attrs.field(init=False, default=0)
-    """Steps that were done at the last death."""
+    """Number of completed steps at the last death."""
 
     def on_step(self, plan: InFlight) -> None:
-        """``plan`` has been computed, and its rows are counted."""
+        """Note that ``plan`` has been computed and its rows are counted."""
         self._num_failures = 0
         self.fault_isolation.on_step(plan.computations)
 
     def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
-        """A plan in flight failed: everybody resumes after a Reset, but who is to blame.
+        """Handle the failure of a plan in flight: all sequences resume after a Reset.
 
-        To blame is the sequence that the worker names, or who turns out to be.
+        Only the culprit ends: the sequence that the worker names, or one found by fault isolation.
         The caller sends a Reset with the core's ``next_number`` before the next plan.
 
         Raises:
-            WorkerLost: the worker can't go on, or fails again and again.
+            WorkerLost: The worker can't go on, or fails again and again.
         """
         if failure.fatal:
             raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
@@ -69,31 +68,33 @@ class Recovery:
         slots = plan.slots.tolist()
         if failure.slot in slots:
             sequence = plan.computations[slots.index(failure.slot)].sequence
-            # If it has ended meanwhile, its siblings go on without it.
+            # If it has ended meanwhile, the other sequences of its request go on.
             culprit = None if sequence.state is State.FINISHED else sequence.request
         else:
             verdict = self.fault_isolation.on_death(_flight_of([plan]))
             culprit = verdict.culprit
             self._num_failures += not _is_progress(verdict)
             if self._num_failures == MAX_FAILURES:
-                self._core.in_flight.clear()  # Who was in it is accused of it once.
+                self._core.in_flight.clear()  # Cleared, so that this failure is judged only once.
                 raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
         outputs = self._end(culprit, failure.message)
         self._forget_worker()
         return outputs
 
     def on_worker_lost(self) -> None:
-        """There is no worker any more: everybody waits, and makes no plans until a restart."""
+        """Handle the loss of the worker: all sequences wait, and no plans are built until a
+        restart.
+        """
         self._flight = _flight_of(self._core.in_flight)
         self._forget_worker()
         self._core.has_worker = False
 
     def judge(self, loss: WorkerLost, lived: float = 0.0) -> tuple[list[SequenceOutput], int]:
-        """Why the worker was lost that lived so many seconds, or the next before it was there.
+        """Judge why a worker was lost that lived for ``lived`` seconds, or never became ready.
 
         Returns:
-            the end of the request that is to blame, if one is; and the number of deaths since there
-            was progress.
+            The end of the culprit, if one was found, and the number of deaths since there was
+            progress.
         """
         judge = self.fault_isolation.on_kill if loss.from_outside else self.fault_isolation.on_death
         verdict = judge(self._flight)
@@ -107,10 +108,10 @@ class Recovery:
         return self._end(verdict.culprit, str(loss)), self._num_deaths
 
     def restart(self, limits: SchedulerLimits) -> list[SequenceOutput]:
-        """A new worker is ready, and counts plans from 1.
+        """Begin with a new worker that is ready and counts plans from 1.
 
         Returns:
-            the end, with an error, of the sequences that no longer fit within ``limits``.
+            The ends, with an error, of the sequences that no longer fit within ``limits``.
         """
         core = self._core
         assert not core.has_worker
@@ -123,7 +124,7 @@ class Recovery:
         longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
         error = EngineError("the new worker has less room, and this request doesn't fit any more")
         finish = Finish(FinishReason.ERROR, error=error)
-        # The first of each request is in line, whoever else of it is held.
+        # The first sequence of each request is queued, even if others are held back.
         too_long = [each.sequence.request for each in core.waiting if each.limit > longest]
         ends = [core.finish_all(request, finish) for request in dict.fromkeys(too_long)]
         return list(itertools.chain.from_iterable(ends))
@@ -135,13 +136,13 @@ class Recovery:
         return self._core.finish_all(culprit, Finish(FinishReason.ERROR, error=error))
 
     def _forget_worker(self) -> None:
-        """What the worker knew is gone: its slots, its pages, the plans on their way."""
+        """Drop the worker's state: its slots, its pages, and the plans in flight."""
         core = self._core
         core.in_flight.clear()
         for computation in core.running.take_all():
             computation.leave_slot()
             core.set_aside(computation)
-        # Whoever was let go for a prompt that is gone may have to be held again.
+        # Followers of a prompt that is gone may have to be held back again.
         for computation in core.waiting.take_all():
             core.groups.enter(computation)
         core.rejoin()
@@ -154,7 +155,7 @@ def _is_progress(verdict: Verdict) -> bool:
 
 
 def _flight_of(plans: Iterable[InFlight]) -> Flight:
-    """Who computes in ``plans``. A sequence that was preempted meanwhile computed all it had."""
+    """Return the sequences that ``plans`` compute; one preempted meanwhile has computed all."""
     return {
         computation.sequence: computation.planned or computation.sequence.num_tokens
         for plan in plans

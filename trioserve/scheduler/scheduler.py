@@ -1,19 +1,24 @@
-"""The scheduler's task: between the requests, one worker at a time, and the detokenizer.
+"""The scheduler's task. It connects requests, one worker at a time, and the detokenizer.
 
-What is decided is decided in :mod:`trioserve.scheduler.core`, which knows no task. Here are three
-loops around it: :meth:`Scheduler.run` takes requests in, and for the worker that is attached one
-loop sends plans while another receives results.
+All decisions are made in :mod:`trioserve.scheduler.core`, which has no task. Three loops surround
+it: :meth:`Scheduler.run` takes requests in; for the attached worker, one loop sends plans while
+another receives results.
 
-Reading order: ``limits``, ``policy`` (the choices), ``core`` (the state machine), ``computation``
-(one sequence) and ``counts`` (how far all of them are), ``waiting`` (the queue, in which tenants
-take turns), ``groups`` (several of one request), ``memory`` with ``slots``, ``pages``,
-``host_pages`` and ``prefix`` (what sequences hold), ``priorities`` with ``pins`` and ``idle`` (what
-cached pages are worth), ``draft``, ``results`` and ``intake`` (a plan on its way out and back),
-``calls`` (what the worker is asked for besides plans), ``residency`` with ``adapters`` (which
-adapters the worker holds), ``pause_gate`` with ``pause_control`` (when nobody is to be computed)
-and ``weights`` (by which weights), ``recovery`` with ``fault_isolation`` (when something fails),
-``watchdog`` (when a worker counts as hung), ``feeds`` with ``iterations`` (what whoever listens is
-told), ``integrity`` (what is always true).
+Reading order:
+
+- ``limits`` and ``policy``: the bounds and the choices;
+- ``core`` with ``state`` and ``planning``: the state machine;
+- ``sequence_state`` and ``token_counts``: the progress of one sequence, and of all;
+- ``waiting_queue`` and ``sequence_group``: the queue, and several outputs of one request;
+- ``memory`` with ``slots``, ``page_pool``, ``host_pages`` and ``prefix_cache``: slots and pages;
+- ``page_priorities`` with ``prefix_pins`` and ``eviction``: the value of cached pages;
+- ``plan_builder``, ``result_validation`` and ``result_processing``: a plan and its result;
+- ``calls``: requests to the worker besides plans;
+- ``adapter_residency`` with ``adapters``: the adapters that the worker holds;
+- ``pause_gate`` with ``pause_control``, and ``weights``: pauses, and the exchange of weights;
+- ``recovery`` with ``fault_isolation``, and ``watchdog``: failures and hung workers;
+- ``feeds`` with ``iterations`` and ``cache_events``: event streams;
+- ``invariants``: assertions over the whole state.
 """
 
 from __future__ import annotations
@@ -51,55 +56,55 @@ from trioserve.workers.power import WorkerPower
 _log = get_logger("trioserve.scheduler")
 
 SECOND_LOOK = 1.0
-"""Seconds to hear of a step that came while this process was stopped itself."""
+"""Seconds to receive a step that came while this process itself was stopped."""
 
 
 class Scheduler:
-    """Owns every admitted request until it has finished, whatever becomes of the workers.
+    """The owner of every admitted request until it finishes; requests outlive workers.
 
     Args:
-        config: scheduling options; the other limits are the attached worker's.
-        observer: is told of every step and token.
+        config: Scheduling options; all other limits come from the attached worker.
+        observer: Told of every step and token.
     """
 
     def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
         self._config = config
         self._observer = observer
         self._core: SchedulerCore | None = None
-        """None until the first worker has said what it can hold."""
+        """None until the first worker has reported its capacity."""
         self.feeds = Feeds()
-        """What is told to whoever listens: each step."""
+        """Event streams of steps and of the prefix cache."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
         self._worker_there = trio.Event()
         """Set while a worker is attached."""
         self._num_attached = 0
         self._attached_at = math.inf
-        """When the last worker was attached; infinity once its loss has been judged."""
+        """Time when the last worker was attached; infinity once its loss has been judged."""
         self._work = trio.Event()
-        """There may be something to send."""
+        """Set when there may be something to send."""
         self._outbox: deque[wire.Message] = deque()
-        """Goes out before the next plan."""
+        """Messages that go out before the next plan."""
         self._is_stuck = False
         self._planned = Conditions()
-        """What may have happened whenever a plan is made, or is found to have nothing in it."""
+        """Conditions that may change with each plan, or when there is none to make."""
         self.on_idle: Callable[[], None] = lambda: None
-        """Called whenever the last plan has come back and nobody is left to be computed."""
+        """Called when the last plan has come back and no sequence is left."""
         self._num_steps_idle = 0
-        """Steps that were done when it was called last."""
+        """Number of completed steps at the last call of ``on_idle``."""
         self._calls = Calls(self._send_first, self._owed)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self.pause_control = PauseControl(self._existing_core, self._wake)
         self.pins = PrefixPins(lambda: self._core)
         self.weights = Weights(self.call, self.pause_control)
         self.worker_power = WorkerPower()
-        """Sends the worker away, for whoever supervises workers with it."""
+        """Switch by which the worker is put to sleep and woken."""
         self.adapters = HeldAdapters(
             self._existing_core, self._calls.call, self._wake, self._deliver
         )
         self._accusation = ""
-        """Why the worker counts as hung, once it does."""
+        """Reason why the worker counts as hung; empty if it doesn't."""
         self._overdue = trio.CancelScope()
-        """Ends when the worker counts as hung."""
+        """Cancelled when the worker counts as hung."""
 
     # ---- requests
 
@@ -108,12 +113,12 @@ class Scheduler:
         requests: trio.MemoryReceiveChannel[Request],
         outputs: trio.MemorySendChannel[list[SequenceOutput]],
     ) -> None:
-        """The task: take requests in until ``requests`` is closed.
+        """Take requests in until ``requests`` is closed.
 
         Args:
-            requests: tokenized. They wait there until the first worker is attached; one that has
-                finished meanwhile is dropped.
-            outputs: what steps and aborts give, to the detokenizer. Its buffer has to be unbounded,
+            requests: Tokenized requests. They wait in the channel until the first worker is
+                attached. A request that has finished meanwhile is dropped.
+            outputs: Outputs of steps and aborts, for the detokenizer. The buffer must be unbounded,
                 because an abort can't wait.
         """
         self._outputs = outputs
@@ -140,8 +145,8 @@ class Scheduler:
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent.
 
-        What the worker holds of it is closed by the next plan. A request that nobody has admitted
-        yet is rejected.
+        The next plan closes its slot on the worker. A request that has not been admitted yet is
+        rejected.
         """
         if sequence.state is State.FINISHED:
             return
@@ -168,16 +173,16 @@ class Scheduler:
         try:
             self._outputs.send_nowait(outputs)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            # The engine is closing and nobody delivers any more: it ends the streams itself.
+            # The engine is closing and ends the streams itself.
             return
 
     # ---- a worker
 
     async def attach(self, link: Link, ready: wire.Ready) -> None:
-        """Serve one worker until it is lost. Requests outlive it, and resume with the next one.
+        """Serve one worker until it is lost. Requests outlive it and resume with the next one.
 
         Raises:
-            WorkerLost: the worker is gone, can't go on, or spoke nonsense.
+            WorkerLost: The worker is gone, can't go on, or broke the protocol.
         """
         limits = SchedulerLimits.of(self._config, ready)
         if self._core is None:
@@ -190,7 +195,7 @@ class Scheduler:
         self._attached_at = trio.current_time()
         self._worker_there.set()
         self._work.set()
-        # Taken before either loop runs: which of them runs first is chance.
+        # Read before either loop runs, because either may run first.
         first_plan = self._core.next_number
         recompiling = functools.partial(
             recompile,
@@ -222,13 +227,13 @@ class Scheduler:
         raise error
 
     def judge(self, loss: WorkerLost) -> int:
-        """Why the worker was lost that was attached, or the one that was to be next.
+        """Judge why the attached worker, or the one about to be attached, was lost.
 
-        The request that is to blame, if one is found to be, ends with an error.
+        If a request is found to be the culprit, it ends with an error.
 
         Returns:
-            how many were lost, this one included, since there was progress: a step, or fewer
-            requests that may be to blame.
+            The number of workers lost since there was progress, this one included. Progress is a
+            step, or fewer suspects.
         """
         if self._core is None:
             return 1
@@ -240,7 +245,7 @@ class Scheduler:
         return num_deaths
 
     def _end(self, outputs: list[SequenceOutput], reason: str) -> None:
-        """Deliver the end of who is to blame, and log who is, or who may be."""
+        """Deliver the end of the culprit, and log the culprit or the suspects."""
         for request in dict.fromkeys(output.sequence.request for output in outputs):
             _log.error("request blamed", request_id=request.id, reason=reason)
         self._deliver(outputs)
@@ -256,7 +261,7 @@ class Scheduler:
 
     @trio.lowlevel.enable_ki_protection
     async def _send(self, link: Link, core: SchedulerCore) -> None:
-        """Send whatever is to be sent, as soon as it is."""
+        """Send messages and plans as soon as there are any."""
         while True:
             message: wire.Message | None
             if self._outbox:
@@ -275,11 +280,11 @@ class Scheduler:
             try:
                 await link.send(message)
             except WorkerLost:
-                # The receiver notices too, once it has taken all that the worker still said.
+                # The receiver notices too, once it has read all that the worker still sent.
                 return
 
     def _look_around(self, core: SchedulerCore) -> None:
-        """There is nothing to send: is that because nobody wants anything?"""
+        """Find out why there is nothing to send: log a stuck scheduler, or report an idle one."""
         was_stuck = self._is_stuck
         self._is_stuck = (
             not core.in_flight
@@ -290,7 +295,7 @@ class Scheduler:
         )
         if self._is_stuck and not was_stuck:
             _log.error(
-                "stuck: no plan is made for anybody, and none is in flight",
+                "stuck: sequences are left, but no plan is made and none is in flight",
                 running=len(core.running),
                 waiting=core.num_waiting,
             )
@@ -301,10 +306,10 @@ class Scheduler:
 
     @trio.lowlevel.enable_ki_protection
     async def _receive(self, link: Link, core: SchedulerCore, first_valid: int) -> None:
-        """Take whatever the worker says.
+        """Receive and handle the worker's messages.
 
-        After a failure it refuses the plans that were on their way: failures of plans before
-        ``first_valid``, which is where it counts on from, are old news.
+        After a failure the worker refuses the plans that were on their way. So failures of plans
+        before ``first_valid``, the first plan number after the reset, are ignored.
         """
         while True:
             message = await link.receive()
@@ -328,30 +333,30 @@ class Scheduler:
             self._look()
 
     async def _watch(self) -> None:
-        """Wait until the worker counts as hung."""
+        """Block until the worker counts as hung, then raise :exc:`WorkerLost`."""
         while not self._accusation:
             with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
                 await trio.sleep_forever()
             if self._accusation or self._watchdog.forgive(trio.current_time()):
                 continue
-            # If it is this process that was stopped, what the worker said meanwhile comes first.
+            # If this process itself was stopped, read first what the worker sent meanwhile.
             await trio.sleep(SECOND_LOOK)
             if not self._accusation and trio.current_time() >= self._watchdog.deadline:
                 self._accusation = self._watchdog.accusation()
         raise WorkerLost(self._accusation, reason="hung")
 
     def _follow(self, core: SchedulerCore) -> None:
-        """Plans may have come or gone: move the watchdog's deadline."""
+        """Move the watchdog's deadline to the oldest plan in flight."""
         self._watchdog.follow(core.in_flight[0] if core.in_flight else None, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline
 
     def _look(self) -> None:
-        """Something has happened that somebody may wait for."""
+        """Notify tasks that wait for a change of the state."""
         self.pause_control.notify()
         self.adapters.notify()
 
     def _wake(self) -> None:
-        """There may be something to send."""
+        """Wake the sender: there may be something to send."""
         self._work.set()
 
     def _existing_core(self) -> SchedulerCore:
@@ -361,26 +366,26 @@ class Scheduler:
     # ---- calls
 
     async def call(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
-        """Have the worker do something rare and slow, by name.
+        """Call a rare and slow operation of the worker, by name.
 
-        One that doesn't answer in time counts as hung; how long it may take is the watchdog's
-        business, or else the caller's.
+        A worker that doesn't answer in time counts as hung. The watchdog sets the time for calls
+        that it knows; for others the caller does.
 
         Args:
-            name: what the worker knows it by.
-            arguments: whatever it takes, of MessagePack's types.
-            num_bytes: how much it is about, where that is what it takes its time for.
+            name: Name of the operation.
+            arguments: Arguments of MessagePack's types.
+            num_bytes: Amount of data, if the operation's time depends on it.
 
         Raises:
-            EngineError: the worker says why it can't.
-            WorkerLost: there is no worker, or it was lost before it answered; it may have hung.
+            EngineError: The worker reports why it can't.
+            WorkerLost: There is no worker, or it was lost or hung before it answered.
         """
         if not self.attached:
             raise WorkerLost(f"there is no worker to call {name!r}")
         return await self._calls.call(name, arguments, num_bytes=num_bytes)
 
     def report_fault(self, reason: str) -> None:
-        """The worker that is attached counts as hung, and is replaced."""
+        """Treat the attached worker as hung, so that it is replaced."""
         self._accusation = reason
         self._overdue.cancel()
 
@@ -391,7 +396,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _owed(self, name: str, num_bytes: int) -> Iterator[None]:
-        """The worker owes the answer to a call, which it is sent before the next plan."""
+        """Let the watchdog expect the answer to a call that is sent before the next plan."""
         before_plan = self._existing_core().next_number
         reply = self._watchdog.expect(name, num_bytes, before_plan, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline
@@ -401,46 +406,46 @@ class Scheduler:
             self._watchdog.settle(reply, trio.current_time())
             self._overdue.deadline = self._watchdog.deadline
 
-    # ---- what can be seen from outside
+    # ---- observation
 
     @property
     def core(self) -> SchedulerCore | None:
-        """What decides, to be looked at; None before the first worker."""
+        """State machine, for inspection; None before the first worker."""
         return self._core
 
     @property
     def attached(self) -> bool:
-        """Whether a worker is there."""
+        """True while a worker is attached."""
         return self._worker_there.is_set()
 
     @property
     def paused(self) -> bool:
-        """Whether nobody is to be computed."""
+        """True while a pause keeps all sequences from being computed."""
         return self._core is not None and self._core.pause_gate.is_closed
 
     @property
     def num_attached(self) -> int:
-        """Workers that have been attached since the start, the present one included."""
+        """Number of workers attached since the start, the present one included."""
         return self._num_attached
 
     async def wait_attached(self) -> None:
-        """Wait until a worker is there."""
+        """Block until a worker is attached."""
         while not self.attached:
             await self._worker_there.wait()
 
     @property
     def num_steps(self) -> int:
-        """Steps completed, by whatever worker: it grows while there is progress."""
+        """Number of completed steps over all workers; it grows while there is progress."""
         return 0 if self._core is None else self._core.counters.num_steps
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """Number of sequences that wait for a slot."""
         return 0 if self._core is None else self._core.num_waiting
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Their tokens, prompt and output so far."""
+        """Number of tokens, prompt and output so far, of the sequences that wait for a slot."""
         return 0 if self._core is None else self._core.num_waiting_tokens
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
@@ -449,22 +454,22 @@ class Scheduler:
 
     @property
     def stalled(self) -> bool:
-        """Whether there is no progress, though there could be.
+        """True if there is no progress although there could be.
 
-        A plan has been due for more than half of the time that the watchdog allows; or somebody is
-        to be computed, and neither is a plan made for anybody nor is one in flight, which is a bug.
+        Either a plan has been due for more than half of the watchdog's time, or sequences are left
+        but no plan is in flight and none is made, which is a bug.
         """
         late = self._watchdog.is_late(trio.current_time())
         return self.attached and (late or self._is_stuck)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is to be computed, and no plan is in flight."""
+        """True if no sequence is left and no plan is in flight."""
         core = self._core
         return core is None or (not core.in_flight and core.num_unfinished == 0)
 
     def statistics(self) -> SchedulerStatistics:
-        """Counts of this moment; all 0 before the first worker."""
+        """Return the counts of this moment; all 0 before the first worker."""
         if self._core is None:
             return SchedulerStatistics()
         return self.adapters.named_in(self._core.statistics())

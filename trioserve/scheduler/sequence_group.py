@@ -1,15 +1,15 @@
-"""Requests for several outputs: one sequence computes the prompt, the others then share its pages.
+"""Sequence groups: one sequence of a request computes the prompt, the others share its pages.
 
 The *leader* of a request is the first of its sequences that hasn't finished. Until a plan computes
-the end of the leader's prompt, the others are **held**: they are waiting like everybody else, but
-stand in no line, so that they cost nobody a turn. From the next plan on they are in line, find the
-prompt's full pages in the prefix cache, and compute what is left of the last page.
+the end of the leader's prompt, the others are **held back**: they wait, but outside the queue, so
+that they take no turns. With the next plan they are queued, match the prompt's full pages in the
+prefix cache, and compute what is left of the last page.
 
-Whoever is to wait goes through :meth:`SequenceGroups.enter`, which knows whether there is something
-to be held for. So after the loss of a worker, with all pages gone, they are held once more, unless
-the leader had an output by then. If the leader ends early, the next one leads.
+Every sequence that has to wait passes :meth:`SequenceGroups.enter`, which decides whether to hold
+it back. So after the loss of a worker, with all pages gone, sequences are held back once more
+unless the leader has an output by then. If the leader ends early, the next sequence leads.
 
-The leader alone reports the log-probabilities of the prompt. Its row comes in an earlier plan than
+Only the leader reports the log-probabilities of the prompt. Its row comes in an earlier plan than
 any row of the others, so they are complete before the first output of any.
 """
 
@@ -25,7 +25,7 @@ from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceQueue, Seque
 
 
 def leader_of(request: Request) -> Sequence | None:
-    """The first sequence of ``request`` that hasn't finished."""
+    """Return the first sequence of ``request`` that hasn't finished."""
     return next((each for each in request.sequences if each.state is not State.FINISHED), None)
 
 
@@ -34,9 +34,10 @@ def _has_prompt_to_compute(leader: Sequence) -> bool:
 
 
 def first_logprob(sequence: Sequence) -> int:
-    """The position of the first prompt token whose log-probability ``sequence`` is to report.
+    """Return the position of the first prompt token for which ``sequence`` reports a
+    log-probability.
 
-    -1 if it is to report none (any more).
+    It is -1 if the sequence has none to report any more.
     """
     request = sequence.request
     wanted = request.prompt_logprobs
@@ -47,11 +48,11 @@ def first_logprob(sequence: Sequence) -> int:
 
 @attrs.define(eq=False, repr=False)
 class SequenceGroups:
-    """Who is held, beside the line ``waiting`` that they are let go into."""
+    """The sequences held back, beside the queue ``waiting`` that they enter later."""
 
     _waiting: SequenceQueue
     _held: dict[Request, SequenceQueue] = attrs.field(init=False, factory=dict)
-    """Without empty lines."""
+    """Queues by request; none is empty."""
     _num_held: int = attrs.field(init=False, default=0)
     _ready: list[Request] = attrs.field(init=False, factory=list)
 
@@ -62,7 +63,7 @@ class SequenceGroups:
         return itertools.chain.from_iterable(self._held.values())
 
     def enter(self, computation: SequenceState) -> None:
-        """Put ``computation`` in line, or hold it for its leader's pages."""
+        """Queue the sequence, or hold it back for its leader's pages."""
         sequence = computation.sequence
         request = sequence.request
         if len(request.sequences) > 1:
@@ -75,15 +76,15 @@ class SequenceGroups:
         self._waiting.add(computation)
 
     def on_prompt_planned(self, computation: SequenceState) -> None:
-        """The plan in the making computes the end of the prompt.
+        """Note that the plan being built computes the end of a prompt.
 
-        Where no token is wanted, nobody is let go: they end with the leader.
+        If no token is wanted, the others stay held back: they end with the leader.
         """
         if self._held and computation.sequence.max_tokens:
             self._ready.append(computation.sequence.request)
 
     def release(self) -> None:
-        """The plan is made: those whose prompt it completes may come into the next one."""
+        """Queue the sequences held back for a prompt that the finished plan completes."""
         for request in self._ready:
             for computation in self._held.pop(request, ()):
                 computation.is_held = False
@@ -92,7 +93,7 @@ class SequenceGroups:
         self._ready.clear()
 
     def remove(self, computation: SequenceState) -> None:
-        """Forget ``computation``, which is held."""
+        """Remove a sequence that is held back."""
         request = computation.sequence.request
         line = self._held[request]
         line.remove(computation)
@@ -102,9 +103,10 @@ class SequenceGroups:
             del self._held[request]
 
     def on_finished(self, request: Request) -> None:
-        """A sequence of ``request`` has finished: if it led those who are held, the next one does.
+        """Note that a sequence of ``request`` has finished; if it was the leader, queue the next
+        one.
 
-        Its compute record must be gone by now.
+        The finished sequence's record must be gone by now.
         """
         if request not in self._held:
             return

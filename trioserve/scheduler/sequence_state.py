@@ -1,4 +1,4 @@
-"""What the scheduler knows of one sequence, and the ordered lines in which sequences stand."""
+"""The scheduler's record of one sequence, and ordered queues of such records."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _get_order = operator.attrgetter("order")
 
 
 def adapter_word(number: int) -> str:
-    """What stands second in the namespaces of sequences with that adapter, and in no others."""
+    """Return the second word of an adapter's namespaces, which no other namespace has."""
     return f"adapter {number}"
 
 
 def namespace_of(salt: str, adapter: int) -> Namespace:
-    """Whose cached prefixes requests with that salt and adapter share."""
+    """Return the namespace in which requests with that salt and adapter share cached prefixes."""
     return (salt, adapter_word(adapter)) if adapter else (salt,)
 
 
@@ -36,52 +36,53 @@ def namespace_of(salt: str, adapter: int) -> Namespace:
 class SequenceState:
     """The scheduler's record of a sequence, from its submission until it has finished.
 
-    Three counts say how far a sequence has come; ``computed <= planned < length <= limit`` while it
-    holds a slot, and all are 0 while it doesn't. Counts run ahead of what is known: with a plan in
-    flight, ``length`` includes the token which that plan will sample, whatever it will be.
+    Three counts give its progress: ``computed <= planned < length <= limit`` while it holds a slot;
+    all are 0 otherwise. Counts run ahead of what is known: with a plan in flight, ``length``
+    includes the token that the plan will sample.
     """
 
     sequence: Sequence = attrs.field(repr=False)
     order: Order
-    """Smaller is preempted later, and comes back earlier. No two are equal."""
+    """Position in every queue; no two are equal. The smallest is preempted last and resumed first.
+    """
     arrival: int
-    """Its request's place in the order of arrival."""
+    """Arrival number of its request."""
     adapter: int
-    """The number of its adapter; 0 for none."""
+    """Number of its adapter; 0 for none."""
     namespace: Namespace | None
-    """Whose cached prefixes it shares; None for nobody's, and none of its own are kept."""
+    """Namespace of its cached prefixes. With None it shares none, and none of its own are kept."""
     own_namespace: Namespace | None
-    """The namespace it had at first, and has again in its next slot."""
+    """Namespace that it had at first, and has again in its next slot."""
     limit: int
     """Tokens, prompt and output, at which the sequence ends by length; at least one of output."""
     is_held: bool = False
-    """Whether it waits for another sequence of its request to compute the prompt."""
+    """True while it is held back for another sequence of its request to compute the prompt."""
 
     left_grammar: bool = False
-    """Whether it has left a slot, and the worker may have dropped its grammar since."""
+    """True if it was preempted, so that the worker may have dropped its grammar."""
 
     slot: int = NO_SLOT
     generation: int = 0
     pages: list[int] = attrs.field(factory=list)
-    """The block table."""
+    """Block table."""
     cursor: Node | None = None
-    """The deepest node of the prefix tree on the path that ``pages`` begins with."""
+    """Deepest node of the prefix tree on the path that ``pages`` begins with."""
     _counts: TokenCounts | None = attrs.field(init=False, default=None, repr=False)
-    """Where its counts stand while it holds a slot."""
+    """Columns that hold its counts while it holds a slot."""
     _left_in: int = attrs.field(init=False, default=0)
-    """The last plan that named the slot that it had."""
+    """Last plan that named its previous slot."""
     prompt_logprobs_from: int = NO_LOGPROBS
-    """The position of the first prompt token whose log-probability the slot's rows give."""
+    """Position of the first prompt token with a log-probability in the slot's rows."""
 
     @classmethod
     def of(cls, sequence: Sequence, limits: SchedulerLimits, arrival: int) -> SequenceState:
-        """The record of a sequence whose ``max_tokens`` is known; ``arrival`` is its request's."""
+        """Return the record of a sequence with known ``max_tokens`` that arrived as ``arrival``."""
         request = sequence.request
         namespace: Namespace | None = None
         own = namespace_of(request.cache_salt, request.adapter)
         if limits.enable_prefix_caching:
             namespace = own
-        elif len(request.sequences) > 1:  # They share their prompt, and with nobody else.
+        elif len(request.sequences) > 1:  # Its sequences share their prompt with each other only.
             namespace = (*own, arrival)
         return cls(
             sequence=sequence,
@@ -100,32 +101,32 @@ class SequenceState:
 
     @property
     def had_turn(self) -> bool:
-        """Whether it has entered a slot before."""
+        """True if it has held a slot before."""
         return self.order[1] != NO_TURN
 
     @property
     def length(self) -> int:
-        """Tokens that the slot will hold once every plan made so far is done."""
+        """Number of tokens that the slot will hold once every plan built so far is done."""
         return 0 if self._counts is None else int(self._counts.length[self.slot])
 
     @property
     def planned(self) -> int:
-        """Tokens that have been given to plans."""
+        """Number of tokens that have been given to plans."""
         return 0 if self._counts is None else int(self._counts.planned[self.slot])
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV exists: their plans have been acknowledged."""
+        """Number of tokens with KV: their plans have been acknowledged."""
         return 0 if self._counts is None else int(self._counts.computed[self.slot])
 
     @property
     def last_plan(self) -> int:
-        """The last plan that names the slot, or the last slot that it had."""
+        """Last plan that names the slot, or the last slot that it had."""
         return self._left_in if self._counts is None else int(self._counts.last_plan[self.slot])
 
     @property
     def remaining(self) -> int:
-        """Tokens that have not been given to a plan; 1 means decode."""
+        """Number of tokens that have not been given to a plan; 1 means decode."""
         return self.length - self.planned
 
     @property
@@ -133,13 +134,13 @@ class SequenceState:
         return self.slot != NO_SLOT
 
     def known_tokens(self) -> list[int]:
-        """The prompt and the output so far. Not to be changed: it may be the prompt itself."""
+        """Return the prompt and the output so far. Don't change it: it may be the prompt itself."""
         output = self.sequence.output_ids
         prompt = self.sequence.request.prompt_ids
         return prompt + output if output else prompt
 
     def enter_slot(self, counts: TokenCounts, slot: int, generation: int, computed: int) -> None:
-        """Begin in ``slot`` with all that is known, of which ``computed`` tokens have their KV."""
+        """Begin in ``slot`` with all known tokens; the KV of ``computed`` tokens exists."""
         sequence = self.sequence
         params = sequence.request.params
         counts.open(
@@ -155,7 +156,7 @@ class SequenceState:
         self._counts, self.slot, self.generation = counts, slot, generation
 
     def add_row(self, count: int, samples: bool, plan: int) -> None:
-        """The next ``count`` tokens are computed by ``plan``, and one is drawn if ``samples``."""
+        """Count a row: ``plan`` computes the next ``count`` tokens, and samples one if asked."""
         counts = self._counts
         assert counts is not None
         counts.planned[self.slot] += count
@@ -170,13 +171,13 @@ class SequenceState:
             self._counts.settle(np.array([self.slot]), np.array([extra]))
 
     def note_token(self, now: float) -> None:
-        """A token has come for the sequence, at ``now``; it may have lost its slot meanwhile."""
+        """Note that a token came at ``now``; the sequence may have lost its slot meanwhile."""
         self.sequence.last_token = self.sequence.request.times.last_token = now
         if self._counts is not None:
             self._counts.last_token[self.slot] = now
 
     def bring_times_up_to_date(self) -> None:
-        """Tell the sequence and its request when its newest token came, which the slot knows."""
+        """Copy the newest token's time from the slot's column to the sequence and request."""
         if self._counts is None:
             return
         last = float(self._counts.last_token[self.slot])
@@ -186,7 +187,7 @@ class SequenceState:
             times.last_token = last if times.last_token is None else max(times.last_token, last)
 
     def leave_slot(self) -> None:
-        """Back to how it was before the slot was opened."""
+        """Leave the slot."""
         self.bring_times_up_to_date()
         if self._counts is not None:
             self._left_in = self.last_plan
@@ -201,7 +202,7 @@ class SequenceState:
 
 @attrs.define(eq=False)
 class SequenceQueue:
-    """Computations in the order of their ``order``."""
+    """A queue of sequences, sorted by their ``order``."""
 
     _items: list[SequenceState] = attrs.field(init=False, factory=list)
 
@@ -215,27 +216,27 @@ class SequenceQueue:
         return self._items[index]
 
     def add(self, computation: SequenceState) -> int:
-        """Put ``computation`` in its place, and say which that is."""
+        """Insert the sequence and return its position."""
         index = bisect.bisect_left(self._items, computation.order, key=_get_order)
         self._items.insert(index, computation)
         return index
 
     def remove(self, computation: SequenceState) -> int:
-        """Take ``computation`` out. It must be in. Its place was the one returned."""
+        """Remove the sequence, which must be in, and return its former position."""
         index = bisect.bisect_left(self._items, computation.order, key=_get_order)
         assert self._items[index] is computation
         del self._items[index]
         return index
 
     def take_all(self) -> list[SequenceState]:
-        """Empty the line."""
+        """Empty the queue and return what was in it."""
         items, self._items = self._items, []
         return items
 
 
 @attrs.define(eq=False)
 class Running(SequenceQueue):
-    """Those who hold slots, and beside them their slots as a column in the same order."""
+    """The running sequences, and their slots as a column in the same order."""
 
     slots: Ints = attrs.field(init=False, factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -254,7 +255,7 @@ class Running(SequenceQueue):
         return super().take_all()
 
     def at(self, indices: Ints) -> list[SequenceState]:
-        """Those who stand at ``indices``."""
+        """Return the sequences at ``indices``."""
         if len(indices) == len(self._items):
             return self._items.copy()
         return list(map(self._items.__getitem__, indices.tolist()))

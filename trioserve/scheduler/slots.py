@@ -1,9 +1,9 @@
-"""The worker's slots: one for each sequence that it knows.
+"""The worker's slots, one for each sequence that it knows.
 
-A slot is closed in the first plan that is made after its sequence left, and opened for another
-sequence once every plan that named the first one has been acknowledged (in the very plan that
-closes it at the earliest: a worker closes before it opens). The generation, which grows with every
-opening, tells the two apart.
+A slot is closed in the first plan built after its sequence left. It can be opened for another
+sequence once every plan that named the first one has been acknowledged. That may be the very plan
+that closes it: a worker closes before it opens. The slot's generation, which grows with every
+opening, tells the two sequences apart.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import attrs
 
 @attrs.define(eq=False, repr=False)
 class SlotAllocator:
-    """``num_slots`` slots, known by their numbers from 0. Pure bookkeeping."""
+    """Bookkeeping of ``num_slots`` slots with numbers from 0 on."""
 
     num_slots: int
     _generations: list[int] = attrs.field(init=False)
     _free: list[int] = attrs.field(init=False)
     _retiring: dict[int, int] = attrs.field(init=False, factory=dict)
-    """Slot to epoch: the last plan that named it."""
+    """Last plan that named a slot, by slot."""
     _unclosed: list[int] = attrs.field(init=False, factory=list)
-    """Slots whose sequence has left, which no plan has told the worker yet."""
+    """Slots that were left and that no plan has closed yet."""
     _acknowledged: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
@@ -30,27 +30,27 @@ class SlotAllocator:
 
     @property
     def num_free(self) -> int:
-        """Slots that :meth:`open` can give at once."""
+        """Number of slots that :meth:`open` can give at once."""
         return len(self._free)
 
     @property
     def num_retiring(self) -> int:
-        """Slots that come back with results that are still in flight."""
+        """Number of slots that become free with results still in flight."""
         return len(self._retiring)
 
     @property
     def num_unclosed(self) -> int:
-        """Slots that the next plan is to close."""
+        """Number of slots that the next plan is to close."""
         return len(self._unclosed)
 
     def open(self) -> tuple[int, int]:
-        """A free slot and its new generation. There must be one."""
+        """Take a free slot; return it and its new generation. There must be one."""
         slot = self._free.pop()
         self._generations[slot] += 1
         return slot, self._generations[slot]
 
     def close(self, slot: int, epoch: int) -> None:
-        """The sequence in ``slot``, which plan ``epoch`` was the last to name, has left it."""
+        """Note that the sequence in ``slot``, last named by plan ``epoch``, has left it."""
         self._unclosed.append(slot)
         if epoch <= self._acknowledged:
             self._free.append(slot)
@@ -58,13 +58,13 @@ class SlotAllocator:
             self._retiring[slot] = epoch
 
     def acknowledge(self, epoch: int) -> None:
-        """Plans up to ``epoch`` are done."""
+        """Note that plans up to ``epoch`` are done."""
         self._acknowledged = epoch
         for slot in [slot for slot, last in self._retiring.items() if last <= epoch]:
             del self._retiring[slot]
             self._free.append(slot)
 
     def take_unclosed(self) -> list[int]:
-        """The slots that the plan in the making is to close; they are asked for once."""
+        """Return and clear the slots that the plan being built is to close."""
         unclosed, self._unclosed = self._unclosed, []
         return unclosed

@@ -1,14 +1,14 @@
-"""The waiting queue: sequences without a slot, of which tenants take turns within a priority.
+"""The waiting queue: sequences without a slot. Tenants take turns within a priority.
 
-A **turn** is one sequence's way into a slot. Tenants, such as API keys, have turns one after
-another, and a tenant that begins to wait comes last among them. So a tenant waits for at most one
-turn of each other tenant, however many sequences those have waiting. Of one tenant's sequences, the
-oldest request comes first; requests of the tenant ``""`` take turns like those of any other.
+A **turn** is one sequence's admission to a slot. Tenants, such as API keys, have turns one after
+another, and a tenant that begins to wait comes last. So a tenant waits for at most one turn of each
+other tenant, however many sequences those have waiting. Among the sequences of a tenant, the oldest
+request comes first. Requests of the tenant ``""`` take turns like any other.
 
-A sequence keeps the turn that it entered a slot with. If it loses its slot, it comes back in front
-of all that had their turns later, and of all that had none. A sequence never comes behind a younger
-one of its tenant: where a younger one had its turn before, both count as admitted at that turn.
-With one tenant, all of this is the order of arrival.
+A sequence keeps the turn with which it was admitted. If it loses its slot, it returns in front of
+all sequences with a later turn or none. A sequence never comes behind a younger one of its tenant:
+if a younger one had its turn before, both count as admitted at that turn. With one tenant, all of
+this is the order of arrival.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _tenant(computation: SequenceState) -> str:
 
 
 def _age(computation: SequenceState) -> tuple[int, int]:
-    """Return what is smaller for the older of two sequences."""
+    """Return a key that is smaller for the older of two sequences."""
     return computation.order[2:]
 
 
 def _is_like(computation: SequenceState, other: SequenceState) -> bool:
-    """Return whether both are of one tenant and priority."""
+    """Return True if both have the same tenant and priority."""
     return _priority(computation) == _priority(other) and _tenant(computation) == _tenant(other)
 
 
@@ -44,10 +44,11 @@ class WaitingQueue(SequenceQueue):
     """The waiting sequences, by priority and age, and the turns of their tenants."""
 
     _new: dict[int, dict[str, SequenceQueue]] = attrs.field(init=False, factory=dict)
-    """Sequences that had no turn, by priority and tenant, without empty lines. The tenant that
-    comes next stands in front."""
+    """Sequences that had no turn, by priority and tenant, in the order of the tenants' next turns.
+    No queue is empty.
+    """
     _returned: SequenceQueue = attrs.field(init=False, factory=SequenceQueue)
-    """Sequences that had one."""
+    """Sequences that had a turn."""
     _num_turns: int = attrs.field(init=False, default=0)
 
     def add(self, computation: SequenceState) -> int:
@@ -80,7 +81,7 @@ class WaitingQueue(SequenceQueue):
         return items
 
     def admit(self, computation: SequenceState, running: SequenceQueue) -> None:
-        """Take ``computation`` out, to enter a slot. If it had no turn, this is its tenant's."""
+        """Remove the sequence, which enters a slot. If it had no turn, it uses its tenant's."""
         self.remove(computation)
         if computation.had_turn:
             return
@@ -101,15 +102,15 @@ class WaitingQueue(SequenceQueue):
             for each in reversed(line):
                 if _is_like(each, computation):
                     if _age(each) < _age(computation):
-                        break  # Those in front of it are older still.
+                        break  # The rest is older still.
                     yield each
 
     def in_turn(
         self, may_enter: Callable[[SequenceState], bool] = lambda _: True
     ) -> Iterator[SequenceState]:
-        """Return those of the waiting that may enter, in the order of turns.
+        """Return the waiting sequences that may enter, in the order of turns.
 
-        Those that have been returned may be admitted meanwhile.
+        They may be admitted during the iteration.
         """
         if not self._returned and all(len(tenants) == 1 for tenants in self._new.values()):
             return filter(may_enter, list(self))
@@ -121,7 +122,7 @@ class WaitingQueue(SequenceQueue):
     def _in_turn_of(
         self, priority: int, may_enter: Callable[[SequenceState], bool]
     ) -> Iterator[SequenceState]:
-        """Yield those of one priority in the order of turns."""
+        """Yield the sequences of one priority in the order of turns."""
         lines = [list(line) for line in self._new.get(priority, {}).values()]
         returned = [each for each in self._returned if _priority(each) == priority]
         returned = list(filter(may_enter, returned))
@@ -144,7 +145,7 @@ class WaitingQueue(SequenceQueue):
                     yield each
 
     def check(self) -> None:
-        """Assert that each of the waiting is in one of the lines."""
+        """Assert that each waiting sequence is in exactly one queue."""
         lines = [line for tenants in self._new.values() for line in tenants.values()]
         assert all(lines)
         assert all(self._new.values())

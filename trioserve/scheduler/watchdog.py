@@ -1,13 +1,13 @@
-"""How long a worker may think about what it owes before it counts as hung. Pure: ``now`` is given.
+"""Deadlines after which a worker counts as hung. Pure bookkeeping: ``now`` is given.
 
-What a worker does in its turn, plans and most calls, it does in the order in which it was asked, so
-only the oldest of them is watched, from the moment in which nothing stands before it any more. What
-its threads do is watched from the moment in which it was asked for.
+A worker does plans and most calls in the order in which it was asked. So only the oldest of them is
+watched, from the moment when it is first in order. Work of the worker's threads is watched from the
+moment of the call.
 
-A plan may take the timeout, and beside that what a step of its size takes as far as is known: the
-slowest step so far, and for a plan larger than any that has come back, so many times more. A step's
-size is its tokens, each of which counts for more the more tokens its attention looks back at. A
-call may take the timeout, and what its size adds to that.
+A plan may take the timeout plus the expected time of a step of its size. That is the time of the
+slowest step so far, scaled up if the plan is larger than any that has come back. A step's size is
+its tokens, each of which counts for more the longer its context. A call may take the timeout plus a
+time for its size.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ import attrs
 from trioserve.scheduler.plan_builder import InFlight
 
 FIRST_SECONDS = 0.1
-"""For each token of a plan before any has come back: a large model on a slow processor."""
+"""Seconds for each token of a plan before any has come back, for a large model on a slow processor.
+"""
 MAX_FIRST_SECONDS = 300.0
-"""The same for the whole plan: a worker has shown by loading its model that it can compute."""
+"""Most seconds added so for the whole plan: loading the model has shown that the worker can
+compute.
+"""
 MAX_LATENESS = 1.0
-"""Seconds by which a busy event loop may miss a deadline; by more, and the process was stopped."""
+"""Seconds by which a busy event loop may miss a deadline. More means that the process was stopped.
+"""
 
 IN_THREADS = frozenset({"load_adapter", "prepare", "read_weights"})
-"""Calls that threads of the worker answer, beside its steps."""
+"""Calls that the worker's threads answer, beside its steps."""
 BYTES_PER_SECOND = {"read_weights": 10e6, "swap_weights": 100e6}
-"""What a call gets through at least: of a slow disk, and of a slow memory."""
+"""Slowest pace expected of a call: of a slow disk, and of a slow memory."""
 ADDED_SECONDS = {
     "discard_weights": 0.0,
-    # Its files are a gigabyte at the very most.
+    # The files of an adapter are a gigabyte at most.
     "load_adapter": 120.0,
     "ping": 0.0,
     "read_weights": 0.0,
@@ -39,8 +43,9 @@ ADDED_SECONDS = {
     "swap_weights": 0.0,
     "unload_adapter": 0.0,
 }
-"""What calls may take beyond the timeout, whatever their size. How long others may take, nobody can
-tell but who calls: ``prepare`` and ``encode`` are those."""
+"""Seconds that calls may take beyond the timeout, whatever their size. For other calls, such as
+``prepare`` and ``encode``, only the caller knows.
+"""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -49,51 +54,51 @@ class OwedReply:
 
     name: str
     allowed: float
-    """Seconds; infinity if its caller keeps the time."""
+    """Seconds that it may take; infinity if its caller keeps the time."""
     before_plan: int
-    """The worker comes to it before it comes to that plan."""
+    """Number of the plan that comes after the call, in the worker's order."""
 
 
 @attrs.define(eq=False)
 class Watchdog:
-    """The deadline of what is due next.
+    """The deadline of the work that is due next.
 
     Args:
-        timeout: seconds that anything may take; 0 for as long as it likes.
+        timeout: Seconds that anything may take; 0 for no limit.
     """
 
     timeout: float
     _plan: InFlight | None = attrs.field(init=False, default=None)
-    """The oldest in flight."""
+    """Oldest plan in flight."""
     _replies: dict[OwedReply, None] = attrs.field(init=False, factory=dict)
-    """Those that come in the worker's turn, in their order."""
+    """Calls that the worker answers in the order of its plans."""
     _beside: dict[OwedReply, float] = attrs.field(init=False, factory=dict)
-    """Those of its threads, with their deadlines."""
+    """Calls that threads answer, with their deadlines."""
     _due: InFlight | OwedReply | None = attrs.field(init=False, default=None)
-    """What the worker is at, in its turn."""
+    """Work that is first in the worker's order."""
     _began: float = attrs.field(init=False, default=0.0)
     _allowed: float = attrs.field(init=False, default=math.inf)
     _slowest: float = attrs.field(init=False, default=0.0)
     """Seconds of the slowest step that has come back."""
     _largest: float = attrs.field(init=False, default=0.0)
-    """Size of the largest."""
+    """Size of the largest step that has come back."""
     _forgiven: InFlight | OwedReply | None = attrs.field(init=False, default=None)
-    """What was overdue when everything was given its time again, the last time."""
+    """Work that was overdue when all deadlines were last extended."""
 
     def follow(self, oldest: InFlight | None, now: float) -> None:
-        """``oldest`` is the plan that is due next, None if none is."""
+        """Watch ``oldest``, the plan that is due next; None if there is none."""
         if oldest is not self._plan:
             self._plan = oldest
             self._look(now)
 
     def expect(self, name: str, num_bytes: int, before_plan: int, now: float) -> OwedReply:
-        """The worker is asked for something by name, before it is sent plan ``before_plan``.
+        """Watch a call that is sent before plan ``before_plan``.
 
         Args:
-            name: what the worker knows it by.
-            num_bytes: how much it is about, where that counts.
-            before_plan: the next plan's number.
-            now: the time.
+            name: Name of the call.
+            num_bytes: Amount of data, if the call's time depends on it.
+            before_plan: Number of the next plan.
+            now: The time.
         """
         allowed = self._call_allowance(name, num_bytes)
         reply = OwedReply(name=name, allowed=allowed, before_plan=before_plan)
@@ -105,13 +110,13 @@ class Watchdog:
         return reply
 
     def settle(self, reply: OwedReply, now: float) -> None:
-        """It is there, or nobody waits for it any more. Idempotent."""
+        """Stop watching a call that was answered or given up. Idempotent."""
         self._beside.pop(reply, None)
         self._replies.pop(reply, None)
         self._look(now)
 
     def settle_all(self, now: float) -> None:
-        """The worker that owed something is gone."""
+        """Stop watching everything: the worker is gone."""
         self._beside.clear()
         self._replies.clear()
         self._plan = None
@@ -136,13 +141,13 @@ class Watchdog:
         return plan
 
     def learn(self, now: float) -> None:
-        """The plan that was due has come back with a result."""
+        """Learn the time of a step from the result that has come."""
         if isinstance(self._due, InFlight):
             self._slowest = max(self._slowest, now - self._began)
             self._largest = max(self._largest, self._due.size)
 
     def allowance(self, plan: InFlight) -> float:
-        """Seconds that ``plan`` may take once nothing stands before it."""
+        """Return the seconds that ``plan`` may take once it is first in order."""
         if not self.timeout:
             return math.inf
         if not self._largest:
@@ -156,14 +161,14 @@ class Watchdog:
         return self.timeout + ADDED_SECONDS[name] + num_bytes / pace
 
     def forgive(self, now: float) -> bool:
-        """The deadline has passed, and this is the first look since.
+        """Extend all deadlines once if this process itself seems to have been stopped.
 
-        If it comes so late that this process has been stopped itself, the worker may have been,
-        too: a container that is paused takes both along. Everything then has all its time again,
-        for once.
+        To be called when the deadline has passed. If the call comes very late, this process has
+        been stopped, and the worker perhaps too: pausing a container stops both. Then all work gets
+        its full time again, but only once.
 
         Returns:
-            whether it has.
+            True if the deadlines were extended.
         """
         overdue = self._overdue()
         if now - self.deadline <= MAX_LATENESS or self._forgiven is overdue:
@@ -175,24 +180,24 @@ class Watchdog:
 
     @property
     def deadline(self) -> float:
-        """When the worker counts as hung; infinity while nothing is due."""
+        """Time when the worker counts as hung; infinity while nothing is due."""
         in_turn = self._began + self._allowed
         return min(in_turn, *self._beside.values()) if self._beside else in_turn
 
     def _overdue(self) -> InFlight | OwedReply | None:
-        """What is due at the deadline."""
+        """Return the work that is due at the deadline."""
         deadline = self.deadline
         late = (reply for reply, until in self._beside.items() if until == deadline)
         return next(late, self._due)
 
     def is_late(self, now: float) -> bool:
-        """Whether more than half of the time for something that is due has passed."""
+        """Return True if more than half of the time for some due work has passed."""
         return now - self._began > self._allowed / 2 or any(
             now > until - reply.allowed / 2 for reply, until in self._beside.items()
         )
 
     def accusation(self) -> str:
-        """What the worker has failed to do by the deadline."""
+        """Return a sentence about the work that the worker failed to do by the deadline."""
         overdue = self._overdue()
         assert overdue is not None
         if isinstance(overdue, OwedReply):

@@ -1,4 +1,4 @@
-"""Which weights the workers serve, and how others take their place."""
+"""The weights that the workers serve, and their exchange for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trioserve.scheduler.calls import WorkerCall
 from trioserve.scheduler.pause_control import PauseControl
 
 HOLDER = "weights"
-"""The name in which an exchange pauses."""
+"""Key under which an exchange pauses."""
 _DISCARD_SECONDS = 5.0
 
 
@@ -21,43 +21,42 @@ _DISCARD_SECONDS = 5.0
 class Weights:
     """The weights of one scheduler's workers.
 
-    New ones are read while the old ones serve, and put in place while nobody is computed. Whatever
-    goes wrong before that leaves the old ones in place, for later workers, too.
+    New weights are read while the old ones serve, and swapped in during a pause. Any failure before
+    that leaves the old ones in place, for later workers too.
 
     Args:
-        call: the scheduler's, of the worker.
-        quiet: the scheduler's pauses.
+        call: Calls the worker.
+        pause_control: The scheduler's pauses.
     """
 
     _call: WorkerCall
     _pause_control: PauseControl
     path: str = attrs.field(init=False, default="")
-    """Where those are that serve; empty for the model's own."""
+    """Path of the weights in use; empty for the model's own."""
     _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
 
     async def exchange(
         self, path: str, clear: Callable[[str], Awaitable[None]], *, num_bytes: int = 0
     ) -> str:
-        """Serve the weights at ``path``; others that want an exchange wait for their turn.
+        """Serve the weights at ``path``. Exchanges happen one after another.
 
         Args:
-            path: of a folder or a file.
-            clear: pauses the scheduler in the given name so that nobody holds KV, in whatever way.
-            num_bytes: how many there are, which is what the worker is given its time for.
+            path: Path of a folder or a file.
+            clear: Pauses the scheduler under the given key so that no sequence holds KV.
+            num_bytes: Size of the weights, by which the time limit is set.
 
         Returns:
-            their checksum.
+            The checksum of the weights.
 
         Raises:
-            EngineError: the worker says why it can't; the old ones serve.
-            WorkerLost: there is no worker, or it was lost meanwhile, or took longer than can be;
-                the old ones serve.
+            EngineError: The worker reports why it can't. The old weights serve.
+            WorkerLost: There is no worker, or it was lost or hung meanwhile. The old weights serve.
         """
         async with self._lock:
             try:
                 checksum: str = await self._call("read_weights", path, num_bytes=num_bytes)
                 await clear(HOLDER)
-                # It is done or it isn't: nobody may leave before it is known.
+                # The swap is done or not done: wait until that is known.
                 with trio.CancelScope(shield=True):
                     await self._call("swap_weights", path, num_bytes=num_bytes)
                     self.path = path
@@ -70,7 +69,7 @@ class Weights:
             return checksum
 
     async def _discard(self) -> None:
-        """Have the worker keep nothing but what serves; without one, there is nothing to keep."""
+        """Have the worker, if there is one, drop the weights that don't serve."""
         with trio.move_on_after(_DISCARD_SECONDS, shield=True):
             with contextlib.suppress(EngineError, WorkerLost):
                 await self._call("discard_weights")
