@@ -31,22 +31,22 @@ def test_brings_what_is_asked_for_and_keeps_what_was_used_last() -> None:
     for number in (1, 2):
         residency.ask(number)
         assert residency.next_change(set) == LoadAdapter(number)
-        residency.on_brought(number)
+        residency.on_loaded(number)
     assert residency.next_change(set) is None
     assert residency.begin_pass(set).admits(1)
     residency.clear_places()
     residency.ask(3)
     assert residency.next_change(lambda: {1, 2}) is None  # both are in use
     assert residency.next_change(set) == UnloadAdapter(2)
-    residency.on_taken(2)
+    residency.on_unload(2)
     assert residency.next_change(set) == LoadAdapter(3)
-    residency.on_brought(3)
+    residency.on_loaded(3)
     residency.forget(1)
     assert residency.wants_change
     assert residency.next_change(set) == UnloadAdapter(1)
     residency.on_worker_lost()  # before it was told so
     assert residency.next_change(set) == LoadAdapter(3)
-    residency.on_brought(3)
+    residency.on_loaded(3)
     assert residency.next_change(set) is None
 
 
@@ -55,7 +55,7 @@ def test_who_finds_no_place_holds_those_behind_back() -> None:
     for number in (1, 2, 3):
         residency.ask(number)
     for number in (1, 2):
-        residency.on_brought(number)
+        residency.on_loaded(number)
     look = residency.begin_pass(lambda: {0, 1})
     assert [look.admits(number) for number in (1, 0, 2, 1, 0)] == [True, True, False, False, True]
     look = residency.begin_pass(lambda: {1})
@@ -93,11 +93,11 @@ def test_everybody_gets_in(most: int, data: st.DataObject, line: list[int], seat
         if isinstance(change, LoadAdapter):
             assert change.number not in present
             present.add(change.number)
-            residency.on_brought(change.number)
+            residency.on_loaded(change.number)
         elif isinstance(change, UnloadAdapter):
             assert change.number not in running
             present.remove(change.number)
-            residency.on_taken(change.number)
+            residency.on_unload(change.number)
         assert len(present) <= most
         if running and (round_ % 3 == 0 or data.draw(st.booleans())):
             running.popleft()

@@ -137,7 +137,7 @@ class OffloadMachine(RuleBasedStateMachine):
         nodes = self.nodes()
         where = data.draw(st.sampled_from(sorted(nodes, key=str)))
         if pins:
-            self.cache.priorities.hold("session", nodes[where], 60)
+            self.cache.priorities.pin("session", nodes[where], 60)
         else:
             self.cache.priorities.unpin("session")
 

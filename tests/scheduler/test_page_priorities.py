@@ -147,7 +147,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def hold(self, data: st.DataObject, name: str, priority: int) -> None:
         path = data.draw(st.sampled_from(sorted(self.table)))
         node = self.cache.path(NAMESPACE, path, len(path))[-1]
-        self.cache.priorities.hold(name, node, priority)
+        self.cache.priorities.pin(name, node, priority)
         former = self.pins.get(name)
         before = self.levels()
         self.pins[f"{name} (new)"] = path, priority
@@ -278,7 +278,7 @@ def test_a_hold_moves_up_with_evictions() -> None:
     pool = PagePool(5)
     cache = PrefixCache(pool, 1)
     held = idle_path(pool, cache, [1, 2, 3])
-    cache.priorities.hold("session", held[-1], 50)
+    cache.priorities.pin("session", held[-1], 50)
     other = idle_path(pool, cache, [7, 8])
     cache.evict(2)
     assert not any(pool.is_kept(node.page) for node in other)

@@ -1,4 +1,4 @@
-"""Helpers for channels, feeds and child processes that know nothing of language models.
+"""Helpers for channels, feeds and child processes, independent of language models.
 
-Imports nothing of trioserve but ``protocol``; every other folder may import it.
+They import only ``protocol`` from trioserve; every other folder may import them.
 """

@@ -1,9 +1,8 @@
-"""Memory channels whose messages come in crowds: taken and passed on together.
+"""Memory channels that take and pass on many messages at once.
 
-trio's own ``receive`` and ``send`` let everybody else run each time. That is right where something
-may have to be waited for. But where a thousand requests come at once, the last of them would wait
-at each station for a thousand turns of the event loop, each of which is a step of all who are
-served.
+Trio's own ``receive`` and ``send`` are checkpoints, at which every other task runs. If a thousand
+requests come at once, the last of them would wait a thousand turns of the event loop at each
+channel, and each turn delays all requests being served.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 
 def all_waiting(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
-    """What has been sent and not been received yet, without waiting for more."""
+    """Yield all messages that have been sent and not received yet, without waiting for more."""
     while True:
         try:
             yield channel.receive_nowait()
@@ -26,10 +25,10 @@ def all_waiting(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
 
 
 async def pass_on(channel: trio.MemorySendChannel[T], message: T) -> None:
-    """Send ``message``. A checkpoint only where the channel's buffer is full.
+    """Send ``message``. It is a checkpoint only if the channel's buffer is full.
 
     Raises:
-        trio.BrokenResourceError, trio.ClosedResourceError: as ``channel.send``.
+        trio.BrokenResourceError, trio.ClosedResourceError: As for ``channel.send``.
     """
     try:
         channel.send_nowait(message)

@@ -10,22 +10,22 @@ from typing import Any
 import trio
 
 KILL_GRACE = 10.0
-"""Seconds for a child that was killed. One that waits in the kernel can't be had sooner."""
+"""Seconds for a killed child to exit. A child that waits in the kernel takes until then."""
 
 
 async def end_child(process: trio.Process, log: Any, name: str) -> None:
-    """Kill ``process``, if it hasn't ended, and whatever it has started; close its standard input.
+    """Kill ``process`` and its process group, and close its standard input.
 
     Called shielded; takes at most ``KILL_GRACE``. A stopped process ends like any other.
 
     Args:
-        process: was started with ``start_new_session``, and its standard input is a pipe.
-        log: is told if it can't be had.
-        name: what it is, for the log.
+        process: Process started with ``start_new_session`` and a pipe as standard input.
+        log: Logs a process that doesn't end.
+        name: Name of the process in the log.
     """
     assert process.stdin is not None
-    # What it has started may hold memory that the next one needs. A group that is gone, or that
-    # belongs to somebody else by now, isn't to be had.
+    # Children of the process may hold memory that the next one needs. The group may be gone or
+    # belong to another user by now.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with trio.move_on_after(KILL_GRACE):

@@ -1,4 +1,4 @@
-"""Waiting for something to have happened that somebody else's steps bring about."""
+"""Conditions that tasks wait for and other tasks bring about."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import trio
 
 @attrs.define(eq=False)
 class Conditions:
-    """What tasks wait for, each with what tells whether it has happened."""
+    """The conditions that tasks wait for."""
 
     _awaited: dict[trio.Event, Callable[[], bool]] = attrs.field(init=False, factory=dict)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` is true when :meth:`notify` is called, or already is."""
+        """Block until ``condition`` holds. It is checked now and at every :meth:`notify`."""
         event = trio.Event()
         self._awaited[event] = condition
         try:
@@ -25,7 +25,7 @@ class Conditions:
             del self._awaited[event]
 
     def notify(self) -> None:
-        """Something may have happened. Cheap while nobody waits."""
+        """Check all conditions after a change of the state. Cheap while no task waits."""
         for event, condition in list(self._awaited.items()):
             if condition():
                 event.set()

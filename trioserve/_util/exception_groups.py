@@ -1,4 +1,4 @@
-"""Taking the one exception that matters out of what a nursery wrapped it in."""
+"""Unwrap the exception that matters from a nursery's exception group."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import trio
 
 
 def sole_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that a nursery's group stands for, one level down.
+    """Return the exception that a nursery's group stands for, one level down.
 
-    A nursery adds one level of group around whatever its block raised, and the cancellations of its
-    tasks beside it. With tasks that raise nothing of their own, the block's exception is the only
-    one that is no cancellation; where there is none, a cancellation stands for them all.
+    A nursery wraps the exception of its block in a group, beside the cancellations of its tasks. If
+    the tasks raise nothing of their own, the block's exception is the only one that is no
+    cancellation. If there are only cancellations, the first stands for all.
     """
     for error in group.exceptions:
         if not _is_cancellation(error):
@@ -19,9 +19,9 @@ def sole_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def holds_cancellation(error: BaseException) -> bool:
-    """Whether ``error`` is a cancellation, or a group with one somewhere in it.
+    """Return True if ``error`` is a cancellation, or a group that contains one.
 
-    Such an exception has to reach the scope that it belongs to, through every nursery on its way.
+    Such an exception has to reach its scope, through every nursery on the way.
     """
     if isinstance(error, BaseExceptionGroup):
         return any(holds_cancellation(inner) for inner in error.exceptions)

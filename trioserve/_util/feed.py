@@ -1,7 +1,7 @@
-"""Records of what happens, for whoever listens: bounded for each reader, and free if there is none.
+"""Feeds: streams of records for any number of readers, bounded for each and free without any.
 
-Whoever writes asks :attr:`Feed.is_wanted` first, and makes no record otherwise. Writing never
-blocks: a reader that lags loses the oldest records, and is told how many.
+A writer checks :attr:`Feed.is_wanted` first, and makes no record otherwise. Writing never blocks: a
+reader that lags loses the oldest records, and is told how many.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ DEFAULT_MAX_RECORDS = 1000
 
 
 class Reader(Protocol[_Record]):
-    """Something that a feed gives its records to."""
+    """A receiver of a feed's records."""
 
     def put(self, record: _Record) -> None:
         """Take ``record``. Must not block."""
 
     def end(self, error: Exception) -> None:
-        """Take note that nothing more comes, because of ``error``."""
+        """Note that no more records come, because of ``error``."""
 
 
 @attrs.define(eq=False)
 class Subscription(Generic[T]):
-    """One reader's records, in order: an async iterator. One task reads it."""
+    """The records of one reader, in order: an async iterator. One task reads it."""
 
     _records: deque[T]
     num_dropped: int = attrs.field(init=False, default=0)
-    """Records that this reader has lost since it began, because it was too slow for them."""
+    """Number of records that this reader has lost because it was too slow."""
     _error: Exception | None = attrs.field(init=False, default=None)
     _there: trio.Event = attrs.field(init=False, factory=trio.Event)
 
     def put(self, record: T) -> None:
-        """Add ``record``; where there is no room, the oldest one goes."""
+        """Add ``record``; if there is no room, the oldest one is dropped."""
         self.num_dropped += len(self._records) == self._records.maxlen
         self._records.append(record)
         self._there.set()
 
     def end(self, error: Exception) -> None:
-        """Nothing more will come: who has read all gets ``error``."""
+        """Note that no more records come: after the last one the reader gets ``error``."""
         self._error = error
         self._there.set()
 
     def take(self) -> list[T]:
-        """All records that wait, without waiting for more."""
+        """Return all records that wait, without waiting for more."""
         records = list(self._records)
         self._records.clear()
         return records
@@ -64,10 +64,10 @@ class Subscription(Generic[T]):
             raise self._error
 
     async def receive(self) -> T:
-        """The oldest record that waits, or else the next one. Cancelling it loses nothing.
+        """Return the oldest record, or block until there is one. Cancelling it loses nothing.
 
         Raises:
-            EngineError: the engine is closed, and all records have been read.
+            EngineError: The engine is closed, and all records have been read.
         """
         await trio.lowlevel.checkpoint()
         while not self._records:
@@ -85,7 +85,7 @@ class Subscription(Generic[T]):
 
 
 class Tail(Generic[T]):
-    """A feed's newest records, from the first time that they are asked for until the feed ends."""
+    """The newest records of a feed, from the first call of :meth:`take` until the feed ends."""
 
     def __init__(
         self, subscribe: Callable[[], contextlib.AbstractContextManager[Subscription[T]]]
@@ -95,7 +95,7 @@ class Tail(Generic[T]):
         self._subscription: Subscription[T] | None = None
 
     def take(self) -> list[T]:
-        """Those that came since the last call."""
+        """Return the records that came since the last call."""
         if self._subscription is None:
             self._subscription = self._scope.enter_context(self._subscribe())
         return self._subscription.take()
@@ -103,11 +103,11 @@ class Tail(Generic[T]):
 
 @attrs.define(eq=False)
 class Feed(Generic[T]):
-    """Where records are written.
+    """The writing side of a stream of records.
 
     Args:
-        on_wanted: called when the first reader comes.
-        on_unwanted: called when the last one leaves.
+        on_wanted: Called when the first reader comes.
+        on_unwanted: Called when the last reader leaves.
     """
 
     on_wanted: Callable[[], None] = lambda: None
@@ -115,11 +115,11 @@ class Feed(Generic[T]):
     _readers: list[Reader[T]] = attrs.field(init=False, factory=list)
     _error: Exception | None = attrs.field(init=False, default=None)
     is_wanted: bool = attrs.field(init=False, default=False)
-    """Whether anybody reads. An attribute, because it is asked in every step."""
+    """True while there are readers. An attribute, because every step checks it."""
 
     @property
     def num_readers(self) -> int:
-        """How many read."""
+        """Number of readers."""
         return len(self._readers)
 
     def publish(self, record: T) -> None:
@@ -129,10 +129,11 @@ class Feed(Generic[T]):
 
     @contextlib.contextmanager
     def subscribe(self, max_records: int = DEFAULT_MAX_RECORDS) -> Iterator[Subscription[T]]:
-        """What is published while the block lasts, but for what its reader is too slow for.
+        """Subscribe to the records published during the block, except those that the reader is too
+        slow for.
 
         Args:
-            max_records: how many may wait for the reader; at least 1.
+            max_records: Most records that may wait for the reader; at least 1.
         """
         if max_records < 1:
             raise ValueError(f"max_records must be at least 1, got {max_records}")
@@ -158,7 +159,7 @@ class Feed(Generic[T]):
                 self.on_unwanted()
 
     def close(self, error: Exception) -> None:
-        """Nothing more is published: readers get ``error`` once they have read all. Idempotent."""
+        """End the feed: readers get ``error`` after the last record. Idempotent."""
         if self._error is None:
             self._error = error
             for reader in self._readers:

@@ -1,11 +1,11 @@
-"""An nng Pair0 socket under trio: two processes of this machine, messages of bytes in order.
+"""An nng Pair0 socket under trio: ordered messages of bytes between two local processes.
 
 pynng's own ``arecv`` crosses an nng thread and the GIL, which costs milliseconds beside a busy
-event loop, and a cancelled ``asend`` loses its message's memory. So the socket is driven through
-its readiness descriptors: try without blocking, wait until readable, try again. Nothing is lost
-when a wait is cancelled, because a message is only taken by the call that returns it.
+event loop, and a cancelled ``asend`` leaks its message's memory. So the socket is driven through
+its readiness descriptors: try without blocking, wait until readable, try again. A cancelled wait
+loses no message, because only the call that returns a message takes it.
 
-nng never says that the peer is gone; whoever owns the peer's process has to watch it.
+nng never reports that the peer is gone; the owner of the peer's process has to watch it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trioserve.protocol import wire
 
 
 class SocketFailed(Exception):
-    """The socket can't be opened, or nng can't go on; the text says why."""
+    """The socket can't be opened, or nng failed; the text says why."""
 
 
 class SocketClosed(SocketFailed):
@@ -27,7 +27,7 @@ class SocketClosed(SocketFailed):
 
 @attrs.define(eq=False)
 class PairSocket:
-    """One end. One task sends and one receives at a time."""
+    """One end of a pair. One task sends and one receives at a time."""
 
     _socket: pynng.Pair0
     _readable_fd: int
@@ -39,16 +39,16 @@ class PairSocket:
         """Listen at an ``ipc://`` address, for one peer to dial.
 
         Raises:
-            SocketFailed: that can't be done there.
+            SocketFailed: The address can't be used.
         """
         return cls._open(listen=url)
 
     @classmethod
     def dial(cls, url: str) -> PairSocket:
-        """Connect to who listens at an ``ipc://`` address.
+        """Connect to a listener at an ``ipc://`` address.
 
         Raises:
-            SocketFailed: nobody does.
+            SocketFailed: There is no listener.
         """
         return cls._open(dial=url, block_on_dial=True)
 
@@ -66,11 +66,11 @@ class PairSocket:
         return cls(socket, socket.recv_fd, socket.send_fd)
 
     async def send(self, data: bytes) -> None:
-        """Hand a message to the socket; waits while its buffer is full.
+        """Hand a message to the socket; block while its buffer is full.
 
         Raises:
-            SocketClosed: it is closed.
-            SocketFailed: nng can't go on.
+            SocketClosed: The socket is closed.
+            SocketFailed: nng failed.
         """
         await trio.lowlevel.checkpoint()
         while True:
@@ -85,11 +85,11 @@ class PairSocket:
                 raise SocketFailed(str(error)) from error
 
     async def receive(self) -> bytes:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            SocketClosed: the socket is closed.
-            SocketFailed: nng can't go on.
+            SocketClosed: The socket is closed.
+            SocketFailed: nng failed.
         """
         await trio.lowlevel.checkpoint()
         while True:
@@ -102,11 +102,11 @@ class PairSocket:
                 raise SocketClosed("closed") from None
             except pynng.NNGException as error:
                 raise SocketFailed(str(error)) from error
-            except RuntimeError:  # pynng can't unpack a message without bytes
+            except RuntimeError:  # pynng can't unpack an empty message.
                 return b""
 
     def send_nowait(self, data: bytes) -> bool:
-        """Send if that can be done at once; says whether it was."""
+        """Send a message if that can be done at once; return True if it was sent."""
         try:
             self._socket.send(data, block=False)
         except pynng.NNGException:
@@ -114,7 +114,7 @@ class PairSocket:
         return True
 
     def close(self) -> None:
-        """Close the socket; whoever waits on it gets :exc:`SocketClosed`. Idempotent."""
+        """Close the socket; tasks that wait on it get :exc:`SocketClosed`. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,7 @@
-"""Texts to embeddings, scores and labels: whatever a model says of a text as a whole.
+"""Pooling: embeddings, scores and labels of texts.
 
-Reading order: ``columns`` (texts as they travel), ``core`` (which of them go into the next call),
-``batcher`` (the task that calls the worker), ``open_requests`` (who waits), ``inputs`` (what may be
-asked for), ``results``, ``requests`` (who does it), and ``engine`` (as an engine offers it).
+Reading order: ``columns`` (texts as they travel), ``core`` (the choice of the next call's texts),
+``batcher`` (the task that calls the worker), ``open_requests`` (requests that can be aborted),
+``inputs`` (checks of arguments), ``results``, ``requests`` (the work), and ``engine`` (the engine's
+methods).
 """

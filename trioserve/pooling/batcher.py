@@ -1,4 +1,4 @@
-"""The task that has texts computed: everything that waits goes into the worker's next call."""
+"""The task that has texts computed: all waiting texts go into the worker's next call."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
 
 
 class WorkerCaller(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
+    """The part of :class:`~trioserve.scheduler.scheduler.Scheduler` that a batcher needs."""
 
     @property
     def attached(self) -> bool:
-        """Whether a worker is there."""
+        """True while a worker is attached."""
 
     async def wait_attached(self) -> None:
-        """Wait until one is."""
+        """Block until a worker is attached."""
 
     async def call(self, name: str, arguments: object = None) -> Any:
-        """Have the worker do something by name; raises ``EngineError`` or ``WorkerLost``."""
+        """Call the worker by name; raise ``EngineError`` or ``WorkerLost``."""
 
     def report_fault(self, reason: str) -> None:
-        """The worker that is attached counts as hung, and is replaced."""
+        """Treat the attached worker as hung, so that it is replaced."""
 
 
 class Batcher:
-    """Computes the jobs of all requests, whatever becomes of the workers.
+    """The jobs of all requests; they outlive workers.
 
     Args:
-        caller: has the worker.
-        metrics: counts calls, and the time that requests wait for theirs.
-        iterations: where a record of each call goes, if somebody reads them.
-        max_waiting: texts that may wait.
-        max_waiting_tokens: tokens that they may have.
-        patience: seconds that a call may take beyond the slowest so far; 0 for any time.
+        caller: Calls the worker.
+        metrics: Counts calls, and the time that requests wait for theirs.
+        iterations: Feed that gets a record of each call.
+        max_waiting: Most texts that may wait.
+        max_waiting_tokens: Most tokens of waiting texts.
+        patience: Seconds that a call may take beyond the slowest so far; 0 for no limit.
     """
 
     def __init__(
@@ -76,31 +76,31 @@ class Batcher:
         self._max_waiting_tokens = max_waiting_tokens
         self._patience = patience or math.inf
         self._slowest = 0.0
-        """Of the calls, in seconds, from when it was sent."""
+        """Seconds that the slowest call has taken since it was sent."""
         self.core = PoolingCore(max_texts=1, max_tokens=1)
         self._work = trio.Event()
-        """There may be something to call the worker for."""
+        """Set when the worker may have to be called."""
         self._conditions = Conditions()
         self._departures = Departures()
         self._num_texts = 0
-        """Of all answers, as the following."""
+        """Number of texts in all answers; the next three count the same answers."""
         self._num_calls = 0
         self._num_tokens = 0
         self._step_us = 0
         self._answered = 0.0
-        """When the last of them came, in seconds on trio's clock."""
+        """Time of the last answer, in seconds on trio's clock."""
 
     def set_limits(self, ready: wire.Ready) -> None:
-        """Keep to what a worker says that it takes in one call."""
+        """Set the limits of one call from a worker's capacity."""
         self.core.max_texts = ready.max_num_seqs
         self.core.max_tokens = ready.max_num_batched_tokens
 
     async def run(self) -> None:
-        """The task: call workers until cancelled."""
+        """Run the task: call workers until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await self._caller.wait_attached()
-                self._work = trio.Event()  # before looking: what happens meanwhile isn't missed
+                self._work = trio.Event()  # Replaced before looking, so that no change is missed.
                 while self._caller.attached:
                     batch = self.core.next_batch(trio.current_time())
                     if batch is None:
@@ -117,7 +117,7 @@ class Batcher:
             return
         if not self._caller.attached:
             self.core.put_back(batch)
-            self._look()
+            self._notify()
             return
         began = trio.current_time()
         patience = self._patience + MAX_UNDER_WAY * self._slowest
@@ -131,17 +131,17 @@ class Batcher:
                 return
             vectors = vectors_of(answer, len(batch.texts))
         except WorkerLost:
-            return  # It is judged with whatever else was under way.
+            return  # The loss is judged with all other calls under way.
         except EngineError as error:
             self.core.on_error(batch, error)
         else:
             self._slowest = max(self._slowest, trio.current_time() - began)
             self.core.on_vectors(batch, vectors)
             self._note_answer(batch, began)
-        self._look()
+        self._notify()
 
     def _note_answer(self, batch: EncodeBatch, began: float) -> None:
-        """The call of ``batch``, which was sent at ``began``, has been answered."""
+        """Count the answer to ``batch``, which was sent at ``began``."""
         now = trio.current_time()
         # The worker makes one call after the other: waiting for the one before isn't counted.
         step_us = round((now - max(began, self._answered)) * 1e6)
@@ -185,29 +185,29 @@ class Batcher:
         )
 
     async def compute(self, columns: Columns, tenant: str = "") -> Floats:
-        """The vectors [N, dim] float32 of N texts. Leaving takes out of the queue what waits.
+        """Return the vectors [N, dim] float32 of N texts. Cancelling removes texts that still wait.
 
         Args:
-            columns: the texts.
-            tenant: the name under which their share of the queue counts; empty for none.
+            columns: The texts.
+            tenant: Name under which their share of the queue counts; empty for none.
 
         Raises:
-            QueueFull: too much waits already.
-            RequestAborted: somebody has ended all requests.
-            EngineError: the worker can't compute one of them.
+            QueueFull: Too much is waiting already.
+            RequestAborted: All requests were aborted.
+            EngineError: The worker can't compute one of the texts.
         """
         now = trio.current_time()
         self._check_room(len(columns), len(columns.ids), tenant, now)
         ended = trio.Event()
         job = EncodeJob(columns, now, ended.set, tenant)
         self.core.submit(job)
-        self._look()
+        self._notify()
         try:
             await ended.wait()
         finally:
             self.core.withdraw(job)
             self._metrics.queue_time.observe_span(job.came, job.first_called)
-            self._look()
+            self._notify()
         if job.error is not None:
             raise job.error
         assert job.vectors is not None
@@ -217,7 +217,7 @@ class Batcher:
         waiting, tokens = self.core.num_waiting, self.core.num_waiting_tokens
         recently = self._departures.note(self._num_texts, now)
         if waiting == 0:
-            return  # However large it is, it finds nobody before it.
+            return  # A request of any size may enter an empty queue.
         too_many = waiting + count - self._max_waiting
         if too_many > 0:
             raise QueueFull(
@@ -244,22 +244,22 @@ class Batcher:
         )
 
     def judge(self, loss: WorkerLost) -> int:
-        """Why the worker was lost; see :meth:`PoolingCore.on_worker_lost`."""
+        """Judge why the worker was lost; see :meth:`PoolingCore.on_worker_lost`."""
         num_deaths = self.core.on_worker_lost(loss)
-        self._look()
+        self._notify()
         return num_deaths
 
     # ---- control
 
     async def pause(self, holder: str) -> None:
-        """Have nothing computed until :meth:`resume`; return once nothing is."""
+        """Stop computing until :meth:`resume`; return once no call is under way."""
         self.core.pause_gate.close(holder)
-        await self._conditions.wait_for(lambda: self.core.is_quiet)
+        await self._conditions.wait_for(lambda: self.core.is_drained)
 
     async def pause_when_done(self, holder: str) -> None:
-        """:meth:`pause` once all that came before this is computed. What comes after it waits.
+        """Pause once all requests that have arrived so far are computed; later ones wait.
 
-        Cancelling it before that lets everything in again.
+        Cancelling it before that ends the pause.
         """
         last = self.core.num_arrivals
         self.core.pause_gate.close_behind(holder, last)
@@ -271,24 +271,24 @@ class Batcher:
         await self.pause(holder)
 
     def resume(self, holder: str) -> None:
-        """``holder`` needs no pause any more. Idempotent."""
+        """End the pause of that key. Idempotent."""
         self.core.pause_gate.release(holder)
-        self._look()
+        self._notify()
 
     def abort_all(self) -> None:
-        """End every request there is."""
+        """Abort all requests."""
         self.core.fail_all(RequestAborted("the request was aborted"))
-        self._look()
+        self._notify()
 
-    def _look(self) -> None:
-        """Something has happened."""
+    def _notify(self) -> None:
+        """Wake the task and all waits after a change of the state."""
         self._work.set()
         self._conditions.notify()
 
-    # ---- what can be seen from outside
+    # ---- observation
 
     def counted_in(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
-        """``statistics`` and what is done here: texts are sequences, calls are steps."""
+        """Return ``statistics`` plus the work done here: texts as sequences, calls as steps."""
         return attrs.evolve(
             statistics,
             num_waiting=statistics.num_waiting + self.core.num_waiting,
@@ -301,7 +301,7 @@ class Batcher:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is computed."""
+        """True if no text waits and no call is under way."""
         return self.core.is_empty
 
     def check_integrity(self) -> None:
@@ -312,7 +312,7 @@ class Batcher:
 def supervised_batcher(
     config: EngineConfig, scheduler: Scheduler, supervisor: Supervisor, metrics: Metrics
 ) -> Batcher:
-    """A batcher over the workers of ``supervisor``, which asks it, too, why one was lost."""
+    """Return a batcher over the workers of ``supervisor``, which asks it, too, to judge losses."""
     batcher = Batcher(
         scheduler,
         metrics,
@@ -322,6 +322,6 @@ def supervised_batcher(
         patience=config.watchdog_timeout,
     )
     judge = supervisor.judge
-    # Each counts the deaths since a progress of its own kind; whichever came last counts.
+    # Each counts deaths since its own kind of progress; the latest progress counts.
     supervisor.judge = lambda loss: min(judge(loss), batcher.judge(loss))
     return batcher

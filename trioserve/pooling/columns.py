@@ -30,14 +30,14 @@ class Columns:
 
     @classmethod
     def of(cls, texts: Sequence[EncodedText]) -> Columns:
-        """The columns of at least one text."""
+        """Return the columns of at least one text."""
         return cls.joined(
             (np.asarray(text.ids, np.int32), np.asarray(text.type_ids, np.int32)) for text in texts
         )
 
     @classmethod
     def joined(cls, texts: Iterable[tuple[Ints, Ints]]) -> Columns:
-        """The columns of at least one text, given the ids and type ids of each."""
+        """Return the columns of at least one text, given the ids and type ids of each."""
         ids, type_ids = zip(*texts, strict=True)
         return cls._with_lengths(
             np.concatenate(ids), np.concatenate(type_ids), np.array([len(each) for each in ids])
@@ -45,7 +45,7 @@ class Columns:
 
     @classmethod
     def from_message(cls, message: Any) -> Columns:
-        """The columns that :meth:`message` made the map of."""
+        """Return the columns in a map made by :meth:`message`."""
         ids, type_ids = wire.ints(message["ids"]), wire.ints(message["type_ids"])
         return cls._with_lengths(ids, type_ids, wire.ints(message["lengths"]))
 
@@ -54,7 +54,7 @@ class Columns:
         return cls(ids, type_ids, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
     def message(self) -> dict[str, bytes]:
-        """What the worker's call ``encode`` takes."""
+        """Return the argument of the worker's call ``encode``."""
         return {
             "ids": wire.from_ints(self.ids),
             "type_ids": wire.from_ints(self.type_ids),
@@ -65,16 +65,16 @@ class Columns:
         return len(self.ends) - 1
 
     def text(self, index: int) -> tuple[Ints, Ints]:
-        """The ids and type ids of one."""
+        """Return the ids and type ids of one text."""
         part = slice(int(self.ends[index]), int(self.ends[index + 1]))
         return self.ids[part], self.type_ids[part]
 
 
 def vectors_of(column: object, count: int) -> Floats:
-    """The float32 column [count, dim] that answers ``count`` texts.
+    """Return the float32 column [count, dim] that answers ``count`` texts.
 
     Raises:
-        EngineError: it is none.
+        EngineError: The column doesn't fit.
     """
     if not isinstance(column, bytes) or not column or len(column) % (4 * count):
         raise EngineError(f"the worker's answer to {count} texts makes no sense")

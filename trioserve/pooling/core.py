@@ -1,13 +1,13 @@
-"""Which texts go into the next call to the worker, and whose fault it is when that fails.
+"""The state machine of pooling: it chooses the texts of each call, and finds culprits.
 
-A state machine without a task, I/O or a clock. Whatever waits goes into the next call, first come,
-first served, as many texts and tokens as the limits allow. Two calls may be under way, so that the
-worker finds the next one when it is done.
+It has no task, I/O or clock. All waiting texts go into the next call, first come, first served, as
+many texts and tokens as the limits allow. Two calls may be under way, so that the worker finds the
+next one when it is done with the first.
 
-When a worker dies, every text that was under way is suspected: the suspects are tried in halves,
-nothing else beside them, until they have been computed or one was alone at two deaths. A call that
-fails without a death is taken apart in the same way, and a text that fails alone is to blame at
-once. A worker that was killed from outside makes nobody a suspect.
+When a worker dies, every text under way becomes a suspect. Suspects go on probation in halves, each
+half alone on the worker, until they have been computed or one was alone at two deaths. A call that
+fails without a death is divided in the same way, but a text that fails alone is the culprit at
+once. A worker that was killed from outside makes no text a suspect.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.pause_gate import PauseGate
 
 MAX_UNDER_WAY = 2
-"""Calls: one that the worker computes, and the next."""
+"""Most calls under way: one that the worker computes, and the next."""
 MAX_DEATHS = 2
-"""Of workers that had nothing but one text to compute, after which that is to blame."""
+"""Deaths of workers with a single text under way after which that text is the culprit."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -41,18 +41,18 @@ class Text:
     index: int
     num_tokens: int
     num_deaths: int = 0
-    """Workers that died when they had nothing else to compute."""
+    """Workers that died when they had no other text to compute."""
 
 
 @attrs.define(eq=False)
 class EncodeJob:
-    """What one request wants to know: a vector for each of its texts.
+    """The vectors that one request wants: one for each of its texts.
 
     Args:
-        columns: the texts.
-        came: when, in seconds on trio's clock.
-        on_end: called when all vectors are there, or ``error`` is.
-        tenant: the name under which its share of the queue counts; empty for none.
+        columns: The texts.
+        came: Time of arrival, in seconds on trio's clock.
+        on_end: Called when all vectors, or an ``error``, are there.
+        tenant: Name under which its share of the queue counts; empty for none.
     """
 
     columns: Columns
@@ -60,25 +60,25 @@ class EncodeJob:
     on_end: Callable[[], None]
     tenant: str = ""
     arrival: int = 0
-    """Its place in the order of arrival."""
+    """Arrival number."""
     first_called: float | None = None
-    """When its first text went into a call."""
+    """Time when its first text went into a call."""
     vectors: Floats | None = None
     """[N, dim], filled row by row."""
     error: TrioserveError | None = None
     has_left: bool = False
-    """Whether nobody wants anything of it any more."""
+    """True if its caller has left."""
     num_missing: int = attrs.field(
         init=False, default=attrs.Factory(lambda self: len(self.columns), takes_self=True)
     )
 
     @property
     def is_open(self) -> bool:
-        """Whether something is still to be computed for it."""
+        """True while part of it is to be computed."""
         return self.num_missing > 0 and self.error is None and not self.has_left
 
     def take(self, index: int, vector: Floats) -> None:
-        """Text ``index`` has that ``vector`` [dim]."""
+        """Store the ``vector`` [dim] of text ``index``."""
         if not self.is_open:
             return
         if self.vectors is None:
@@ -89,7 +89,7 @@ class EncodeJob:
             self.on_end()
 
     def fail(self, error: TrioserveError) -> None:
-        """End it with ``error``, unless it has ended."""
+        """End the job with ``error``, unless it has ended."""
         if self.is_open:
             self.error = error
             self.on_end()
@@ -97,63 +97,63 @@ class EncodeJob:
 
 @attrs.define(eq=False)
 class EncodeBatch:
-    """The texts of one call; on ``trial`` it has the worker to itself."""
+    """The texts of one call; ``on_probation`` they have the worker to themselves."""
 
     texts: list[Text]
-    trial: bool = False
+    on_probation: bool = False
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts."""
+        """Number of tokens in all texts."""
         return sum(text.num_tokens for text in self.texts)
 
     def columns(self) -> Columns:
-        """What the worker is called with."""
+        """Return the columns to call the worker with."""
         return Columns.joined(text.job.columns.text(text.index) for text in self.texts)
 
 
 class PoolingCore:
-    """Everything that waits for the worker or is under way there.
+    """The texts that wait for the worker or are under way.
 
     Args:
-        max_texts: in one call.
-        max_tokens: in one call. A text that is longer goes by itself.
+        max_texts: Most texts in one call.
+        max_tokens: Most tokens in one call. A longer text goes by itself.
     """
 
     def __init__(self, max_texts: int, max_tokens: int) -> None:
         self.max_texts = max_texts
         self.max_tokens = max_tokens
         self.pause_gate = PauseGate()
-        """What keeps those who wait from being computed."""
+        """Pauses, which keep waiting texts from being computed."""
         self.num_arrivals = 0
-        """Jobs that ever came."""
+        """Number of jobs ever submitted."""
         self.num_waiting = 0
-        """Texts that aren't under way."""
+        """Number of texts that wait."""
         self.num_waiting_tokens = 0
         self.waiting_of_tenants = TenantCounts()
-        """Of texts that aren't under way, and of their tokens."""
-        self._line: dict[EncodeJob, deque[Text]] = {}
-        """What waits, by the order of arrival."""
-        self._trials: deque[list[Text]] = deque()
-        """Suspects, each list to be computed by itself."""
+        """Waiting texts and their tokens, by tenant."""
+        self._queue: dict[EncodeJob, deque[Text]] = {}
+        """Waiting texts, by job in the order of arrival."""
+        self._groups: deque[list[Text]] = deque()
+        """Suspects; each list is computed by itself."""
         self._under_way: list[EncodeBatch] = []
         self._num_deaths = 0
-        """Since there was progress."""
+        """Deaths of workers since there was progress."""
         self._fewest_suspects = 0
-        """At those deaths; 0 for none."""
+        """Smallest number of suspects at those deaths; 0 for none."""
 
-    # ---- jobs come and go
+    # ---- submission and withdrawal
 
     def submit(self, job: EncodeJob) -> None:
-        """Put all texts of ``job`` in line."""
+        """Queue all texts of ``job``."""
         self.num_arrivals += 1
         job.arrival = self.num_arrivals
         lengths = np.diff(job.columns.ends).tolist()
-        self._line[job] = deque(Text(job, index, length) for index, length in enumerate(lengths))
-        self._count(self._line[job], 1)
+        self._queue[job] = deque(Text(job, index, length) for index, length in enumerate(lengths))
+        self._count(self._queue[job], 1)
 
     def withdraw(self, job: EncodeJob) -> None:
-        """Nothing more is wanted of ``job``. Idempotent; what is under way is computed."""
+        """Withdraw ``job``. Idempotent; texts under way are computed."""
         job.has_left = True
         self._forget(job)
 
@@ -167,16 +167,16 @@ class PoolingCore:
         self._forget(job)
 
     def _forget(self, job: EncodeJob) -> None:
-        self._count(self._line.pop(job, ()), -1)
-        leaving = [text for trial in self._trials for text in trial if text.job is job]
+        self._count(self._queue.pop(job, ()), -1)
+        leaving = [text for group in self._groups for text in group if text.job is job]
         if leaving:
             self._count(leaving, -1)
-            kept = ([text for text in trial if text.job is not job] for trial in self._trials)
-            self._trials = deque(filter(None, kept))
+            kept = ([text for text in group if text.job is not job] for group in self._groups)
+            self._groups = deque(filter(None, kept))
             self._note_progress()  # There are fewer suspects.
 
     def _count(self, texts: Iterable[Text], sign: int) -> None:
-        """``texts`` wait now, or don't any more."""
+        """Count that ``texts`` begin (1) or cease (-1) to wait."""
         for text in texts:
             self.num_waiting += sign
             self.num_waiting_tokens += sign * text.num_tokens
@@ -185,14 +185,16 @@ class PoolingCore:
     # ---- calls
 
     def next_batch(self, now: float) -> EncodeBatch | None:
-        """What the worker is to be called with next; None if nothing, or enough is under way."""
+        """Return the texts of the next call; None if there are none or enough is under way."""
         if self.pause_gate.is_closed:
             return None
-        trial = bool(self._trials)
-        if trial:
-            texts = [] if self._under_way else self._trials.popleft()
-        elif len(self._under_way) < MAX_UNDER_WAY and not any(b.trial for b in self._under_way):
-            texts = self._take_from_line()
+        on_probation = bool(self._groups)
+        if on_probation:
+            texts = [] if self._under_way else self._groups.popleft()
+        elif len(self._under_way) < MAX_UNDER_WAY and not any(
+            b.on_probation for b in self._under_way
+        ):
+            texts = self._take_from_queue()
         else:
             texts = []
         if not texts:
@@ -201,14 +203,14 @@ class PoolingCore:
         for text in texts:
             if text.job.first_called is None:
                 text.job.first_called = now
-        batch = EncodeBatch(texts, trial)
+        batch = EncodeBatch(texts, on_probation)
         self._under_way.append(batch)
         return batch
 
-    def _take_from_line(self) -> list[Text]:
+    def _take_from_queue(self) -> list[Text]:
         taken: list[Text] = []
         num_tokens = 0
-        for job, texts in list(self._line.items()):
+        for job, texts in list(self._queue.items()):
             if not self.pause_gate.admits(job.arrival):
                 continue
             while texts:
@@ -216,46 +218,46 @@ class PoolingCore:
                 if taken and (len(taken) == self.max_texts or num_tokens > self.max_tokens):
                     return taken
                 taken.append(texts.popleft())
-            del self._line[job]
+            del self._queue[job]
         return taken
 
     def on_vectors(self, batch: EncodeBatch, vectors: Floats) -> None:
-        """The worker has answered ``batch`` with ``vectors`` [len(batch.texts), dim]."""
+        """Take the answer ``vectors`` [len(batch.texts), dim] to ``batch``."""
         self._under_way.remove(batch)
         self._note_progress()
         for text, vector in zip(batch.texts, vectors, strict=True):
             text.job.take(text.index, vector)
 
     def on_error(self, batch: EncodeBatch, error: EngineError) -> None:
-        """The worker couldn't compute ``batch``, and lives."""
+        """Handle the error of ``batch`` on a worker that lives."""
         self._under_way.remove(batch)
         texts = [text for text in batch.texts if text.job.is_open]
         if len(texts) == 1:
-            self._fail(texts[0].job, _fault_isolation(error))
+            self._fail(texts[0].job, _culprit_error(error))
         else:
-            self._try_halves(texts)
+            self._try_in_halves(texts)
 
     def is_under_way(self, batch: EncodeBatch) -> bool:
-        """Whether ``batch`` is still to be answered: the worker hasn't been lost since it went."""
+        """Return True if ``batch`` is under way: no worker was lost since it was sent."""
         return batch in self._under_way
 
     def put_back(self, batch: EncodeBatch) -> None:
-        """``batch`` was never given to a worker."""
+        """Queue ``batch`` again, which was never sent to a worker."""
         self._under_way.remove(batch)
         self._return(batch.texts)
 
     def on_worker_lost(self, loss: WorkerLost) -> int:
-        """The worker is gone, and whatever was under way with it.
+        """Handle the loss of the worker and of all calls under way.
 
         Returns:
-            how many were lost, this one included, since there was progress: an answer, fewer
-            suspects, or one found.
+            The number of workers lost since there was progress, this one included. Progress is an
+            answer, fewer suspects, or a culprit found.
         """
         texts = [text for batch in self._under_way for text in batch.texts if text.job.is_open]
         have_left = bool(self._under_way) and not texts
         self._under_way.clear()
         if have_left and not loss.from_outside:
-            self._note_progress()  # Whoever may be to blame isn't there any more.
+            self._note_progress()  # The culprit, if there was one, has left.
         if loss.from_outside or not texts:
             self._return(texts)
             self._num_deaths += 1
@@ -266,71 +268,71 @@ class PoolingCore:
         self._num_deaths += 1
         num_deaths = self._num_deaths
         if len(texts) > 1:
-            self._try_halves(texts)
+            self._try_in_halves(texts)
             return num_deaths
         (text,) = texts
         text.num_deaths += 1
         if text.num_deaths < MAX_DEATHS:
             self._try([texts])
         else:
-            self._fail(text.job, _fault_isolation(loss))
+            self._fail(text.job, _culprit_error(loss))
             self._note_progress()
         return num_deaths
 
     def _note_progress(self) -> None:
         self._num_deaths = self._fewest_suspects = 0
 
-    def _try_halves(self, texts: list[Text]) -> None:
+    def _try_in_halves(self, texts: list[Text]) -> None:
         half = (len(texts) + 1) // 2
         self._try([texts[:half], texts[half:]])
 
-    def _try(self, trials: list[list[Text]]) -> None:
-        """Compute each of ``trials`` by itself, before anything else."""
-        for trial in reversed(trials):
-            if trial:
-                self._trials.appendleft(trial)
-                self._count(trial, 1)
+    def _try(self, groups: list[list[Text]]) -> None:
+        """Put each of ``groups`` on probation, before any other text is computed."""
+        for group in reversed(groups):
+            if group:
+                self._groups.appendleft(group)
+                self._count(group, 1)
 
     def _return(self, texts: Iterable[Text]) -> None:
-        """Put ``texts`` back at the front of the line."""
+        """Queue ``texts`` again, at the front."""
         texts = [text for text in texts if text.job.is_open]
         self._count(texts, 1)
         returned: dict[EncodeJob, deque[Text]] = {}
         for text in texts:
             returned.setdefault(text.job, deque()).append(text)
-        for job, rest in self._line.items():
+        for job, rest in self._queue.items():
             returned.setdefault(job, deque()).extend(rest)
-        self._line = returned
+        self._queue = returned
 
-    # ---- what can be seen from outside
+    # ---- observation
 
     @property
     def num_running(self) -> int:
-        """Texts that are under way."""
+        """Number of texts under way."""
         return sum(len(batch.texts) for batch in self._under_way)
 
     @property
     def num_calls(self) -> int:
-        """Calls that are under way."""
+        """Number of calls under way."""
         return len(self._under_way)
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether no call is under way."""
+    def is_drained(self) -> bool:
+        """True if no call is under way."""
         return not self._under_way
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits and no call is under way."""
+        """True if no text waits and no call is under way."""
         return not self._under_way and self.num_waiting == 0
 
     def num_open_until(self, arrival: int) -> int:
-        """How many of the jobs that came no later than ``arrival`` are still to be computed."""
+        """Return the number of open jobs that arrived no later than ``arrival``."""
         return sum(job.arrival <= arrival for job in self._jobs() if job.is_open)
 
     def check_integrity(self) -> None:
-        """Assert that the counts are those of what waits, and that only open jobs do."""
-        waiting = list(itertools.chain(*self._line.values(), *self._trials))
+        """Assert that the counts are right, and that only texts of open jobs wait."""
+        waiting = list(itertools.chain(*self._queue.values(), *self._groups))
         assert self.num_waiting == len(waiting)
         assert self.num_waiting_tokens == sum(text.num_tokens for text in waiting)
         tenants = TenantCounts()
@@ -338,14 +340,14 @@ class PoolingCore:
             tenants.add(text.job.tenant, 1, text.num_tokens)
         assert self.waiting_of_tenants == tenants
         assert all(text.job.is_open for text in waiting)
-        assert all(self._line.values())
+        assert all(self._queue.values())
         assert len(self._under_way) <= MAX_UNDER_WAY
 
     def _jobs(self) -> list[EncodeJob]:
         under_way = (batch.texts for batch in self._under_way)
-        texts = itertools.chain(*self._trials, *under_way)
-        return list(dict.fromkeys(itertools.chain(self._line, (text.job for text in texts))))
+        texts = itertools.chain(*self._groups, *under_way)
+        return list(dict.fromkeys(itertools.chain(self._queue, (text.job for text in texts))))
 
 
-def _fault_isolation(reason: Exception) -> EngineError:
+def _culprit_error(reason: Exception) -> EngineError:
     return EngineError(f"the worker failed on this text: {reason}")

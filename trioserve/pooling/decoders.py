@@ -1,7 +1,7 @@
-"""Embeddings by a model that generates: its prompts go through the scheduler, and nothing is drawn.
+"""Embeddings by a generative model: prompts go through the scheduler, and no token is sampled.
 
-They are computed beside what others generate. With the pooling ``last`` they may begin with cached
-prefixes; a mean needs all hidden states, so such a prompt is computed whole.
+They are computed in the same steps as generation. With the pooling ``last`` they may begin with
+cached prefixes; a mean needs all hidden states, so such a prompt is computed whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POOLINGS: tuple[str, ...] = typing.get_args(DecoderPooling)
 
 @attrs.frozen(kw_only=True)
 class AskedPrompt:
-    """One prompt of which a vector is wanted; ``pooling`` is one of :data:`POOLINGS`."""
+    """A prompt to be pooled into a vector; ``pooling`` is one of :data:`POOLINGS`."""
 
     prompt: Prompt
     pooling: str
@@ -42,14 +42,14 @@ class AskedPrompt:
 
 
 PoolPrompt = Callable[[AskedPrompt, Deadline], Awaitable[tuple[bytes, int]]]
-"""Has one computed: a float32 column, and the tokens of the prompt."""
+"""Computes a prompt; returns its float32 vector and its number of tokens."""
 
 
 def check_pooling(pooling: str) -> str:
-    """``pooling``.
+    """Return ``pooling`` if it is known.
 
     Raises:
-        InvalidRequest: there is no such one.
+        InvalidRequest: It is not one of :data:`POOLINGS`.
     """
     if pooling not in POOLINGS:
         known = ", ".join(POOLINGS)
@@ -68,10 +68,10 @@ async def pool_prompts(
     cache_salt: str,
     adapter: str,
 ) -> tuple[Floats, list[int]]:
-    """The vectors [N, E] of N texts or lists of token ids, and how many each has.
+    """Return the vectors [N, E] of N texts or lists of token ids, and the length of each.
 
     Raises:
-        TrioserveError: the first of them that failed; the others are aborted then.
+        TrioserveError: The first failure; the other prompts are then aborted.
     """
     params = SamplingParams(
         max_tokens=0, temperature=0.0, truncate_prompt_tokens=truncate, truncation_side="right"

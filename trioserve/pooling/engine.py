@@ -1,4 +1,4 @@
-"""An engine as those see it who want texts computed as a whole."""
+"""The engine's methods for embeddings, scores and labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.pooling.sender import EncodeArguments
 
 
 class PoolingEngine:
-    """What :class:`trioserve.Engine` offers them; :class:`Pooling` does it."""
+    """The part of :class:`trioserve.Engine` for whole texts; :class:`Pooling` does the work."""
 
     __slots__ = ()
 
@@ -34,41 +34,41 @@ class PoolingEngine:
         traceparent: str = "",
         tracestate: str = "",
     ) -> Embeddings:
-        """The embeddings of texts. Leaving the call, for whatever reason, aborts it.
+        """Return the embeddings of texts. Cancelling the call aborts it.
 
-        A model that generates gives them, too: of the hidden states behind its last layer.
+        A generative model gives embeddings too, made of the hidden states behind its last layer.
 
         Args:
-            inputs: a text, the token ids of one, or a list of either. Ids are taken as they are,
+            inputs: A text, the token ids of one, or a list of either. Ids are taken as they are,
                 special tokens included.
-            dimensions: keep as many of each vector, and make it as long as 1 again: for models that
-                were trained so (Matryoshka).
-            normalize: whether vectors are as long as 1 (default: as the model's files say; yes for
-                a model that generates).
-            pooling: of a decoder: the hidden state of the ``last`` token or the ``mean`` of all
-                (default: as the model's files say, else ``last``). An encoder's is its own.
-            truncate_prompt_tokens: cut longer texts to as many tokens, -1 for as many as the model
-                takes (default: refuse what is longer than that).
-            request_id: a name for :meth:`abort` (default: a random one).
-            timeout: seconds after which :exc:`~trioserve.protocol.errors.DeadlineExceeded` is
+            dimensions: Keep as many dimensions of each vector and normalize it again, for models
+                that were trained so (Matryoshka).
+            normalize: Scale vectors to length 1 (default: as the model's files say; yes for a
+                generative model).
+            pooling: For a generative model: the hidden state of the ``last`` token or the ``mean``
+                of all (default: as the model's files say, else ``last``). An encoder's is fixed.
+            truncate_prompt_tokens: Cut longer texts to as many tokens, -1 for as many as the model
+                takes (default: refuse longer texts).
+            request_id: A name for :meth:`abort` (default: a random one).
+            timeout: Seconds after which :exc:`~trioserve.protocol.errors.DeadlineExceeded` is
                 raised (default: the option ``default_timeout``); infinity for never.
-            arrived: the moment on trio's clock from which ``timeout`` counts (default: now).
-            tenant: as for :meth:`generate`.
-            cache_salt: share cached prefixes only with requests of the same salt.
-            adapter: the name of a loaded adapter (default: the model as it is).
-            traceparent: as for :meth:`generate`.
-            tracestate: as there.
+            arrived: Time on trio's clock from which ``timeout`` counts (default: now).
+            tenant: As for :meth:`generate`.
+            cache_salt: Share cached prefixes only with requests of the same salt.
+            adapter: Name of a loaded adapter (default: the model as it is).
+            traceparent: As for :meth:`generate`.
+            tracestate: As for :meth:`generate`.
 
         Raises:
-            InvalidRequest: the model is for something else, or an argument can't be served.
-            AdapterNotFound: no adapter of that name is loaded.
-            ContextTooLong: a text is longer than the model takes.
-            QueueFull: too many texts wait, or too many tokens in them.
-            Draining: the engine is shutting down.
-            Paused: it is paused, and refuses what comes.
-            DeadlineExceeded: the timeout ran out.
-            RequestAborted: somebody has ended the request.
-            EngineError: the worker can't compute one of the texts, or the engine failed.
+            InvalidRequest: The model has another task, or an argument can't be served.
+            AdapterNotFound: No adapter of that name is loaded.
+            ContextTooLong: A text is longer than the model takes.
+            QueueFull: Too many texts wait, or too many tokens in them.
+            Draining: The engine is shutting down.
+            Paused: The engine is paused and refuses requests.
+            DeadlineExceeded: The timeout ran out.
+            RequestAborted: The request was aborted.
+            EngineError: The worker can't compute one of the texts, or the engine failed.
         """
         return await self.pooling.embed(
             inputs,
@@ -101,20 +101,20 @@ class PoolingEngine:
         traceparent: str = "",
         tracestate: str = "",
     ) -> Scores:
-        """How well queries and documents go together: a score for each pair, larger for better.
+        """Return a score for each pair of a query and a document, larger for a better match.
 
-        A model that scores pairs (a cross-encoder) reads each pair as one; of a model that embeds
-        it is the cosine between the two embeddings.
+        A cross-encoder reads each pair as one text. For a model that embeds, the score is the
+        cosine between the two embeddings.
 
         Args:
-            queries: one for all documents, or one for each.
-            documents: one or several.
-            truncate_prompt_tokens: as for :meth:`embed`, as all else; of a pair, the longer text is
-                cut first.
+            queries: One for all documents, or one for each.
+            documents: One or several.
+            truncate_prompt_tokens: As for :meth:`embed`, like all other arguments. The longer text
+                of a pair is cut first.
 
         Raises:
-            InvalidRequest: the model is for something else, or an argument can't be served; and
-                whatever :meth:`embed` raises.
+            InvalidRequest: The model has another task, or an argument can't be served. All errors
+                of :meth:`embed` may occur, too.
         """
         return await self.pooling.score(
             queries,
@@ -148,21 +148,22 @@ class PoolingEngine:
         traceparent: str = "",
         tracestate: str = "",
     ) -> LabelScores:
-        """How probable each of some tokens is after the query and each item; nothing is generated.
+        """Return the probability of each given token after the query and each item.
 
-        For a model that generates. What the query has computed is shared by all items behind it.
+        This needs a generative model, but nothing is generated. The query is computed once for all
+        items behind it.
 
         Args:
-            query: text, or token ids.
-            items: one or several, each of the query's kind.
-            label_token_ids: the tokens.
-            apply_softmax: make their probabilities 1 in all.
-            item_first: put each item before the query, instead of behind it.
-            truncate_prompt_tokens: as for :meth:`embed`, as all else.
+            query: Text, or token ids.
+            items: One or several, each of the query's kind.
+            label_token_ids: The tokens.
+            apply_softmax: Scale the probabilities of an item to sum to 1.
+            item_first: Put each item before the query, instead of behind it.
+            truncate_prompt_tokens: As for :meth:`embed`, like all other arguments.
 
         Raises:
-            InvalidRequest: the model is for something else, or an argument can't be served; and
-                whatever :meth:`embed` raises.
+            InvalidRequest: The model has another task, or an argument can't be served. All errors
+                of :meth:`embed` may occur, too.
         """
         return await self.pooling.score_labels(
             query,
@@ -195,7 +196,7 @@ class PoolingEngine:
         traceparent: str = "",
         tracestate: str = "",
     ) -> Classifications:
-        """How probable each label is for texts, or for pairs of texts given as tuples.
+        """Return the probability of each label for texts, or for pairs of texts given as tuples.
 
         Arguments and errors are those of :meth:`embed`.
         """

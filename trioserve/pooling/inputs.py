@@ -1,4 +1,4 @@
-"""What may be asked for: texts, pairs of texts or token ids, one of them or a list."""
+"""Inputs of pooling: texts, pairs of texts or token ids, one or a list of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ Inputs = str | Sequence[int | str | Pair | Sequence[int | str] | TokensPrompt]
 """
 
 INLINE_CHARACTERS = 2000
-"""Encoded on the spot, in less time than a thread would take; see :mod:`trioserve.text.tokenizer`.
+"""Characters that are encoded at once, because a thread would take longer; see
+:mod:`trioserve.text.tokenizer`.
 """
 MAX_THREADS = 2
 
 
 def as_items(inputs: Inputs, param: str = "input") -> list[Item]:
-    """The items of ``inputs``, which are one or several.
+    """Return the items of ``inputs``, one or several.
 
     Raises:
-        InvalidRequest: they are something else, or nothing; ``param`` is what they are called.
+        InvalidRequest: They are of another kind, or none; ``param`` is their name in the error.
     """
     if isinstance(inputs, str):
         return [inputs]
@@ -59,7 +60,7 @@ def _as_item(item: object, param: str) -> Item:
 
 
 def _as_ids(values: Sequence[object]) -> list[int] | None:
-    """``values`` if they are integers, else None."""
+    """Return ``values`` if they are integers, else None."""
     kinds = set(map(type, values))
     if not all(issubclass(kind, int) and kind is not bool for kind in kinds):
         return None
@@ -74,12 +75,12 @@ def _refusal(param: str) -> InvalidRequest:
 
 @attrs.define(eq=False)
 class TextEncoder:
-    """Turns items into what an encoder reads.
+    """The encoding of items into the ids that an encoder reads.
 
     Args:
-        config: of the encoder.
-        tokenizer: its own.
-        max_length: the most tokens that are served, of a text or pair.
+        config: Configuration of the encoder.
+        tokenizer: Tokenizer of the encoder.
+        max_length: Most tokens that a text or pair may have.
     """
 
     config: EncoderConfig
@@ -90,17 +91,17 @@ class TextEncoder:
     async def encode(
         self, items: Sequence[Item], truncate: int | None, param: str = "input"
     ) -> list[EncodedText]:
-        """The items as the model reads them.
+        """Return the items as the model reads them.
 
         Args:
-            items: at least one.
-            truncate: cut each to as many tokens, -1 for as many as the model takes; None to refuse
-                what is longer than that.
-            param: what the items are called.
+            items: At least one.
+            truncate: Cut each item to as many tokens, -1 for as many as the model takes; None to
+                refuse longer items.
+            param: Name of the items in errors.
 
         Raises:
-            ContextTooLong: an item has more tokens than the model takes.
-            InvalidRequest: one can't be encoded.
+            ContextTooLong: An item has more tokens than the model takes.
+            InvalidRequest: An item can't be encoded.
         """
         keep = self.max_length if truncate in (None, -1) else min(truncate or 1, self.max_length)
         texts = [item for item in items if not isinstance(item, TokensPrompt)]

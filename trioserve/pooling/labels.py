@@ -1,6 +1,6 @@
-"""How probable given tokens are after each of several items, by a model that generates.
+"""Probabilities of given tokens after each of several items, by a generative model.
 
-Nothing but a prompt is computed, and the log-probabilities of the labels that would come next.
+Only the prompts are computed, with the log-probabilities of the labels that would come next.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Text = str | Sequence[int]
 
 
 def label_prompts(query: object, items: object, *, item_first: bool) -> list[Prompt]:
-    """The query and each item, as one prompt; with ``item_first`` the query comes last.
+    """Return the query and each item as one prompt; with ``item_first`` the query comes last.
 
-    They are arguments of :meth:`trioserve.Engine.score_labels`, or what somebody gave as such.
+    The arguments are those of :meth:`trioserve.Engine.score_labels`, not yet checked.
 
     Raises:
-        InvalidRequest: one is text and the other is token ids, or there are no items.
+        InvalidRequest: One is text and the other is token ids, or there are no items.
     """
     listed = [items] if isinstance(items, str) else items
     if not isinstance(listed, Sequence) or not listed:
@@ -55,10 +55,10 @@ def _ids_of(text: object) -> list[int]:
 
 
 def label_params(label_token_ids: Sequence[int], truncate: int | None) -> dict[str, Any]:
-    """The sampling fields that have the labels' log-probabilities told, and nothing generated.
+    """Return the sampling fields that report the labels' log-probabilities and generate one token.
 
     Raises:
-        InvalidRequest: there are no labels.
+        InvalidRequest: There are no labels.
     """
     if not label_token_ids:
         raise InvalidRequest("label_token_ids is empty", param="label_token_ids")
@@ -74,10 +74,10 @@ def label_params(label_token_ids: Sequence[int], truncate: int | None) -> dict[s
 
 
 def label_scores(completions: Sequence[Completion], *, softmax: bool) -> LabelScores:
-    """The labels' probabilities after each prompt; with ``softmax`` they are 1 in all.
+    """Return the labels' probabilities after each prompt; with ``softmax`` they sum to 1.
 
     Raises:
-        RequestAborted: one of them was aborted.
+        RequestAborted: A request was aborted.
     """
     num_tokens = sum(each.usage.prompt_tokens for each in completions)
     return LabelScores(

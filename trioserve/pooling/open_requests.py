@@ -1,4 +1,4 @@
-"""The requests for vectors that are open in a process, which may be ended from outside."""
+"""The open pooling requests of a process, which can be aborted from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Open:
     error: TrioserveError | None = None
 
     def end(self, error: TrioserveError) -> bool:
-        """End it with ``error``; whether it hadn't been ended before."""
+        """End the request with ``error``; return False if it had been ended before."""
         if self.error is not None:
             return False
         self.error = error
@@ -28,10 +28,10 @@ class _Open:
 
 @attrs.define(eq=False)
 class OpenRequests:
-    """Whose caller's scope is open.
+    """The requests with an open scope.
 
     Args:
-        on_none: called whenever the last of them is left.
+        on_none: Called whenever the last request has ended.
     """
 
     on_none: Callable[[], None] = lambda: None
@@ -42,10 +42,10 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def opened(self, id: str) -> Iterator[None]:
-        """A block that :meth:`end` ends.
+        """Open a block that :meth:`abort` and :meth:`end_all` can end.
 
         Raises:
-            TrioserveError: the error that it was ended with.
+            TrioserveError: The error that the block was ended with.
         """
         request = _Open(id)
         self._open[request] = None
@@ -61,12 +61,12 @@ class OpenRequests:
             raise request.error
 
     def end_all(self, error: TrioserveError) -> None:
-        """End all of them with ``error``. Never blocks."""
+        """End all requests with ``error``. Never blocks."""
         for request in list(self._open):
             request.end(error)
 
     def abort(self, id: str, *, prefix: bool) -> int:
-        """End those of that name, or whose names begin so; how many there were. Never blocks."""
+        """Abort requests by name or prefix of it; return how many there were. Never blocks."""
         error = RequestAborted("the request was aborted")
         named = [
             request

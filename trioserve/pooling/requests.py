@@ -1,4 +1,4 @@
-"""What an engine offers of texts as a whole: embeddings, scores and labels."""
+"""The requests for embeddings, scores and labels of one engine."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ from trioserve.requests.request import Prompt, TokensPrompt
 Pair = tuple[str, str]
 Floats = npt.NDArray[np.float32]
 Compute = Callable[[Columns, str], Awaitable[Floats]]
-"""Has texts of a tenant computed: :meth:`trioserve.pooling.batcher.Batcher.compute`, here or
-elsewhere."""
+"""Computes the texts of a tenant: :meth:`trioserve.pooling.batcher.Batcher.compute`, in this or
+another process.
+"""
 
 _PURPOSES: dict[ModelTask, str] = {
     "generate": "generates text (Engine.generate, /v1/chat/completions)",
@@ -51,14 +52,14 @@ _PURPOSES: dict[ModelTask, str] = {
 }
 
 _LABEL_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
-"""What those who score labels call the arguments of a completion."""
+"""Names of a completion's arguments in requests for label scores."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Encoding:
-    """How texts are computed: ``encoder`` turns them into ids, and ``compute`` those into vectors.
+    """The encoding of texts: ``encoder`` turns them into ids, and ``compute`` those into vectors.
 
-    ``batcher`` is what does so, if it is in this process.
+    ``batcher`` is the batcher behind ``compute``, if it is in this process.
     """
 
     encoder: TextEncoder
@@ -71,17 +72,17 @@ class Pooling:
     """The requests of one engine for vectors, scores and labels.
 
     Args:
-        task: what the model is for.
-        model_name: its name.
-        config: has the default timeout.
-        metrics: counts.
-        check_open: raises where nobody is to be let in.
-        encoding: how texts are computed, where the model is an encoder.
-        embedding: how they become vectors where it is a decoder.
-        pool_prompt: has a prompt computed by a decoder.
+        task: Task of the model.
+        model_name: Name of the model.
+        config: Options, among them the default timeout.
+        metrics: Counts requests.
+        check_open: Raises if no request may enter.
+        encoding: Encoding of texts, if the model is an encoder.
+        embedding: Rules for vectors, if the model is a decoder.
+        pool_prompt: Computes a prompt on a decoder.
         complete: :meth:`trioserve.Engine.complete`.
-        open: the requests whose caller's scope is open.
-        on_end: called with each request that an encoder has served, when it has ended.
+        open: Open requests.
+        on_end: Called with each request served by an encoder, when it has ended.
     """
 
     task: ModelTask
@@ -98,14 +99,14 @@ class Pooling:
 
     @property
     def purpose(self) -> str:
-        """What the model is for, and how it is asked, to follow its name."""
+        """Task of the model and how to use it, as a clause after the model's name."""
         labels = () if self.encoding is None else self.encoding.encoder.config.labels
         if self.task == "classify" and len(labels) == 1:
             return "scores pairs of texts (Engine.score, /score, /rerank)"
         return _PURPOSES[self.task]
 
     def refusal(self, wanted: str) -> InvalidRequest:
-        """Why the model doesn't do what was ``wanted``, such as ``give embeddings``."""
+        """Return the error for a task that the model doesn't do, such as ``give embeddings``."""
         message = f"the model {self.model_name} doesn't {wanted}: it {self.purpose}"
         return InvalidRequest(message, param="model", code="unsupported_task")
 
@@ -121,7 +122,7 @@ class Pooling:
         cache_salt: str,
         adapter: str,
     ) -> Embeddings:
-        """See :meth:`trioserve.engine.engine.Engine.embed`."""
+        """Return embeddings: see :meth:`trioserve.engine.engine.Engine.embed`."""
         items = as_items(inputs)
         if any(isinstance(item, tuple) for item in items):
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
@@ -154,7 +155,7 @@ class Pooling:
         truncate_prompt_tokens: int | None,
         sender: EncodeArguments,
     ) -> Scores:
-        """See :meth:`trioserve.engine.engine.Engine.score`."""
+        """Return scores: see :meth:`trioserve.engine.engine.Engine.score`."""
         pairs = _pairs(queries, documents)
         config = None if self.encoding is None else self.encoding.encoder.config
         if self.task == "generate" or (config is not None and len(config.labels) > 1):
@@ -175,7 +176,7 @@ class Pooling:
         truncate_prompt_tokens: int | None,
         sender: EncodeArguments,
     ) -> Classifications:
-        """See :meth:`trioserve.engine.engine.Engine.classify`."""
+        """Return classifications: see :meth:`trioserve.engine.engine.Engine.classify`."""
         config = self._config("classify", "classify texts")
         logits, lengths = await self._vectors(as_items(inputs), truncate_prompt_tokens, sender)
         probabilities = probabilities_of(logits, independent=config.independent_labels)
@@ -194,7 +195,7 @@ class Pooling:
         cache_salt: str,
         adapter: str,
     ) -> LabelScores:
-        """See :meth:`trioserve.engine.engine.Engine.score_labels`."""
+        """Return label scores: see :meth:`trioserve.engine.engine.Engine.score_labels`."""
         if self.task != "generate":
             raise self.refusal("score labels by the tokens that may come next")
         prompts = label_prompts(query, items, item_first=item_first)
@@ -224,9 +225,9 @@ class Pooling:
     def _check(
         self, count: int, truncate: int | None, param: str = "input", tenant: str = ""
     ) -> None:
-        """Refuse more than can ever wait, and a length that is none.
+        """Refuse more texts than can ever wait, and an invalid truncation.
 
-        ``tenant`` is given where the texts are requests of their own, which have a share.
+        ``tenant`` is given if each text is a request of its own and counts for the tenant's share.
         """
         _check_truncation(truncate)
         limit = self.config.max_num_queued_reqs // (2 if tenant and count > 1 else 1)
@@ -237,14 +238,14 @@ class Pooling:
             )
 
     async def compute_one(self, timeout: float) -> None:
-        """Have one token computed, to see whether that can be done; errors are those of embed."""
+        """Compute one token as a health check; errors are those of :meth:`embed`."""
         await self._embeddings([TokensPrompt((0,))], None, EncodeArguments(timeout=timeout))
 
     def _config(self, task: ModelTask, wanted: str) -> EncoderConfig:
-        """The encoder's, which is for that ``task``.
+        """Return the configuration of an encoder for that ``task``.
 
         Raises:
-            InvalidRequest: it isn't, and so doesn't do what was ``wanted``.
+            InvalidRequest: The model has another task.
         """
         if self.task != task or self.encoding is None:
             raise self.refusal(wanted)
@@ -253,7 +254,7 @@ class Pooling:
     async def _embeddings(
         self, items: Sequence[Item], truncate: int | None, sender: EncodeArguments
     ) -> tuple[Floats, list[int]]:
-        """The vectors [N, dim] of texts, as the model gives them, and the tokens of each."""
+        """Return the vectors [N, dim] of texts, as the model gives them, and the length of each."""
         if self.encoding is None:
             return await self._prompt_vectors(items, truncate, sender)
         return await self._vectors(items, truncate, sender)
@@ -267,7 +268,7 @@ class Pooling:
         cache_salt: str = "",
         adapter: str = "",
     ) -> tuple[Floats, list[int]]:
-        """The same of a decoder, pooled as its files say or as asked, of any length."""
+        """Return a decoder's vectors of items of any length, and the length of each."""
         sender.check(cache_salt=cache_salt)
         self._check(len(items), truncate, tenant=sender.tenant)
         return await pool_prompts(
@@ -284,7 +285,7 @@ class Pooling:
     async def _vectors(
         self, items: Sequence[Item], truncate: int | None, sender: EncodeArguments
     ) -> tuple[Floats, list[int]]:
-        """What the encoder says of each item: [N, num_outputs]; and how many tokens it has."""
+        """Return the encoder's outputs [N, num_outputs] for the items, and the length of each."""
         assert self.encoding is not None
         sender.check()
         self._check(len(items), truncate)
@@ -324,7 +325,7 @@ class Pooling:
 
 
 def _usage(lengths: Sequence[int]) -> Usage:
-    """What texts of so many tokens each have used."""
+    """Return the usage of texts with these lengths."""
     return Usage(prompt_tokens=sum(lengths), completion_tokens=0, cached_tokens=0)
 
 
@@ -339,10 +340,10 @@ def _check_truncation(truncate: int | None) -> None:
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
-    """Each query with its document; a single query goes with all documents.
+    """Return each query with its document; a single query goes with all documents.
 
     Raises:
-        InvalidRequest: there are none, or as many of the one as don't go with the other.
+        InvalidRequest: There are none, or their numbers don't match.
     """
     firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
     if len(firsts) == 1:

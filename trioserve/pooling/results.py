@@ -1,4 +1,4 @@
-"""What comes of texts: vectors, scores, labels."""
+"""Results of pooling: vectors, scores and labels."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Embeddings:
     """[N, dim] float32."""
     usage: Usage
     num_tokens: tuple[int, ...]
-    """Of each text."""
+    """Number of tokens in each text."""
 
 
 @attrs.frozen(eq=False)
 class Scores:
-    """How well each of N pairs of texts goes together."""
+    """The scores of N pairs of texts."""
 
     values: Floats
     """[N] float32."""
@@ -38,22 +38,22 @@ class Scores:
 
 @attrs.frozen(eq=False)
 class LabelScores:
-    """How probable each of L tokens is after each of N items."""
+    """The probabilities of L tokens after each of N items."""
 
     values: Floats
-    """[N, L] float32: their probabilities, in the order in which they were asked for."""
+    """[N, L] float32: probabilities, in the order of the request."""
     usage: Usage
 
 
 @attrs.frozen(eq=False)
 class Classifications:
-    """What each of N texts is, by L labels."""
+    """The probabilities of L labels for each of N texts."""
 
     labels: tuple[str, ...]
     logits: Floats
     """[N, L] float32, as the model gives them."""
     probabilities: Floats
-    """[N, L] float32: of each label by itself where the model says so, else 1 in all."""
+    """[N, L] float32. Labels are independent if the model says so; otherwise a row sums to 1."""
     usage: Usage
 
     @property
@@ -64,13 +64,13 @@ class Classifications:
 
 @attrs.frozen
 class Shape:
-    """What embeddings are to be like.
+    """The wanted form of embeddings.
 
     Args:
-        dimensions: how many to keep of each; None for all.
-        normalize: whether they are to be as long as 1; None for what is usual: those that the model
-            gives so, and those that are cut.
-        are_normalized: whether the model gives them so.
+        dimensions: Number of dimensions to keep; None for all.
+        normalize: Scale vectors to length 1. None normalizes vectors that are cut, and keeps all
+            others as the model gives them.
+        are_normalized: True if the model gives normalized vectors.
     """
 
     dimensions: int | None
@@ -78,10 +78,10 @@ class Shape:
     are_normalized: bool
 
     def check(self, size: int) -> None:
-        """Whether vectors of ``size`` dimensions can be made so.
+        """Check that vectors of ``size`` dimensions can have this form.
 
         Raises:
-            InvalidRequest: there are fewer dimensions, or the model can't but normalize.
+            InvalidRequest: There are fewer dimensions, or the model always normalizes.
         """
         if self.dimensions is not None and not 1 <= self.dimensions <= size:
             raise InvalidRequest(
@@ -96,7 +96,7 @@ class Shape:
             )
 
     def of(self, vectors: Floats) -> Floats:
-        """``vectors`` [N, size], as the model gives them, as they are wanted."""
+        """Return ``vectors`` [N, size], as the model gives them, in this form."""
         cut = vectors if self.dimensions is None else vectors[:, : self.dimensions]
         is_cut = self.dimensions is not None
         normalize = is_cut if self.normalize is None else self.normalize
@@ -105,20 +105,23 @@ class Shape:
 
 def _normalized(vectors: Floats) -> Floats:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    # As torch does it: a vector of nothing stays one.
+    # As in torch, a zero vector stays zero.
     scaled: Floats = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     return scaled
 
 
 def similarities(first: Floats, second: Floats) -> Floats:
-    """[N]: the cosine between the vectors [N, dim] of two lists."""
+    """Return the cosines [N] between the vectors [N, dim] of two lists."""
     values: Floats = (_normalized(first) * _normalized(second)).sum(axis=1, dtype=np.float32)
     return values
 
 
 def probabilities_of(logits: Floats, *, independent: bool) -> Floats:
-    """[N, L]: of labels with ``logits`` [N, L], of which a text has one, or any where they are
-    ``independent``. A single label is always by itself."""
+    """Return the probabilities [N, L] of labels with ``logits`` [N, L].
+
+    A text has exactly one label, or any of them if they are ``independent``. A single label is
+    always independent.
+    """
     if independent or logits.shape[1] == 1:
         return activated(logits, "sigmoid")
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -146,6 +149,6 @@ _FUNCTIONS: dict[Activation, Callable[[Floats], Floats]] = {
 
 
 def activated(x: Floats, activation: Activation) -> Floats:
-    """``activation`` of each number, of the same shape, float32."""
+    """Return ``activation`` of each number, float32, of the same shape."""
     values: Floats = np.asarray(_FUNCTIONS[activation](x), dtype=np.float32).reshape(x.shape)
     return values

@@ -1,4 +1,4 @@
-"""Who asks for what is said of texts as a whole, and until when."""
+"""The sender of a pooling request, and its deadline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trioserve.requests.arguments import check_arguments
 
 @attrs.frozen(kw_only=True)
 class EncodeArguments:
-    """The arguments that every request for texts has: those of :meth:`trioserve.Engine.embed`.
+    """The arguments that every pooling request has: those of :meth:`trioserve.Engine.embed`.
 
-    ``id`` is a random one where none is given.
+    ``id`` is random if none is given.
     """
 
     request_id: str | None = None
@@ -29,10 +29,10 @@ class EncodeArguments:
         return self.request_id or f"req-{uuid.uuid4().hex}"
 
     def check(self, **texts: str) -> None:
-        """Refuse arguments that can't be right, and ``texts`` that are none.
+        """Check the arguments, and further ``texts`` by name.
 
         Raises:
-            InvalidRequest: there is one; ``param`` names it.
+            InvalidRequest: An argument is invalid; ``param`` names it.
         """
         check_arguments(
             0,

@@ -1,4 +1,4 @@
-"""One thing for each of several items, all at the same time."""
+"""Concurrent calls of one function for several items."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 async def all_together(
     function: Callable[[int, Item], Awaitable[Result]], items: Sequence[Item]
 ) -> list[Result]:
-    """What ``function`` makes of each item and its number, in their order.
+    """Return the results of ``function`` for each index and item, in order.
 
     Raises:
-        Exception: that of the first of them that failed; the others are cancelled then.
+        Exception: The first failure; the other calls are then cancelled.
     """
     found: dict[int, Result] = {}
 

@@ -75,7 +75,7 @@ class Residency:
         self._asked.pop(number, None)
         self._placed.pop(number, None)
 
-    def on_brought(self, number: int) -> None:
+    def on_loaded(self, number: int) -> None:
         """Note that the worker has loaded an adapter."""
         self._present[number] = None
         self._asked.pop(number, None)
@@ -87,7 +87,7 @@ class Residency:
         self._asked.pop(number, None)
         self._placed.pop(number, None)
 
-    def on_taken(self, number: int) -> None:
+    def on_unload(self, number: int) -> None:
         """Note that the worker is told to unload an adapter; no sequence with it is admitted until
         it is loaded again.
         """

@@ -61,9 +61,9 @@ class HeldAdapters:
     _held: dict[int, _Held] = attrs.field(init=False, factory=dict)
     """Adapters by number: those in the catalogue, being loaded, or being unloaded."""
     _last_number: int = attrs.field(init=False, default=0)
-    _bringing: int = attrs.field(init=False, default=0)
+    _loading: int = attrs.field(init=False, default=0)
     """Number of the adapter that the worker is loading; 0 for none."""
-    _looked: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _changed: trio.Event = attrs.field(init=False, factory=trio.Event)
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter: see :meth:`trioserve.Engine.load_adapter`. Cancelling undoes it."""
@@ -76,7 +76,7 @@ class HeldAdapters:
         adapter = Adapter(number=self._last_number, name=name, path=path)
         held = self._held[adapter.number] = _Held(adapter)
         self._core().residency.ask(adapter.number)
-        self._look_again()
+        self._recheck()
         try:
             await held.settled.wait()
             if held.error is not None:
@@ -106,7 +106,7 @@ class HeldAdapters:
         held = self._held[self.catalogue.remove(name).number]
         held.is_leaving = True
         self.on_change()
-        self._let_leave()
+        self._forget_unused()
         await held.gone.wait()
 
     def named_in(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
@@ -129,14 +129,14 @@ class HeldAdapters:
     def notify(self) -> None:
         """React to a change of the state: a plan, a result, an abort, the loss of a worker."""
         if self._held:
-            self._let_leave()
+            self._forget_unused()
             if self._core().residency.wants_change:
-                self._look_again()
+                self._recheck()
 
-    def _look_again(self) -> None:
-        self._looked.set()
+    def _recheck(self) -> None:
+        self._changed.set()
 
-    def _let_leave(self) -> None:
+    def _forget_unused(self) -> None:
         """Forget unloaded adapters that no sequence uses any more."""
         for held in [each for each in self._held.values() if each.is_leaving]:
             if not self._core().has_adapter_users(held.adapter.number):
@@ -147,7 +147,7 @@ class HeldAdapters:
         self._core().forget_adapter(number)
         del self._held[number]
         held.gone.set()
-        self._look_again()
+        self._recheck()
 
     async def serve(self) -> None:
         """Run the task for one worker's life: load and unload adapters, one at a time.
@@ -159,18 +159,18 @@ class HeldAdapters:
             core = self._core()
             match core.residency.next_change(core.running_adapters):
                 case UnloadAdapter(number):
-                    core.residency.on_taken(number)
+                    core.residency.on_unload(number)
                     await self._call("unload_adapter", number)
                 case LoadAdapter(number):
-                    self._bringing = number
-                    await self._bring(self._held[number])
-                    self._bringing = 0
+                    self._loading = number
+                    await self._load(self._held[number])
+                    self._loading = 0
                     self._wake()
                 case None:
-                    self._looked = trio.Event()
-                    await self._looked.wait()
+                    self._changed = trio.Event()
+                    await self._changed.wait()
 
-    async def _bring(self, held: _Held) -> None:
+    async def _load(self, held: _Held) -> None:
         adapter = held.adapter
         arguments = {
             "number": adapter.number,
@@ -185,7 +185,7 @@ class HeldAdapters:
                 case {"error": str(message)}:
                     error = InvalidRequest(message, param="path")
                 case {"checksum": str(checksum), "rank": int(rank)}:
-                    residency.on_brought(adapter.number)
+                    residency.on_loaded(adapter.number)
                     if not held.checksum:
                         _log.info("adapter loaded", name=adapter.name, rank=rank)
                     held.checksum = checksum
@@ -221,8 +221,8 @@ class HeldAdapters:
         ``accusation`` is the reason why the worker counts as hung, if it does.
         """
         self._core().residency.on_worker_lost()
-        held = self._held.get(self._bringing)
-        self._bringing = 0
+        held = self._held.get(self._loading)
+        self._loading = 0
         if held is not None and not held.settled.is_set():
             why = f": {accusation}" if accusation else ""
             self._fail(held, WorkerLost(f"the worker was lost while it loaded the adapter{why}"))

@@ -73,7 +73,7 @@ class CacheEvents:
         hash = self._hash_of(node)
         if hash is not None:
             is_first = node.parent.parent is None
-            self._tell(
+            self._publish(
                 CacheEvent(
                     number=self._number,
                     kind="stored",
@@ -90,22 +90,22 @@ class CacheEvents:
             event = CacheEvent(
                 number=self._number, kind="moved", hash=hash, cache_level=int(on_host)
             )
-            self._tell(event)
+            self._publish(event)
 
     def on_removed(self, node: Node) -> None:
         """Publish that ``node`` was removed from the tree."""
         hash = self._hash_of(node)
         if hash is not None:
             del self._hashes[node]
-            self._tell(CacheEvent(number=self._number, kind="removed", hash=hash))
+            self._publish(CacheEvent(number=self._number, kind="removed", hash=hash))
 
     def on_cleared(self) -> None:
         """Publish that the cache was cleared."""
         if self.feed.is_wanted:
             self._hashes.clear()
-            self._tell(CacheEvent(number=self._number, kind="cleared"))
+            self._publish(CacheEvent(number=self._number, kind="cleared"))
 
-    def _tell(self, event: CacheEvent) -> None:
+    def _publish(self, event: CacheEvent) -> None:
         self._number += 1
         self.feed.publish(event)
 

@@ -188,12 +188,12 @@ class SchedulerCore:
 
     def _preempt_non_suspects(self) -> None:
         """Preempt every running sequence outside the probation group."""
-        may_run = self._trial_rule()
+        may_run = self._probation_rule()
         for computation in list(self.running):
             if not may_run(computation.sequence.request):
                 self._preempt(computation)
 
-    def _trial_rule(self) -> Callable[[Request], bool]:
+    def _probation_rule(self) -> Callable[[Request], bool]:
         """Return a predicate for the requests that may be computed while there are suspects.
 
         If all requests of the probation group wait for a grammar, requests that aren't suspects run
@@ -202,8 +202,8 @@ class SchedulerCore:
         fault_isolation = self.recovery.fault_isolation
         if self.uncompiled:
             suspects = set(fault_isolation.suspects)
-            tried = [request for request in fault_isolation.probation if request in suspects]
-            if all(each.sequences[0].sampler.grammar in self.uncompiled for each in tried):
+            group = [request for request in fault_isolation.probation if request in suspects]
+            if all(each.sequences[0].sampler.grammar in self.uncompiled for each in group):
                 return lambda request: request not in suspects
         return fault_isolation.may_run
 
@@ -227,7 +227,7 @@ class SchedulerCore:
         needy = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
         if len(needy) <= self.memory.num_available:
             for computation in self.running.at(needy):
-                self._grow(computation, builder)
+                self._allocate_page(computation, builder)
             steady = counts.decodes[slots[share.decodes]]
             self._decode(share.decodes[steady], builder)
             last_of_prompt = self.running.at(share.decodes[~steady])
@@ -252,11 +252,12 @@ class SchedulerCore:
         """
         for computation in decodes:
             if computation.holds_slot and (
-                self.memory.has_page_for_next(computation) or self._grow(computation, builder)
+                self.memory.has_page_for_next(computation)
+                or self._allocate_page(computation, builder)
             ):
                 self._compute(computation, 1, builder)
 
-    def _grow(self, computation: SequenceState, builder: PlanBuilder) -> bool:
+    def _allocate_page(self, computation: SequenceState, builder: PlanBuilder) -> bool:
         """Append a page to the block table, preempting the youngest sequences if necessary.
 
         Return False if the sequence gets no row in this plan: either results in flight will free
@@ -284,7 +285,7 @@ class SchedulerCore:
         if not self.waiting:
             self.residency.clear_places()
             return
-        if self.preempted or not self._has_seat(builder):
+        if self.preempted or not self._has_room(builder):
             return
         num_pending = 0
         adapters = self.residency.begin_pass(self.running_adapters)
@@ -308,13 +309,13 @@ class SchedulerCore:
                 self.uncompiled[grammar] = None
                 continue
             self._open(computation, match, builder, now)
-            if not self._has_seat(builder):
+            if not self._has_room(builder):
                 return
 
     def _entry_rule(self) -> Callable[[SequenceState], bool]:
         """Return a predicate for the waiting sequences that may be admitted now."""
         restricts = self.recovery.fault_isolation.restricts
-        may_run = self._trial_rule() if restricts else lambda request: True
+        may_run = self._probation_rule() if restricts else lambda request: True
 
         def may_enter(computation: SequenceState) -> bool:
             sequence = computation.sequence
@@ -326,7 +327,7 @@ class SchedulerCore:
 
         return may_enter
 
-    def _has_seat(self, builder: PlanBuilder) -> bool:
+    def _has_room(self, builder: PlanBuilder) -> bool:
         """Return True if one more sequence may run: a slot is free, and a token is left for it.
 
         So there are never more running sequences than tokens in a plan.
@@ -372,10 +373,10 @@ class SchedulerCore:
     def _preempt(self, computation: SequenceState) -> None:
         """Preempt a sequence: take its slot and pages. It resumes from its tokens."""
         self._leave(computation)
-        self.set_aside(computation)
-        self.rejoin()
+        self.mark_preempted(computation)
+        self.requeue_preempted()
 
-    def set_aside(self, computation: SequenceState) -> None:
+    def mark_preempted(self, computation: SequenceState) -> None:
         """Note a sequence that has left its slot; it is queued again once no plan names it."""
         computation.left_grammar = True
         self._move(computation.sequence, State.PREEMPTED)
@@ -386,7 +387,7 @@ class SchedulerCore:
         for computation in list(self.running):
             self._preempt(computation)
 
-    def rejoin(self) -> None:
+    def requeue_preempted(self) -> None:
         """Queue the preempted sequences that no plan in flight names any more."""
         oldest = self.in_flight[0].number if self.in_flight else self.next_number
         for computation in [each for each in self.preempted if each.last_plan < oldest]:
@@ -402,8 +403,8 @@ class SchedulerCore:
         if sequence.state in (State.PREFILL, State.DECODE):
             self._leave(sequence.compute)
         elif sequence.state is State.WAITING:
-            line = self.groups if sequence.compute.is_held else self.waiting
-            line.remove(sequence.compute)
+            queue = self.groups if sequence.compute.is_held else self.waiting
+            queue.remove(sequence.compute)
             self._count_waiting(sequence, -1)
         elif sequence.state is State.PREEMPTED:
             self.preempted.remove(sequence.compute)
@@ -445,7 +446,7 @@ class SchedulerCore:
             num_sampled = self.counters.num_tokens_sampled - sampled_before
             self._observer.observe_step(plan.num_tokens - plan.num_decodes + num_sampled)
         self.recovery.on_step(plan)
-        self.rejoin()
+        self.requeue_preempted()
         self._has_work = bool(self.running or self.waiting)
         if self.feeds.iterations.feed.is_wanted:
             self.feeds.iterations.note(self, plan, result, now)
@@ -464,7 +465,7 @@ class SchedulerCore:
         return self.num_waiting + len(self.running) + len(self.preempted)
 
     @property
-    def is_quiet(self) -> bool:
+    def is_drained(self) -> bool:
         """True if the worker has nothing to do and has been told of every closed slot."""
         return not self.in_flight and not self.memory.slots.num_unclosed
 
@@ -511,8 +512,8 @@ class SchedulerCore:
                 each.left_grammar = False
 
     def _unfinished(self) -> Iterator[SequenceState]:
-        lines = (self.waiting, self.groups, self.running, self.preempted)
-        return itertools.chain.from_iterable(lines)
+        queues = (self.waiting, self.groups, self.running, self.preempted)
+        return itertools.chain.from_iterable(queues)
 
     def statistics(self) -> SchedulerStatistics:
         """Return a snapshot."""

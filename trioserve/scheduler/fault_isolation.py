@@ -49,7 +49,7 @@ class FaultIsolation:
 
     _marks: dict[Sequence, int] = attrs.field(init=False, factory=dict)
     """Number of tokens past which each suspect sequence is cleared."""
-    _trial: dict[Request, None] = attrs.field(init=False, factory=dict)
+    _probation: dict[Request, None] = attrs.field(init=False, factory=dict)
     _alone: Request | None = attrs.field(init=False, default=None)
     """The only suspect, if it was alone in flight at the last death."""
     _num_alone: int = attrs.field(init=False, default=0)
@@ -67,16 +67,16 @@ class FaultIsolation:
     @property
     def probation(self) -> list[Request]:
         """Requests that alone may be computed; empty if all may."""
-        return list(self._trial)
+        return list(self._probation)
 
     @property
     def restricts(self) -> bool:
         """True if some requests have to wait."""
-        return bool(self._trial)
+        return bool(self._probation)
 
     def may_run(self, request: Request) -> bool:
         """Return True if ``request`` may be computed now."""
-        return not self._trial or request in self._trial
+        return not self._probation or request in self._probation
 
     def on_death(self, flight: Flight) -> Verdict:
         """Judge a death or failure of the worker with these sequences in flight."""
@@ -134,11 +134,11 @@ class FaultIsolation:
 
     def check(self) -> None:
         """Assert that there is a probation group exactly while there are suspects."""
-        assert bool(self._marks) == bool(self._trial), "suspects without a probation group"
+        assert bool(self._marks) == bool(self._probation), "suspects without a probation group"
         assert all(sequence.state is not State.FINISHED for sequence in self._marks)
         assert all(sequence.state is not State.FINISHED for sequence in self._killed)
         suspects = dict.fromkeys(self.suspects)
-        assert not self._trial or any(request in suspects for request in self._trial)
+        assert not self._probation or any(request in suspects for request in self._probation)
 
     def _clear(self, sequence: Sequence) -> None:
         del self._marks[sequence]
@@ -146,14 +146,14 @@ class FaultIsolation:
         if not self._marks:
             self._alone = None
         suspects = dict.fromkeys(self.suspects)
-        if not any(request in suspects for request in self._trial):
-            self._begin_trial()
+        if not any(request in suspects for request in self._probation):
+            self._begin_probation()
 
     def _set_marks(self, marks: dict[Sequence, int]) -> None:
         self._marks, self._alone, self._came_further = marks, None, False
-        self._begin_trial()
+        self._begin_probation()
 
-    def _begin_trial(self) -> None:
+    def _begin_probation(self) -> None:
         # Requests without a grammar come first, because a grammar has to be compiled again.
         suspects = sorted(self.suspects, key=lambda request: request.params.grammar is not None)
-        self._trial = dict.fromkeys(suspects[: (len(suspects) + 1) // 2])
+        self._probation = dict.fromkeys(suspects[: (len(suspects) + 1) // 2])

@@ -144,11 +144,11 @@ class Memory:
         if self.prefix.priorities.next_expiry <= now:
             self.prefix.priorities.expire(now)
 
-    def hold(self, name: str, namespace: Namespace, tokens: Seq[int], priority: int) -> None:
+    def pin(self, name: str, namespace: Namespace, tokens: Seq[int], priority: int) -> None:
         """Pin the cached pages of ``tokens`` under that name, until :meth:`unpin`."""
         path = self.prefix.path(namespace, tokens, len(tokens) // self.limits.page_size)
         if path:
-            self.prefix.priorities.hold(name, path[-1], priority)
+            self.prefix.priorities.pin(name, path[-1], priority)
         else:
             self.prefix.priorities.unpin(name)
 

@@ -59,7 +59,7 @@ class Priorities:
         parent = node.parent
         assert parent is not None
         if parent.parent is not None and self.pool.level(parent.page) < DEFAULT_PRIORITY:
-            self._look(parent)
+            self._update(parent)
 
     def on_removed(self, node: Node) -> None:
         """Note that ``node``, a leaf, was removed from the tree."""
@@ -81,7 +81,7 @@ class Priorities:
             or parent in self._own
             or parent in self._held
         ):
-            self._look(parent)
+            self._update(parent)
 
     def reset(self, nodes: Iterable[Node]) -> None:
         """Give all ``nodes``, which are all nodes of the tree, the default level, without pins."""
@@ -105,7 +105,7 @@ class Priorities:
             self._own[node] = priority, expires
             if expires < math.inf:
                 self._expect(expires, node)
-        self._look(node)
+        self._update(node)
 
     def _expect(self, expires: float, node: Node) -> None:
         if len(self._expiries) > 2 * self.pool.num_pages + _SPARE_EXPIRIES:
@@ -125,10 +125,10 @@ class Priorities:
             own = self._own.get(node)
             if own is not None and own[1] <= now:
                 del self._own[node]
-                self._look(node)
+                self._update(node)
         self.next_expiry = self._expiries[0][0] if self._expiries else math.inf
 
-    def hold(self, name: str, node: Node, priority: int) -> None:
+    def pin(self, name: str, node: Node, priority: int) -> None:
         """Keep the path to ``node`` on the level ``priority`` at least, until :meth:`unpin`.
 
         An earlier pin of the same name ends.
@@ -136,25 +136,25 @@ class Priorities:
         former = self._pins.get(name)
         self._pins[name] = node
         self._held.setdefault(node, {})[name] = priority
-        self._look(node)
+        self._update(node)
         # Only now, so that the pages of both paths keep their level.
         if former is not None and former is not node:
-            self._end_hold(name, former)
+            self._end_pin(name, former)
 
     def unpin(self, name: str) -> None:
         """Remove the pin of that name, if there is one."""
         node = self._pins.pop(name, None)
         if node is not None:
-            self._end_hold(name, node)
+            self._end_pin(name, node)
 
-    def _end_hold(self, name: str, node: Node) -> None:
+    def _end_pin(self, name: str, node: Node) -> None:
         held = self._held[node]
         del held[name]
         if not held:
             del self._held[node]
-        self._look(node)
+        self._update(node)
 
-    def hold_names(self) -> set[str]:
+    def pin_names(self) -> set[str]:
         """Return the names of all pins."""
         return set(self._pins)
 
@@ -174,7 +174,7 @@ class Priorities:
         held = self._held.get(node)
         return level if held is None else max(level, *held.values())
 
-    def _look(self, node: Node) -> None:
+    def _update(self, node: Node) -> None:
         """Update the levels of ``node`` and its ancestors after a change at or below it."""
         raised_to = -1
         while node.parent is not None:

@@ -40,7 +40,7 @@ class PauseControl:
         if retract:
             core.retract_running()
         self._wake()
-        await self._conditions.wait_for(lambda: core.is_quiet)
+        await self._conditions.wait_for(lambda: core.is_drained)
 
     async def pause_when_done(self, holder: str) -> None:
         """Pause once all requests that have arrived so far have finished; later ones wait.

@@ -13,7 +13,7 @@ class PauseGate:
     """The pauses in force. Pure bookkeeping; arrivals are numbers that grow."""
 
     _closed_by: set[str] = attrs.field(init=False, factory=set)
-    _lines: dict[str, int] = attrs.field(init=False, factory=dict)
+    _last_arrivals: dict[str, int] = attrs.field(init=False, factory=dict)
     """Last arrival that is still admitted, by key of the pause."""
 
     @property
@@ -24,25 +24,25 @@ class PauseGate:
     @property
     def is_open(self) -> bool:
         """True if every sequence may be admitted and computed."""
-        return not self._closed_by and not self._lines
+        return not self._closed_by and not self._last_arrivals
 
     def close(self, holder: str) -> None:
         """Stop all computation until :meth:`release` with the same key. Idempotent."""
         self._closed_by.add(holder)
-        self._lines.pop(holder, None)
+        self._last_arrivals.pop(holder, None)
 
     def close_behind(self, holder: str, arrival: int) -> None:
         """Stop admitting requests that came after ``arrival``, until :meth:`release` with the same
         key.
         """
-        self._lines[holder] = arrival
+        self._last_arrivals[holder] = arrival
         self._closed_by.discard(holder)
 
     def release(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""
         self._closed_by.discard(holder)
-        self._lines.pop(holder, None)
+        self._last_arrivals.pop(holder, None)
 
     def admits(self, arrival: int) -> bool:
         """Return True if a sequence of that arrival may be admitted."""
-        return not self._closed_by and all(arrival <= last for last in self._lines.values())
+        return not self._closed_by and all(arrival <= last for last in self._last_arrivals.values())

@@ -45,12 +45,12 @@ def admission_order(
         waiting: The waiting, in the order of turns.
         cached_pages: Returns the number of cached pages of a waiting sequence.
     """
-    line = iter(waiting)
+    queue = iter(waiting)
     if policy == "lpm":
-        window = list(itertools.islice(line, LPM_WINDOW))
+        window = list(itertools.islice(queue, LPM_WINDOW))
         window.sort(key=cached_pages, reverse=True)
         yield from window
-    yield from line
+    yield from queue
 
 
 @attrs.frozen

@@ -22,7 +22,7 @@ class PrefixPins:
 
     _core: Callable[[], SchedulerCore | None]
 
-    def hold(
+    def pin(
         self, name: str, tokens: Sequence[int], priority: int, *, salt: str, adapter: int
     ) -> None:
         """Keep the cached pages of ``tokens`` at ``priority`` at least, until :meth:`unpin`.
@@ -31,7 +31,7 @@ class PrefixPins:
         """
         core = self._core()
         if core is not None and core.limits.enable_prefix_caching:
-            core.memory.hold(name, namespace_of(salt, adapter), tokens, priority)
+            core.memory.pin(name, namespace_of(salt, adapter), tokens, priority)
 
     def unpin(self, name: str) -> None:
         """Remove the pin of that name, if there is one."""
@@ -42,4 +42,4 @@ class PrefixPins:
     def names(self) -> set[str]:
         """Return the names of all pins."""
         core = self._core()
-        return set() if core is None else core.memory.prefix.priorities.hold_names()
+        return set() if core is None else core.memory.prefix.priorities.pin_names()

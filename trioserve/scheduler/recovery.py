@@ -141,11 +141,11 @@ class Recovery:
         core.in_flight.clear()
         for computation in core.running.take_all():
             computation.leave_slot()
-            core.set_aside(computation)
+            core.mark_preempted(computation)
         # Followers of a prompt that is gone may have to be held back again.
         for computation in core.waiting.take_all():
             core.groups.enter(computation)
-        core.rejoin()
+        core.requeue_preempted()
         core.memory = Memory(core.limits, core.feeds)
         core.feeds.cache.on_cleared()
 

@@ -165,7 +165,7 @@ class Scheduler:
         if output is not None:
             self._deliver([output])
         self._wake()
-        self._look()
+        self._notify()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         if not outputs or self._outputs is None:
@@ -189,7 +189,7 @@ class Scheduler:
             self._core = SchedulerCore(limits, self._observer, self.feeds)
         else:
             self._deliver(self._core.recovery.restart(limits))
-            self._look()
+            self._notify()
         self._accusation = ""
         self._num_attached += 1
         self._attached_at = trio.current_time()
@@ -223,7 +223,7 @@ class Scheduler:
             self._outbox.clear()
             self._calls.on_worker_lost(self._accusation, sent_away=not self.worker_power.is_on)
             self.adapters.on_worker_lost(self._accusation)
-            self._look()
+            self._notify()
         raise error
 
     def judge(self, loss: WorkerLost) -> int:
@@ -249,7 +249,7 @@ class Scheduler:
         for request in dict.fromkeys(output.sequence.request for output in outputs):
             _log.error("request blamed", request_id=request.id, reason=reason)
         self._deliver(outputs)
-        self._look()
+        self._notify()
         assert self._core is not None
         fault_isolation = self._core.recovery.fault_isolation
         if fault_isolation.restricts:
@@ -272,7 +272,7 @@ class Scheduler:
                 self.adapters.notify()
                 self._planned.notify()
             if message is None:
-                self._look_around(core)
+                self._check_idle(core)
                 self._work = trio.Event()
                 await self._work.wait()
                 continue
@@ -283,7 +283,7 @@ class Scheduler:
                 # The receiver notices too, once it has read all that the worker still sent.
                 return
 
-    def _look_around(self, core: SchedulerCore) -> None:
+    def _check_idle(self, core: SchedulerCore) -> None:
         """Find out why there is nothing to send: log a stuck scheduler, or report an idle one."""
         was_stuck = self._is_stuck
         self._is_stuck = (
@@ -330,7 +330,7 @@ class Scheduler:
                     raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
             self._follow(core)
             self._wake()
-            self._look()
+            self._notify()
 
     async def _watch(self) -> None:
         """Block until the worker counts as hung, then raise :exc:`WorkerLost`."""
@@ -350,7 +350,7 @@ class Scheduler:
         self._watchdog.follow(core.in_flight[0] if core.in_flight else None, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline
 
-    def _look(self) -> None:
+    def _notify(self) -> None:
         """Notify tasks that wait for a change of the state."""
         self.pause_control.notify()
         self.adapters.notify()

@@ -95,11 +95,11 @@ class SequenceGroups:
     def remove(self, computation: SequenceState) -> None:
         """Remove a sequence that is held back."""
         request = computation.sequence.request
-        line = self._held[request]
-        line.remove(computation)
+        queue = self._held[request]
+        queue.remove(computation)
         computation.is_held = False
         self._num_held -= 1
-        if not line:
+        if not queue:
             del self._held[request]
 
     def on_finished(self, request: Request) -> None:

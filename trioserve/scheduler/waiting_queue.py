@@ -64,9 +64,9 @@ class WaitingQueue(SequenceQueue):
             self._returned.remove(computation)
         else:
             tenants = self._new[_priority(computation)]
-            line = tenants[_tenant(computation)]
-            line.remove(computation)
-            if not line:
+            queue = tenants[_tenant(computation)]
+            queue.remove(computation)
+            if not queue:
                 del tenants[_tenant(computation)]
             if not tenants:
                 del self._new[_priority(computation)]
@@ -87,9 +87,9 @@ class WaitingQueue(SequenceQueue):
             return
         priority, _, arrival, index = computation.order
         tenants = self._new.get(priority, {})
-        line = tenants.pop(_tenant(computation), None)
-        if line is not None:
-            tenants[_tenant(computation)] = line
+        queue = tenants.pop(_tenant(computation), None)
+        if queue is not None:
+            tenants[_tenant(computation)] = queue
         self._num_turns += 1
         turns = (each.order[1] for each in self._younger(computation, running))
         computation.order = (priority, min(turns, default=self._num_turns), arrival, index)
@@ -98,8 +98,8 @@ class WaitingQueue(SequenceQueue):
         self, computation: SequenceState, running: SequenceQueue
     ) -> Iterator[SequenceState]:
         """Yield the younger sequences of its tenant and priority that had turns."""
-        for line in (running, self._returned):
-            for each in reversed(line):
+        for queue in (running, self._returned):
+            for each in reversed(queue):
                 if _is_like(each, computation):
                     if _age(each) < _age(computation):
                         break  # The rest is older still.
@@ -123,19 +123,21 @@ class WaitingQueue(SequenceQueue):
         self, priority: int, may_enter: Callable[[SequenceState], bool]
     ) -> Iterator[SequenceState]:
         """Yield the sequences of one priority in the order of turns."""
-        lines = [list(line) for line in self._new.get(priority, {}).values()]
+        queues = [list(queue) for queue in self._new.get(priority, {}).values()]
         returned = [each for each in self._returned if _priority(each) == priority]
         returned = list(filter(may_enter, returned))
         in_front = [(each.order[1], _age(each), each) for each in returned]
-        for line in lines if returned else ():
-            own = [each for each in returned if _is_like(each, line[0])]
-            while line and (turns := [each.order[1] for each in own if _age(each) > _age(line[0])]):
-                first = line.pop(0)
+        for queue in queues if returned else ():
+            own = [each for each in returned if _is_like(each, queue[0])]
+            while queue and (
+                turns := [each.order[1] for each in own if _age(each) > _age(queue[0])]
+            ):
+                first = queue.pop(0)
                 if may_enter(first):
                     in_front.append((min(turns), _age(first), first))
         in_front.sort(key=lambda entry: entry[:2])
         yield from (each for _, _, each in in_front)
-        heads = [filter(may_enter, line) for line in lines]
+        heads = [filter(may_enter, queue) for queue in queues]
         while heads:
             for head in heads.copy():
                 each = next(head, None)
@@ -146,14 +148,14 @@ class WaitingQueue(SequenceQueue):
 
     def check(self) -> None:
         """Assert that each waiting sequence is in exactly one queue."""
-        lines = [line for tenants in self._new.values() for line in tenants.values()]
-        assert all(lines)
+        queues = [queue for tenants in self._new.values() for queue in tenants.values()]
+        assert all(queues)
         assert all(self._new.values())
-        found = [each for line in (*lines, self._returned) for each in line]
+        found = [each for queue in (*queues, self._returned) for each in queue]
         assert sorted(map(id, found)) == sorted(map(id, self)), "a waiting sequence has no turn"
         for priority, tenants in self._new.items():
-            for tenant, line in tenants.items():
-                for each in line:
+            for tenant, queue in tenants.items():
+                for each in queue:
                     assert not each.had_turn
                     assert (_priority(each), _tenant(each)) == (priority, tenant)
         assert all(each.had_turn for each in self._returned)

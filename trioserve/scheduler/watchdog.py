@@ -89,7 +89,7 @@ class Watchdog:
         """Watch ``oldest``, the plan that is due next; None if there is none."""
         if oldest is not self._plan:
             self._plan = oldest
-            self._look(now)
+            self._update(now)
 
     def expect(self, name: str, num_bytes: int, before_plan: int, now: float) -> OwedReply:
         """Watch a call that is sent before plan ``before_plan``.
@@ -106,23 +106,23 @@ class Watchdog:
             self._beside[reply] = now + allowed
         else:
             self._replies[reply] = None
-            self._look(now)
+            self._update(now)
         return reply
 
     def settle(self, reply: OwedReply, now: float) -> None:
         """Stop watching a call that was answered or given up. Idempotent."""
         self._beside.pop(reply, None)
         self._replies.pop(reply, None)
-        self._look(now)
+        self._update(now)
 
     def settle_all(self, now: float) -> None:
         """Stop watching everything: the worker is gone."""
         self._beside.clear()
         self._replies.clear()
         self._plan = None
-        self._look(now)
+        self._update(now)
 
-    def _look(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         due = self._first_in_turn()
         if due is not self._due:
             self._due, self._began = due, now

@@ -13,24 +13,24 @@ from trioserve.protocol import wire
 
 
 class Link(Protocol):
-    """One end of an ordered, reliable conversation with one worker.
+    """One end of an ordered, reliable connection to one worker.
 
     One task sends and one task receives at a time.
     """
 
     async def send(self, message: wire.Message) -> None:
-        """Send ``message``. If cancelled, whether it was sent is unknown: the link is done for.
+        """Send ``message``. After a cancelled send, the link must not be used any more.
 
         Raises:
-            WorkerLost: the peer is gone.
+            WorkerLost: The peer is gone.
         """
         ...
 
     async def receive(self) -> wire.Message:
-        """Wait for the next message. If cancelled, no message is lost.
+        """Return the next message. If cancelled, no message is lost.
 
         Raises:
-            WorkerLost: the peer is gone, or sent what is no message, and everything that it had
-                sent before has been received.
+            WorkerLost: The peer is gone or sent no valid message, and all earlier messages have
+                been received.
         """
         ...

@@ -1,6 +1,6 @@
-"""The link to a worker: its messages over an nng socket, in order.
+"""The link to a worker: messages over an nng socket, in order.
 
-nng never says that the peer is gone; whoever owns the peer's process has to watch it.
+nng never reports that the peer is gone; the owner of the peer's process has to watch it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NngLink:
         """Listen at an ``ipc://`` address, for one worker to dial.
 
         Raises:
-            NoRoomForWorker: that can't be done there.
+            NoRoomForWorker: The address can't be used.
         """
         try:
             return cls(PairSocket.listen(url))
@@ -33,10 +33,10 @@ class NngLink:
             raise NoRoomForWorker(f"no socket for the worker at {url}: {error}") from error
 
     async def send(self, message: wire.Message) -> None:
-        """Hand a message to the socket; waits while its buffer is full.
+        """Hand a message to the socket; block while its buffer is full.
 
         Raises:
-            WorkerLost: the link is closed, or nng can't go on.
+            WorkerLost: The link is closed, or nng failed.
         """
         try:
             await self._socket.send(wire.encode(message))
@@ -44,10 +44,10 @@ class NngLink:
             _raise_lost(error)
 
     async def receive(self) -> wire.Message:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            WorkerLost: the link is closed, nng can't go on, or what came is no message of ours.
+            WorkerLost: The link is closed, nng failed, or the message is invalid.
         """
         try:
             return wire.decode(await self._socket.receive())
@@ -57,11 +57,11 @@ class NngLink:
             raise WorkerLost(f"the worker sent nonsense: {error}") from error
 
     def send_nowait(self, message: wire.Message) -> bool:
-        """Send if that can be done at once; says whether it was."""
+        """Send a message if that can be done at once; return True if it was sent."""
         return self._socket.send_nowait(wire.encode(message))
 
     def close(self) -> None:
-        """Close the socket; whoever waits on it gets :exc:`WorkerLost`. Idempotent."""
+        """Close the socket; tasks that wait on it get :exc:`WorkerLost`. Idempotent."""
         self._socket.close()
 
 

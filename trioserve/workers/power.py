@@ -1,4 +1,4 @@
-"""Whether there is to be a worker at all: it can be sent away for a while, with all its memory."""
+"""Sleep and wake of the worker: asleep, there is no worker process and none of its memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trioserve.protocol.errors import WorkerLost
 
 @attrs.define(eq=False)
 class WorkerPower:
-    """Between whoever sends the worker away and the supervisor, which sees to it. On at first."""
+    """The switch between callers that put the worker to sleep and the supervisor. On at first."""
 
     _wanted: trio.Event = attrs.field(init=False)
-    """Set while there is to be a worker."""
+    """Set while a worker is wanted."""
     _gone: trio.Event = attrs.field(init=False, factory=trio.Event)
-    """Set once there is none any more."""
+    """Set once the worker's process has ended."""
     _there: trio.Event = attrs.field(init=False, factory=trio.Event)
     """Set while a worker serves."""
     _attached: trio.CancelScope | None = attrs.field(init=False, default=None)
@@ -30,11 +30,11 @@ class WorkerPower:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is to be a worker."""
+        """True while a worker is wanted."""
         return self._wanted.is_set()
 
     async def turn_off(self) -> None:
-        """Send the worker away; return once its process has ended. Idempotent."""
+        """End the worker's process; return once it has ended. Idempotent."""
         if self.is_on and not self._ended:
             self._wanted, self._gone = trio.Event(), trio.Event()
             if self._attached is not None:
@@ -42,14 +42,14 @@ class WorkerPower:
         await self._gone.wait()
 
     def turn_on(self) -> None:
-        """Have a worker again, as soon as one has loaded. Idempotent."""
+        """Start a worker again. Idempotent."""
         self._wanted.set()
 
     async def wait_there(self) -> None:
-        """Wait until a worker serves.
+        """Block until a worker serves.
 
         Raises:
-            WorkerLost: there will be none any more.
+            WorkerLost: There are no workers any more.
         """
         while not self._there.is_set():
             await self._there.wait()
@@ -59,13 +59,13 @@ class WorkerPower:
     # ---- for the supervisor
 
     async def wait_on(self) -> None:
-        """Wait until there is to be a worker; there is none now."""
+        """Block until a worker is wanted; to be called when there is none."""
         self._gone.set()
         await self._wanted.wait()
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[trio.CancelScope]:
-        """A block in which a worker serves, cancelled when it is sent away."""
+        """Open a block in which a worker serves; it is cancelled when the worker is turned off."""
         with trio.CancelScope() as scope:
             self._attached = scope
             if not self.is_on:
@@ -77,7 +77,7 @@ class WorkerPower:
                 self._attached, self._there = None, trio.Event()
 
     def end(self) -> None:
-        """There is no worker, and there will be none."""
+        """Note that there is no worker and will be none."""
         self._ended = True
         self._gone.set()
         self._there.set()

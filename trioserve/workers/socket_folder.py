@@ -1,9 +1,9 @@
-"""The folder of a link's socket, which only this user can enter, and which outlives nobody.
+"""The folder of a link's socket: only this user can enter it, and none is left behind.
 
 The socket has a name in the file system until the worker has connected to it. An engine that is
-killed before that can't take the name away, so the next start does: whoever makes a folder holds a
-lock on a file in it, which the system lets go of when the process is gone, however it went. A
-folder whose lock is free is nobody's.
+killed before that can't remove the name, so the next start does. The maker of a folder holds a lock
+on a file in it, and the system releases the lock when the process ends in any way. A folder with a
+free lock has no owner.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from trioserve.protocol.errors import NoRoomForWorker
 _PREFIX = "trioserve-worker-"
 _SOCKET = "link"
 _LONGEST_PATH = 107
-"""Bytes that the system takes for a socket's name."""
+"""Most bytes that the system takes for a socket's name."""
 _LOCK = "lock"
 _ATTEMPTS = 10
-"""More than once only beside an engine that starts at the same moment, and sweeps."""
+"""Attempts to make a folder. More than one is needed only if another engine starts and sweeps at
+that moment.
+"""
 
 
 @attrs.define(eq=False)
 class SocketFolder:
-    """A folder that is there until it is closed."""
+    """A folder that exists until it is closed."""
 
     path: str
     _lock: int | None
-    """The descriptor that holds the lock."""
+    """Descriptor that holds the lock."""
 
     @classmethod
     def make(cls) -> SocketFolder:
-        """Make one where temporary files go.
+        """Make a folder for the socket where temporary files go.
 
         Raises:
-            NoRoomForWorker: it can't be made there; one line says why.
+            NoRoomForWorker: The folder can't be made; one line says why.
         """
         try:
             for _ in range(_ATTEMPTS):
@@ -65,11 +67,11 @@ class SocketFolder:
 
     @property
     def url(self) -> str:
-        """The address to listen at and to dial."""
+        """Address to listen at and to dial."""
         return f"ipc://{self.path}/{_SOCKET}"
 
     def close(self) -> None:
-        """Take the folder away; a connection that exists goes on without it. Idempotent."""
+        """Remove the folder; an existing connection goes on without it. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -86,7 +88,7 @@ def _place() -> str:
 
 
 def _lock_new(path: str) -> int | None:
-    """The lock of a folder that was made just now; None if a sweep has taken it away meanwhile."""
+    """Return the lock of a new folder; None if a sweep has removed the folder meanwhile."""
     name = os.path.join(path, _LOCK)
     try:
         lock = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -101,7 +103,7 @@ def _lock_new(path: str) -> int | None:
         os.close(lock)
         return None
     except OSError:
-        # A file system that knows no locks refuses them to who sweeps, too.
+        # A file system without locks refuses them to sweeping engines, too.
         return lock
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.stat(name), os.fstat(lock)):
@@ -111,9 +113,9 @@ def _lock_new(path: str) -> int | None:
 
 
 def sweep_socket_folders() -> None:
-    """Take away what engines of this user have left that were killed. Blocks on the disk.
+    """Remove the folders that killed engines of this user have left. Blocks on the disk.
 
-    A folder of another user, one that is in use and one in which there is anything else stays.
+    A folder stays if it belongs to another user, is in use or contains other files.
     """
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
@@ -123,8 +125,8 @@ def sweep_socket_folders() -> None:
 
 
 def _sweep(path: str) -> None:
-    """Take one folder away if it is nobody's; raises ``OSError`` where it is not to be touched."""
-    # What was looked at is what is emptied, whatever the name has come to mean.
+    """Remove a folder without an owner; raise ``OSError`` if it must not be touched."""
+    # The folder that was checked is the one emptied, even if the name changes meanwhile.
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, folder)
@@ -135,7 +137,7 @@ def _sweep(path: str) -> None:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in sorted(names, reverse=True):  # The lock is the last to go.
+            for name in sorted(names, reverse=True):  # The lock goes last.
                 os.unlink(name, dir_fd=folder)
-        # Only an empty one goes: without a lock it is one that was being made.
+        # Only an empty folder is removed; without a lock it was just being made.
         os.rmdir(path)

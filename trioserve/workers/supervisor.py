@@ -1,9 +1,9 @@
-"""Starts the worker process, watches it, replaces it when it dies, and leaves nothing behind.
+"""The supervisor: it starts the worker process, watches it, and replaces it when it dies.
 
-A worker's life is a block: :func:`run_worker` opens it when the worker has loaded its model and
-leaves it, with :exc:`~trioserve.protocol.errors.WorkerLost`, when the process exits. The worker
-itself ends when it is told to, when it is killed, or when its standard input ends, which is how it
-learns that this process is gone. No signal is needed for that, and none is sent while it behaves.
+A worker's life is a block. :func:`run_worker` opens it when the worker has loaded its model, and
+leaves it with :exc:`~trioserve.protocol.errors.WorkerLost` when the process exits. The worker ends
+when it is told to, when it is killed, or when its standard input ends, which shows that this
+process is gone. No signal is needed for that, and none is sent while the worker behaves.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ MAX_RESTART_DELAY = 5.0
 SENT_BY_OTHERS = frozenset(
     {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM}
 )
-"""Signals that no fault of the worker's own raises; the kernel sends SIGKILL out of memory."""
+"""Signals that come from outside the worker; the kernel sends SIGKILL when memory runs out."""
 
 BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Torch's and oneDNN's: each would keep 1,024 compiled products, one for every shape that it meets,
-which prompts of all lengths turn into most of a gigabyte."""
+"""Sizes of torch's and oneDNN's caches. By default each keeps 1,024 compiled products, one per
+shape, and prompts of all lengths make that most of a gigabyte.
+"""
 SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
-"""How long an OpenMP thread of torch's looks for more work before it sleeps: some 50 to 150 µs.
-libgomp's default is a hundred times as long. Beside other work on the same cores, a thread that is
-waited for may have to wait for its core itself, so each operation would take a scheduler's turn."""
+"""Iterations, some 50 to 150 µs, for which an OpenMP thread of torch spins before it sleeps.
+libgomp's default is a hundred times as long. Beside other work on the same cores, a thread may have
+to wait for a core that another one spins on, which would delay each operation by a turn of the
+system's scheduler.
+"""
 
 _PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 _log = get_logger("trioserve.worker")
@@ -60,10 +63,10 @@ OnProgress = Callable[[wire.LoadingProgress], None]
 
 
 def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of a worker that dials ``url``.
+    """Return the command and the environment of a worker that dials ``url``.
 
-    ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't taken
-    for ours.
+    ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't
+    imported.
     """
     environment = {**BOUNDED_CACHES, **package_environment()}
     if "OMP_WAIT_POLICY" not in environment:
@@ -72,9 +75,9 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
 
 
 def package_environment() -> dict[str, str]:
-    """The environment of an interpreter that imports the same packages as this one.
+    """Return the environment of an interpreter that imports the same packages as this one.
 
-    A source checkout isn't on the path of a new interpreter, so its folder is named.
+    A source checkout isn't on the path of a new interpreter, so its folder is added.
     """
     environment = dict(os.environ)
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
@@ -89,18 +92,18 @@ def package_environment() -> dict[str, str]:
 async def run_worker(
     start: wire.Start, *, start_timeout: float, on_progress: OnProgress
 ) -> AsyncIterator[tuple[Link, wire.Ready]]:
-    """A loaded worker process for as long as the block lasts.
+    """Run a worker process, loaded, for as long as the block lasts.
 
     Args:
-        start: what the worker is to load.
-        start_timeout: seconds it may be silent while it loads.
-        on_progress: called with each sign of progress while it loads.
+        start: What the worker loads.
+        start_timeout: Seconds for which it may be silent while it loads.
+        on_progress: Called with each sign of progress while it loads.
 
     Raises:
-        ModelLoadError: the worker says that it can't load what it was told to.
-        EngineError: the process is a stranger: another package named gpu, or another version.
-        WorkerLost: the process died, or hung while loading; a block that had begun is cancelled.
-        NoRoomForWorker: there is no room for its socket, or for the process.
+        ModelLoadError: The worker can't load the model.
+        EngineError: The process runs another package named gpu, or another version.
+        WorkerLost: The process died, or hung while loading; a block that had begun is cancelled.
+        NoRoomForWorker: The socket or the process can't be created.
     """
     lost: WorkerLost | None = None
     with (
@@ -126,7 +129,8 @@ async def run_worker(
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(watch, nursery.cancel_scope)
                     await _greet(link, start)
-                    # Connected: a name in the file system would only outlive a killed engine.
+                    # After the connection, a name in the file system would only outlive a killed
+                    # engine.
                     folder.close()
                     ready = await _load(link, start_timeout, on_progress)
                     when = ""
@@ -159,7 +163,7 @@ async def _start_process(url: str) -> trio.Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
-            # A Ctrl-C in the terminal is for the parent, which ends its workers in order.
+            # Ctrl-C in the terminal is for the parent, which ends its workers in order.
             start_new_session=True,
         )
     except OSError as error:
@@ -167,7 +171,7 @@ async def _start_process(url: str) -> trio.Process:
 
 
 def describe_exit(code: int) -> str:
-    """What became of a process, to follow its name."""
+    """Return how a process ended, as a clause after its name."""
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
@@ -219,7 +223,9 @@ def _check_hello(message: wire.Message) -> None:
 
 
 async def _stop(process: trio.Process, link: NngLink) -> None:
-    """End the process: politely, then by force. Called shielded; takes at most the two graces."""
+    """End the process: first by a message, then by force. Called shielded; takes at most both
+    graces.
+    """
     if process.returncode is None:
         link.send_nowait(wire.Quit())
         with trio.move_on_after(QUIT_GRACE):
@@ -229,13 +235,14 @@ async def _stop(process: trio.Process, link: NngLink) -> None:
 
 @attrs.define(eq=False, kw_only=True)
 class Workers:
-    """One worker after the other, of one model.
+    """A series of workers for one model.
 
     Args:
-        start: what each is to load.
-        start_timeout: seconds it may be silent while it loads.
-        on_progress: called with each sign of progress while it loads.
-        weights: tells where the weights are now, as :attr:`~trioserve.protocol.wire.Start.weights`.
+        start: What each worker loads.
+        start_timeout: Seconds for which it may be silent while it loads.
+        on_progress: Called with each sign of progress while it loads.
+        weights: Returns the present path of the weights: see
+            :attr:`~trioserve.protocol.wire.Start.weights`.
     """
 
     start: wire.Start
@@ -245,7 +252,7 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
-        """The life of the next one; see :func:`run_worker`."""
+        """Run the next worker; see :func:`run_worker`."""
         start = attrs.evolve(self.start, weights=self.weights())
         async with run_worker(
             start, start_timeout=self.start_timeout, on_progress=self.on_progress
@@ -257,16 +264,16 @@ class Workers:
 
 @attrs.frozen(kw_only=True)
 class WorkerLife:
-    """Where the worker is in its life."""
+    """The state of the worker."""
 
     state: str = "starting"
     """``starting`` (the first one loads), ``running``, ``restarting`` or ``released``."""
     since: float = 0.0
-    """When it came there, in seconds on trio's clock."""
+    """Time of the last change, in seconds on trio's clock."""
     pid: int | None = None
-    """Of its process, while it runs."""
+    """Process id while the worker runs."""
     last_loss: str | None = None
-    """Why the last one was lost, in words that anybody may read."""
+    """Reason of the last loss, in words that may be published."""
 
 
 OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
@@ -274,16 +281,16 @@ OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
 
 @attrs.define(eq=False, kw_only=True)
 class Supervisor:
-    """Keeps one worker alive: the task that owns the worker's whole life.
+    """The task that keeps one worker alive.
 
     Args:
-        open_worker: opens one worker's life, as :func:`run_worker` does.
-        max_restarts: deaths without progress between them that are forgiven.
-        judge: is told of every loss; says how many there were, this one included, since there was
-            progress.
-        on_loss: is told of every loss, after that.
-        on_replaced: is told how many seconds after the loss of a worker the next one is attached.
-        switch: says whether there is to be a worker at all.
+        open_worker: Opens one worker's life, as :func:`run_worker` does.
+        max_restarts: Number of deaths without progress that are tolerated.
+        judge: Told of every loss; returns the number of losses since there was progress, this one
+            included.
+        on_loss: Told of every loss, after ``judge``.
+        on_replaced: Told how many seconds after the loss of a worker the next one is attached.
+        worker_power: Says if a worker is wanted.
     """
 
     open_worker: OpenWorker
@@ -293,11 +300,11 @@ class Supervisor:
     on_replaced: Callable[[float], None] = lambda _: None
     worker_power: WorkerPower = attrs.field(factory=WorkerPower)
     restarts: int = attrs.field(default=0, init=False)
-    """Workers that were replaced since the start."""
+    """Number of workers replaced since the start."""
     life: WorkerLife = attrs.field(init=False, factory=WorkerLife)
-    """The present worker's."""
+    """State of the present worker."""
     _lost_at: float | None = attrs.field(default=None, init=False)
-    """When the first was lost since one was ready."""
+    """Time of the first loss since a worker was ready."""
 
     async def run(
         self, attach: Attach, task_status: trio.TaskStatus[wire.Ready] = trio.TASK_STATUS_IGNORED
@@ -307,9 +314,9 @@ class Supervisor:
         ``task_status`` gets the first worker's :class:`~trioserve.protocol.wire.Ready`.
 
         Raises:
-            ModelLoadError: the model can't be loaded.
-            EngineError: the process that was started is no worker of ours.
-            WorkerLost: the first worker never got ready, or workers died ``max_restarts + 1`` times
+            ModelLoadError: The model can't be loaded.
+            EngineError: The process that was started is not this package's worker.
+            WorkerLost: The first worker never got ready, or workers died ``max_restarts + 1`` times
                 without progress in between.
         """
         try:
@@ -340,7 +347,7 @@ class Supervisor:
             except NoRoomForWorker as error:
                 if not started:
                     raise
-                # Nobody died of it, and whoever makes room needs longer than a few attempts last.
+                # No request is to blame, and making room takes longer than a few attempts.
                 attempts += 1
                 _log.error("no worker can be started", reason=str(error), attempts=attempts)
                 await trio.sleep(_delay(attempts))
@@ -354,7 +361,7 @@ class Supervisor:
             except ModelLoadError as error:
                 if not started:
                     raise
-                # It could be loaded before: what is in the way may go.
+                # An earlier worker could load it, so the obstacle may go away.
                 if (deaths := self._count(WorkerLost(str(error)))) > self.max_restarts:
                     raise
             else:
@@ -376,7 +383,7 @@ class Supervisor:
         )
         if self._lost_at is None:
             self._lost_at = trio.current_time()
-        # Of one that failed by itself, the message may be anything: it is for the log alone.
+        # The message of a worker that failed by itself may contain anything, so it is only logged.
         told = "it failed; the log tells why" if loss.reason == "failed" else str(loss)
         self.life = attrs.evolve(self.life, last_loss=told)
         self.on_loss(loss)
@@ -394,5 +401,5 @@ class Supervisor:
 
 
 def _delay(attempts: int) -> float:
-    """Seconds to wait after so many attempts in a row that came to nothing."""
+    """Return the seconds to wait after so many failed attempts in a row."""
     return float(min(FIRST_RESTART_DELAY * 2 ** max(attempts - 1, 0), MAX_RESTART_DELAY))

@@ -269,7 +269,7 @@ class Session:
         if turn.is_covered:
             self._sessions.pins.unpin(name)
         else:
-            self._sessions.pins.hold(
+            self._sessions.pins.pin(
                 name, turn.tokens(), SESSION_PRIORITY, salt=turn.salt, adapter=turn.adapter
             )
 
