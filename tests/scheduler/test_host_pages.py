@@ -16,7 +16,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.page_pool import PagePool
-from trioserve.scheduler.prefix_cache import Namespace, Node, PrefixCache
+from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_tree import Namespace, Node
 from trioserve.testing import hashed_token
 
 NUM_PAGES, NUM_PLACES = 8, 5

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.eviction import IdlePages
 from trioserve.scheduler.page_pool import PagePool
-from trioserve.scheduler.prefix_cache import Node, PrefixCache
+from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_tree import Node
 
 NUM_PAGES = 14
 NAMESPACE = ("",)

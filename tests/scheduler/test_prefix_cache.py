@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trioserve.scheduler.page_pool import PagePool
-from trioserve.scheduler.prefix_cache import Namespace, Node, PrefixCache
+from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_tree import Namespace, Node
 
 NUM_PAGES = 12
 SIZE = 2

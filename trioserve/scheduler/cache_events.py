@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import attrs
 import msgspec
 
 from trioserve._util.feed import Feed
-
-if TYPE_CHECKING:
-    from trioserve.scheduler.prefix_cache import Node
+from trioserve.scheduler.prefix_tree import Node
 
 FLUSHED = object()
 """Marker in the namespaces of flushed pages, which no request can match. A caller's salt never

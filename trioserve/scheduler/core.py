@@ -42,7 +42,7 @@ from trioserve.scheduler.limits import SchedulerLimits, prompt_logprobs_for, res
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pause_gate import PauseGate
 from trioserve.scheduler.plan_builder import InFlight, PlanBuilder
-from trioserve.scheduler.prefix_cache import PrefixMatch
+from trioserve.scheduler.prefix_tree import PrefixMatch
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.result_validation import Results

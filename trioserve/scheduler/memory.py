@@ -14,7 +14,8 @@ from trioserve.scheduler import policy
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
-from trioserve.scheduler.prefix_cache import Namespace, Node, PrefixCache, PrefixMatch
+from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
 from trioserve.scheduler.sequence_group import first_logprob
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
 from trioserve.scheduler.slots import SlotAllocator

@@ -20,15 +20,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import attrs
 
 from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.page_pool import PagePool
-
-if TYPE_CHECKING:
-    from trioserve.scheduler.prefix_cache import Node
+from trioserve.scheduler.prefix_tree import Node
 
 _SPARE_EXPIRIES = 64
 

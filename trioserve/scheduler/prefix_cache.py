@@ -29,55 +29,14 @@ Rules, and what follows from them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
 from trioserve.scheduler.cache_events import FLUSHED, CacheEvents
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.page_priorities import Priorities
-
-Namespace = tuple[Hashable, ...]
-_NO_PAGE = -1
-
-
-@attrs.define(eq=False)
-class Node:
-    """A full page of a prompt or output; a root stands for the empty prompt."""
-
-    parent: Node | None = attrs.field(repr=False)
-    key: tuple[Hashable, ...]
-    """Tokens of the page; the namespace of a root."""
-    page: int
-    """Number of the page, or of a place on the host."""
-    plan: int
-    """Number of the plan that computes the page."""
-    depth: int
-    """Number of pages from the root to this one, inclusive."""
-    children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict, repr=False)
-
-
-@attrs.frozen
-class PrefixMatch:
-    """Cached pages that a prompt can use, from its start.
-
-    Pages on the host, if any, come last. ``pending`` is set if the next plan could use more: the
-    plan being built computes the page that comes next.
-    """
-
-    nodes: tuple[Node, ...] = ()
-    num_on_host: int = 0
-    pending: bool = False
-
-    @property
-    def pages(self) -> list[int]:
-        """Pages on the device."""
-        return [node.page for node in self.nodes[: len(self.nodes) - self.num_on_host]]
-
-    @property
-    def on_host(self) -> tuple[Node, ...]:
-        """Pages that have to be loaded from the host."""
-        return self.nodes[len(self.nodes) - self.num_on_host :]
+from trioserve.scheduler.prefix_tree import NO_PAGE, Namespace, Node, PrefixMatch
 
 
 @attrs.define(eq=False, repr=False)
@@ -357,7 +316,7 @@ class PrefixCache:
                 continue
             assert self.pool.is_kept(node.page), f"published page {node.page} is not kept"
             assert not self.pool.is_on_host(node.parent.page), "a page's parent is on the host"
-            if node.parent.page != _NO_PAGE:
+            if node.parent.page != NO_PAGE:
                 mine, parents = self.pool.holders(node.page), self.pool.holders(node.parent.page)
                 assert parents >= mine, f"page {node.page} is held without its parent"
         assert seen == self._node_of.keys()
@@ -371,7 +330,7 @@ class PrefixCache:
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(None, namespace, _NO_PAGE, plan=0, depth=0)
+            root = self._roots[namespace] = Node(None, namespace, NO_PAGE, plan=0, depth=0)
         return root
 
     def _lose(self, node: Node) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from trioserve.requests.request import Sequence
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.policy import NO_TURN, Order, queue_order
-from trioserve.scheduler.prefix_cache import Namespace, Node
+from trioserve.scheduler.prefix_tree import Namespace, Node
 from trioserve.scheduler.token_counts import Ints, TokenCounts
 
 NO_SLOT = -1

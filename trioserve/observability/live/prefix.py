@@ -6,7 +6,8 @@ import itertools
 from collections import deque
 
 from trioserve.observability.live.schema import Prefix, PrefixNode
-from trioserve.scheduler.prefix_cache import Node, PrefixCache
+from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_tree import Node
 
 PAGES_FOR_EACH = 8
 """Pages that are looked at for each node that is asked for. A longer run than there are pages for

@@ -1,0 +1,49 @@
+"""The nodes of the prefix tree, and a match in it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import attrs
+
+Namespace = tuple[Hashable, ...]
+NO_PAGE = -1
+
+
+@attrs.define(eq=False)
+class Node:
+    """A full page of a prompt or output; a root stands for the empty prompt."""
+
+    parent: Node | None = attrs.field(repr=False)
+    key: tuple[Hashable, ...]
+    """Tokens of the page; the namespace of a root."""
+    page: int
+    """Number of the page, or of a place on the host."""
+    plan: int
+    """Number of the plan that computes the page."""
+    depth: int
+    """Number of pages from the root to this one, inclusive."""
+    children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict, repr=False)
+
+
+@attrs.frozen
+class PrefixMatch:
+    """Cached pages that a prompt can use, from its start.
+
+    Pages on the host, if any, come last. ``pending`` is set if the next plan could use more: the
+    plan being built computes the page that comes next.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    num_on_host: int = 0
+    pending: bool = False
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages on the device."""
+        return [node.page for node in self.nodes[: len(self.nodes) - self.num_on_host]]
+
+    @property
+    def on_host(self) -> tuple[Node, ...]:
+        """Pages that have to be loaded from the host."""
+        return self.nodes[len(self.nodes) - self.num_on_host :]
