@@ -1,4 +1,4 @@
-"""How the documentation is built: ``python -m nox -s docs``."""
+"""Settings of Sphinx. ``python -m nox -s docs`` builds the documentation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tables that are made of the routes and their classes: endpoints, fields of requests and answers.
+"""Tables made from the routes and their classes: endpoints, fields of requests and answers.
 
-Nothing in them is written by hand: a field's meaning is what its class says of it, and whether it
-is served, accepted without influence or refused is what decoding a request goes by.
+Nothing in them is written by hand. A field's meaning comes from its class. The definition that
+decodes requests says also whether a field is served, accepted without influence, or refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", Any:
 
 @attrs.frozen
 class Field:
-    """What there is to say of a field. ``refused`` is why, where only ``accepted`` is served."""
+    """A field as the tables show it; ``refused`` is why ``accepted`` is the only value served."""
 
     name: str
     kind: str
@@ -51,18 +51,18 @@ class Field:
 
     @property
     def is_served(self) -> bool:
-        """Whether it does something."""
+        """True if the field has an influence."""
         return not self.accepted and self.meaning != HINT
 
 
 def request_classes() -> list[type[msgspec.Struct]]:
-    """Every class that a request may hold."""
+    """Return every class that a request may hold."""
     given = [type_ for route in ROUTES for type_ in (route.request, route.query)]
     return struct_classes(type_ for type_ in given if type_ is not None)
 
 
 def fields_of(cls: type[msgspec.Struct]) -> list[Field]:
-    """The fields of a class, in its order."""
+    """Return the fields of a class, in its order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = [
         _field(field.encode_name, hints[field.name], field.required)
@@ -85,7 +85,7 @@ def _field(name: str, annotation: Any, required: bool) -> Field:
 
 
 def type_text(annotation: Any) -> str:
-    """A type in words; ``null`` is left out, because it always means "not given"."""
+    """Return a type in words, without ``null``, which always means "not given"."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0]) + _range(annotation.__metadata__)
@@ -118,7 +118,7 @@ def _range(metadata: Sequence[msgspec.Meta]) -> str:
 
 
 def endpoint_lines() -> Iterator[str]:
-    """A table of the endpoints, group by group."""
+    """Yield a table of the endpoints, group by group."""
     yield "| Endpoint | What it does | As in |"
     yield "| --- | --- | --- |"
     for group in GROUPS:
@@ -132,7 +132,7 @@ def endpoint_lines() -> Iterator[str]:
 
 
 def field_lines() -> Iterator[str]:
-    """A section for each request, then one for each class that requests hold."""
+    """Yield a section for each request, then one for each class that requests hold."""
     shown: list[type[msgspec.Struct]] = [GenerationRequest]
     shared = [route for route in ROUTES if _shares_fields(route)]
     titles = [f"`{route.method} {route.rule}`" for route in shared]
@@ -161,13 +161,13 @@ def field_lines() -> Iterator[str]:
 
 
 def answer_classes() -> list[type[msgspec.Struct]]:
-    """Every class that an answer or an event may hold."""
+    """Return every class that an answer or an event may hold."""
     types = [type_ for route in ROUTES for type_ in (route.response, route.events)]
     return struct_classes([*types, *(error_body(route.rule) for route in ROUTES)])
 
 
 def answer_lines() -> Iterator[str]:
-    """A section for each class that answers and events are made of."""
+    """Yield a section for each class that answers and events hold."""
     for cls in answer_classes():
         yield f"### {cls.__name__}"
         yield ""
@@ -182,7 +182,7 @@ def answer_lines() -> Iterator[str]:
 
 
 def _where(cls: type[msgspec.Struct]) -> Iterator[str]:
-    """Which endpoints answer with a class, and which send events of it."""
+    """Yield the endpoints that answer with a class or send it as an event."""
     for text, routes in (
         ("The answer of", [route for route in ROUTES if route.response == cls]),
         ("An event of", [route for route in ROUTES if cls in _alternatives(route.events)]),
@@ -194,7 +194,7 @@ def _where(cls: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def _alternatives(events: Any) -> tuple[Any, ...]:
-    """The classes that an event may have."""
+    """Return the classes that an event may have."""
     return typing.get_args(events) or (events,)
 
 
@@ -203,13 +203,13 @@ def _shares_fields(route: Route) -> bool:
 
 
 def _paragraphs(cls: type) -> str:
-    """A class's own words as Markdown."""
+    """Return a class's docstring as Markdown."""
     text = inspect.getdoc(cls) or ""
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
 
 
 def _tables(fields: Sequence[Field], class_names: tuple[str, ...]) -> Iterator[str]:
-    """What is served, what is accepted and does nothing, and what is refused, and why."""
+    """Yield tables of the fields: served, without influence, and refused with the reason."""
     served = [field for field in fields if field.is_served]
     refused = [field for field in fields if field.accepted]
     hints = [field for field in fields if field.meaning == HINT]

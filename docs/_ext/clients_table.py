@@ -22,11 +22,11 @@ CLIENTS = (
     ("@ai-sdk/openai-compatible", "Node.js", NODE, "OpenAI's chats, completions and embeddings"),
     ("ai", "Node.js", NODE, "the AI SDK, through the one above"),
 )
-"""Package, where it runs, the file that pins it, and what it speaks."""
+"""Each client's package, its platform, the file that pins it, and the APIs that it uses."""
 
 
 def version_of(package: str, file: str) -> str:
-    """The version of ``package`` that ``file`` pins.
+    """Return the version of ``package`` that ``file`` pins.
 
     Raises:
         LookupError: it pins none.
@@ -41,7 +41,7 @@ def version_of(package: str, file: str) -> str:
 
 
 def table_lines() -> Iterator[str]:
-    """A Markdown table with a row for every client."""
+    """Yield a Markdown table with a row for every client."""
     yield "| Client | Version | On | Dialects |"
     yield "| --- | --- | --- | --- |"
     for package, place, file, dialects in CLIENTS:

@@ -18,7 +18,7 @@ DASHBOARD = Path(__file__).parent.parent / "grafana" / "trioserve.json"
 
 
 def metrics_lines() -> Iterator[str]:
-    """A Markdown section with a table for every group of metrics."""
+    """Yield a Markdown section with a table for every group of metrics."""
     for group, title in GROUPS.items():
         yield f"### {title}"
         yield ""
@@ -37,7 +37,7 @@ def _row(definition: Definition) -> str:
 
 
 def dashboard_lines() -> Iterator[str]:
-    """A Markdown table of the dashboard's panels, with what each of them says of itself."""
+    """Yield a Markdown table of the dashboard's panels and their descriptions."""
     dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     yield "| Panel | What it shows |"
     yield "| --- | --- |"

@@ -10,7 +10,7 @@ from trioserve.config.options import Option, options_of
 
 
 def table_lines() -> Iterator[str]:
-    """A Markdown section with a table for every group of options."""
+    """Yield a Markdown section with a table for every group of options."""
     options = [option for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
     for name, group in GROUPS.items():
         yield f"## {group.title}"

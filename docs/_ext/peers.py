@@ -1,9 +1,8 @@
-"""Which fields of requests the other servers have, by the names of our classes.
+"""The fields of other servers' requests, by the names of our classes.
 
-OpenAI's, Anthropic's and Ollama's are those of their references; vLLM's and SGLang's were read from
-their sources of July and August 2026, together with those that vLLM had before (``guided_json`` and
-others). Of TensorRT-LLM, LMDeploy and llama.cpp there is
-what their requests have and no other server's do.
+Fields of OpenAI, Anthropic and Ollama come from their references. Those of vLLM and SGLang were
+read from their sources of July and August 2026, with vLLM's former ones (``guided_json`` and
+others). TensorRT-LLM, LMDeploy and llama.cpp are named only for fields that no other server has.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ _CONVERSATION = (
     "cache_control messages model output_config output_format system thinking tool_choice tools "
     "context_management mcp_servers speed"
 )
-"""What both of Anthropic's requests have, with what is in beta."""
+"""Fields of both of Anthropic's requests, with those in beta."""
 _OLLAMA = "format keep_alive logprobs model options shift stream think top_logprobs truncate"
-"""What both of Ollama's requests that generate have."""
+"""Fields of both of Ollama's requests that generate."""
 _NAMES = {
     "ChatCompletionRequest": {
         "OpenAI": (
@@ -311,11 +310,11 @@ _NAMES = {
         "SGLang": ("model skip_special_tokens tokens"),
     },
 }
-"""For each class and each server, the names that its request has there."""
+"""The names of the fields, by class and server."""
 
 
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
-    """The servers whose requests, of one of the classes, have ``field``."""
+    """Return the servers that have ``field`` in a request of one of the classes."""
     found = []
     for server in (
         "OpenAI",

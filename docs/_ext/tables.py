@@ -64,7 +64,7 @@ def _block(file: Path) -> str:
 
 
 def main() -> int:
-    """Write the pages whose tables have changed, and say which."""
+    """Write the pages with changed tables, and print their names."""
     for page in pages():
         text = filled(page)
         if text != page.read_text(encoding="utf-8"):

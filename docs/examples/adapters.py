@@ -2,8 +2,7 @@
 
 Run: ``python docs/examples/adapters.py pirate=/adapters/pirate``
 
-The adapters' folders are as PEFT
-writes them. All that are asked share one batch.
+The adapters' folders are as PEFT writes them. All adapters answer in one batch.
 """
 
 import sys
@@ -15,7 +14,7 @@ import trioserve
 
 
 async def ask_all(engine: trioserve.Engine, question: str) -> dict[str, str]:
-    """What the model says by itself (under the name "") and with each adapter."""
+    """Return the answer of each adapter, and under the name "" that of the model by itself."""
     answers: dict[str, str] = {}
     async with trio.open_nursery() as nursery:
 
@@ -34,7 +33,7 @@ async def main(adapters: Sequence[str] = ()) -> None:
     async with trioserve.open_engine("smollm2-135m", enable_lora=True) as engine:
         for each in adapters:
             name, _, path = each.partition("=")
-            await engine.load_adapter(name, path)  # while others are served
+            await engine.load_adapter(name, path)  # while other requests run
         answers = await ask_all(engine, "The capital of France is")
         for name, text in sorted(answers.items()):
             print(f"{name or 'no adapter'}: {text!r}")

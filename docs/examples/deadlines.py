@@ -1,6 +1,6 @@
 """Four ways to end a request early: ``python docs/examples/deadlines.py``.
 
-All of them are the end of a scope, and all of them free what the request held.
+Each of them is the end of a scope, and frees all that the request held.
 """
 
 import trio

@@ -1,6 +1,6 @@
-"""What a server does when its client leaves: ``python docs/examples/disconnect.py``.
+"""Show a server's reaction to a client that leaves: ``python docs/examples/disconnect.py``.
 
-It asks a server at http://127.0.0.1:8000 (``trioserve serve``), or at the URL that it is given.
+The server is at http://127.0.0.1:8000 (``trioserve serve``), or at the URL in the first argument.
 """
 
 import sys
@@ -12,7 +12,7 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, "s
 
 
 def measure(client: httpx.Client) -> tuple[int, int, int]:
-    """How many requests run, how many were aborted, and how many tokens there were, in all."""
+    """Return the numbers of running requests, of aborted ones, and of tokens so far."""
     found: dict[str, float] = {}
     for line in client.get("/metrics").text.splitlines():
         if not line.startswith("#"):
@@ -34,7 +34,7 @@ def main(url: str) -> None:
             for _ in range(6):
                 next(events)
             print("while it streams:", measure(client)[0], "runs")
-        # Leaving the block has closed the connection. Nobody told the server anything else.
+        # Leaving the block has closed the connection. The server learns nothing else.
         left = time.monotonic()
         while measure(client)[1] == aborted:
             time.sleep(0.001)

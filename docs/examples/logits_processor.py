@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WithoutTokens:
-    """Requests that bring ``without``, a list of token ids, don't get any of them."""
+    """A processor that keeps the token ids in a request's ``without`` out of its output."""
 
     parameters = ("without",)
 
@@ -42,7 +42,7 @@ class WithoutTokens:
 
 
 async def main() -> None:
-    # Where the worker finds it, unless it is installed.
+    # The worker imports the module from here, unless it is installed.
     os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     async with trioserve.open_engine(
         "smollm2-135m", logits_processors=("logits_processor:WithoutTokens",)

@@ -1,7 +1,7 @@
 """Find the text nearest in meaning: ``python docs/examples/semantic_search.py "rainy day"``.
 
-A model that generates embeds, too, if it is asked for a single word. One that was trained for it,
-whose folder TRIOSERVE_MODEL may name, needs no such trick, and does it better.
+A model that generates can embed, too, if the prompt asks it for a single word. A model trained for
+embeddings does it better, without this trick. TRIOSERVE_MODEL may name the folder of one.
 """
 
 import os
@@ -22,7 +22,7 @@ TEXTS = (
 
 
 async def search(engine: trioserve.Engine, query: str) -> list[tuple[float, str]]:
-    """The texts with how near they are to ``query`` (1 is the same), the nearest first."""
+    """Return the texts with their similarity to ``query`` (at most 1), the nearest first."""
     form = 'This sentence: "{}" means in one word: "' if engine.task == "generate" else "{}"
     found = await engine.embed([form.format(text) for text in (query, *TEXTS)])
     # float32 [texts, dimensions], each of length 1

@@ -1,6 +1,6 @@
 """Several prompts as children of one nursery: ``python docs/examples/siblings.py``.
 
-They are computed together. After the time that there is, what has come is the result.
+They are computed together. When the time is over, the result is what has come until then.
 """
 
 import trio
@@ -19,7 +19,7 @@ async def continue_text(engine: trioserve.Engine, opening: str, texts: dict[str,
 
 
 async def first_to_answer(engine: trioserve.Engine, question: str) -> str:
-    """Asks three times and takes the answer that is there first; the others are aborted."""
+    """Ask three times and return the first answer; the others are aborted."""
     answers: list[str] = []
     async with trio.open_nursery() as nursery:
 

@@ -1,4 +1,4 @@
-"""Chat with a history: ``python docs/examples/streaming_chat.py "Hi!" "And who are you?"``."""
+"""Chat with a history: ``python docs/examples/streaming_chat.py "Hi!" "What is your name?"``."""
 
 import sys
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ async def chat(engine: trioserve.Engine, questions: Sequence[str]) -> None:
         print(f"> {question}")
         messages.append({"role": "user", "content": question})
         answer = ""
-        # The history is sent whole; what was computed of it is found in the prefix cache.
+        # The whole history is sent; the prefix cache has its computed beginning.
         async with engine.generate(messages, max_tokens=60, temperature=0) as stream:
             async for chunk in stream:
                 print(chunk.text, end="", flush=True)

@@ -12,7 +12,7 @@ Name = Annotated[str, msgspec.Meta(max_length=20)]
 
 
 class Person(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to be known of somebody."""
+    """A person, as the answer describes them."""
 
     name: Name
     age: Annotated[int, msgspec.Meta(ge=0, le=120)]
@@ -21,7 +21,7 @@ class Person(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def extract(engine: trioserve.Engine, text: str) -> Person:
-    """Reads a person out of a text. Every token is masked that the class has no place for."""
+    """Read a person out of a text. Tokens that don't fit the class are masked."""
     question = f"Tell me of the person in this text as JSON.\n\n{text}"
     completion = await engine.complete(
         [{"role": "user", "content": question}],
@@ -29,7 +29,7 @@ async def extract(engine: trioserve.Engine, text: str) -> Person:
         temperature=0,
         max_tokens=200,
     )
-    # With the reason "length" it would be the beginning of one only, and an error here.
+    # An answer cut off by its length would be incomplete JSON, and an error here.
     return msgspec.json.decode(completion.text, type=Person)
 
 

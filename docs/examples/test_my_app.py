@@ -1,6 +1,6 @@
 """Testing a program of your own without a model: ``python -m pytest docs/examples/test_my_app.py``.
 
-Everything is the real engine but the worker, and time is virtual: an hour passes at once.
+Only the worker is fake; the rest is the real engine. Time is virtual: an hour passes at once.
 """
 
 import trio
@@ -14,7 +14,7 @@ from trioserve.testing.virtual import run_virtual
 
 
 async def summarize(engine: trioserve.Engine, text: str) -> str:
-    """What is to be tested: it gives up after a minute, and says so."""
+    """Return a summary, or give up after a minute: the function under test."""
     with trio.move_on_after(60):
         return (await engine.complete(text, max_tokens=30, seed=1)).text
     return "no time"

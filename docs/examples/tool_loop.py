@@ -1,6 +1,6 @@
 """Let a model call functions until it has an answer: ``python docs/examples/tool_loop.py``.
 
-It asks a server at http://127.0.0.1:8000 (``trioserve serve``), or at the URL that it is given.
+The server is at http://127.0.0.1:8000 (``trioserve serve``), or at the URL in the first argument.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A web app whose routes and engine share a nursery: ``python docs/examples/web_app.py``.
+"""A web app with its routes and the engine in one nursery: ``python docs/examples/web_app.py``.
 
 Then ``curl -N http://127.0.0.1:8001/stories/whales``. OpenAI's API is beside it, below ``/llm``.
 """
@@ -24,7 +24,7 @@ def app_of(engine: trioserve.Engine, told: trio.MemorySendChannel[str]) -> Quart
         prompt = f"Once upon a time, there was a story about {subject}. It"
 
         async def body() -> AsyncIterator[bytes]:
-            # A visitor who closes the page cancels this, and so aborts the request.
+            # Closing the page cancels this, which aborts the request.
             async with engine.generate(prompt, max_tokens=100, seed=1) as stream:
                 async for chunk in stream:
                     yield chunk.text.encode()
@@ -36,7 +36,7 @@ def app_of(engine: trioserve.Engine, told: trio.MemorySendChannel[str]) -> Quart
 
 
 async def keep_book(subjects: trio.MemoryReceiveChannel[str]) -> None:
-    """A task beside the server: whatever your program does besides."""
+    """Run beside the server: a task of your own program."""
     async for subject in subjects:
         print("told of", subject, flush=True)
 
