@@ -49,6 +49,11 @@ class Drawn:
     """
 
     tokens: npt.NDArray[np.int32]  # [S]; negative where there was no token to draw
+    counts: npt.NDArray[np.int64] | None = None
+    """[S], how many tokens each row drew, where some rows drafted tokens; None for one.
+
+    ``tokens``, ``logprobs``, ``top`` and ``named`` then have one entry for each token.
+    """
     logprobs: npt.NDArray[np.float32] | None = None
     """[S], NaN where not asked for; None if nobody asked."""
     top: list[TopLogprobs] | None = None

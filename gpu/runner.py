@@ -2,7 +2,8 @@
 
 A plan may be submitted before the result of the one before it has been taken. What its rows compute
 is known all the same, because a row that samples gets exactly one token. Only whether that token
-ends its sequence is not: such a row is then computed once for nothing, and gives no token.
+ends its sequence is not: such a row is then computed once for nothing, and gives no token. A row
+that drafts may get several tokens; its slot has no row in another plan until they are known.
 
 A plan whose masks need tokens that aren't known yet is submitted all the same, but its draws are
 deferred until every plan before it is finished; only then another plan is accepted.
@@ -138,7 +139,7 @@ class Runner:
         for opened in plan.opened:
             self._executor.open(self._slots[opened.slot])
         active = [row for row in rows if row.count]
-        total = sum([row.count for row in active])
+        total = sum([row.count + row.drafts for row in active])
         if total > self._max_num_batched_tokens:
             raise PlanError(f"{total} tokens in one plan, over {self._max_num_batched_tokens}")
         submission = self._executor.submit(active, self._slots.copies(plan))
@@ -167,17 +168,11 @@ class Runner:
         drawn = None if pending.submission.deferred else pending.submission.wait()
         if spoiled or drawn is None:
             raise PlanError("the plan before this one failed")
-        tokens = dict(zip(pending.positions, drawn.tokens.tolist(), strict=True))
-        # What was drawn after a stop was drawn for nothing.
-        giving = [row.slot.number in tokens and not row.slot.stopped for row in pending.rows]
-        for row, gives in zip(pending.rows, giving, strict=True):
-            if gives:
-                number = row.slot.number
-                row.slot.settle(pending.positions[number], tokens[number])
+        taken = _take_one_each(pending, drawn) if drawn.counts is None else _take(pending, drawn)
         self.num_steps += 1
         self._refuses, self._spoiled = refused, False
         self._draw_deferred()
-        return _result(pending, giving, drawn)
+        return _result(pending, taken, drawn)
 
     def _draw_deferred(self) -> None:
         """Begin the draws that wait for tokens, once every plan before theirs is finished."""
@@ -192,17 +187,50 @@ class Runner:
             pending.make_room()
 
 
-def _result(pending: _Pending, giving: Sequence[bool], drawn: Drawn) -> StepResult:
+def _take_one_each(pending: _Pending, drawn: Drawn) -> list[bool]:
+    """Give each slot the token that was drawn for it; return which rows gave one."""
+    tokens = dict(zip(pending.positions, drawn.tokens.tolist(), strict=True))
+    # What was drawn after a stop was drawn for nothing.
+    giving = [row.slot.number in tokens and not row.slot.stopped for row in pending.rows]
+    for row, gives in zip(pending.rows, giving, strict=True):
+        if gives:
+            number = row.slot.number
+            row.slot.settle(pending.positions[number], tokens[number])
+    return giving
+
+
+def _take(pending: _Pending, drawn: Drawn) -> list[int]:
+    """Give each slot the tokens that were drawn for it; return how many of them each row gave."""
+    tokens, starts = drawn.tokens.tolist(), _starts(pending, drawn)
+    taken: list[int] = []
+    for row in pending.rows:
+        number = row.slot.number
+        if number not in starts or row.slot.stopped:
+            taken.append(0)
+            continue
+        start, stop = starts[number]
+        taken.append(row.slot.take(pending.positions[number], tokens[start:stop]))
+    return taken
+
+
+def _starts(pending: _Pending, drawn: Drawn) -> dict[int, tuple[int, int]]:
+    """Return where the tokens of each slot begin and end in what was drawn."""
+    counts = [1] * len(pending.positions) if drawn.counts is None else drawn.counts.tolist()
+    ends = itertools.accumulate(counts, initial=0)
+    return dict(zip(pending.positions, itertools.pairwise(ends), strict=True))
+
+
+def _result(pending: _Pending, taken: Sequence[int], drawn: Drawn) -> StepResult:
     """The columns of a result, in the order of the plan's rows."""
     rows = pending.rows
-    if all(giving) and len(drawn.tokens) == len(rows):  # the positions stand in the rows' order
-        order = list(range(len(rows)))
+    if drawn.counts is None and all(taken) and len(drawn.tokens) == len(rows):
+        order = list(range(len(rows)))  # the positions stand in the rows' order
         tokens, offsets = drawn.tokens, [*order, len(rows)]
     else:
-        index_of = {slot: index for index, slot in enumerate(pending.positions)}
-        given = itertools.compress(rows, giving)
-        order = [index_of[row.slot.number] for row in given]
-        tokens, offsets = drawn.tokens[order], [0, *itertools.accumulate(giving)]
+        starts = _starts(pending, drawn)
+        given = [(starts[row.slot.number][0], n) for row, n in zip(rows, taken, strict=True) if n]
+        order = [start + place for start, count in given for place in range(count)]
+        tokens, offsets = drawn.tokens[order], [0, *itertools.accumulate(taken)]
     result = StepResult(
         number=pending.number,
         slots=from_ints([row.slot.number for row in rows]),

@@ -7,7 +7,7 @@ again with its tokens so far. Nothing here touches a tensor or a model.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 import attrs
 import msgspec
@@ -84,6 +84,21 @@ class Slot:
         self._length += 1
         return self._length - 1
 
+    def take(self, position: int, tokens: Sequence[int]) -> int:
+        """Settle ``position`` with the first of ``tokens``; append the others until one ends it.
+
+        They are what one step drew, so the KV of all but the last is there. Return how many were
+        taken.
+        """
+        for taken, token in enumerate(tokens, 1):
+            if taken > 1:
+                position = self.extend()
+                self.computed += 1
+            self.settle(position, token)
+            if self.stopped:
+                return taken
+        return len(tokens)
+
     def settle(self, position: int, token: int) -> None:
         """The token at ``position`` is known now: notice whether it ends the sequence.
 
@@ -105,6 +120,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     start: int
     count: int
     samples: bool
+    drafts: int = 0
+    """Tokens after those that are drafted, and checked by the same step."""
 
     @property
     def end(self) -> int:
@@ -127,6 +144,7 @@ class SlotTable:
         max_model_len: int,
         vocab_size: int,
         num_host_pages: int = 0,
+        max_row_tokens: int = 1,
     ) -> None:
         self.adapters: Container[int] = ()
         """The numbers of the adapters that sequences may have."""
@@ -135,6 +153,7 @@ class SlotTable:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._max_row_tokens = max_row_tokens
         self._slots: dict[int, Slot] = {}
         self._dropped: set[tuple[int, int]] = set()
         """Slot and generation of those that nobody wants any more before they are opened."""
@@ -274,10 +293,14 @@ class SlotTable:
         if slot.stopped:
             return Row(slot=slot, start=start, count=0, samples=False)
         end = start + count
-        if count < 1 or end > known:
+        drafts = max(end - known, 0)
+        may_draft = count <= self._max_row_tokens and start == known - 1 >= slot.prompt_length
+        if count < 1 or (drafts and not may_draft):
             raise PlanError(
                 f"slot {number} is to compute {count} tokens but has {known - start}", number
             )
         if end > min(slot.num_pages * self._page_size, self._max_model_len):
             raise PlanError(f"slot {number} has no room for {end} tokens", number)
-        return Row(slot=slot, start=start, count=count, samples=end == known)
+        return Row(
+            slot=slot, start=start, count=count - drafts, samples=end >= known, drafts=drafts
+        )

@@ -31,6 +31,7 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest, WorkerLost
 from trioserve.requests.request import FinishReason, Request, Sequence, SequenceOutput, State
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_model import draw, fake_logprobs
+from trioserve.testing.simulation.scenario import num_accepted
 
 prompts = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=12),
@@ -73,6 +74,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_seqs=st.integers(1, 5),
             max_num_batched_tokens=st.integers(1, 12),
             computes_past_stop=st.booleans(),
+            max_row_tokens=st.sampled_from([1, 1, 2, 5]),
+            accepted=st.just(num_accepted),
         ),
         limits=st.fixed_dictionaries(
             {

@@ -94,6 +94,7 @@ def make_limits(worker: FakeWorker, **changes: Any) -> SchedulerLimits:
         page_size=worker.page_size,
         num_pages=worker.num_pages,
         num_host_pages=worker.num_host_pages,
+        max_row_tokens=worker.max_row_tokens,
         max_plans_in_flight=1,
         enable_prefix_caching=True,
         scheduling_policy="fcfs",

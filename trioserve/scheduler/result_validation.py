@@ -65,10 +65,9 @@ class Results:
             computation = plan.computations[index]
             # A sequence that has ended meanwhile may or may not have been computed once more.
             if computation.sequence.state is not State.FINISHED:
-                due = 1 if plan.limits is None else int(plan.limits[index])
                 raise WorkerLost(
                     f"result {message.number} has {given[index]} tokens for slot "
-                    f"{computation.slot}, where {due if plan.samples[index] else 0} was due"
+                    f"{computation.slot}, where {_due(plan, index)} due"
                 )
         wants_logprobs = False
         for index in (plan.wants_more & (given > 0)).nonzero()[0].tolist():
@@ -111,6 +110,12 @@ class Results:
             asked = tuple((token, logprob, "") for token, logprob in named)
         logprob = float(wire.floats(message.logprobs)[index])
         return TokenLogprob(int(self.tokens[index]), logprob, "", top, asked)
+
+
+def _due(plan: InFlight, index: int) -> str:
+    if plan.samples[index] and plan.limits is not None and plan.limits[index] > 1:
+        return f"1 to {plan.limits[index]} were"
+    return f"{int(plan.samples[index])} was"
 
 
 def _are_offsets(offsets: Ints, total: int) -> bool:
