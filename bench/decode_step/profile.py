@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: each kernel's share, by torch's profiler.
+"""Shares of the kernels in a decode step's time, by torch's profiler.
 
 Kernels are seen one by one only where they are launched one by one, so this looks at steps without
 CUDA graphs. Profiling costs the host time, not the device: the gaps between kernels are not those

@@ -24,7 +24,7 @@ _SCALE = 1 / 128
 
 
 def attention_peers(data: AttentionData) -> list[Peer]:
-    """The back ends that offer what ``data`` asks for."""
+    """Return the back ends that offer what ``data`` asks for."""
     decodes = all(count == 1 for count, _ in data.spec.rows)
     peers = [Peer(name="flashinfer fa3", make=lambda: _prefill(data, "fa3"))]
     if not decodes:

@@ -111,7 +111,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a part runs: on a ``gpu`` or in the ``emulation``, with which Python.
+    """Place that a part runs in: a ``gpu`` or in the ``emulation``, with which Python.
 
     ``results`` is the folder for tables; ``install`` is the command that unpacks the carried
     packages, empty where there is nothing to install.

@@ -37,7 +37,7 @@ HELLO_EVENT = BODY + event("hello", msgspec.json.encode(hello()))
 
 
 def spoiled(**changes: Any) -> bytes:
-    """A picture in which the values at dotted paths are others, as bytes of JSON."""
+    """Return a picture in which the values at dotted paths are others, as bytes of JSON."""
     found = json.loads(msgspec.json.encode(snapshot()))
     for path, value in changes.items():
         *way, last = path.split("__")
@@ -56,7 +56,7 @@ def tree(depth: int) -> bytes:
 
 @contextlib.contextmanager
 def hostile(pieces: Iterable[bytes], *, endless: bool = False) -> Iterator[str]:
-    """A server that answers each request with ``pieces``, whatever is asked.
+    """Open a server that answers each request with ``pieces``, whatever is asked.
 
     If the last one is empty, the connection stays open, and if it is ``endless``, it is sent again
     and again; then it is for the client to give up.

@@ -26,7 +26,7 @@ CALLS = {
     "sort": "{{ ((range(99999) | map('string') | list) * 10) | sort | length }}",
     "urlize": "{{ ('www.a.b ' * (4 * 10**6)) | urlize | length }}",
 }
-"""What a template may call, by the name under which a request asks for it."""
+"""Calls that a template may make, by the name that a request gives them."""
 SHARED = (
     "{% set n0 = [1] %}"
     + "".join(f"{{% set n{i + 1} = [n{i}, n{i}] %}}" for i in range(60))

@@ -15,9 +15,9 @@ from tests.attacks.siege import Victim
 from tests.attacks.witness import HEADERS
 
 HUGE = 31 << 20
-"""As many characters as a body may have."""
+"""Most characters that a body may have."""
 LARGE = 1 << 19
-"""As many as are tokenized for a model of 8,192 tokens."""
+"""Most characters that are tokenized for a model of 8,192 tokens."""
 EXPENSIVE = "1"
 """A character that is a token by itself."""
 

@@ -117,5 +117,7 @@ def _kind_of(node: ast.AST) -> str:
         return "class"
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         decorators = " ".join(ast.unparse(each) for each in node.decorator_list)
+        if node.name.startswith("test_"):
+            return "test"
         return "property" if re.search("property|fixture|setter", decorators) else "function"
     return "module"

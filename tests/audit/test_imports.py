@@ -30,7 +30,7 @@ for module in pkgutil.walk_packages(package.__path__, {package!r} + "."):
 
 
 def loaded_by(program: str) -> set[str]:
-    """The top-level modules that a fresh interpreter has loaded after ``program``."""
+    """Return the top-level modules that a fresh interpreter has loaded after ``program``."""
     report = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run(
         [sys.executable, "-c", program + report],

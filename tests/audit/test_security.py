@@ -66,7 +66,7 @@ ALLOWED = {
         "opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter"
     ): "--otlp-traces-endpoint: the operator's",
 }
-"""What may be there, and why: whoever adds to it has to say where the argument comes from."""
+"""Dangerous calls that may be there; each entry says where the argument comes from."""
 
 
 def test_no_code_runs_unpickles_or_fetches_what_a_client_gave() -> None:
@@ -144,7 +144,7 @@ async def test_keys_stand_in_no_answer_and_no_log() -> None:
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 async def test_a_web_page_can_send_nothing_unasked(content_type: str | None) -> None:
-    """What a browser sends to another site without asking it has an origin and is no JSON.
+    """A browser's request to another site, sent without asking, has an origin and no JSON.
 
     A page can leave the type out, which other clients may, too.
     """

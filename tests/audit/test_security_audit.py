@@ -38,7 +38,7 @@ class Bomb:
 
 @attrs.frozen
 class Bait:
-    """What requests point to: a file, an address, and a folder that only code would make."""
+    """Targets that requests point to: a file, an address, and a folder that only code would make."""
 
     file: Path
     folder: Path
@@ -112,7 +112,7 @@ def _tool(parameters: Any) -> dict[str, Any]:
 
 @attrs.frozen
 class Event:
-    """What a process did; ``warm`` once everything has been asked for before."""
+    """Actions of a process; ``warm`` once every kind of request has come."""
 
     process: int
     name: str
@@ -126,11 +126,11 @@ FETCHES = {
 }
 RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn"}
 WHEN_WARM = {"compile", "exec", "marshal.loads", "ctypes.dlopen"}
-"""What imports do as well, which are over when every kind of request has come once."""
+"""Actions of imports too, which end when every kind of request has come once."""
 
 
 def faults_of(events: list[Event], bait: Bait) -> list[str]:
-    """What the processes did that no request may make them do."""
+    """Return what the processes did that no request may make them do."""
     faults = []
     for event in events:
         shown = f"{event.name} {event.arguments}"[:300]
@@ -145,14 +145,14 @@ def faults_of(events: list[Event], bait: Bait) -> list[str]:
 
 
 def _writes(path: str, mode: str, flags: str) -> bool:
-    """Whether a file is opened to be written, or made: no device, and no pipe that is open."""
+    """Return whether a regular file is opened for writing, or made."""
     made = int(flags) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
     return bool(made) and not path.isdigit() and not path.startswith("/dev/")
 
 
 @contextlib.contextmanager
 def audited(model: str, log: Path, *options: str) -> Iterator[tuple[str, Any]]:
-    """A server whose processes are watched: its URL, and what marks a point in the log."""
+    """Open a server whose processes are watched: its URL, and what marks a point in the log."""
     environment = {
         **os.environ,
         "AUDIT_LOG": str(log),
@@ -186,7 +186,7 @@ def audited(model: str, log: Path, *options: str) -> Iterator[tuple[str, Any]]:
 
 
 def events_of(log: Path) -> list[Event]:
-    """What was done since the first mark; after the second, imports are over."""
+    """Return what was done since the first mark; after the second, imports are over."""
     marks, events = 0, []
     for line in log.read_text().splitlines():
         process, name, arguments = json.loads(line)
@@ -212,7 +212,7 @@ def answers_to(url: str, bait: Bait) -> list[tuple[str, dict[str, Any], int, str
 
 @contextlib.contextmanager
 def baited(folder: Path) -> Iterator[tuple[Bait, socket.socket]]:
-    """A bait, with a listener behind its URL."""
+    """Open a bait, with a listener behind its URL."""
     file = folder / "bait.json"
     file.write_text('{"type": "integer"}')
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -253,7 +253,7 @@ def test_requests_fetch_open_unpickle_and_evaluate_nothing(kind: str, tmp_path: 
 
 
 def asks_for_schema_elsewhere(body: dict[str, Any]) -> bool:
-    """Whether the output is to follow a schema that stands at an address, and isn't it itself."""
+    """Return whether the output is to follow a schema at an address."""
     parameters = body.get("sampling_params", {})
     held = "response_format" in body or "json_schema" in parameters
     held = held or body.get("tool_choice") == "required"

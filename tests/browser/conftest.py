@@ -50,7 +50,7 @@ def server() -> Iterator[Server]:
 
 @attrs.frozen
 class Console:
-    """Where pages of the console are opened.
+    """A browser that opens pages of the console.
 
     What goes wrong on any of them is kept: errors of scripts, and what the security policy refused.
     """
@@ -61,7 +61,7 @@ class Console:
     addresses: set[str] = attrs.field(factory=set)
 
     def open(self, view: str = "playground", *, key: str = "secret", admin_key: str = "") -> Page:
-        """A page that has been given keys, once it has read the list of models."""
+        """Return a page that has been given keys, once it has read the list of models."""
         page = self.context.new_page()
         page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))

@@ -33,7 +33,7 @@ def num_tokens(page: Page) -> int:
 
 
 def num_feeds_left(console: Console) -> int:
-    """How many feeds were open and are no more, as the server's log has it."""
+    """Return how many feeds were open and are no more, as the server's log has it."""
     lines = [json.loads(line) for line in console.server.log().splitlines() if line[:1] == "{"]
     return sum(line.get("path") == "/console/live" for line in lines)
 

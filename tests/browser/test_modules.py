@@ -1,4 +1,4 @@
-"""What the console's modules do that don't touch the page: tested by Node's own test runner."""
+"""The console's modules without the page, tested by Node's own test runner."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def ground(page: Page) -> str:
 
 
 def width(page: Page) -> int:
-    """The widest that anything is which scrolls the page or one of its views."""
+    """Return the widest that anything is which scrolls the page or one of its views."""
     scrolled = "[...document.querySelectorAll('html, main, .view, .outputs')]"
     return page.evaluate(f"Math.max(...{scrolled}.map((each) => each.scrollWidth))")  # type: ignore[no-any-return]
 
@@ -139,7 +139,7 @@ def test_the_keyboard_is_enough(console: Console) -> None:
     expect(page.locator(".answer").last.locator(".token").first).to_be_focused()
     expect(page.get_by_role("tooltip")).to_be_visible()
 
-    # Who wants no single keys switches them off.
+    # Single keys can be switched off.
     page.keyboard.press("?")
     page.get_by_label("Shortcuts of a single key").uncheck()
     page.keyboard.press("Escape")

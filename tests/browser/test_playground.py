@@ -13,7 +13,7 @@ from tests.browser.conftest import PATIENCE, Console, wait_until
 expect.set_options(timeout=PATIENCE)
 
 COUNTING = "1 2 3 4 5 6 7 8 9 10 11 12"
-"""What the model goes on with for as long as it may."""
+"""Text that the model repeats until a limit ends it."""
 
 LENGTHS = """() => {
   window.lengths = [];
@@ -40,7 +40,7 @@ def wait_for_the_end(page: Page) -> None:
 
 
 def sent(page: Page, path: str, act: Any) -> dict[str, Any]:
-    """The body of the request that ``act`` leads to."""
+    """Return the body of the request that ``act`` leads to."""
     with page.expect_request(f"**{path}") as request:
         act()
     body = request.value.post_data

@@ -144,7 +144,7 @@ def rows(tmp_path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_clients_of_a_trace_leave_too(tmp_path: Path) -> None:
-    # So many tokens that those who leave do, although a busy machine puts some into one chunk.
+    # Enough tokens for clients to leave in time, though a busy machine joins chunks.
     trace = rows(tmp_path, *[{"output_tokens": 400}] * 6)
     options = BenchOptions(trace=trace, cancel_rate=0.5, seed=1)
     (point,), _ = points_of(options, GuessedTexts())
@@ -233,7 +233,7 @@ Answer = Callable[[dict[str, Any]], bytes]
 
 @contextlib.contextmanager
 def serving(answer: Answer, seen: list[list[tuple[str, str]]] | None = None) -> Iterator[str]:
-    """A server of its own thread. ``seen`` gets the headers of every request."""
+    """Open a server of its own thread. ``seen`` gets the headers of every request."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -282,7 +282,7 @@ def test_the_exit_code_says_whether_requests_were_cut_off(serve_as: Serve) -> No
 
 
 def test_a_server_that_outlives_its_terminal_keeps_to_that(serve_as: Serve) -> None:
-    """What nohup does: the signal is ignored before the server starts."""
+    """As under nohup, the signal is ignored before the server starts."""
 
     async def then(shutdown: trio.Event) -> None:
         os.kill(os.getpid(), signal.SIGHUP)

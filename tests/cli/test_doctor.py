@@ -1,4 +1,4 @@
-"""What doctor says of machines, installations and workers, laid out by the tests."""
+"""Reports of doctor about machines, installations and workers, laid out by the tests."""
 
 from __future__ import annotations
 

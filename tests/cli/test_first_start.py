@@ -1,4 +1,4 @@
-"""What a newcomer sees of the first start: progress, and what to do with a server that listens."""
+"""The first start as a new user sees it: progress, then how to use the server."""
 
 from __future__ import annotations
 

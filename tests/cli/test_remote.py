@@ -127,7 +127,7 @@ async def test_the_models_of_a_server() -> None:
 
 
 async def talk(server: Remote, lines: str, **conversation: Any) -> tuple[str, str]:
-    """What a piped chat writes, and what it notes."""
+    """Return what a piped chat writes, and what it notes."""
     reader, writer = os.pipe()
     stdout, stderr = io.StringIO(), io.StringIO()
     with open(reader) as stdin:

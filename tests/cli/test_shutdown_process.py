@@ -71,7 +71,7 @@ class Server:
     _seen: dict[int, psutil.Process] = attrs.field(factory=dict)
 
     def children(self) -> list[psutil.Process]:
-        """What it has started that lives."""
+        """Return what it has started that lives."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self._seen.setdefault(child.pid, child)
@@ -84,7 +84,7 @@ class Server:
         self.url = line.split(" at ")[1].strip()
 
     async def worker(self) -> psutil.Process:
-        """The worker, as soon as there is one."""
+        """Return the worker, as soon as there is one."""
         while True:
             for child in self.children():
                 # A process that was only just made has its parent's command line for a moment.
@@ -94,14 +94,14 @@ class Server:
             await trio.sleep(0.002)
 
     async def stream(self, **fields: Any) -> trio.SocketStream:
-        """A connection over which a stream has begun."""
+        """Return a connection over which a stream has begun."""
         client = await connect(self.url)
         await client.send_all(request(**fields))
         await read_until(client, b"data: {")
         return client
 
     async def ended(self, within: float = 60) -> tuple[int, str]:
-        """Its exit code and what it has written to stderr; asserts that nothing of it is left."""
+        """Return its exit code and its stderr; assert that no process is left."""
         self.children()
         assert self.process.stderr is not None
         with trio.fail_after(within):
@@ -153,7 +153,7 @@ def start(tmp_path: Path) -> Any:
 
 
 def last_event(answer: bytes) -> dict[str, Any]:
-    """The data of the last event of a stream, which has to have a proper end."""
+    """Return the data of the last event of a stream, which has to have a proper end."""
     assert answer.endswith(b"\n\n" + LAST_CHUNK), answer[-300:]
     event = answer.removesuffix(LAST_CHUNK).split(b"data: ")[-1]
     return {} if event.startswith(b"[DONE]") else json.loads(event)
@@ -166,7 +166,7 @@ class TestManyStreams:
 
     @contextlib.asynccontextmanager
     async def clients(self, server: Server) -> AsyncIterator[list[bytes]]:
-        """All of them, at work; their answers when the block has ended."""
+        """Open all of them, at work; their answers when the block has ended."""
         answers: list[bytes] = []
 
         async def read(client: trio.SocketStream) -> None:
@@ -231,7 +231,7 @@ async def _num_waiting(client: httpx.AsyncClient) -> float:
 async def test_a_signal_to_every_process_at_once_and_a_worker_that_is_replaced(
     tiny: Path, start: Any
 ) -> None:
-    """What service managers send; what runs is finished all the same."""
+    """Service managers send this signal; running requests are finished all the same."""
     server = start(tiny, "--shutdown-timeout", "120")
     server.wait_until_it_serves()
     client = await server.stream(max_tokens=400)

@@ -62,7 +62,7 @@ async def chat_of(
 
 
 def asked(engine: FakeEngine) -> list[list[str]]:
-    """The texts of each prompt."""
+    """Return the texts of each prompt."""
     return [[message["content"] for message in prompt.messages] for prompt in engine.prompts]
 
 

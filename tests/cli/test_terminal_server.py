@@ -20,7 +20,7 @@ from tests.support.pseudo_terminals import Person, person_at
 
 KEY = {"OPENAI_API_KEY": "secret", "TRIOSERVE_HISTORY": "off"}
 LEFT = "\x1b[?1049l"
-"""What a terminal is told when what was on its screen before comes back."""
+"""The sequence that brings back a terminal's earlier screen."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def print_top(*argv: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def frames(seen: str) -> list[str]:
-    """What was on the screen, one after the other, without what gives it color."""
+    """Return what was on the screen, one after the other, without what gives it color."""
     return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame) for frame in seen.split("\x1b[H")]
 
 

@@ -55,7 +55,7 @@ def growing(number: int) -> Any:
 
 
 def plain(view: View, width: int, height: int | None, **more: Any) -> list[str]:
-    """What is drawn, which must have that size."""
+    """Return what is drawn, which must have that size."""
     lines = draw(view, width, height, more.pop("glyphs", UNICODE), **more).lines
     assert max(line.cell_len for line in lines) <= width
     assert height is None or len(lines) == height
@@ -161,7 +161,7 @@ def test_the_tree_of_tasks() -> None:
 
 
 def test_no_color_is_needed() -> None:
-    """Whoever has none still sees what is held, cached and free, and every state."""
+    """Without colors, held, cached and free pages and all states are still told apart."""
     drawing = draw(a_view(growing(0), growing(1)), 80, 24, UNICODE)
     shown = {}
     for no_color in (True, False):
@@ -348,7 +348,7 @@ class FakeScreen:
     """A screen whose person does something when something shows."""
 
     does: list[tuple[str, str | signal.Signals]]
-    """Of what shows, and the key that is pressed then, or the signal that comes."""
+    """Texts to wait for, each with the key to press then, or the signal to send."""
     shown: list[str] = attrs.field(factory=list)
     is_taken: bool = False
     _pressed: list[str] = attrs.field(factory=list)

@@ -50,9 +50,9 @@ def run(*command: str | Path, folder: Path, **environment: str) -> None:
 
 @contextlib.contextmanager
 def outdated(folder: Path, *pins: Path) -> Iterator[bool]:
-    """Whether ``folder`` is to be installed anew; leaving the block notes that it has been.
+    """Tell whether ``folder`` is outdated; leaving the block notes a fresh installation.
 
-    Nobody else installs into it meanwhile.
+    A lock keeps other processes from installing into it.
     """
     LOCK.parent.mkdir(exist_ok=True)
     wanted = hashlib.sha256(sys.version.encode())
@@ -98,7 +98,7 @@ def python() -> Path:
 
 
 def where(server: Server) -> dict[str, str]:
-    """What tells a program which server to ask."""
+    """Return what tells a program which server to ask."""
     return {"SERVER_URL": server.url, "SERVER_KEY": "secret", "SERVER_MODEL": MODEL}
 
 

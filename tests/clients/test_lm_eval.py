@@ -77,7 +77,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def served(folder: Path, **options: Any) -> AsyncIterator[str]:
-    """A model behind the real server; gives its URL."""
+    """Open a model behind the real server; gives its URL."""
     config = server_config()
     async with open_tiny_engine(folder, **options) as engine, trio.open_nursery() as nursery:
         app = create_app(engine, config)
@@ -157,7 +157,7 @@ async def test_a_local_task(folder: Path, reference: Any, tmp_path: Path) -> Non
 
 
 def _end(ids: list[int]) -> int:
-    """Where an output ends: at the end of the sequence, or never."""
+    """Return where an output ends: at the end of the sequence, or never."""
     return ids.index(2) if 2 in ids else len(ids)
 
 

@@ -36,7 +36,7 @@ SERVICE_KEYS = {
         *("RestrictAddressFamilies", "RestrictSUIDSGID", "LockPersonality"),
     },
 }
-"""What systemd knows; ``systemd-analyze verify`` says so of the file."""
+"""Directives that systemd knows, as ``systemd-analyze verify`` confirms."""
 
 
 def longest_stop() -> float:
@@ -54,7 +54,7 @@ def check_variables(names: list[str]) -> None:
 
 
 def directives(text: str) -> dict[str, list[str]]:
-    """The words behind each directive of nginx or Caddy, whatever block it is in."""
+    """Return the words behind each directive of nginx or Caddy, whatever block it is in."""
     text = re.sub(r"#.*", "", text)
     assert text.count("{") == text.count("}")
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""No code block of the documentation is left out: each is run, or checked by what would run it.
+"""Every code block of the documentation is covered: each is run, or checked by what would run it.
 
 ``tests/docs/test_docs.py`` runs the programs, ``tests/docs/test_server.py`` what asks a server.
 Here the rest is held to what it is for: a command line to its parser, a file to its format.
@@ -130,13 +130,13 @@ def check_podman(words: Sequence[str]) -> None:
 
 
 def check_unit(words: Sequence[str]) -> None:
-    """The unit is the one that there is."""
+    """Check that the unit is the project's."""
     assert Path(words[-1]).stem == "trioserve"
     assert (ROOT / "docs" / "deploy" / "trioserve.service").is_file()
 
 
 def run_elsewhere(_words: Sequence[str]) -> None:
-    """What ``tests/docs/test_server.py`` runs, where the block says what to ask."""
+    """Check that ``tests/docs/test_server.py`` runs the block."""
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -151,7 +151,7 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "systemctl": check_unit,
     "systemd-analyze": check_unit,
 }
-"""How the arguments of a program are checked."""
+"""Checks of programs' arguments, by the program's name."""
 HARMLESS = {".", "cat", "cd", "cp", "echo", "git", "grep", "head", "jq", "kill", "mkdir", "printf"}
 """Programs about which nothing can be wrong here."""
 OTHERS = {"lm_eval": "clients/test_lm_eval.py"}
@@ -159,7 +159,7 @@ OTHERS = {"lm_eval": "clients/test_lm_eval.py"}
 
 
 def programs_of(command: Command) -> list[list[str]]:
-    """The programs of a command line with their arguments, without variables and redirections."""
+    """Return the programs of a command line with their arguments."""
     line = re.sub(r"\d?>+ *[\w/.]+", "", command.line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
@@ -175,7 +175,7 @@ def programs_of(command: Command) -> list[list[str]]:
 
 
 def check_session(block: Block) -> None:
-    """Every program of a session."""
+    """Check every program of a session."""
     for command in commands_of(block):
         for program, *words in programs_of(command):
             name = program.split("/")[-1]
@@ -187,17 +187,17 @@ def check_session(block: Block) -> None:
 
 
 def check_json(block: Block) -> None:
-    """It can be read."""
+    """Check that it can be parsed."""
     json.loads(block.text)
 
 
 def check_yaml(block: Block) -> None:
-    """It can be read; and it says something."""
+    """Check that it can be parsed and isn't empty."""
     assert yaml.safe_load(block.text)
 
 
 def check_program(block: Block) -> None:
-    """``tests/docs/test_docs.py`` runs it, or says who does."""
+    """Check that ``tests/docs/test_docs.py`` runs it, or names the test that does."""
     if block.page in ELSEWHERE:
         for test in ELSEWHERE[block.page]:
             assert f'"{block.page}.md"' in (ROOT / "tests" / test).read_text()

@@ -67,7 +67,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
     "sessions": [("3 turns, ",)],
     "shutdown": [("requests that were cut off: 0",)],
 }
-"""What each program of a page prints, in parts."""
+"""Outputs of each page's programs, in parts."""
 ELSEWHERE = {
     "dialects": ("clients/test_anthropic.py", "clients/test_ollama.py"),
     "logits-processors": ("docs/test_processor.py",),
@@ -77,11 +77,11 @@ ELSEWHERE = {
 }
 """Pages whose programs other tests run, with what is particular about them."""
 SERVER = "http://127.0.0.1:8000"
-"""Where programs and commands of the pages find a server, which ``test_server.py`` starts."""
+"""Address in the pages' programs and commands; ``test_server.py`` serves there."""
 
 
 def expected_programs(*, asking: bool) -> list[tuple[Block, tuple[str, ...]]]:
-    """The programs of EXPECTED with what they print: those that ask a server, or the others."""
+    """Return the programs of EXPECTED and their outputs: those that ask a server, or the rest."""
     return [
         (block, EXPECTED[block.page][block.number])
         for block in blocks("python")
@@ -90,7 +90,7 @@ def expected_programs(*, asking: bool) -> list[tuple[Block, tuple[str, ...]]]:
 
 
 def run_program(text: str, folder: Path, *arguments: str) -> str:
-    """What a program prints."""
+    """Return what a program prints."""
     program = folder / "program.py"
     program.write_text(text)
     done = subprocess.run(

@@ -36,7 +36,7 @@ PRINTS = {
     "logits_processor": r"as it is: '.*\d.*'\nwithout digits: '\D*'\n$",
     "adapters": r"no adapter: '(.*)'\nuntrained: '\1'\nwild: '.*'\n",
 }
-"""What the program prints, for each that opens an engine."""
+"""Outputs of the programs that open an engine."""
 ASK_A_SERVER = ("disconnect", "tool_loop")
 
 

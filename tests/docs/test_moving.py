@@ -1,4 +1,4 @@
-"""The pages for those who come from another server name options, routes and metrics that we have.
+"""The pages on moving from another server name options, routes and metrics that we have.
 
 The left column is theirs, the right one ours.
 """
@@ -33,7 +33,7 @@ NOT_THERE = re.compile(r"not (needed|there)")
 
 
 def rows(page: str, section: str) -> list[tuple[str, str]]:
-    """The rows of a section's table: what is on the left, and on the right."""
+    """Return the rows of a section's table: what is on the left, and on the right."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     (body,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     lines = [line for line in body.splitlines() if line.startswith("| ")]
@@ -45,7 +45,7 @@ def rows(page: str, section: str) -> list[tuple[str, str]]:
 
 
 def names(cell: str) -> list[str]:
-    """What stands in a cell as code."""
+    """Return what stands in a cell as code."""
     return re.findall(r"`([^`]+)`", cell)
 
 

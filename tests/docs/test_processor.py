@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def repeated(ids: Sequence[int], size: int) -> int:
-    """How many runs of ``size`` tokens have occurred before."""
+    """Return how many runs of ``size`` tokens have occurred before."""
     runs = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
     return len(runs) - len(set(runs))
 

@@ -45,7 +45,7 @@ SERVER = ServerConfig(engine=EngineConfig("m"))
 
 
 def bound_of(what: str) -> str:
-    """The second column of a row of the table of bounds."""
+    """Return the second column of a row of the table of bounds."""
     match = re.search(rf"^\| {re.escape(what)} \| (.*?) \|", PAGE, re.MULTILINE)
     assert match is not None, what
     return match[1]

@@ -1,4 +1,4 @@
-"""What the documentation asks a server, it asks one here: each ``curl``, and each program.
+"""Requests of the documentation, sent to a real server: each ``curl``, and each program.
 
 They run as they stand, but for the server's address, which is a free port here, and for folders of
 adapters and weights that a reader has of their own.
@@ -51,7 +51,7 @@ class Place:
         return text
 
     def run(self, command: Command) -> str:
-        """What a command line prints in bash. One whose output has no end is cut off."""
+        """Return what a command line prints in bash. One whose output has no end is cut off."""
         with subprocess.Popen(
             ["timeout", "60", "bash", "-o", "pipefail", "-c", self.here(command.line)],
             stdout=subprocess.PIPE,
@@ -75,7 +75,7 @@ class Place:
 
 @contextlib.contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
-    """A server, for as long as the block lasts, and its URL."""
+    """Open a server, for as long as the block lasts, and its URL."""
     command = [sys.executable, "-m", "trioserve", "serve", "smollm2-135m", "--port", "0", *options]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -108,7 +108,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def asking(*programs: str) -> list[tuple[Block, Command]]:
-    """The command lines that begin with one of ``programs``, with their blocks."""
+    """Return the command lines that begin with one of ``programs``, with their blocks."""
     return [
         (block, command)
         for block in blocks(*SESSION_LANGUAGES)
@@ -143,7 +143,7 @@ def test_a_program_that_asks_runs_as_it_stands(
 
 
 def commands_in_the_terminal() -> list[str]:
-    """Those of their page that end by themselves."""
+    """Return those of their page that end by themselves."""
     return [
         command.line
         for block, command in asking("trioserve", "printf", "echo")
@@ -165,7 +165,7 @@ def test_the_page_on_the_terminal_has_such_commands() -> None:
 
 
 def test_other_commands_ask_what_other_tests_have() -> None:
-    """A certificate of one's own, below; the web app, which ``test_examples.py`` runs."""
+    """Yield the command lines that other tests cover: a certificate, and the web app."""
     lines = [command.line for _, command in asking("curl") if SERVER not in command.line]
     assert all(WITH_TLS in line or "http://127.0.0.1:8001/" in line for line in lines)
 
@@ -186,7 +186,7 @@ def test_a_client_that_leaves(place: Place) -> None:
 
 
 def run_example(name: str, place: Place) -> str:
-    """What a program of examples/ prints that asks the server."""
+    """Return what a program of examples/ prints that asks the server."""
     assert name in ASK_A_SERVER
     return run_program(
         (ROOT / "docs" / "examples" / f"{name}.py").read_text(), place.folder, place.url

@@ -1,4 +1,4 @@
-"""How long the end of a server takes, as the documentation has it and as the code does."""
+"""The documentation's times of a shutdown are those of the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {"half a second": 0.5, "two seconds": 2.0, "five seconds": 5.0, "ten sec
 
 
 def told(pattern: str, text: str = PAGE) -> float:
-    """The number that the page has in that place."""
+    """Return the number that the page has in that place."""
     found = re.search(pattern, text)
     assert found is not None, pattern
     return WORDS.get(found[1]) or float(found[1])

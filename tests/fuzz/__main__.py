@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", help="which; all if none is named")
     parser.add_argument("--list", action="store_true", help="only name the targets")

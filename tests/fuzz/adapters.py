@@ -46,7 +46,7 @@ _CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 
 @functools.cache
 def _folder() -> Path:
-    """A folder for the files of this run, which lasts as long as the process."""
+    """Return a folder for the files of this run, which lasts as long as the process."""
     _keep.append(tempfile.TemporaryDirectory(prefix="trioserve-fuzz-"))
     return Path(_keep[-1].name)
 
@@ -77,7 +77,7 @@ def _parts() -> dict[str, bytes]:
 
 
 def write_adapter_folder(folder: Path, changed: dict[str, bytes] | None = None) -> Path:
-    """An adapter for the model of :mod:`fuzz.model_seeds`; ``changed`` are its files by name."""
+    """Return an adapter for the seeds' model; ``changed`` are its files by name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in {**_parts(), **(changed or {})}.items():
         (folder / name).write_bytes(data)

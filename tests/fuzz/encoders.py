@@ -68,7 +68,7 @@ JSON_FILES: dict[str, Any] = {
 
 
 def write_encoder(folder: Path) -> Path:
-    """An encoder in ``folder``, with every file that is read; returns ``folder``."""
+    """Return an encoder in ``folder``, with every file that is read; returns ``folder``."""
     for name in ("1_Pooling", "2_Dense"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, value in JSON_FILES.items():
@@ -114,7 +114,7 @@ def _compute(files: EncoderFiles, tokenizer: EncoderTokenizer, encoder: Any) -> 
 
 @functools.cache
 def _folder() -> Path:
-    """A folder for the files of this run, which lasts as long as the process."""
+    """Return a folder for the files of this run, which lasts as long as the process."""
     _keep.append(tempfile.TemporaryDirectory(prefix="trioserve-fuzz-"))
     return write_encoder(Path(_keep[-1].name))
 
@@ -159,7 +159,7 @@ _STEPS = st.lists(
 
 
 def _fields(of: dict[str, Any], *more: str) -> st.SearchStrategy[dict[str, Any]]:
-    """``of`` with up to two fields, of its own or ``more``, as nobody means them."""
+    """``of`` with up to two fields, of its own or ``more``, of any type."""
     names = st.sampled_from((*of, *more))
     return st.dictionaries(names, NUMBERS | JSON, max_size=2).map(lambda new: {**of, **new})
 

@@ -1,4 +1,4 @@
-"""What crosses the border of the worker's process: any bytes, and results that don't fit a plan."""
+"""Messages of the worker's process: any bytes, and results that don't fit a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.protocol.errors import WorkerLost
 __all__ = ["TARGETS"]
 
 MEMORY = 1 << 20
-"""What decoding a few hundred bytes may take at most: the memory of an error's text and little."""
+"""Most memory for decoding a few hundred bytes: an error's text and little more."""
 
 
 def _check_message(data: bytes) -> None:
@@ -75,7 +75,7 @@ _CHANGES = st.fixed_dictionaries(
 
 
 def _check_result(changes: dict[str, Any]) -> None:
-    """A result that was changed is refused as a whole, or taken and leaves nothing wrong behind."""
+    """Check that a changed result is refused, or taken with all invariants kept."""
     bench = Bench.make(worker())
     sequences = [
         bench.submit([1, 2, 3], max_tokens=3, logprobs=2, prompt_logprobs=1),

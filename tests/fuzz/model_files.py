@@ -36,7 +36,7 @@ MAX_MESSAGE_CHARACTERS = 4000
 
 @functools.cache
 def _folder() -> Path:
-    """A folder for the files of this run, which lasts as long as the process."""
+    """Return a folder for the files of this run, which lasts as long as the process."""
     _keep.append(tempfile.TemporaryDirectory(prefix="trioserve-fuzz-"))
     return Path(_keep[-1].name)
 

@@ -58,7 +58,7 @@ def _tensors() -> dict[str, Any]:
 
 
 def write_folder(folder: Path) -> Path:
-    """A model in ``folder``, with every file that is read; returns ``folder``."""
+    """Return a model in ``folder``, with every file that is read; returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "generation_config.json").write_text(
@@ -70,7 +70,7 @@ def write_folder(folder: Path) -> Path:
 
 
 def write_gguf_bytes(folder: Path) -> bytes:
-    """The same model as the bytes of a GGUF file, which is written into ``folder``."""
+    """Return the same model as the bytes of a GGUF file, which is written into ``folder``."""
     return write_gguf(write_folder(folder), folder / "model.gguf").read_bytes()
 
 
@@ -91,7 +91,7 @@ def gguf_bytes(
     *,
     entries: Mapping[str, tuple[tuple[int, ...], int, int]] | None = None,
 ) -> bytes:
-    """A GGUF file. ``entries`` (shape, type, offset) stand in the header in place of the truth."""
+    """Return a GGUF file whose header names ``entries`` (shape, type, offset)."""
     keys = b"".join(_text(key) + _value(value) for key, value in metadata.items())
     body, table = b"", b""
     for name, (shape, numbers) in tensors.items():

@@ -1,4 +1,4 @@
-"""What is fuzzed: a function that only a fault makes raise, and inputs to begin with."""
+"""A target of the fuzzer: a function that only a fault makes raise, and inputs to begin with."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Target:
     seeds: Callable[[], Sequence[bytes]] = lambda: ()
 
     def from_bytes(self) -> Callable[[bytes], None]:
-        """What takes a fuzzer's bytes, which a strategy reads as its choices."""
+        """Return what takes a fuzzer's bytes, which a strategy reads as its choices."""
         if self.strategy is None:
             return self.check
         run: Callable[[bytes], None] = self.as_test().hypothesis.fuzz_one_input
         return run
 
     def as_test(self, **settings: Any) -> Any:
-        """A hypothesis test of a target with a strategy."""
+        """Return a hypothesis test of a target with a strategy."""
         assert self.strategy is not None
 
         def test(value: Any) -> None:

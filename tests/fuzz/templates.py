@@ -20,7 +20,7 @@ __all__ = ["HOSTILE", "TARGETS"]
 
 MEMORY = 256 << 20
 MAX_SECONDS = 1.0
-"""Of processor time, for one template, beyond what it takes to compile it."""
+"""Processor time for rendering one template, in seconds."""
 
 _TOKENS = st.sampled_from(
     (

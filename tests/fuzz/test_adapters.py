@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> ModelConfig:
 
 
 def refusal(folder: Path, config: ModelConfig) -> str:
-    """What is said of the adapter in ``folder``, which must be refused, and cost little."""
+    """Return what is said of the adapter in ``folder``, which must be refused, and cost little."""
     tracemalloc.start()
     try:
         with pytest.raises(ModelLoadError) as caught:

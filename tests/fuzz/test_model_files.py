@@ -33,7 +33,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def error_of(path: Path) -> str:
-    """What is said of the model at ``path``, which must be refused."""
+    """Return what is said of the model at ``path``, which must be refused."""
     with pytest.raises(ModelLoadError) as caught:
         files = open_model(path)
         files.load_tokenizer()
@@ -44,8 +44,8 @@ def error_of(path: Path) -> str:
 
 
 def peak_bytes(path: Path) -> int:
-    """The most memory that reading the model at ``path``, which is refused, takes at a time."""
-    error_of(path)  # what is imported with the first one counts for nobody
+    """Return the peak memory of reading the refused model at ``path``."""
+    error_of(path)  # what is imported with the first one isn't counted
     tracemalloc.start()
     try:
         error_of(path)

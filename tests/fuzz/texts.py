@@ -22,7 +22,7 @@ from trioserve.text.tool_parsers import FAMILIES, ArgumentsDelta, TextPiece, Too
 __all__ = ["TARGETS"]
 
 MAX_SECONDS = 10.0
-"""Of processor time, for one input: many times what the largest of them takes."""
+"""Processor time for one input, in seconds: many times that of the largest seed."""
 
 _CUTS = st.lists(st.integers(0, 200), max_size=8)
 

@@ -1,4 +1,4 @@
-"""JSON values as nobody means them: every type where another is due, and numbers at the edges."""
+"""JSON values at the edges: wrong types, extreme numbers."""
 
 from __future__ import annotations
 

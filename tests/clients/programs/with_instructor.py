@@ -1,4 +1,4 @@
-"""What programs do with instructor: answers as objects, by tools and by JSON."""
+"""Programs with instructor: answers as objects, by tools and by JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instructor.core import IncompleteOutputException, InstructorRetryException
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
-"""Those in which a grammar holds the model to the schema."""
+"""Modes in which a grammar holds the model to the schema."""
 
 Size = StrEnum("Size", ["small", "large"])
 
@@ -38,7 +38,7 @@ class City(Strict):
 
 
 class Warm(Strict):
-    """Whether it is warm."""
+    """Warmth, as the schema has it."""
 
     warm: bool
 
@@ -108,7 +108,7 @@ def test_simple_types() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_that_is_asked_for_again(mode: instructor.Mode) -> None:
-    """What was wrong with the first one is told in the second request."""
+    """The second request says what was wrong with the first answer."""
     seen = []
 
     class Checked(Warm):

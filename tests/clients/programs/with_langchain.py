@@ -1,4 +1,4 @@
-"""What programs do with langchain-openai."""
+"""Programs with langchain-openai."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Unit = StrEnum("Unit", ["celsius", "fahrenheit"])
 
 @tool
 def weather(city: Annotated[str, Field(max_length=20)], unit: Unit) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return f"It rains in {city}."
 
 
 class Verdict(BaseModel):
-    """Whether it is so."""
+    """Truth of a statement."""
 
     sure: bool
     unit: Unit

@@ -1,4 +1,4 @@
-"""What programs do with litellm: through OpenAI's dialect, and through the others."""
+"""Programs with litellm: through OpenAI's dialect, and through the others."""
 
 from __future__ import annotations
 
