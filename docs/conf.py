@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Settings of Sphinx. ``python -m nox -s docs`` builds the documentation."""
-=======
-"""Settings of the documentation's build: ``python -m nox -s docs``."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Stand:
 
     @classmethod
     def emulated(cls) -> Stand:
-        """Return the tiny shape on the CPU."""
+        """The tiny shape on the CPU."""
         from gpu.kernels.emulation import EmulatedLoader
 
         loader = EmulatedLoader()
@@ -178,11 +178,7 @@ def measure_all(
     deadline: float,
     save: Callable[[Sequence[Measured]], None],
 ) -> tuple[list[Measured], list[str]]:
-<<<<<<< HEAD
     """Measure every scenario in every mode; return also what was left out for want of time.
-=======
-    """Return every scenario in every mode, and what was left out because time had run out.
->>>>>>> a591a94 (tests, docs: begin docstrings with the verb or the noun)
 
     ``save`` gets all that is measured after each of them.
     """
@@ -232,7 +228,7 @@ def _row(one: Measured, config: ModelConfig, ceilings: Ceilings) -> list[str]:
 
 
 def _verdict(one: Measured, floors: float) -> str:
-    """Return the targets hold for what is served with: graphs, and two plans in flight."""
+    """The targets hold for what is served with: graphs, and two plans in flight."""
     if not one.graphs or one.in_flight != 2:
         return ""
     step = "met" if floors <= DECODE_STEP else "MISSED"

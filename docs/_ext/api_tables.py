@@ -40,11 +40,7 @@ _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", Any:
 
 @attrs.frozen
 class Field:
-<<<<<<< HEAD
     """A field as the tables show it; ``refused`` is why ``accepted`` is the only value served."""
-=======
-    """A field's row. ``refused`` is the reason where only ``accepted`` is served."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 
     name: str
     kind: str
@@ -55,11 +51,7 @@ class Field:
 
     @property
     def is_served(self) -> bool:
-<<<<<<< HEAD
         """True if the field has an influence."""
-=======
-        """True if the field has an effect."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
         return not self.accepted and self.meaning != HINT
 
 
@@ -93,11 +85,7 @@ def _field(name: str, annotation: Any, required: bool) -> Field:
 
 
 def type_text(annotation: Any) -> str:
-<<<<<<< HEAD
     """Return a type in words, without ``null``, which always means "not given"."""
-=======
-    """Return a type in words; ``null`` is left out, because it always means "not given"."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0]) + _range(annotation.__metadata__)
@@ -179,11 +167,7 @@ def answer_classes() -> list[type[msgspec.Struct]]:
 
 
 def answer_lines() -> Iterator[str]:
-<<<<<<< HEAD
     """Yield a section for each class that answers and events hold."""
-=======
-    """Yield a section for each class that answers and events are made of."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     for cls in answer_classes():
         yield f"### {cls.__name__}"
         yield ""
@@ -198,11 +182,7 @@ def answer_lines() -> Iterator[str]:
 
 
 def _where(cls: type[msgspec.Struct]) -> Iterator[str]:
-<<<<<<< HEAD
     """Yield the endpoints that answer with a class or send it as an event."""
-=======
-    """Yield which endpoints answer with a class, and which send events of it."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     for text, routes in (
         ("The answer of", [route for route in ROUTES if route.response == cls]),
         ("An event of", [route for route in ROUTES if cls in _alternatives(route.events)]),
@@ -223,21 +203,13 @@ def _shares_fields(route: Route) -> bool:
 
 
 def _paragraphs(cls: type) -> str:
-<<<<<<< HEAD
     """Return a class's docstring as Markdown."""
-=======
-    """Return a class's own words as Markdown."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     text = inspect.getdoc(cls) or ""
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
 
 
 def _tables(fields: Sequence[Field], class_names: tuple[str, ...]) -> Iterator[str]:
-<<<<<<< HEAD
     """Yield tables of the fields: served, without influence, and refused with the reason."""
-=======
-    """Yield what is served, what is accepted and does nothing, and what is refused, and why."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     served = [field for field in fields if field.is_served]
     refused = [field for field in fields if field.accepted]
     hints = [field for field in fields if field.meaning == HINT]

@@ -37,11 +37,7 @@ def _row(definition: Definition) -> str:
 
 
 def dashboard_lines() -> Iterator[str]:
-<<<<<<< HEAD
     """Yield a Markdown table of the dashboard's panels and their descriptions."""
-=======
-    """Yield a Markdown table of the dashboard's panels, with what each of them says of itself."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     yield "| Panel | What it shows |"
     yield "| --- | --- |"

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The fields of other servers' requests, by the names of our classes.
-=======
-"""Fields of the other servers' requests, by the names of our classes.
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 
 Fields of OpenAI, Anthropic and Ollama come from their references. Those of vLLM and SGLang were
 read from their sources of July and August 2026, with vLLM's former ones (``guided_json`` and
@@ -17,11 +13,7 @@ _CONVERSATION = (
     "cache_control messages model output_config output_format system thinking tool_choice tools "
     "context_management mcp_servers speed"
 )
-<<<<<<< HEAD
 """Fields of both of Anthropic's requests, with those in beta."""
-=======
-"""Fields of both of Anthropic's requests, those in beta included."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 _OLLAMA = "format keep_alive logprobs model options shift stream think top_logprobs truncate"
 """Fields of both of Ollama's requests that generate."""
 _NAMES = {
@@ -322,11 +314,7 @@ _NAMES = {
 
 
 def peers_of(class_names: tuple[str, ...], field: str) -> list[str]:
-<<<<<<< HEAD
     """Return the servers that have ``field`` in a request of one of the classes."""
-=======
-    """Return the servers whose requests, of one of the classes, have ``field``."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     found = []
     for server in (
         "OpenAI",

@@ -14,11 +14,7 @@ import trioserve
 
 
 async def ask_all(engine: trioserve.Engine, question: str) -> dict[str, str]:
-<<<<<<< HEAD
     """Return the answer of each adapter, and under the name "" that of the model by itself."""
-=======
-    """Return what the model says by itself (under the name "") and with each adapter."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     answers: dict[str, str] = {}
     async with trio.open_nursery() as nursery:
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Show a server's reaction to a client that leaves: ``python docs/examples/disconnect.py``.
-=======
-"""See a server abort the request of a client that leaves: ``python docs/examples/disconnect.py``.
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 
 The server is at http://127.0.0.1:8000 (``trioserve serve``), or at the URL in the first argument.
 """
@@ -16,11 +12,7 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, "s
 
 
 def measure(client: httpx.Client) -> tuple[int, int, int]:
-<<<<<<< HEAD
     """Return the numbers of running requests, of aborted ones, and of tokens so far."""
-=======
-    """Return the requests running, the requests aborted and the tokens drawn so far."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     found: dict[str, float] = {}
     for line in client.get("/metrics").text.splitlines():
         if not line.startswith("#"):
@@ -42,11 +34,7 @@ def main(url: str) -> None:
             for _ in range(6):
                 next(events)
             print("while it streams:", measure(client)[0], "runs")
-<<<<<<< HEAD
         # Leaving the block has closed the connection. The server learns nothing else.
-=======
-        # Leaving the block has closed the connection, which is all that the server learns.
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
         left = time.monotonic()
         while measure(client)[1] == aborted:
             time.sleep(0.001)

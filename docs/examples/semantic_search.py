@@ -22,11 +22,7 @@ TEXTS = (
 
 
 async def search(engine: trioserve.Engine, query: str) -> list[tuple[float, str]]:
-<<<<<<< HEAD
     """Return the texts with their similarity to ``query`` (at most 1), the nearest first."""
-=======
-    """Return the texts with how near they are to ``query`` (1 is the same), the nearest first."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     form = 'This sentence: "{}" means in one word: "' if engine.task == "generate" else "{}"
     found = await engine.embed([form.format(text) for text in (query, *TEXTS)])
     # float32 [texts, dimensions], each of length 1

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Chat with a history: ``python docs/examples/streaming_chat.py "Hi!" "What is your name?"``."""
-=======
-"""Chat with a history: ``python docs/examples/streaming_chat.py "Hi!" "What are you?"``."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 
 import sys
 from collections.abc import Sequence

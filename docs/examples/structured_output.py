@@ -12,11 +12,7 @@ Name = Annotated[str, msgspec.Meta(max_length=20)]
 
 
 class Person(msgspec.Struct, forbid_unknown_fields=True):
-<<<<<<< HEAD
     """A person, as the answer describes them."""
-=======
-    """Facts about a person."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
 
     name: Name
     age: Annotated[int, msgspec.Meta(ge=0, le=120)]

@@ -14,11 +14,7 @@ from trioserve.testing.virtual import run_virtual
 
 
 async def summarize(engine: trioserve.Engine, text: str) -> str:
-<<<<<<< HEAD
     """Return a summary, or give up after a minute: the function under test."""
-=======
-    """Return what is to be tested: it gives up after a minute, and says so."""
->>>>>>> 5c3a176 (tests, docs: begin docstrings with the verb or the noun)
     with trio.move_on_after(60):
         return (await engine.complete(text, max_tokens=30, seed=1)).text
     return "no time"

@@ -38,7 +38,7 @@ class Bomb:
 
 @attrs.frozen
 class Bait:
-    """Targets that requests point to: a file, an address, and a folder that only code would make."""
+    """Targets of requests: a file, an address, and a folder that only code would make."""
 
     file: Path
     folder: Path
