@@ -58,7 +58,7 @@ class Flood:
 
 
 def objects_of_ours() -> Counter[str]:
-    """How many objects of trioserve's classes there are."""
+    """Count the objects of trioserve's classes."""
     gc.collect()
     kinds = (type(each) for each in gc.get_objects())
     return Counter(
@@ -80,7 +80,7 @@ async def test_twenty_times_more_than_can_be_served(autojump_clock: Clock) -> No
         # Those that were refused were told at once.
         assert max(flood.refusals) == 0.0
         assert len(flood.refusals) + len(flood.latencies) == SECONDS * ARRIVALS
-        # Whoever is admitted waits for a queue's length at most, and the worker is never idle.
+        # An admitted request waits for a queue's length at most, and the worker is never idle.
         longest = REQUEST_SECONDS * (1 + WAITING / RUNNING)
         assert max(flood.latencies) <= 1.1 * longest
         assert len(flood.latencies) >= 0.9 * SECONDS * RUNNING / REQUEST_SECONDS
@@ -95,7 +95,7 @@ async def test_twenty_times_more_than_can_be_served(autojump_clock: Clock) -> No
 
 
 async def test_long_prompts_fill_the_queue_before_many_do(autojump_clock: Clock) -> None:
-    """The bound on tokens keeps the wait of the admitted short, too."""
+    """Keep the wait of admitted requests short by the limit on tokens, too."""
     worker = FakeWorker(step_time=0.1, max_num_batched_tokens=100, num_pages=4096)
     async with open_fake_engine(lambda: worker, max_num_queued_tokens=2000) as engine:
         latencies: list[float] = []
@@ -181,7 +181,8 @@ async def test_refusals_leave_the_loop_its_turns(autojump_clock: Clock) -> None:
                     assert answer.status == 429
                     assert answer.error["code"] == "queue_full"
                     assert int(answer.headers["retry-after"]) >= 1
-                # Who has no key isn't told, and what needs no place is served.
+                # A request without a key gets no such answer, and one that needs no permit is
+                # served.
                 assert (await ask(app, "/generate", {})).status == 401
                 assert (await ask(app, "/tokenize", {"prompt": "x"}, headers=key)).status == 200
         assert (await ask(app, "/generate", {}, headers=key)).status == 400

@@ -35,11 +35,11 @@ from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
 
 OPERATIONS = [(openapi_path(rule), route.method) for route in ROUTES for rule in route.rules]
 ENDLESS = ("/console/live", "GET")
-"""What is answered until the client leaves."""
+"""The operation that answers until the client leaves."""
 OPEN = set(map(openapi_path, OPEN_PATHS))
 WITH_BODY = [(route.rule, route.method) for route in ROUTES if route.request is not None]
 RANGE = re.compile(r"must be (?!at most max_|left out where|.*--max).*, got ", re.DOTALL)
-"""How a value is refused that is out of its range, where that depends on nothing else."""
+"""Pattern of the errors of a value out of its range, if the range depends on nothing else."""
 UNGUESSABLE = {
     "/v1/models/{name}": 404,
     "/update_weights_from_disk": 400,
@@ -52,7 +52,7 @@ UNGUESSABLE = {
     **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter"), 400),
     **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), 404),
 }
-"""Paths whose requests name what no schema can tell, and what comes of it."""
+"""Paths with names that no schema can give, and their status."""
 ADMIN = {"Authorization": "Bearer the-admin-key"}
 SETTINGS = hypothesis.settings(
     max_examples=10,
@@ -65,7 +65,7 @@ SETTINGS = hypothesis.settings(
 
 
 def operation(path: str, method: str, mode: GenerationMode) -> Any:
-    """An operation of the description, as schemathesis sees it."""
+    """Return an operation of the description, as schemathesis sees it."""
     document = build_document(ROUTES, vocab_size=256)
     asked = document["paths"][path][method.lower()]
     asked.pop("security", None)  # Every request brings the key,
@@ -88,10 +88,10 @@ def lower_bounds(value: Any) -> None:
 
 
 def is_fair(response: Any, request_type: type[msgspec.Struct] | None) -> bool:
-    """Whether an answer to a request that fits is a success, or a refusal for a good reason.
+    """Return whether a valid request's answer is a success, or a refusal for a good reason.
 
-    Good reasons lie in several fields together, or in the model: no schema can tell them. They name
-    a field, and are found after the body has been decoded, which goes by the schema alone.
+    Good reasons lie in several fields together, or in the model, so no schema can contain them.
+    Such an error names a field, and comes after the body has been decoded by the schema.
     """
     if response.status_code == 504:
         return b'"timeout"' in response.request.body
@@ -111,7 +111,7 @@ def is_fair(response: Any, request_type: type[msgspec.Struct] | None) -> bool:
 
 
 def words_of(message: str) -> list[str]:
-    """What may be names of fields."""
+    """Return the words in an error that may be names of fields."""
     return re.findall(r"\w+", message)
 
 
@@ -259,7 +259,7 @@ async def test_targets_that_are_no_text(target: bytes) -> None:
 
 
 def engine_for(path: str) -> contextlib.AbstractAsyncContextManager[Engine]:
-    """One whose model does what ``path`` is for."""
+    """Return an engine with a model for ``path``."""
     if path in ("/v1/embeddings", "/encode", "/api/embed"):
         return open_fake_encoder()
     if "score" in path or "rerank" in path:
@@ -272,7 +272,7 @@ def engine_for(path: str) -> contextlib.AbstractAsyncContextManager[Engine]:
 
 @contextlib.asynccontextmanager
 async def server(path: str = "/") -> AsyncIterator[str]:
-    """A server with both kinds of keys; gives its URL."""
+    """Run a server with both kinds of keys; yield its URL."""
     config = server_config(api_key=["the-key"], admin_api_key=["the-admin-key"])
     async with engine_for(path) as engine, trio.open_nursery() as nursery:
         (url,) = await nursery.start(serve_app, create_app(engine, config), config)

@@ -1,4 +1,4 @@
-"""The server as a process: what it does at signals, and when nobody takes its log."""
+"""The server as a process: its signals, and a log that isn't read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.asynccontextmanager
 async def serving(*options: str, stderr: Any = subprocess.PIPE) -> AsyncIterator[Any]:
-    """A server's process and a client of it; its engine has no model."""
+    """Run a server's process and yield it with a client; its engine has no model."""
     command = [
         sys.executable,
         "-m",
@@ -88,7 +88,7 @@ async def test_a_dump_at_sigusr1_even_while_the_event_loop_is_held_up() -> None:
 
 
 async def test_a_log_that_nobody_takes_ends_nothing() -> None:
-    """A full disk, a reader that has left, and one that has stopped reading."""
+    """Survive a full disk, a reader that has left, and one that has stopped reading."""
     reading, closed = os.pipe()
     os.close(reading)
     stuck_reading, stuck = os.pipe()

@@ -1,4 +1,4 @@
-"""How a server ends: draining, cutting off what doesn't finish, and being cancelled."""
+"""The end of a server: draining, cutting off requests that don't finish, and cancellation."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class TestCutOff:
                 server.shutdown.set()
                 with trio.fail_after(25):
                     answer = await read_to_end(client)
-                # It would lack its end, had it waited for those who don't read.
+                # It would lack its end, had it waited for clients that don't read.
                 assert answer.endswith(b"}}\n\n" + LAST_CHUNK)
                 await ends(server, FINAL_GRACE + 30)
         assert server.num_cut == 2

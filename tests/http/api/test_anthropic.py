@@ -53,7 +53,7 @@ async def ask(stub: StubEngine, **body: Any) -> Any:
 
 
 async def refusal(stub: StubEngine, path: str = PATH, **body: Any) -> str:
-    """The message of the error that is the answer."""
+    """Return the message of the error that is the answer."""
     asked = {"messages": MESSAGES, "max_tokens": 50, **body}
     response = await client_of(stub).post(path, json=asked)
     error = json.loads(await response.get_data(True))
@@ -64,7 +64,7 @@ async def refusal(stub: StubEngine, path: str = PATH, **body: Any) -> str:
 
 
 def parsed(text: str) -> list[Any]:
-    """The data of events, whose names are their types."""
+    """Return the data of events; their names are their types."""
     *parts, rest = text.split("\n\n")
     assert rest == ""
     found = []
@@ -85,7 +85,7 @@ async def events(stub: StubEngine, **body: Any) -> list[Any]:
 
 
 def accumulated(events: list[Any]) -> Any:
-    """The message that a client puts together of a stream; asserts the order of its events."""
+    """Return the message that a client builds from a stream; assert the order of its events."""
     first, *rest, change, last = events
     assert (first["type"], last) == ("message_start", {"type": "message_stop"})
     message = first["message"]

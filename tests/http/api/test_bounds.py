@@ -1,4 +1,4 @@
-"""What one HTTP request may ask for: each error names the field, the limit and its option."""
+"""Limits on one HTTP request: each error names the field, the limit and its option."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_as_many_as_may_be_are_served() -> None:
 
 
 class TestBodies:
-    """Large bodies are looked over before they are read: nobody else is served meanwhile."""
+    """Large bodies are scanned before they are parsed, so that other requests aren't held up."""
 
     @pytest.mark.parametrize(
         ("body", "message"),

@@ -60,7 +60,7 @@ class TestPrompts:
         assert prompt.messages[1]["tool_calls"] == message["tool_calls"]
 
     async def test_a_template_without_tools(self) -> None:
-        """The system message describes them, and results are what the user says."""
+        """Describe tools in the system message, and results in the user's."""
         function = {"name": "weather", "arguments": '{"city": "Köln"}'}
         call = {"id": "1", "type": "function", "function": function}
         bare = {**call, "function": {"name": "search"}}
@@ -133,7 +133,7 @@ class TestPrompts:
         ],
     )
     async def test_no_reasoning(self, fields: dict[str, Any]) -> None:
-        """It is asked of a model that never reasons, and of one that can't be told not to."""
+        """Refuse to switch reasoning off without need or without a way."""
         prompt = await self._prompt("{{ messages }}", **fields)
         assert prompt.template_arguments == {}
         error = await refusal(engine("", "{{ messages }}<think>"), **fields)
@@ -356,7 +356,7 @@ class TestWhatElseIsTold:
         assert "token_ids" not in reply["choices"][0]
 
     async def test_logprobs_are_those_of_all_tokens(self) -> None:
-        """Of reasoning and calls too, as they came, and in an event even where there is no text."""
+        """Return log-probabilities of reasoning and calls too, also in an event without text."""
         text = f"<think>Hm.</think>{CALLS}"
         stub = StubEngine(
             script=lambda call: [

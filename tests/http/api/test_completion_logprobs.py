@@ -1,4 +1,4 @@
-"""Where in a completion's text its tokens begin, whatever the tokenizer makes of characters."""
+"""Positions of tokens in a completion's text, for all kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt_logprobs(ids: list[int]) -> PromptLogprobs:
 
 
 def completion(tokenizer: Tokenizer, prompt_ids: list[int], output_ids: list[int]) -> Completion:
-    """What the engine gives of a prompt and an output."""
+    """Return the engine's completion of a prompt and an output."""
     decoder = tokenizer.incremental_decoder(prompt_ids)
     text = "".join(map(decoder.push, output_ids)) + decoder.flush()
     entries = tuple(TokenLogprob(id, 0.0, tokenizer.token_text(id)) for id in output_ids)
@@ -44,7 +44,7 @@ def completion(tokenizer: Tokenizer, prompt_ids: list[int], output_ids: list[int
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_every_token_begins_where_what_was_before_it_ends(kind: str, as_ids: bool) -> None:
-    """The reference decodes everything before a token anew, less what is part of a character.
+    """Compare positions with a reference that decodes everything before each token from scratch.
 
     An echo keeps the special tokens of a prompt of token ids, and shows none of a text's.
     """

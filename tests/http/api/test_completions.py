@@ -43,7 +43,7 @@ def prompt_ids(call: Call) -> tuple[int, ...]:
 
 
 def scored(call: Call) -> PromptLogprobs | None:
-    """A prompt's token at position p has the log-probability -p, "!" and "?" -0.25 and -0.5."""
+    """Score a prompt's token at position p by -p, "!" and "?" by -0.25 and -0.5."""
     num_top = call.params.prompt_logprobs
     if num_top is None:
         return None
@@ -82,7 +82,7 @@ def stub_of(**options: Any) -> StubEngine:
 
 
 def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """A stream's choices put together, by their index."""
+    """Return a stream's choices, joined by their index."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
@@ -99,7 +99,7 @@ def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 async def both(**body: Any) -> list[dict[str, Any]]:
-    """The choices of a completion, which has to be the same streamed."""
+    """Return the choices of a completion, and assert that they are the same streamed."""
     reply = await post(stub_of(), PATH, **body)
     streamed = joined(await events(stub_of(), PATH, **body))
     assert sorted(streamed) == list(range(len(reply["choices"])))
@@ -251,7 +251,7 @@ async def test_prompt_logprobs() -> None:
 
 @pytest.mark.parametrize(("own", "echoed"), [(0, 2), (2, 0), (1, 1)])
 async def test_prompt_logprobs_beside_an_echo(own: int, echoed: int) -> None:
-    """Each of the two has as many alternatives as it was asked for."""
+    """Return as many alternatives for each of the two as it was asked for."""
     stub = stub_of()
     body = {"prompt_logprobs": own, "logprobs": echoed, "echo": True, "max_tokens": 0}
     reply = await post(stub, PATH, prompt="xy", **body)

@@ -1,4 +1,4 @@
-"""The console's routes: its files, the feed of pictures, and who gets them."""
+"""The console's routes: its files, the feed of snapshots, and access to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIVE = "/console/live?interval=0.1"
 async def serving(
     make_worker: Callable[[], FakeWorker] = FakeWorker, **options: Any
 ) -> AsyncIterator[tuple[Engine, str, trio.Event]]:
-    """A fake engine behind a real server, its URL, and what lets it drain."""
+    """Yield a fake engine behind a real server, its URL, and an event that lets it drain."""
     config = server_config(**options)
     shutdown = trio.Event()
 
@@ -47,7 +47,7 @@ async def serving(
 async def feed(
     url: str, path: str = LIVE, **headers: str
 ) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """The events of the feed: their names and data."""
+    """Return the events of the feed: their names and data."""
 
     async def events(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
         name = ""
@@ -272,7 +272,7 @@ async def test_who_reads_slowly_gets_fewer_pictures_each_of_its_moment() -> None
         nursery.start_soon(app, get_scope("/console/live", b"interval=0.1"), receive, send)
         await until(lambda: len(pieces) == 2)
         await engine.complete("abc", max_tokens=2)
-        await trio.sleep(0.3)  # Time for pictures that nobody would take.
+        await trio.sleep(0.3)  # Time for snapshots without a reader.
         assert len(pieces) == 2
         go_on.set()
         await until(lambda: len(pieces) > 2)
@@ -282,7 +282,7 @@ async def test_who_reads_slowly_gets_fewer_pictures_each_of_its_moment() -> None
 
 
 def get_scope(path: str, query: bytes) -> Any:
-    """A GET as ASGI has it."""
+    """Return a GET as ASGI has it."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

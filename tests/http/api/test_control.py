@@ -85,7 +85,7 @@ async def test_pause_refuses_if_asked_to() -> None:
         status, answer = await generate(client, "late", 3)
         assert (status, answer["error"]["code"]) == (503, "paused")
         health = await client.get("/health")
-        assert health.status_code == 200  # The server is alive: nobody is to start it anew.
+        assert health.status_code == 200  # The server is alive, so that it isn't restarted.
         await control(client, "/resume")
         assert (await generate(client, "late", 3))[0] == 200
 

@@ -143,7 +143,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_while_its_text_is_encoded(stream: bool) -> None:
-    """The text is in a thread, which can't be stopped: what it finds is dropped."""
+    """Drop the result of a thread that can't be stopped."""
     go_on = threading.Event()
     async with site(slow(0.0)) as server:
         engine = server.engine
@@ -193,7 +193,7 @@ class TestSlowReaders:
     OPTIONS = {"max_stream_bytes": 20_000, "max_logprobs": 20}  # noqa: RUF012
 
     async def _stall(self, server: Site, buffer: int = 1 << 16) -> trio.SocketStream:
-        """A client that doesn't read, once the engine has given it up."""
+        """Return a client that doesn't read, once the engine has given it up."""
         client = await connect(server.url)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         await client.send_all(raw_request(self.BODY, path=TEXT, close=True))
@@ -332,7 +332,7 @@ async def test_the_sleep_state_in_a_scrape() -> None:
 
 
 async def test_a_stream_is_kept_alive_while_the_worker_is_replaced() -> None:
-    """The client sees comments in the gap, and then the tokens that were to come."""
+    """Send comments in the gap, and then the tokens that were to come."""
     body: dict[str, Any] = {"prompt": "A", "max_tokens": 40, "seed": 7, "stream": True}
     opened: list[None] = []
     commented = trio.Event()

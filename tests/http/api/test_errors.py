@@ -96,7 +96,7 @@ async def test_after_a_stream_has_begun(
 
 
 async def test_a_deadline_that_ends_the_scope_is_told_in_the_stream() -> None:
-    """The engine's own deadline is a scope, left with the error: as the real one does it."""
+    """Leave the engine's deadline, which is a scope, with the error, as the real engine does."""
 
     class Engine(StubEngine):
         def generate(self, prompt: Any, params: Any, **options: Any) -> Any:
@@ -140,7 +140,7 @@ def test_a_refusal_names_the_field(message: str, param: str | None, expected: st
 @pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_field_that_is_refused_late_has_the_clients_name(prompt: Any, stream: bool) -> None:
-    """A grammar may turn out to allow nothing after the first tokens, past the admission."""
+    """Refuse a grammar that allows nothing after the first tokens, past the admission."""
     refused = InvalidRequest("what the request allows leaves no token to draw", param="grammar")
     stub = StubEngine(script=lambda _: [Chunk("a", (97,)), refused])
     body = {"prompt": prompt, "structured_outputs": {"regex": "a"}, "stream": stream}

@@ -1,4 +1,4 @@
-"""No field of a request is without a bound: of its own, or that of short strings or of JSON."""
+"""Bounds of all fields of requests: their own, or those of short strings or of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No field of a request is silently ignored: each is read, refused by name or says it is a hint."""
+"""Use of all fields of requests: each is read, refused by name or documented as a hint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "search"}}
 
 
 class Recorder:
-    """A request that remembers which of its fields somebody looked at."""
+    """A request that records which of its fields are read."""
 
     def __init__(self, request: Any, seen: set[str]) -> None:
         self._request = request
@@ -30,7 +30,7 @@ class Recorder:
 
 
 def served(request_type: type[msgspec.Struct]) -> set[str]:
-    """The fields that the description doesn't say are refused, or have no influence."""
+    """Return the fields that aren't documented as refused, or as without influence."""
     names = set()
     hints = typing.get_type_hints(request_type, include_extras=True)
     for name in request_type.__struct_fields__:

@@ -1,4 +1,4 @@
-"""Which host names are answered to, and where they matter."""
+"""Allowed host names, and the routes for which they matter."""
 
 from __future__ import annotations
 

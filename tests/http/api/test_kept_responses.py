@@ -1,4 +1,6 @@
-"""``/v1/responses``: what is kept of them, for whom, and what later requests make of it."""
+"""Kept responses of ``/v1/responses``: their content, their owners, and later requests that name
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ async def call(
     key: str = "",
     status: int = 200,
 ) -> Any:
-    """The answer of that status, decoded."""
+    """Return the decoded answer, which must have that status."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     response = await client.open(f"{RESPONSES}{path}", method=method, json=body, headers=headers)
     data = json.loads(await response.get_data(True))
@@ -54,7 +56,7 @@ def parrot() -> StubEngine:
 
 
 def messages_of(stub: StubEngine) -> list[tuple[str, Any]]:
-    """The conversation that came last."""
+    """Return the conversation of the last request."""
     prompt: Any = stub.calls[-1].prompt
     return [(message["role"], message["content"]) for message in prompt.messages]
 
@@ -154,7 +156,7 @@ async def test_a_deleted_one_stays_part_of_those_that_went_on() -> None:
 async def test_one_whose_predecessor_goes_while_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is kept with all that came before, as if it had been said at once."""
+    """Keep it with all earlier items, as if they had been its own input."""
     stub = parrot()
     client = client_of(stub)
     first = await respond(client, input="One")
@@ -323,7 +325,7 @@ async def test_nobody_gets_what_is_kept_for_another_key() -> None:
 
 
 async def test_the_tokens_of_an_input() -> None:
-    """As many as the response that is then made has, with what it goes on from."""
+    """Count as many tokens as the response made of it has, with the one that it continues."""
     client = client_of(parrot())
     fields = {"input": "Hi there", "instructions": "Be brief.", "reasoning": {"effort": "none"}}
     counted = await call(client, "POST", "/input_tokens", fields)

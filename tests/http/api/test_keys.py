@@ -1,4 +1,4 @@
-"""Who may use the server: API keys and their limits, and web pages of other sites."""
+"""Access to the server: API keys and their limits, and web pages of other sites."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ async def ask(stub: StubEngine, path: str = CHAT, **body: Any) -> Any:
 
 
 async def lines(stub: StubEngine, path: str = CHAT, **body: Any) -> list[Any]:
-    """The objects of a stream, which is what there is unless something else is asked for."""
+    """Return the objects of a stream, which is the default form of an answer."""
     asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}
     async with served(stub) as url, http_client(url) as client:
         response = await client.post(path, json={**asked, **body})
@@ -66,7 +66,7 @@ async def refusal(stub: StubEngine, path: str = CHAT, **body: Any) -> str:
 
 
 def accumulated(lines: list[Any]) -> Any:
-    """What a client puts together of a stream."""
+    """Return the answer that a client builds from a stream."""
     *pieces, last = lines
     assert [line["done"] for line in lines] == [False] * len(pieces) + [True]
     message: dict[str, Any] = {"role": "assistant", "content": ""}

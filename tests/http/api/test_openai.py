@@ -323,7 +323,7 @@ async def test_models() -> None:
 
 
 async def test_the_openai_client() -> None:
-    """The library that most clients use, over a socket; it speaks asyncio, so in a thread."""
+    """Use the library that most clients use, over a socket; it speaks asyncio, so in a thread."""
 
     def talk(url: str) -> tuple[str, str, list[str], str]:
         with httpx.Client(trust_env=False, timeout=60) as http:

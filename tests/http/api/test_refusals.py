@@ -27,7 +27,7 @@ ANSWERS = struct_classes([type_ for route in ROUTES for type_ in (route.response
 
 
 def refused(cls: type) -> dict[str, str]:
-    """The fields of a class that are known and not served, and why not."""
+    """Return the fields of a class that are known and not served, with the reasons."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         name: meta.extra["why"]
@@ -41,12 +41,12 @@ REASONS = sorted({why for cls in REQUESTS for why in refused(cls).values()})
 
 
 def told(part: str) -> bool:
-    """Whether an answer has a field with ``part`` in its name."""
+    """Return whether an answer has a field with ``part`` in its name."""
     return any(part in name for cls in ANSWERS for name in cls.__struct_fields__)
 
 
 def sampled(part: str) -> bool:
-    """Whether a parameter of sampling has ``part`` in its name."""
+    """Return whether a sampling parameter has ``part`` in its name."""
     return any(part in field.name for field in attrs.fields(SamplingParams))
 
 
@@ -83,7 +83,7 @@ CAN: dict[str, Callable[[], bool]] = {
     ),
     "see n and, for completions, best_of": lambda: not sampled("n"),
 }
-"""What a reason denies, and whether the code can do it nevertheless."""
+"""Checks that the code can do a thing after all, by the reason that denies it."""
 
 
 @pytest.mark.parametrize("claim", CAN)
@@ -93,7 +93,7 @@ def test_what_a_reason_denies_is_not_there(claim: str) -> None:
 
 
 def test_no_reason_denies_models_that_are_served() -> None:
-    """It was said for long that no model with experts is served, when some were."""
+    """Deny no kind of model that is served; the reason about experts was false for long."""
     assert any("experts" in field.name for field in attrs.fields(ModelConfig))
     denied = [why for why in REASONS if "no model" in why or "the models that are served" in why]
     assert [why for why in denied if not any(claim in why for claim in CAN)] == []

@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in a 400 that names the field."""
+"""Errors of requests: each is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
 
 
 async def refusal(path: str, body: Any) -> dict[str, Any]:
-    """The error of a request that must be a 400 and must not reach the engine."""
+    """Return the error of a request that must be a 400 and must not reach the engine."""
     stub = StubEngine()
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = await client_of(stub).post(path, data=data)
@@ -264,7 +264,7 @@ async def test_bodies_that_are_no_request(body: bytes) -> None:
 
 
 async def test_the_engines_refusal_names_the_clients_field() -> None:
-    """What only the engine can know, such as ids past the vocabulary, in the endpoint's words."""
+    """Translate errors that only the engine can find, such as ids past the vocabulary."""
 
     async def refuse(call: Any) -> None:
         raise InvalidRequest("logprobs must be at most 5, got 20", param="logprobs")

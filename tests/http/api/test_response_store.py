@@ -1,4 +1,4 @@
-"""Responses that are kept: whose they are, how many, and for how long."""
+"""Kept responses: their owners, their number, and their lifetime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_conversation_is_held_once() -> None:
 
 
 def test_what_others_go_on_from_stays() -> None:
-    """It can't be named any more, but what it said is part of what they say."""
+    """Keep its text as part of later ones, although it can't be named any more."""
     kept = KeptResponses()
     kept.keep(None, "a", b"11", None)
     kept.keep(None, "b", b"22", "a")

@@ -194,7 +194,7 @@ class TestStreams:
         assert last["usage"] == whole["usage"] or template == THINKS
 
     async def test_a_plain_text_comes_piece_by_piece(self) -> None:
-        """Its events are encoded before their text is there."""
+        """Encode its events before their text is there."""
         text = 'Of "0" and \\ "sequence_number":0, and \x00.'
         events = await stream(engine(text, None, size=1), input="Hi")
         deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
@@ -318,7 +318,7 @@ class TestLogprobs:
 
 class TestInput:
     async def test_items_become_messages(self) -> None:
-        """One message of the assistant's has its reasoning, its words and its calls."""
+        """Join reasoning, text and calls in one message of the assistant's."""
         stub = engine("Yes.", "{{ tools }}{{ messages }}<tool_call>{}<think>")
         call = {"call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
         await respond(
@@ -377,7 +377,7 @@ class TestInput:
         assert len(assistant["tool_calls"]) == 1
 
     async def test_an_output_is_an_input(self) -> None:
-        """As clients without a memory on the server send it."""
+        """Accept an output as clients without a memory on the server send it."""
         stub = engine(THOUGHT + CALLS, THINKS)
         first = await respond(stub, input="Hi", tools=TOOLS)
         given = [{"role": "user", "content": "Hi"}, *first["output"]]
@@ -391,7 +391,7 @@ class TestInput:
         assert len(assistant["tool_calls"]) == 2
 
     async def test_a_large_input_without_types(self) -> None:
-        """A body of any size may leave them out."""
+        """Accept a body of any size without them."""
         stub = engine("Yes.", SHOWS_ALL)
         text = "x" * (2 << 20)
         await respond(stub, input=[{"role": "user", "content": text}])

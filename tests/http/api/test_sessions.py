@@ -114,7 +114,7 @@ async def test_completions() -> None:
 
 
 async def test_a_client_that_leaves_harms_nobody() -> None:
-    """The next turn goes on from before the one that was cut off, and nothing is leaked."""
+    """Continue the next turn from before the one that was cut off, and leak nothing."""
     async with serving() as (engine, client):
         id, other = await opened(client), await opened(client)
         first = await turn(client, "hello", id=id)

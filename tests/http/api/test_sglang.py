@@ -185,7 +185,7 @@ async def test_logprob_start_len_says_nothing_without_logprobs() -> None:
 
 
 def two_outputs(call: Call) -> list[Step]:
-    """Two outputs of one prompt, mixed as they come."""
+    """Yield two outputs of one prompt, mixed as they come."""
     prompt = call.prompt
     assert isinstance(prompt, TextPrompt)
     return [

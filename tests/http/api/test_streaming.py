@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_while_it_is_written_to(
 
 @pytest.mark.parametrize("trailing", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 async def test_a_client_that_leaves_behind_a_pipelined_request(trailing: bytes) -> None:
-    """The reader is parked on what the client sent too early, and can't see it leave by itself."""
+    """Notice the disconnect while the reader is parked on bytes that the client sent too early."""
     stub = StubEngine(script=lambda _: [math.inf])
     async with served(stub) as url:
         client = await connect(url)
@@ -191,7 +191,7 @@ async def test_one_failure_ends_a_batch() -> None:
 
 
 async def test_the_reader_of_a_batch_holds_its_generations_back() -> None:
-    """No task runs ahead of the reader: what waits, waits in the bounded streams."""
+    """Keep tasks from running ahead of the reader: chunks wait in the bounded streams."""
     stub = StubEngine(script=lambda _: list(FLOOD))
     async with served(stub) as url:
         client = await connect(url)

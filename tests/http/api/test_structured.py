@@ -51,7 +51,7 @@ def grammar_of(**given: Any) -> Grammar | None:
 
 
 def fields(**given: Any) -> dict[str, Any]:
-    """The fields as a request with them has them."""
+    """Return the fields as a request with them has them."""
     return msgspec.structs.asdict(parse_body(Body, json.dumps(given).encode()))
 
 
@@ -256,7 +256,7 @@ def test_the_field_is_known_to_who_asks() -> None:
 
 
 def follows(grammar: Grammar | None, text: str) -> bool:
-    """Whether llguidance takes ``text``, a byte at a time, as the whole of an output."""
+    """Return whether llguidance accepts ``text``, a byte at a time, as a whole output."""
     assert grammar is not None
     matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(grammar.text))
     assert not matcher.is_error(), matcher.get_error()

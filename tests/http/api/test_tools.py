@@ -89,7 +89,7 @@ class TestToolCalls:
             assert choice["finish_reason"] == "stop"
 
     async def test_special_tokens_are_seen_if_they_mark_calls(self) -> None:
-        """Those that mark nothing stay hidden, unless the client wants to see them."""
+        """Hide special tokens that mark nothing, unless the client wants to see them."""
         text = '[TOOL_CALLS]search{"q": 1}<unk>'
         tokens = {"[TOOL_CALLS]": 5, "<unk>": 6}
         stub = engine(text, "{{ tools }}[TOOL_CALLS]", tokens=tokens, size=100)

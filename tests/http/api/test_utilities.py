@@ -47,7 +47,7 @@ async def post(client: TrioClient, path: str, body: Any, *, status: int = 200) -
 
 
 def with_special_tokens() -> tokenizers.Tokenizer:
-    """A token for each byte, and a begin token that is added to every text."""
+    """Return a tokenizer with a token for each byte, and a begin token added to every text."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<begin>"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(

@@ -1,7 +1,7 @@
-"""What a client can do to a plain hypercorn, and that it does nothing of the kind here.
+"""Attacks that harm a plain hypercorn, and don't harm this server.
 
-The first group of tests is there to show that the attacks are some: each of them harms hypercorn's
-own ``serve`` with the same application. The others have harmed other versions of it.
+The first group of tests shows that the attacks are real: each of them harms hypercorn's own
+``serve`` with the same application. The others have harmed other versions of it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ OTHERS = [
 
 @contextlib.asynccontextmanager
 async def served_plainly(stub: StubEngine, **options: Any) -> AsyncIterator[str]:
-    """The application in hypercorn's own server."""
+    """Serve the application in hypercorn's own server."""
     settings = Config()
     settings.bind = ["127.0.0.1:0"]
     app: Any = create_app(as_engine(stub), server_config(**options))
@@ -281,7 +281,7 @@ async def test_what_a_window_keeps_is_bounded() -> None:
 
 
 async def notices(server: Any, more: bytes, within: float = 20.0) -> bool:
-    """Whether a server aborts a request within so many seconds of its client's leaving."""
+    """Return whether a server aborts a request within so many seconds of its client's leaving."""
     stub = StubEngine(script=lambda _: [math.inf])
     with captured_logs():
         async with server(stub) as url:
@@ -295,7 +295,7 @@ async def notices(server: Any, more: bytes, within: float = 20.0) -> bool:
 
 
 async def stalled_reader(url: str, stub: StubEngine) -> trio.SocketStream:
-    """A client of a stream that has stopped reading it, when the system holds all it can."""
+    """Return a client of a stream that has stopped reading, once the system's buffers are full."""
     client = await connect(url)
     await client.send_all(raw_request(STREAM, path=TEXT))
     await read_until(client, b"aaa")
@@ -304,8 +304,10 @@ async def stalled_reader(url: str, stub: StubEngine) -> trio.SocketStream:
 
 
 async def tokens_taken_from_an_engine(server: Any, most: int) -> int:
-    """What a server takes for a client of HTTP/2 whose window is closed, until it stands still or
-    has taken ``most``. A token is 100,000 bytes."""
+    """Return the tokens that a server takes for an HTTP/2 client with a closed window.
+
+    It counts until the server stands still or has taken ``most``. A token is 100,000 bytes.
+    """
     stub = StubEngine(script=lambda _: list(FLOOD))
     with captured_logs():
         async with server(stub) as url, h2_client(url) as client:

@@ -1,4 +1,4 @@
-"""How many connections there are, who has to go for others, and what is left of those that went."""
+"""Connections: their number, their eviction, and the resources of those that have ended."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TestLimit:
     async def test_no_descriptors_are_left(
         self, descriptors: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Accepting is tried again, without haste, and those who wait are served in the end."""
+        """Retry accepting without haste, and serve waiting clients in the end."""
         async with served(StubEngine()) as url:
             address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
             clients = [trio.socket.socket() for _ in range(20)]
@@ -163,7 +163,7 @@ class TestLimit:
 class TestMemory:
     @pytest.mark.parametrize("http2", [False, True])
     async def test_stalled_readers_hold_little(self, http2: bool) -> None:
-        """Of a stream that goes on and on, only what the system and one send take is produced."""
+        """Produce only as much of an endless stream as the system and one send take."""
         stub = StubEngine(script=lambda _: list(FLOOD))
         async with served(stub) as url, contextlib.AsyncExitStack() as stack:
             for _ in range(5):
@@ -326,7 +326,7 @@ async def _visit(url: str, data: bytes, wait: bool = False) -> None:
 
 @contextlib.asynccontextmanager
 async def _counted(stub: StubEngine) -> AsyncIterator[tuple[str, Any]]:
-    """A server, and a function that says how many tasks there are in it."""
+    """Return a server, and a function that counts the tasks in it."""
     config = server_config()
 
     def count(nursery: trio.Nursery) -> int:
@@ -346,7 +346,7 @@ async def _counted(stub: StubEngine) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def test_clients_who_come_together_are_accepted_together() -> None:
-    """Not one in each turn of the event loop; and no more of them than there may be."""
+    """Accept them in one turn of the event loop, and not more of them than allowed."""
     turns = 0
 
     async def count_turns() -> None:
@@ -371,7 +371,7 @@ async def test_clients_who_come_together_are_accepted_together() -> None:
             await stream.aclose()
         await listener.accept()
         await listener.aclose()
-        # Whoever was taken and not returned is let go, and sees it.
+        # A socket that was accepted and not returned is closed, and its client sees it.
         for client in clients[61:]:
             client.settimeout(10)
             with contextlib.suppress(ConnectionResetError):

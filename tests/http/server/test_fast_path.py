@@ -93,14 +93,14 @@ class Steps(trio.abc.Instrument):
 
 
 def texts_of(body: bytes) -> list[str]:
-    """The texts of a completion's events."""
+    """Return the texts of a completion's events."""
     events = [part.removeprefix(b"data: ") for part in body.split(b"\n\n") if part[:1] == b"d"]
     chunks = [json.loads(event) for event in events if event != b"[DONE]"]
     return [choice["text"] for chunk in chunks for choice in chunk["choices"]]
 
 
 async def begun(engine: PushedEngine, url: str, body: bytes = BODY) -> trio.SocketStream:
-    """A client whose stream has begun."""
+    """Return a client with a stream that has begun."""
     client = await connect(url)
     await client.send_all(raw_request(body, path=TEXT))
     await read_until(client, b"\r\n\r\n")
@@ -109,7 +109,7 @@ async def begun(engine: PushedEngine, url: str, body: bytes = BODY) -> trio.Sock
 
 
 async def body_of(client: trio.SocketStream) -> bytes:
-    """The rest of a chunked body, which h11 takes apart."""
+    """Return the rest of a chunked body, as h11 parses it."""
     connection = h11.Connection(h11.CLIENT)
     connection.send(h11.Request(method="GET", target="/", headers=[("Host", "x")]))
     connection.send(h11.EndOfMessage())
@@ -143,7 +143,7 @@ async def test_an_event_is_one_write_and_wakes_nobody(monkeypatch: pytest.Monkey
 
 
 async def first_chunk(engine: PushedEngine, client: trio.SocketStream) -> None:
-    """The first chunk of a choice goes the long way, whatever it is."""
+    """Send the first chunk of a choice the long way, whatever it is."""
     engine.streams[0].push(Chunk("first", (1,)))
     await read_until(client, b"\n\n\r\n")
     await trio.testing.wait_all_tasks_blocked(0.01)
@@ -153,7 +153,7 @@ async def first_chunk(engine: PushedEngine, client: trio.SocketStream) -> None:
 async def test_what_a_write_leaves_over_comes_first(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full buffer, and writes that end within an event; what comes meanwhile waits its turn."""
+    """Keep later bytes waiting behind a full buffer, and behind writes that end within an event."""
     engine = PushedEngine()
     async with served(engine) as url, await begun(engine, url) as client:
         engine.streams[0].push(Chunk("0 ", (0,)))
@@ -251,7 +251,7 @@ async def test_comments_come_only_into_silence() -> None:
 
 
 async def test_middleware_sees_every_piece() -> None:
-    """Who wraps ``send`` gets messages, although the server below is ours."""
+    """Send messages to a wrapped ``send``, although the server below is ours."""
     engine = PushedEngine()
     app = app_of(engine)
 
@@ -366,7 +366,7 @@ class TestHTTP2:
 
 
 async def test_a_closed_connection_writes_to_nobody_else() -> None:
-    """The system gives a closed socket's number to the next one."""
+    """Write nothing to the next socket, which gets the number of the closed one."""
     ours, theirs = trio.socket.socketpair()
     connection = Connection(
         cast(Any, None),

@@ -1,4 +1,4 @@
-"""Bytes of all kinds to one live server: it goes on, and nothing is left of those who sent them."""
+"""Bytes of all kinds to one live server: it goes on, and keeps nothing of their senders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients hold, whose holding goes first, and the budget of unread answers."""
+"""Holdings of clients, the order of their eviction, and the budget of unread answers."""
 
 from __future__ import annotations
 

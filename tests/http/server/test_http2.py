@@ -59,7 +59,7 @@ FLOOD = [Chunk("a" * 100_000, (97,)) for _ in range(1000)]
 
 
 async def error_of(client: H2Client, stream_id: int) -> ErrorCodes | int | None:
-    """How one stream is reset, or the connection ended; None where it just ends."""
+    """Return the error that reset one stream, or ended the connection; None if it just ended."""
     async with contextlib.aclosing(client.events()) as events:
         async for event in events:
             if isinstance(event, h2.events.ConnectionTerminated):
@@ -71,14 +71,14 @@ async def error_of(client: H2Client, stream_id: int) -> ErrorCodes | int | None:
 
 @contextlib.asynccontextmanager
 async def raw_client(url: str, data: bytes) -> AsyncIterator[trio.SocketStream]:
-    """A client that has sent its preface and ``data``."""
+    """Return a client that has sent its preface and ``data``."""
     async with await connect(url) as client:
         await client.send_all(PREFACE + frame(SETTINGS) + data)
         yield client
 
 
 async def goodbye(client: trio.SocketStream) -> int | None:
-    """The error with which the server ends a connection; None where it says none."""
+    """Return the error with which the server ends a connection; None if it gives none."""
     got = bytearray(await read_to_end(client))
     while len(got) >= 9:
         end = 9 + int.from_bytes(got[:3], "big")
@@ -90,7 +90,7 @@ async def goodbye(client: trio.SocketStream) -> int | None:
 
 @contextlib.asynccontextmanager
 async def bystander(url: str) -> AsyncIterator[None]:
-    """Somebody else's request: it runs through the block, and is answered to its end."""
+    """Run another client's request through the block, and check that it is answered to its end."""
     async with await connect(url) as client:
         await client.send_all(raw_request(STREAM, path=TEXT))
         await read_until(client, b'"text":"a"')
@@ -101,7 +101,7 @@ async def bystander(url: str) -> AsyncIterator[None]:
 
 
 def beside_a_bystander() -> StubEngine:
-    """Its first request takes a while, the others are never answered."""
+    """Answer its first request after a while, and the others never."""
 
     def script(call: Any) -> list[Any]:
         first = call is stub.calls[0]
@@ -135,7 +135,7 @@ async def test_a_client_that_resets_its_stream() -> None:
 
 @pytest.mark.parametrize("length", [b"", b"Content-Length: 2\r\n"])
 async def test_a_connection_is_not_upgraded(length: bytes) -> None:
-    """It would be a way around what a proxy in front lets through."""
+    """Refuse an upgrade, which would bypass the rules of a proxy in front."""
     async with served(StubEngine()) as url, await connect(url) as client:
         await client.send_all(
             b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
@@ -314,7 +314,7 @@ class TestFloods:
                     assert await goodbye(client) == ErrorCodes.ENHANCE_YOUR_CALM
 
     async def test_a_client_that_does_not_read_its_answers(self) -> None:
-        """Not even the acknowledgements: what it makes the server say is bounded by the meter."""
+        """Bound the acknowledgements that it makes the server send, too."""
         with captured_logs():
             async with served(beside_a_bystander()) as url, bystander(url):
                 async with raw_client(url, b"") as client:

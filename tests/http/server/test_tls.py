@@ -1,4 +1,4 @@
-"""The server behind TLS: who gets in, what is agreed on, and that leaving is noticed as ever."""
+"""The server behind TLS: access, negotiation, and the detection of disconnects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trust(authority: Authority) -> ssl.SSLContext:
 async def tls_client(
     url: str, trust: ssl.SSLContext, *protocols: str
 ) -> AsyncIterator[trio.SSLStream[trio.SocketStream]]:
-    """A connection whose handshake is done, with one of ``protocols``."""
+    """Return a connection after its handshake, with one of ``protocols``."""
     if protocols:
         trust.set_alpn_protocols(list(protocols))
     plain = await connect(url.replace("https", "http"))
@@ -148,7 +148,7 @@ class TestLeaving:
     async def test_the_server_says_goodbye(
         self, options: dict[str, str], trust: ssl.SSLContext
     ) -> None:
-        """A client can tell the end of an answer from one that somebody cut off on the way."""
+        """Let a client tell the end of an answer from a connection cut on the way."""
         async with served(StubEngine(), **options) as url, tls_client(url, trust) as client:
             await client.send_all(raw_request(STREAM, path=TEXT, close=True))
             got = b""

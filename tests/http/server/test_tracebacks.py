@@ -1,4 +1,4 @@
-"""What goes wrong inside is told in the log, and never to a client."""
+"""Internal errors are in the log, and never in an answer."""
 
 from __future__ import annotations
 

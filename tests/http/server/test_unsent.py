@@ -32,7 +32,7 @@ SIZE = 1 << 20
 
 
 def long_answers() -> StubEngine:
-    """Return an engine whose answers are too long for the system's buffers."""
+    """Return an engine with answers that are too long for the system's buffers."""
     return StubEngine(script=lambda _: [Chunk("a" * SIZE, (97,), finish_reason="stop")])
 
 
@@ -99,7 +99,7 @@ async def test_a_connection_of_http1_is_ended() -> None:
 async def test_a_kept_response_is_read_as_it_was_answered(
     tmp_path: Path, http2: bool, with_tls: bool
 ) -> None:
-    """Its bytes are sent from where they are kept."""
+    """Send its bytes from the memory in which they are kept."""
     authority = make_authority(tmp_path / "ca")
     certificate, key = authority.issue("server")
     tls = {"ssl_certfile": certificate, "ssl_keyfile": key} if with_tls else {}
