@@ -23,7 +23,7 @@ from tests.support.http_stub import words as said
 from trioserve.http import create_app
 from trioserve.http.api.access_log import AccessRecord
 from trioserve.http.api.contents import MAX_CHARACTERS, MAX_TEXTS, Contents
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.protocol.sampling import SamplingParams

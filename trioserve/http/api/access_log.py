@@ -15,7 +15,8 @@ import trio
 
 from trioserve.http.api.contents import Contents, item_texts
 from trioserve.http.api.errors import CLIENT_CLOSED_REQUEST
-from trioserve.http.api.generations import PromptJob, total_usage
+from trioserve.http.api.generations import total_usage
+from trioserve.http.api.jobs import PromptJob
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import Item

@@ -13,7 +13,6 @@ import quart
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from quart.wrappers.base import BaseRequestWebsocket
-from quart_trio import QuartTrio
 from werkzeug.exceptions import BadRequest, MethodNotAllowed
 from werkzeug.routing import MapAdapter
 
@@ -21,6 +20,7 @@ from trioserve.config import ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.http.api.anthropic.endpoint import MessageEndpoints
 from trioserve.http.api.asgi import (
+    ConnectionApp,
     HTTPConnection,
     LoggedRequest,
     WebSocketConnection,
@@ -59,15 +59,12 @@ _REFUSAL_PAUSE = 0.005
 """Seconds between two refusals for a full queue."""
 
 
-class App(QuartTrio):
-    """Quart application with a reference to its engine."""
+class App(ConnectionApp):
+    """Quart application that serves one engine."""
 
     asgi_http_class = HTTPConnection
     asgi_websocket_class = WebSocketConnection
     request_class = LoggedRequest
-    engine: Engine
-    cross_origin: CrossOrigin
-    body_room: BodyBudget
     root_path: str
     """Prefix that paths may have in addition to those of the routes."""
 

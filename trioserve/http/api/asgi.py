@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import trio
 from hypercorn.typing import (
@@ -24,11 +24,14 @@ from hypercorn.typing import (
 )
 from quart.utils import encode_headers
 from quart.wrappers.response import Response
+from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection, TrioASGIWebsocketConnection
 from quart_trio.wrappers import TrioRequest
 
+from trioserve.engine.engine import Engine
 from trioserve.http.api.access_log import AccessRecord, request_id_from
-from trioserve.http.api.bodies import Body
+from trioserve.http.api.bodies import Body, BodyBudget
+from trioserve.http.api.cors import CrossOrigin
 from trioserve.http.api.dialects import error_body, id_headers
 from trioserve.http.api.errors import ErrorReply, describe_error
 from trioserve.http.api.sse import EventBody
@@ -37,9 +40,6 @@ from trioserve.http.server.fast_path import WriteNow, body_message, takes_views,
 from trioserve.http.server.holdings import address_of
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from trioserve.http.api.app import App
 
 _log = get_logger("trioserve.http")
 
@@ -71,10 +71,18 @@ def error_response(error: BaseException, path: str) -> tuple[Response, ErrorRepl
     return response, reply
 
 
+class ConnectionApp(QuartTrio):
+    """Quart application with the attributes that its connections use."""
+
+    engine: Engine
+    cross_origin: CrossOrigin
+    body_room: BodyBudget
+
+
 class HTTPConnection(TrioASGIHTTPConnection):
     """ASGI connection of one request; quart creates one for each."""
 
-    app: App
+    app: ConnectionApp
     record: AccessRecord
     at_end: contextlib.ExitStack
     _send: ASGISendCallable
@@ -227,7 +235,7 @@ class HTTPConnection(TrioASGIHTTPConnection):
 class WebSocketConnection(TrioASGIWebsocketConnection):
     """Connection that refuses a websocket with a response; no websockets are served."""
 
-    app: App
+    app: ConnectionApp
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """Answer the handshake with an error and leave a line in the log."""

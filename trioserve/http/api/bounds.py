@@ -7,8 +7,9 @@ Only harmful clients come near these numbers. Limits that operators may want to 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from trioserve.engine.engine import Engine
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.schema.structure import count_outside_texts
 from trioserve.http.api.threads import num_in_entries
 from trioserve.protocol.errors import InvalidRequest
@@ -16,10 +17,6 @@ from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import TokensPrompt
 from trioserve.requests.stream import Chunk
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
-
-if TYPE_CHECKING:
-    from trioserve.engine.engine import Engine
-    from trioserve.http.api.generations import PromptJob
 
 MAX_FIELDS = 1 << 17
 """Objects, lists and fields of objects in a body. Parsing as many takes a tenth of a second, in

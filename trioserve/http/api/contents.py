@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import msgspec
 
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.pooling.inputs import Item
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt

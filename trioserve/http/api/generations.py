@@ -13,42 +13,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
-import attrs
 import trio
 
 from trioserve.engine.engine import Engine
 from trioserve.engine.sessions.continuation import Generate
 from trioserve.http.api.bounds import check_prompt_logprobs
+from trioserve.http.api.jobs import PromptJob
 from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
-from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream, Usage
-from trioserve.requests.request import Prompt
-from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Chunk
-
-
-@attrs.frozen(kw_only=True)
-class PromptJob:
-    """One prompt, and all of its arguments for the engine."""
-
-    prompt: Prompt
-    params: SamplingParams
-    request_id: str
-    priority: int = 0
-    timeout: float | None = None
-    arrived: float | None = None
-    """Time on trio's clock from which ``timeout`` counts; None for the time of entering."""
-    cache_salt: str = ""
-    tenant: str = ""
-    retention: Retention | None = None
-    adapter: str = ""
-    """Name of its adapter, empty for none."""
-    turn: Generate | None = None
-    """Function that generates it in place of the engine, if it is a turn of a session."""
-    traceparent: str = ""
-    tracestate: str = ""
-    renames: Mapping[str, str] = attrs.field(factory=dict)
-    """The endpoint's names of fields by the engine's; errors name the client's field."""
 
 
 class Generations(abc.ABC):

@@ -18,7 +18,8 @@ from trioserve.http.api.access_log import AccessRecord
 from trioserve.http.api.asgi import LoggedRequest
 from trioserve.http.api.bounds import AnswerSize, check_batch
 from trioserve.http.api.errors import Forbidden, ModelNotFound
-from trioserve.http.api.generations import Generations, PromptJob, open_generations, renamed
+from trioserve.http.api.generations import Generations, open_generations, renamed
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.schema.ignored_fields import IgnoredFields
 from trioserve.http.api.schema.reading import parse_body, parse_query
 from trioserve.http.api.server_api import ServerApi

@@ -8,15 +8,12 @@ import select
 import socket
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
 from trioserve.http.server.handshakes import HANDSHAKES_TOGETHER
 from trioserve.http.server.holdings import Holdings
-
-if TYPE_CHECKING:
-    from trioserve.http.server.connection import Connection
 
 MAX_CONNECTIONS = 4096
 MOST_TOGETHER = 64
@@ -50,6 +47,21 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+class HeldConnection(Protocol):
+    """A connection, as far as its accounting uses it."""
+
+    address: str
+
+    @property
+    def descriptor(self) -> int: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
 class Connections:
     """The open connections, and the task that detects hang-ups.
 
@@ -60,12 +72,12 @@ class Connections:
 
     def __init__(self, limit: int = MAX_CONNECTIONS) -> None:
         self._limit = limit
-        self._open: dict[int, Connection] = {}
+        self._open: dict[int, HeldConnection] = {}
         """Connections by file descriptor; the system may reuse the number as soon as one is closed.
         """
-        self._idle: dict[Connection, None] = {}
+        self._idle: dict[HeldConnection, None] = {}
         """Connections that serve no request."""
-        self._waiting: Holdings[Connection] = Holdings()
+        self._waiting: Holdings[HeldConnection] = Holdings()
         """Connections that wait for their clients, and may be evicted to make room."""
         self._epoll = select.epoll() if sys.platform == "linux" else None
         self._removed = trio.Event()
@@ -75,7 +87,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, descriptor: int, connection: Connection) -> None:
+    def add(self, descriptor: int, connection: HeldConnection) -> None:
         """Watch a connection under its socket's descriptor. It starts idle."""
         self._open[descriptor] = connection
         self._idle[connection] = None
@@ -83,13 +95,13 @@ class Connections:
         if self._epoll is not None:
             self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
-    def note_idle(self, connection: Connection, idle: bool) -> None:
+    def note_idle(self, connection: HeldConnection, idle: bool) -> None:
         """Note that a connection has begun to serve a request, or has answered its last one."""
         self._idle.pop(connection, None)
         if idle:
             self._idle[connection] = None
 
-    def note_waiting(self, connection: Connection, waiting: bool) -> None:
+    def note_waiting(self, connection: HeldConnection, waiting: bool) -> None:
         """Note whether a connection waits for nothing but its client.
 
         That is so while the client has sent no request or only a part of one, and while it leaves
@@ -99,7 +111,7 @@ class Connections:
         if waiting:
             self._waiting.add(connection.address, connection, 1)
 
-    def remove(self, descriptor: int, connection: Connection) -> None:
+    def remove(self, descriptor: int, connection: HeldConnection) -> None:
         """Forget a connection. Its socket leaves the epoll when it is closed, now or later."""
         if self._open.get(descriptor) is connection:
             del self._open[descriptor]

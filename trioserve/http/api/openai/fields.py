@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.schemas import GenerationRequest
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.schema.retention import retention_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.pooling.asked import Asked, check_truncation, text_usage
 from trioserve.http.api.pooling.schemas import ScoreRequest, ScoreResponse
 from trioserve.http.api.service import Service

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import attrs
 
 from trioserve.engine.sessions.continuation import Continuation
-from trioserve.http.api.generations import PromptJob, renamed
+from trioserve.http.api.generations import renamed
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.service import Service
 from trioserve.http.api.sessions.schemas import SessionParams
 from trioserve.protocol.errors import InvalidRequest

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from trioserve.http.api.generations import PromptJob, renamed
+from trioserve.http.api.generations import renamed
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.schema.reading import one_or_several
 from trioserve.http.api.schema.retention import retention_of

@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.http.api.generations import PromptJob, renamed
+from trioserve.http.api.generations import renamed
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.chat.answer import ReaderOptions, hidden_tokens, opens_reasoning
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.legacy import LEGACY_WORDS

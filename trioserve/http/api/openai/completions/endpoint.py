@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import quart
 
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.completions.schemas import CompletionRequest
 from trioserve.http.api.openai.completions.writer import (
     CompletionWriter,

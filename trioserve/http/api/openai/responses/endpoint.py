@@ -15,7 +15,7 @@ import msgspec
 import quart
 
 from trioserve.http.api.errors import ResponseNotFound
-from trioserve.http.api.generations import PromptJob
+from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.chat.answer import ReaderOptions
 from trioserve.http.api.openai.chat.preparation import ChatPreparation
 from trioserve.http.api.openai.chat.writer import WantedChat
