@@ -64,7 +64,7 @@ from trioserve.http.api.openai.responses.schemas import (
     TextOptions,
 )
 from trioserve.http.api.openapi import openapi_path
-from trioserve.http.api.pooling.schemas import EmbeddingRequest
+from trioserve.http.api.pooling.embedding_schemas import EmbeddingRequest
 from trioserve.http.api.route import GROUPS
 from trioserve.http.api.routes import ROUTES
 from trioserve.http.api.schema.reading import struct_classes

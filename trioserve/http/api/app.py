@@ -110,15 +110,7 @@ def create_app(
         config=config,
         model_names=config.served_model_name or (engine.model_name,),
     )
-    app = App("trioserve", static_folder=None)
-    app.engine = engine
-    app.root_path = config.root_path.rstrip("/")
-    app.cross_origin = CrossOrigin(config.allowed_origins)
-    app.body_room = BodyBudget.for_bodies_of(config.max_body_size)
-    app.config["RESPONSE_TIMEOUT"] = None
-    app.config["BODY_TIMEOUT"] = config.request_timeout
-    app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
-    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
+    app = _empty_app(engine, config)
     keys = Keys(
         config.api_key,
         config.admin_api_key,
@@ -160,6 +152,20 @@ def create_app(
                 await admission.check(request.record.tenant)
         return answer
 
+    return app
+
+
+def _empty_app(engine: Engine, config: ServerConfig) -> App:
+    """Return an application with its limits and without routes."""
+    app = App("trioserve", static_folder=None)
+    app.engine = engine
+    app.root_path = config.root_path.rstrip("/")
+    app.cross_origin = CrossOrigin(config.allowed_origins)
+    app.body_room = BodyBudget.for_bodies_of(config.max_body_size)
+    app.config["RESPONSE_TIMEOUT"] = None
+    app.config["BODY_TIMEOUT"] = config.request_timeout
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
+    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     return app
 
 

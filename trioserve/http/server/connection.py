@@ -95,9 +95,7 @@ class _Tasks(TaskGroup):
 
 
 class Connection:
-    """One accepted stream being served. ``stalled`` is true once the client was cut off for not
-    reading.
-    """
+    """One accepted stream. ``stalled`` is true once its client was cut off for not reading."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import quart
 
 from trioserve.http.api.generations import renamed
 from trioserve.http.api.pooling.asked import Asked, check_truncation, text_usage
-from trioserve.http.api.pooling.schemas import (
+from trioserve.http.api.pooling.embedding_schemas import (
     EmbeddedText,
     EmbeddingRequest,
     EmbeddingResponse,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from trioserve.http.api.pooling.schemas import (
-    ClassifyRequest,
-    ClassifyResponse,
+from trioserve.http.api.pooling.embedding_schemas import (
     EmbeddingRequest,
     EmbeddingResponse,
     EncodeRequest,
     EncodeResponse,
+)
+from trioserve.http.api.pooling.schemas import (
+    ClassifyRequest,
+    ClassifyResponse,
     RerankRequest,
     RerankResponse,
     ScoreRequest,

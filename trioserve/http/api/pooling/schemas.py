@@ -1,4 +1,4 @@
-"""Requests and responses of the endpoints for embeddings, scores, ranks and labels, as classes.
+"""Fields that requests for whole texts share, and requests and responses for scores and labels.
 
 Fields marked with :func:`~trioserve.http.api.schema.reading.only` are known and refused.
 """
@@ -15,7 +15,6 @@ from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
     Exclusive,
     Identifier,
-    Salt,
     Seconds,
     TokenId,
     about,
@@ -25,21 +24,8 @@ from trioserve.http.api.schema.reading import (
 from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
 
 _Truncation = Annotated[int, msgspec.Meta(ge=-1)]
-_Texts = Annotated[list[Text], msgspec.Meta(min_length=1)]
-_Ids = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-_Inputs = Annotated[
-    list[Text | TokenId | _Ids],
-    msgspec.Meta(
-        min_length=1,
-        extra_json_schema={
-            "anyOf": [
-                {"items": {"type": "integer"}},
-                {"items": {"type": ["string", "array"]}},
-            ]
-        },
-    ),
-]
-"""Texts and lists of ids, or ids."""
+Texts = Annotated[list[Text], msgspec.Meta(min_length=1)]
+Ids = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 _IdsOrPair = Annotated[
     list[TokenId | Text],
     msgspec.Meta(
@@ -68,11 +54,13 @@ _InputsOrPairs = Annotated[
 _Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 
 
-def _text_only() -> msgspec.Meta:
+def text_only() -> msgspec.Meta:
+    """Mark a field for other inputs than text."""
     return only([], {}, why="the models that are served read text only")
 
 
-def _in_order() -> msgspec.Meta:
+def in_order() -> msgspec.Meta:
+    """Mark a field that changes the order of computing."""
     return only(0, why="texts are computed in the order in which they come")
 
 
@@ -90,7 +78,7 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     request_id: Annotated[Identifier | None, about("A name for the request.")] = None
     timeout: Annotated[Seconds | None, about("Seconds that the request may take.")] = None
     user: Annotated[str | None, hint()] = None
-    priority: Annotated[int | None, _in_order()] = None
+    priority: Annotated[int | None, in_order()] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None, only("right", why="texts are cut off at their ends")
     ] = None
@@ -98,70 +86,7 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Literal["max_length", "do_not_pad"] | None,
         only("do_not_pad", why="nothing is computed for padding"),
     ] = None
-    mm_processor_kwargs: Annotated[Any, _text_only()] = None
-
-
-class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /v1/embeddings``."""
-
-    EXCLUSIVE: ClassVar = (
-        Exclusive(("request_id", "rid")),
-        Exclusive(("normalize", "use_activation")),
-    )
-
-    input: Annotated[
-        Text | _Inputs,
-        about(
-            "A text or the token ids of one, or a list of either. Ids are taken as they are, "
-            "special tokens included."
-        ),
-    ]
-    encoding_format: Annotated[
-        Literal["float", "base64"] | None,
-        about(
-            "Encoding of a vector: a list of numbers, the default, or the base64 of its "
-            "float32 numbers, little-endian."
-        ),
-    ] = None
-    dimensions: Annotated[
-        Annotated[int, msgspec.Meta(ge=1)] | None,
-        about(
-            "Keep this many numbers of each vector and scale it to length 1 again, for models "
-            "that were trained for it (Matryoshka)."
-        ),
-    ] = None
-    normalize: Annotated[
-        bool | None,
-        about("Whether vectors are scaled to length 1; the model's files decide by default."),
-    ] = None
-    use_activation: Annotated[bool | None, about("vLLM's newer name of `normalize`.")] = None
-    pooling: Annotated[
-        Literal["last", "mean", "cls", "max"] | None,
-        about(
-            "For a decoder: the hidden state of the `last` token or the `mean` of all; by "
-            "default as the model's files say, else `last`. An encoder has its own."
-        ),
-    ] = None
-    rid: Annotated[Identifier | None, about("A name for the request.")] = None
-
-    add_special_tokens: Annotated[
-        bool | None, only(True, why="the model was trained with its special tokens")
-    ] = None
-    cache_salt: Annotated[
-        Salt | None, about("Share cached prefixes only with requests of the same salt.")
-    ] = None
-    embed_dtype: Annotated[
-        str | None, only("float32", why="vectors are given as they are computed")
-    ] = None
-    endianness: Annotated[
-        str | None, only("native", "little", why="numbers in base64 are little-endian")
-    ] = None
-    messages: Annotated[Any, only(why="what is embedded is text, not a chat")] = None
-    lora_path: Annotated[
-        Identifier | None, about("The name of an adapter; `model` may name it as well.")
-    ] = None
-    embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    mm_processor_kwargs: Annotated[Any, text_only()] = None
 
 
 class TextUsage(msgspec.Struct):
@@ -170,95 +95,6 @@ class TextUsage(msgspec.Struct):
     prompt_tokens: Annotated[int, about("Tokens of all texts, special ones included.")]
     total_tokens: Annotated[int, about("The same number.")]
     completion_tokens: Annotated[int, about("Always 0: no tokens are produced.")] = 0
-
-
-class EmbeddedText(msgspec.Struct, kw_only=True):
-    """The vector of one text."""
-
-    index: Annotated[int, about("The number of the text, from 0.")]
-    object: Annotated[str, about("Always `embedding`.")] = "embedding"
-    embedding: Annotated[list[float] | str, about("The vector, or its base64.")]
-
-
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
-    """The vectors of texts, in their order."""
-
-    id: Annotated[str, about("The request's id: the client's own, or a new one.")]
-    object: Annotated[str, about("Always `list`.")] = "list"
-    created: Annotated[int, about("Time of creation, in Unix seconds.")]
-    model: Annotated[str, about("The name that the model is served under.")]
-    data: Annotated[list[EmbeddedText], about("A vector for each text.")]
-    usage: Annotated[TextUsage, about("Tokens that were used.")]
-
-
-class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of ``POST /encode``: a text or several, in the form of SGLang's engine."""
-
-    EXCLUSIVE: ClassVar = (Exclusive(("text", "input_ids"), required=True),)
-
-    text: Annotated[
-        Text | _Texts | None,
-        about("A text, or a list of texts; it or `input_ids` is required."),
-    ] = None
-    input_ids: Annotated[
-        Annotated[
-            list[TokenId | _Ids],
-            msgspec.Meta(
-                min_length=1,
-                extra_json_schema={
-                    "anyOf": [{"items": {"type": "integer"}}, {"items": {"type": "array"}}]
-                },
-            ),
-        ]
-        | None,
-        about("The token ids of a text, or a list of such lists; taken as they are."),
-    ] = None
-    dimensions: Annotated[
-        Annotated[int, msgspec.Meta(ge=1)] | None,
-        about("Keep this many numbers of each vector, and scale it to length 1 again."),
-    ] = None
-    rid: Annotated[Identifier | None, about("A name for the request.")] = None
-    timeout: Annotated[Seconds | None, about("Seconds that the request may take.")] = None
-    return_prompt_token_ids: Annotated[
-        bool | None, only(False, why="/tokenize tells a text's token ids")
-    ] = None
-    sampling_params: Annotated[Any, hint()] = None
-    log_metrics: Annotated[bool | None, hint()] = None
-    priority: Annotated[int | None, _in_order()] = None
-    is_cross_encoder_request: Annotated[
-        bool | None, only(False, why="pairs are scored by /score and /rerank")
-    ] = None
-    return_pooled_hidden_states: Annotated[
-        bool | None, only(False, why="a vector is given as it comes out of the model")
-    ] = None
-    input_embeds: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    positional_embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    image_data: Annotated[Any, _text_only()] = None
-    video_data: Annotated[Any, _text_only()] = None
-    audio_data: Annotated[Any, _text_only()] = None
-    modalities: Annotated[Any, _text_only()] = None
-    lora_path: Annotated[
-        Identifier | None, about("The name of an adapter, for a model that generates.")
-    ] = None
-    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
-    multi_item_delimiter_indices: Annotated[Any, only(why="each text is computed by itself")] = None
-
-
-class EncodedMeta(msgspec.Struct, kw_only=True):
-    """Metadata of one text."""
-
-    id: Annotated[str, about("The request's id.")]
-    finish_reason: Annotated[dict[str, str], about("Always of type `stop`.")]
-    prompt_tokens: Annotated[int, about("Tokens of the text, special ones included.")]
-
-
-class EncodeResponse(msgspec.Struct, kw_only=True):
-    """The vector of one text; a list of texts gives a list of these."""
-
-    embedding: Annotated[list[float], about("The vector.")]
-    meta_info: Annotated[EncodedMeta, about("Metadata of the text.")]
 
 
 class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
@@ -270,20 +106,20 @@ class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     )
 
     text_1: Annotated[
-        Text | _Texts | None,
+        Text | Texts | None,
         about("A text that goes with all of `text_2`, or one for each."),
     ] = None
-    text_2: Annotated[Text | _Texts | None, about("The other texts of the pairs.")] = None
-    queries: Annotated[Text | _Texts | None, about("Another name for `text_1`.")] = None
-    documents: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
-    data_1: Annotated[Text | _Texts | None, about("Another name for `text_1`.")] = None
-    data_2: Annotated[Text | _Texts | None, about("Another name for `text_2`.")] = None
+    text_2: Annotated[Text | Texts | None, about("The other texts of the pairs.")] = None
+    queries: Annotated[Text | Texts | None, about("Another name for `text_1`.")] = None
+    documents: Annotated[Text | Texts | None, about("Another name for `text_2`.")] = None
+    data_1: Annotated[Text | Texts | None, about("Another name for `text_1`.")] = None
+    data_2: Annotated[Text | Texts | None, about("Another name for `text_2`.")] = None
     query: Annotated[
-        Text | _Ids | None,
+        Text | Ids | None,
         about("The text or token ids before each item; SGLang's name for `text_1`."),
     ] = None
     items: Annotated[
-        Text | Annotated[list[Text | _Ids], msgspec.Meta(min_length=1)] | None,
+        Text | Annotated[list[Text | Ids], msgspec.Meta(min_length=1)] | None,
         about("A text, or a list of texts or lists of token ids; SGLang's name for `text_2`."),
     ] = None
     label_token_ids: Annotated[
