@@ -36,7 +36,6 @@ from trioserve.requests.request import (
 from trioserve.requests.stream import Chunk
 from trioserve.scheduler import sequence_state
 from trioserve.scheduler.adapter_residency import Residency
-from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
@@ -45,6 +44,7 @@ from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.slots import SlotAllocator
+from trioserve.scheduler.state import SchedulerState
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor
@@ -166,7 +166,7 @@ def _waiting_forgotten(original: Any) -> Any:
     """Put back the running sequences on a restart, and forget the waiting ones."""
 
     def on_worker_lost(self: Recovery) -> None:
-        core = self._core
+        core = self._state
         for computation in core.waiting.take_all():
             core.num_waiting_tokens -= computation.sequence.num_tokens
         original(self)
@@ -175,12 +175,15 @@ def _waiting_forgotten(original: Any) -> Any:
 
 
 @plants(
-    "the preempted lose their place in line", "vllm-project/vllm#45388", SchedulerCore, "_preempt"
+    "the preempted lose their place in the queue",
+    "vllm-project/vllm#45388",
+    SchedulerState,
+    "preempt",
 )
 def _preempted_last(original: Any) -> Any:
     """Move a preempted sequence to the end of the queue."""
 
-    def preempt(self: SchedulerCore, computation: SequenceState) -> None:
+    def preempt(self: SchedulerState, computation: SequenceState) -> None:
         first, *rest = computation.order
         computation.order = (first + (1 << 40), *rest)
         original(self, computation)
@@ -298,7 +301,7 @@ def _resumed_without_output(original: Any) -> Any:
 
     def take(self: ResultProcessor, *args: Any) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = original(self, *args)
-        if self._core.counters.num_preemptions:
+        if self._state.counters.num_preemptions:
             outputs = [
                 msgspec.structs.replace(output, token_ids=output.token_ids * 2)
                 for output in outputs
@@ -371,7 +374,7 @@ def _history_lost(original: Any) -> Any:
 @plants(
     "an adapter is unloaded while requests run with it",
     "huggingface/trl#7017",
-    SchedulerCore,
+    SchedulerState,
     "has_adapter_users",
 )
 def _leaves_at_once(original: Any) -> Any:

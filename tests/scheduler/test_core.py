@@ -17,8 +17,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler import plan_builder
-from trioserve.scheduler.core import MAX_PENDING
 from trioserve.scheduler.limits import SchedulerLimits
+from trioserve.scheduler.planning import MAX_PENDING
 from trioserve.testing import FakeWorker
 
 # ---- what fits

@@ -17,64 +17,61 @@ from __future__ import annotations
 
 import collections
 import itertools
-from typing import TYPE_CHECKING
 
 from trioserve.requests.request import State
 from trioserve.requests.tenants import TenantCounts
+from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.sequence_group import leader_of
-
-if TYPE_CHECKING:
-    from trioserve.scheduler.core import SchedulerCore
-    from trioserve.scheduler.plan_builder import InFlight
-    from trioserve.scheduler.sequence_state import SequenceState
+from trioserve.scheduler.sequence_state import SequenceState
+from trioserve.scheduler.state import SchedulerState
 
 
-def check_core(core: SchedulerCore) -> None:
+def check_state(state: SchedulerState) -> None:
     """Assert the invariants. The cost grows with the size of the state."""
-    _check_queues(core)
-    for computation in core.running:
-        _check_counts(core, computation)
-    _check_pages(core)
-    _check_in_flight(core)
-    core.recovery.fault_isolation.check()
+    _check_queues(state)
+    for computation in state.running:
+        _check_counts(state, computation)
+    _check_pages(state)
+    _check_in_flight(state)
+    state.fault_isolation.check()
 
 
-def _check_queues(core: SchedulerCore) -> None:
-    for queue in (core.waiting, core.running):
+def _check_queues(state: SchedulerState) -> None:
+    for queue in (state.waiting, state.running):
         orders = [computation.order for computation in queue]
         assert orders == sorted(set(orders)), "a queue is out of order"
-    core.waiting.check()
-    for computation in core.waiting:
+    state.waiting.check()
+    for computation in state.waiting:
         assert computation.sequence.state is State.WAITING
         assert computation.sequence.compute is computation
         assert not computation.holds_slot
         assert not computation.pages
         assert not computation.is_held
-    _check_held(core)
-    waiting = [each.sequence for each in itertools.chain(core.waiting, core.groups)]
+    _check_held(state)
+    waiting = [each.sequence for each in itertools.chain(state.waiting, state.groups)]
     tokens = sum(sequence.num_tokens for sequence in waiting)
-    assert core.num_waiting_tokens == tokens, "waiting tokens are miscounted"
+    assert state.num_waiting_tokens == tokens, "waiting tokens are miscounted"
     tenants = TenantCounts()
     for sequence in waiting:
         tenants.add(sequence.request.tenant, 1, sequence.num_tokens)
-    assert core.waiting_of_tenants == tenants, "tenants' sequences are miscounted"
-    for computation in core.running:
+    assert state.waiting_of_tenants == tenants, "tenants' sequences are miscounted"
+    for computation in state.running:
         assert computation.sequence.state in (State.PREFILL, State.DECODE)
         assert computation.sequence.compute is computation
-    for computation in core.preempted:
+    for computation in state.preempted:
         assert computation.sequence.state is State.PREEMPTED
         assert computation.sequence.compute is computation
-        assert computation.last_plan >= core.in_flight[0].number, "it should have been queued again"
-    slots = [computation.slot for computation in core.running]
+        assert computation.last_plan >= state.in_flight[0].number, "it should be queued again"
+    slots = [computation.slot for computation in state.running]
     assert len(set(slots)) == len(slots), "two sequences share a slot"
-    table = core.memory.slots
+    table = state.memory.slots
     assert len(slots) + table.num_free + table.num_retiring == table.num_slots, "a slot is lost"
 
 
-def _check_held(core: SchedulerCore) -> None:
-    queued = set(map(id, core.waiting))
-    assert len(core.groups) == len(list(core.groups)), "sequences held back are miscounted"
-    for computation in core.groups:
+def _check_held(state: SchedulerState) -> None:
+    queued = set(map(id, state.waiting))
+    assert len(state.groups) == len(list(state.groups)), "sequences held back are miscounted"
+    for computation in state.groups:
         assert computation.is_held
         assert id(computation) not in queued
         assert computation.sequence.state is State.WAITING
@@ -87,18 +84,18 @@ def _check_held(core: SchedulerCore) -> None:
         assert waits or leader.max_tokens == 0, "a sequence is held back for a computed prompt"
 
 
-def _check_counts(core: SchedulerCore, computation: SequenceState) -> None:
+def _check_counts(state: SchedulerState, computation: SequenceState) -> None:
     assert computation.computed <= computation.planned < computation.length <= computation.limit
-    limits = core.limits
+    limits = state.limits
     num_pages = len(computation.pages)
     assert limits.pages_for(computation.planned) <= num_pages <= limits.pages_for(computation.limit)
     known = computation.sequence.num_tokens
     in_flight = sum(
-        samples for plan in core.in_flight for row, _, samples in plan.rows if row is computation
+        samples for plan in state.in_flight for row, _, samples in plan.rows if row is computation
     )
     assert computation.length == known + in_flight, "a token is counted twice or not at all"
-    unsettled = bool(core.memory.counts.unsettled[computation.slot])
-    ragged = [plan for plan in core.in_flight if _may_bring_several(plan, computation)]
+    unsettled = bool(state.memory.counts.unsettled[computation.slot])
+    ragged = [plan for plan in state.in_flight if _may_bring_several(plan, computation)]
     assert unsettled == bool(ragged), "an unsettled length isn't told from others"
     if ragged:
         assert computation.last_plan == ragged[0].number, "a row follows one of unknown length"
@@ -113,13 +110,13 @@ def _may_bring_several(plan: InFlight, computation: SequenceState) -> bool:
     return any(limit > 1 for each, limit in limits if each is computation)
 
 
-def _check_pages(core: SchedulerCore) -> None:
-    pool, prefix = core.memory.pool, core.memory.prefix
+def _check_pages(state: SchedulerState) -> None:
+    pool, prefix = state.memory.pool, state.memory.prefix
     pool.check()
     prefix.check()
     places: dict[int, set[int]] = collections.defaultdict(set)
     holders: collections.Counter[int] = collections.Counter()
-    for computation in core.running:
+    for computation in state.running:
         assert len(set(computation.pages)) == len(computation.pages)
         holders.update(computation.pages)
         for place, page in enumerate(computation.pages):
@@ -133,18 +130,18 @@ def _check_pages(core: SchedulerCore) -> None:
             assert len(places[page]) == 1, f"page {page} stands at two places"
 
 
-def _check_in_flight(core: SchedulerCore) -> None:
-    numbers = [plan.number for plan in core.in_flight]
-    assert numbers == list(range(core.next_number - len(numbers), core.next_number))
-    assert len(numbers) <= core.limits.max_plans_in_flight
-    for plan in core.in_flight:
+def _check_in_flight(state: SchedulerState) -> None:
+    numbers = [plan.number for plan in state.in_flight]
+    assert numbers == list(range(state.next_number - len(numbers), state.next_number))
+    assert len(numbers) <= state.limits.max_plans_in_flight
+    for plan in state.in_flight:
         rows = [computation for computation, _, _ in plan.rows]
         assert len(set(map(id, rows))) == len(rows), "two rows of one sequence"
-    rows_in_flight = itertools.chain.from_iterable(plan.rows for plan in core.in_flight)
+    rows_in_flight = itertools.chain.from_iterable(plan.rows for plan in state.in_flight)
     for computation, _, _ in rows_in_flight:
         assert computation.last_plan >= numbers[0]
         assert computation.sequence.state is not State.WAITING, "queued again too early"
-    if not numbers and not core.running:
-        pool, slots = core.memory.pool, core.memory.slots
+    if not numbers and not state.running:
+        pool, slots = state.memory.pool, state.memory.slots
         assert pool.num_held == 0, "pages are held while nothing runs"
         assert slots.num_free == slots.num_slots, "slots are open while nothing runs"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
 import msgspec
 
 from trioserve._util.feed import Feed
-from trioserve.observability.scheduler_statistics import Counters
+from trioserve.observability.scheduler_statistics import Counters, SchedulerStatistics
 from trioserve.protocol import wire
 from trioserve.scheduler.plan_builder import InFlight
-
-if TYPE_CHECKING:
-    from trioserve.scheduler.core import SchedulerCore
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -89,12 +84,11 @@ class Iterations:
         self._told = attrs.evolve(self._counters)
 
     def note(
-        self, core: SchedulerCore, plan: InFlight, result: wire.StepResult, now: float
+        self, after: SchedulerStatistics, plan: InFlight, result: wire.StepResult, now: float
     ) -> None:
-        """Publish the record of ``plan``, after its ``result`` has been taken."""
+        """Publish the record of ``plan``; ``after`` it, its ``result`` has been taken."""
         was, is_ = self._told, attrs.evolve(self._counters)
         self._told = is_
-        pool = core.memory.pool
         self.feed.publish(
             Iteration(
                 number=is_.num_steps,
@@ -105,21 +99,21 @@ class Iterations:
                 num_decode_tokens=plan.num_decodes,
                 num_tokens_sampled=is_.num_tokens_sampled - was.num_tokens_sampled,
                 num_finished=sum(each.sequence.compute is not each for each in plan.computations),
-                num_running=len(core.running),
-                num_waiting=core.num_waiting,
+                num_running=after.num_running,
+                num_waiting=after.num_waiting,
                 num_preempted=is_.num_preemptions - was.num_preemptions,
-                plans_in_flight=len(core.in_flight),
+                plans_in_flight=after.plans_in_flight,
                 prefix_cache_queries=is_.prefix_cache_queries - was.prefix_cache_queries,
                 prefix_cache_hits=is_.prefix_cache_hits - was.prefix_cache_hits,
                 pages_evicted=is_.pages_evicted - was.pages_evicted,
                 pages_offloaded=is_.pages_offloaded - was.pages_offloaded,
                 pages_onloaded=is_.pages_onloaded - was.pages_onloaded,
-                pages_free=pool.num_free,
-                pages_cached=pool.num_idle,
-                pages_held=pool.num_held,
-                pages_total=pool.num_pages,
-                host_pages_cached=pool.host.num_stored,
-                host_pages_total=pool.num_host_pages,
+                pages_free=after.pages_free,
+                pages_cached=after.pages_cached,
+                pages_held=after.pages_held,
+                pages_total=after.pages_total,
+                host_pages_cached=after.host_pages_cached,
+                host_pages_total=after.host_pages_total,
                 step_us=result.step_us,
                 idle_us=is_.idle_us - was.idle_us,
                 launch_us=result.launch_us,

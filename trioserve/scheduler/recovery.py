@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import attrs
 
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput, State
-from trioserve.scheduler.fault_isolation import FaultIsolation, Flight, Verdict
+from trioserve.scheduler.fault_isolation import Flight, Verdict
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.plan_builder import InFlight
-
-if TYPE_CHECKING:
-    from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.state import SchedulerState
 
 MAX_FAILURES = 3
 """Failures of plans without progress after which a worker is given up."""
@@ -36,8 +33,7 @@ CALM_LIFE = 60.0
 class Recovery:
     """The handling of failures in a scheduler."""
 
-    _core: SchedulerCore
-    fault_isolation: FaultIsolation = attrs.field(init=False, factory=FaultIsolation)
+    _state: SchedulerState
     _flight: Flight = attrs.field(init=False, factory=dict)
     """Sequences in flight when the worker was lost; empty once the loss has been judged."""
     _num_failures: int = attrs.field(init=False, default=0)
@@ -48,7 +44,7 @@ class Recovery:
     def on_step(self, plan: InFlight) -> None:
         """Note that ``plan`` has been computed and its rows are counted."""
         self._num_failures = 0
-        self.fault_isolation.on_step(plan.computations)
+        self._state.fault_isolation.on_step(plan.computations)
 
     def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
         """Handle the failure of a plan in flight: all sequences resume after a Reset.
@@ -61,7 +57,7 @@ class Recovery:
         """
         if failure.fatal:
             raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
-        plan = next((each for each in self._core.in_flight if each.number == failure.number), None)
+        plan = next((each for each in self._state.in_flight if each.number == failure.number), None)
         if plan is None:
             raise WorkerLost(f"plan {failure.number} failed and isn't in flight: {failure.message}")
         culprit: Request | None = None
@@ -71,11 +67,11 @@ class Recovery:
             # If it has ended meanwhile, the other sequences of its request go on.
             culprit = None if sequence.state is State.FINISHED else sequence.request
         else:
-            verdict = self.fault_isolation.on_death(_flight_of([plan]))
+            verdict = self._state.fault_isolation.on_death(_flight_of([plan]))
             culprit = verdict.culprit
             self._num_failures += not _is_progress(verdict)
             if self._num_failures == MAX_FAILURES:
-                self._core.in_flight.clear()  # Cleared, so that this failure is judged only once.
+                self._state.in_flight.clear()  # Cleared, so that this failure is judged only once.
                 raise WorkerLost(f"plan {failure.number} failed: {failure.message}")
         outputs = self._end(culprit, failure.message)
         self._forget_worker()
@@ -85,9 +81,9 @@ class Recovery:
         """Handle the loss of the worker: all sequences wait, and no plans are built until a
         restart.
         """
-        self._flight = _flight_of(self._core.in_flight)
+        self._flight = _flight_of(self._state.in_flight)
         self._forget_worker()
-        self._core.has_worker = False
+        self._state.has_worker = False
 
     def judge(self, loss: WorkerLost, lived: float = 0.0) -> tuple[list[SequenceOutput], int]:
         """Judge why a worker was lost that lived for ``lived`` seconds, or never became ready.
@@ -96,11 +92,15 @@ class Recovery:
             The end of the culprit, if one was found, and the number of deaths since there was
             progress.
         """
-        judge = self.fault_isolation.on_kill if loss.from_outside else self.fault_isolation.on_death
+        judge = (
+            self._state.fault_isolation.on_kill
+            if loss.from_outside
+            else self._state.fault_isolation.on_death
+        )
         verdict = judge(self._flight)
         is_calm = lived >= CALM_LIFE and not self._flight
         self._flight = {}
-        num_steps = self._core.counters.num_steps
+        num_steps = self._state.counters.num_steps
         if num_steps > self._num_steps or is_calm:
             self._num_deaths = 0
         self._num_steps = num_steps
@@ -113,41 +113,41 @@ class Recovery:
         Returns:
             The ends, with an error, of the sequences that no longer fit within ``limits``.
         """
-        core = self._core
-        assert not core.has_worker
-        core.limits = limits
+        state = self._state
+        assert not state.has_worker
+        state.limits = limits
         self._forget_worker()
-        core.await_compiling()
-        core.has_worker = True
+        state.await_compiling()
+        state.has_worker = True
         self._num_failures = 0
-        core.next_number = 1
+        state.next_number = 1
         longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
         error = EngineError("the new worker has less room, and this request doesn't fit any more")
         finish = Finish(FinishReason.ERROR, error=error)
         # The first sequence of each request is queued, even if others are held back.
-        too_long = [each.sequence.request for each in core.waiting if each.limit > longest]
-        ends = [core.finish_all(request, finish) for request in dict.fromkeys(too_long)]
+        too_long = [each.sequence.request for each in state.waiting if each.limit > longest]
+        ends = [state.finish_all(request, finish) for request in dict.fromkeys(too_long)]
         return list(itertools.chain.from_iterable(ends))
 
     def _end(self, culprit: Request | None, reason: str) -> list[SequenceOutput]:
         if culprit is None:
             return []
         error = EngineError(f"the worker failed on this request: {reason}")
-        return self._core.finish_all(culprit, Finish(FinishReason.ERROR, error=error))
+        return self._state.finish_all(culprit, Finish(FinishReason.ERROR, error=error))
 
     def _forget_worker(self) -> None:
         """Drop the worker's state: its slots, its pages, and the plans in flight."""
-        core = self._core
-        core.in_flight.clear()
-        for computation in core.running.take_all():
+        state = self._state
+        state.in_flight.clear()
+        for computation in state.running.take_all():
             computation.leave_slot()
-            core.mark_preempted(computation)
+            state.mark_preempted(computation)
         # Followers of a prompt that is gone may have to be held back again.
-        for computation in core.waiting.take_all():
-            core.groups.enter(computation)
-        core.requeue_preempted()
-        core.memory = Memory(core.limits, core.feeds)
-        core.feeds.cache.on_cleared()
+        for computation in state.waiting.take_all():
+            state.groups.enter(computation)
+        state.requeue_preempted()
+        state.memory = Memory(state.limits, state.feeds)
+        state.feeds.cache.on_cleared()
 
 
 def _is_progress(verdict: Verdict) -> bool:

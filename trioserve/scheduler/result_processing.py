@@ -10,7 +10,6 @@ tokens after it are dropped and counted nowhere.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -21,18 +20,16 @@ from trioserve.requests.request import Finish, Sequence, SequenceOutput, State
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.result_validation import Results
 from trioserve.scheduler.sequence_state import SequenceState
+from trioserve.scheduler.state import SchedulerState
 from trioserve.scheduler.stop_conditions import ending, ending_without_token
 from trioserve.scheduler.token_counts import Bools, Ints
-
-if TYPE_CHECKING:
-    from trioserve.scheduler.core import SchedulerCore
 
 
 @attrs.define(eq=False)
 class ResultProcessor:
-    """The part of a :class:`~.core.SchedulerCore` that takes results in."""
+    """The part of a :class:`~.state.SchedulerState` that takes results in."""
 
-    _core: SchedulerCore
+    _state: SchedulerState
     _observer: Observer | None
 
     def take(self, plan: InFlight, results: Results, now: float) -> list[SequenceOutput]:
@@ -63,7 +60,7 @@ class ResultProcessor:
             is plain, else 0. A plain row isn't the first or perhaps the last in its slot, and
             nothing but tokens was wanted.
         """
-        counts, slots, offsets = self._core.memory.counts, plan.slots, results.offsets
+        counts, slots, offsets = self._state.memory.counts, plan.slots, results.offsets
         # A slot isn't given to anybody else while a plan in flight names it.
         held = counts.generation[slots] == plan.generations
         counts.computed[slots[held]] += plan.counts[held]
@@ -82,16 +79,16 @@ class ResultProcessor:
 
     def _may_end_later(self, results: Results) -> Bools:
         """Return for each row whether a token of it may be the end of its sequence."""
-        ends = (results.tokens < 0) | self._core.memory.counts.may_stop(results.tokens)
+        ends = (results.tokens < 0) | self._state.memory.counts.may_stop(results.tokens)
         num_before = np.concatenate([[0], np.cumsum(ends)])[results.offsets]
         may_end: Bools = num_before[1:] > num_before[:-1]
         return may_end
 
     def _count_tokens(self, slots: Ints, gained: Ints, now: float) -> None:
         """Count ``gained`` tokens more for each of ``slots``."""
-        last_token = self._core.memory.counts.last_token
+        last_token = self._state.memory.counts.last_token
         num_tokens = int(gained.sum())
-        self._core.counters.num_tokens_sampled += num_tokens
+        self._state.counters.num_tokens_sampled += num_tokens
         if self._observer is not None and num_tokens:
             gaps = now - last_token[slots]
             if num_tokens > len(slots):
@@ -112,8 +109,8 @@ class ResultProcessor:
                 return outputs
         sequence.request.vector = results.vectors.get(computation.slot, b"")
         finish = ending_without_token(sequence, tokens[-1])
-        self._core.counters.num_corrupted += isinstance(finish.error, EngineError)
-        return outputs + self._core.finish_all(sequence.request, finish)
+        self._state.counters.num_corrupted += isinstance(finish.error, EngineError)
+        return outputs + self._state.finish_all(sequence.request, finish)
 
     def _accept(
         self, computation: SequenceState, results: Results, index: int, now: float
@@ -127,7 +124,7 @@ class ResultProcessor:
         accepted, finish = _append(sequence, results.row(index))
         count = len(accepted)
         computation.settle(count - 1)
-        self._core.counters.num_tokens_sampled += count
+        self._state.counters.num_tokens_sampled += count
         if self._observer is not None:
             computation.bring_times_up_to_date()
             self._observer.observe_tokens(sequence, count, now)
@@ -135,7 +132,7 @@ class ResultProcessor:
             request.times.first_token = now
         computation.note_token(now)
         if finish is not None:
-            self._core.finish(sequence, finish)
+            self._state.finish(sequence, finish)
         logprobs = None
         if request.params.logprobs is not None:
             first = int(results.offsets[index])

@@ -251,7 +251,7 @@ class Scheduler:
         self._deliver(outputs)
         self._notify()
         assert self._core is not None
-        fault_isolation = self._core.recovery.fault_isolation
+        fault_isolation = self._core.fault_isolation
         if fault_isolation.restricts:
             _log.warning(
                 "requests suspected",
