@@ -14,6 +14,7 @@ from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
 from trioserve.http.api.routes import served_routes
 from trioserve.http.api.schema.reading import struct_classes
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
@@ -26,18 +27,18 @@ REQUESTS = struct_classes([type_ for route in ROUTES for type_ in (route.request
 ANSWERS = struct_classes([type_ for route in ROUTES for type_ in (route.response, route.events)])
 
 
-def refused(cls: type) -> dict[str, str]:
+def refused(cls: type) -> dict[str, Refusal | None]:
     """Return the fields of a class that are known and not served, with the reasons."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
-        name: meta.extra["why"]
+        name: meta.extra["refusal"]
         for name, annotation in hints.items()
         for meta in getattr(annotation, "__metadata__", ())
         if getattr(meta, "extra", None) and "only" in meta.extra
     }
 
 
-REASONS = sorted({why for cls in REQUESTS for why in refused(cls).values()})
+REFUSED = {refusal for cls in REQUESTS for refusal in refused(cls).values()}
 
 
 def told(part: str) -> bool:
@@ -58,49 +59,62 @@ def route(part: str) -> bool:
     return any(part in rule for rule in RULES)
 
 
-CAN: dict[str, Callable[[], bool]] = {
-    "the experts that computed a token aren't reported": lambda: told("routed_experts"),
-    "adapters of experts aren't served": lambda: any("expert" in part for part in PACKED_MODULES),
-    "read text only": lambda: (
+CAN: dict[Refusal, Callable[[], bool]] = {
+    Refusal.ROUTED_EXPERTS: lambda: told("routed_experts"),
+    Refusal.EXPERT_ADAPTERS: lambda: any("expert" in part for part in PACKED_MODULES),
+    Refusal.READING_MEDIA: lambda: (
         set(typing.get_args(Prompt)) != {TextPrompt, TokensPrompt, ChatPrompt}
     ),
-    "read and write text only": lambda: told("modalities"),
-    "beam search isn't implemented": lambda: sampled("beam"),
-    "there is one worker": lambda: option("parallel-size"),
-    "aren't computed by one worker and continued by another": lambda: option("disaggregation"),
-    "every step's tokens are sent as they come": lambda: option("stream-interval"),
-    "reasoning isn't cut off": lambda: sampled("thinking"),
-    "outputs aren't searched for repetitions": lambda: sampled("repetition_detection"),
-    "the entropy of a distribution isn't computed": lambda: hasattr(TokenLogprob, "entropy"),
-    "hidden states stay in the worker": lambda: told("hidden_states"),
-    "they stay in the worker": lambda: told("hidden_states"),
-    "which tokens were left to draw from isn't kept": lambda: told("sampling_mask"),
-    "there is no moderation": lambda: route("moderations"),
-    "there are no conversations beside responses": lambda: route("/v1/conversations"),
-    "outputs aren't predicted": lambda: option("speculative"),
-    "no model with sparse attention": lambda: any(
+    Refusal.MEDIA: lambda: told("modalities"),
+    Refusal.BEAM_SEARCH: lambda: sampled("beam"),
+    Refusal.SEVERAL_WORKERS: lambda: option("parallel-size"),
+    Refusal.DISAGGREGATION: lambda: option("disaggregation"),
+    Refusal.STREAM_INTERVALS: lambda: option("stream-interval"),
+    Refusal.REASONING_BUDGETS: lambda: sampled("thinking"),
+    Refusal.REPETITION_DETECTION: lambda: sampled("repetition_detection"),
+    Refusal.ENTROPY: lambda: hasattr(TokenLogprob, "entropy"),
+    Refusal.HIDDEN_STATES: lambda: told("hidden_states"),
+    Refusal.CHAT_HIDDEN_STATES: lambda: told("hidden_states"),
+    Refusal.SAMPLING_MASKS: lambda: told("sampling_mask"),
+    Refusal.MODERATION: lambda: route("moderations"),
+    Refusal.CONVERSATIONS: lambda: route("/v1/conversations"),
+    Refusal.PREDICTED_OUTPUTS: lambda: option("speculative"),
+    Refusal.SPARSE_ATTENTION: lambda: any(
         "indexer" in field.name for field in attrs.fields(ModelConfig)
     ),
-    "see n and, for completions, best_of": lambda: not sampled("n"),
 }
-"""Checks that the code can do a thing after all, by the reason that denies it."""
+"""Checks that the server has a capability after all, by the refusals that deny it."""
 
 
-@pytest.mark.parametrize("claim", CAN)
-def test_what_a_reason_denies_is_not_there(claim: str) -> None:
-    assert any(claim in why for why in REASONS), "no reason says so any more"
-    assert not CAN[claim]()
+def test_every_refused_field_is_in_the_table() -> None:
+    """Use every reason of the table, and no other one."""
+    assert set(Refusal) == REFUSED
+
+
+@pytest.mark.parametrize("refusal", CAN)
+def test_what_a_reason_denies_is_not_there(refusal: Refusal) -> None:
+    assert not CAN[refusal]()
+
+
+def test_best_of_is_there_in_place_of_beam_search() -> None:
+    assert "see n and" in Refusal.BEAM_SEARCH.value
+    assert sampled("n")
 
 
 def test_no_reason_denies_models_that_are_served() -> None:
     """Deny no kind of model that is served; the reason about experts was false for long."""
     assert any("experts" in field.name for field in attrs.fields(ModelConfig))
-    denied = [why for why in REASONS if "no model" in why or "the models that are served" in why]
-    assert [why for why in denied if not any(claim in why for claim in CAN)] == []
+    denied = [
+        refusal
+        for refusal in Refusal
+        if "no model" in refusal.value or "the models that are served" in refusal.value
+    ]
+    assert [refusal for refusal in denied if refusal not in CAN] == []
 
 
-@pytest.mark.parametrize("why", REASONS)
-def test_what_a_reason_points_to_is_there(why: str) -> None:
+@pytest.mark.parametrize("refusal", Refusal)
+def test_what_a_reason_points_to_is_there(refusal: Refusal) -> None:
+    why = refusal.value
     for flag in re.findall(r"--[a-z-]+", why):
         assert flag in FLAGS
     for path in re.findall(r"(?<![\w}])/[a-z_/0-9]+[a-z_]", why):

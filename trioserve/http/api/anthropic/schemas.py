@@ -14,6 +14,7 @@ from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Count, about, hint, only
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.protocol.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
 _ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
@@ -30,7 +31,7 @@ class TextInput(
 
     text: Annotated[Text, about("The text.")]
     cache_control: Annotated[Any, hint()] = None
-    citations: Annotated[Any, only([], why="there are no documents to cite")] = None
+    citations: Annotated[Any, only([], refusal=Refusal.DOCUMENTS)] = None
 
 
 class ThinkingInput(
@@ -52,7 +53,7 @@ class ToolUseInput(
     input: Annotated[dict[str, Any], about("The tool's input.")]
     cache_control: Annotated[Any, hint()] = None
     caller: Annotated[Any, hint()] = None
-    toolset_name: Annotated[Any, only(why="there are no sets of tools")] = None
+    toolset_name: Annotated[Any, only(refusal=Refusal.TOOLSETS)] = None
 
 
 class ToolResultInput(
@@ -69,7 +70,7 @@ class ToolResultInput(
         bool | None, about("Whether the call failed; the model reads `Error:` before the content.")
     ] = None
     cache_control: Annotated[Any, hint()] = None
-    toolset_name: Annotated[Any, only(why="there are no sets of tools")] = None
+    toolset_name: Annotated[Any, only(refusal=Refusal.TOOLSETS)] = None
 
 
 Blocks = Annotated[
@@ -101,11 +102,11 @@ class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     cache_control: Annotated[Any, hint()] = None
     eager_input_streaming: Annotated[Any, hint()] = None
-    allowed_callers: Annotated[
-        Any, only([], ["direct"], why="nothing but the model calls tools")
-    ] = None
-    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
-    input_examples: Annotated[Any, only([], why="chat templates don't print examples")] = None
+    allowed_callers: Annotated[Any, only([], ["direct"], refusal=Refusal.CALLERS_BUT_THE_MODEL)] = (
+        None
+    )
+    defer_loading: Annotated[Any, only(False, refusal=Refusal.TOOL_SEARCH)] = None
+    input_examples: Annotated[Any, only([], refusal=Refusal.TOOL_EXAMPLES)] = None
 
 
 class AutoToolChoice(
@@ -189,7 +190,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         about("For the chat template; refused if the template ignores `reasoning_effort`."),
     ] = None
     format: Annotated[OutputFormat | None, about("The form of the answer.")] = None
-    task_budget: Annotated[Any, only(why="no chat template that is served knows it")] = None
+    task_budget: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None
 
 
 class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -223,9 +224,9 @@ class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         OutputFormat | None, about("`output_config.format` of older versions.")
     ] = None
     cache_control: Annotated[Any, hint()] = None
-    context_management: Annotated[Any, only(why="nothing is taken out of a conversation")] = None
-    mcp_servers: Annotated[Any, only([], why="the server runs no tools")] = None
-    speed: Annotated[Any, only("standard", why="there is one speed")] = None
+    context_management: Annotated[Any, only(refusal=Refusal.CONTEXT_EDITING)] = None
+    mcp_servers: Annotated[Any, only([], refusal=Refusal.SERVER_TOOLS)] = None
+    speed: Annotated[Any, only("standard", refusal=Refusal.SPEEDS)] = None
 
 
 class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
@@ -244,10 +245,10 @@ class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
     top_k: fields.TopK = None
     top_p: fields.TopP = None
     metadata: Annotated[Any, hint()] = None
-    service_tier: Annotated[Any, only("auto", "standard_only", why="there is one tier")] = None
-    container: Annotated[Any, only(why="nothing that a client sends is executed")] = None
-    diagnostics: Annotated[Any, only(why="usage tells what was in the prefix cache")] = None
-    inference_geo: Annotated[Any, only(why="the server is where it is")] = None
+    service_tier: Annotated[Any, only("auto", "standard_only", refusal=Refusal.TIERS)] = None
+    container: Annotated[Any, only(refusal=Refusal.CLIENT_CODE)] = None
+    diagnostics: Annotated[Any, only(refusal=Refusal.CACHE_DIAGNOSTICS)] = None
+    inference_geo: Annotated[Any, only(refusal=Refusal.REGIONS)] = None
 
 
 class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True):

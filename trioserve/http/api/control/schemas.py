@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from trioserve.http.api.schema.reading import Exclusive, about, hint, only
+from trioserve.http.api.schema.refused_fields import Refusal
 
 _RequestId = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -62,11 +63,9 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = ""
     abort_all: Annotated[bool, about("End all requests.")] = False
     finished_reason: Annotated[
-        dict[str, Any] | None, only(why="the finish reason is always `abort`")
+        dict[str, Any] | None, only(refusal=Refusal.OTHER_FINISH_REASONS)
     ] = None
-    abort_message: Annotated[str | None, only(why="the finish reason `abort` has no message")] = (
-        None
-    )
+    abort_message: Annotated[str | None, only(refusal=Refusal.ABORT_MESSAGES)] = None
 
 
 class AbortManyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -102,11 +101,9 @@ class NewWeights(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Annotated[str, msgspec.Meta(max_length=200)] | None,
         about("The version of the new weights; a checksum by default."),
     ] = None
-    flush_cache: Annotated[
-        bool | None, only(True, why="what the old weights have computed is of no use to the new")
-    ] = None
+    flush_cache: Annotated[bool | None, only(True, refusal=Refusal.OLD_CACHE)] = None
     load_format: Annotated[
-        str | None, only("auto", "safetensors", "gguf", why="the files tell what they are")
+        str | None, only("auto", "safetensors", "gguf", refusal=Refusal.OTHER_LOADERS)
     ] = None
     torch_empty_cache: Annotated[bool | None, hint()] = None
 
@@ -127,9 +124,7 @@ class UpdateWeightsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True)
     keep_pause: Annotated[
         bool | None, about("Pause the engine once the new weights are loaded.")
     ] = None
-    manifest: Annotated[
-        dict[str, Any] | None, only(why="the tensors are checked against the model")
-    ] = None
+    manifest: Annotated[dict[str, Any] | None, only(refusal=Refusal.UNCHECKED_TENSORS)] = None
     is_async: Annotated[bool | None, hint()] = None
     recapture_cuda_graph: Annotated[bool | None, hint()] = None
     token_step: Annotated[int | None, hint()] = None
@@ -152,10 +147,7 @@ class UpdateTensorsRequest(NewWeights, forbid_unknown_fields=True, kw_only=True)
     ] = None
     serialized_named_tensors: Annotated[
         Any,
-        only(
-            why="they are pickles, which run code when they are read: write the tensors to a file "
-            "by safetensors, in /dev/shm for one, and give its path as model_path"
-        ),
+        only(refusal=Refusal.PICKLES),
     ] = None
     disable_draft_model: Annotated[bool | None, hint()] = None
 
@@ -188,9 +180,7 @@ class MemoryRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         about("The memory that is meant; any value releases and resumes all of it."),
     ] = None
     level: Annotated[int | None, hint()] = None
-    mode: Annotated[
-        str | None, only("keep", why="requests keep their tokens, and go on afterwards")
-    ] = None
+    mode: Annotated[str | None, only("keep", refusal=Refusal.ENDING_AT_SLEEP)] = None
 
 
 class SleepReply(msgspec.Struct, kw_only=True):
@@ -212,22 +202,18 @@ class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
             "`adapter_model.safetensors`."
         ),
     ]
-    load_inplace: Annotated[
-        bool | None, only(False, why="unload the one that has the name, first")
-    ] = None
-    is_3d_lora_weight: Annotated[Any, only(False, why="adapters of experts aren't served")] = None
-    pinned: Annotated[
-        bool | None, only(False, why="see --max-cpu-loras, by which all of them may be held")
-    ] = None
-    added_tokens_config: Annotated[Any, only({}, why="the vocabulary is the model's")] = None
+    load_inplace: Annotated[bool | None, only(False, refusal=Refusal.ADAPTER_REPLACEMENT)] = None
+    is_3d_lora_weight: Annotated[Any, only(False, refusal=Refusal.EXPERT_ADAPTERS)] = None
+    pinned: Annotated[bool | None, only(False, refusal=Refusal.PINNED_ADAPTERS)] = None
+    added_tokens_config: Annotated[Any, only({}, refusal=Refusal.ADDED_TOKENS)] = None
 
 
 class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/unload_lora_adapter``."""
 
     lora_name: Annotated[str, about("The adapter's name in requests.")]
-    lora_int_id: Annotated[Any, only(why="adapters are told by their names")] = None
-    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
+    lora_int_id: Annotated[Any, only(refusal=Refusal.ADAPTER_NUMBERS)] = None
+    lora_id: Annotated[Any, only(refusal=Refusal.ADAPTER_NUMBERS)] = None
 
 
 class LoadedAdapters(msgspec.Struct, kw_only=True):

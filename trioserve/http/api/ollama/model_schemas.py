@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from trioserve.http.api.schema.reading import Exclusive, about, hint, only
+from trioserve.http.api.schema.refused_fields import Refusal
 
 
 class OllamaDetails(msgspec.Struct, kw_only=True):
@@ -76,9 +77,9 @@ class ShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     name: Annotated[str | None, about("The older name of `model`.")] = None
     verbose: Annotated[Any, hint()] = None
-    system: Annotated[Any, only("", why="models are told as they are")] = None
-    template: Annotated[Any, only("", why="models are told as they are")] = None
-    options: Annotated[Any, only({}, why="models are told as they are")] = None
+    system: Annotated[Any, only("", refusal=Refusal.CHANGED_MODELS)] = None
+    template: Annotated[Any, only("", refusal=Refusal.CHANGED_MODELS)] = None
+    options: Annotated[Any, only({}, refusal=Refusal.CHANGED_MODELS)] = None
 
 
 class ShowResponse(msgspec.Struct, kw_only=True):

@@ -16,8 +16,7 @@ from trioserve.http.api.openai.chat.schemas import ChatLogprob
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Count, Seed, about, hint, only
-
-_TEXT_ONLY = "the models that are served read and write text only"
+from trioserve.http.api.schema.refused_fields import Refusal
 
 
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -43,13 +42,11 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: fields.PresencePenalty = None
     frequency_penalty: fields.FrequencyPenalty = None
 
-    repeat_last_n: Annotated[
-        Any, only(-1, why="repeat_penalty looks at all of the prompt and the output")
-    ] = None
-    penalize_newline: Annotated[Any, only(True, why="a new line is a token like others")] = None
-    typical_p: Annotated[Any, only(1.0, why="it isn't implemented")] = None
-    tfs_z: Annotated[Any, only(1.0, why="it isn't implemented")] = None
-    mirostat: Annotated[Any, only(0, why="it isn't implemented")] = None
+    repeat_last_n: Annotated[Any, only(-1, refusal=Refusal.PENALTY_WINDOW)] = None
+    penalize_newline: Annotated[Any, only(True, refusal=Refusal.NEWLINE_PENALTY)] = None
+    typical_p: Annotated[Any, only(1.0, refusal=Refusal.OTHER_SAMPLERS)] = None
+    tfs_z: Annotated[Any, only(1.0, refusal=Refusal.OTHER_SAMPLERS)] = None
+    mirostat: Annotated[Any, only(0, refusal=Refusal.OTHER_SAMPLERS)] = None
     mirostat_tau: Annotated[Any, hint()] = None
     mirostat_eta: Annotated[Any, hint()] = None
 
@@ -65,8 +62,8 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     use_mmap: Annotated[Any, hint()] = None
     use_mlock: Annotated[Any, hint()] = None
     logits_all: Annotated[Any, hint()] = None
-    vocab_only: Annotated[Any, only(False, why="the model is loaded whole")] = None
-    embedding_only: Annotated[Any, only(False, why="the model is loaded whole")] = None
+    vocab_only: Annotated[Any, only(False, refusal=Refusal.PARTIAL_LOADING)] = None
+    embedding_only: Annotated[Any, only(False, refusal=Refusal.PARTIAL_LOADING)] = None
 
 
 class OllamaRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -97,8 +94,8 @@ class OllamaRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Count | None, about("Number of most probable tokens to return in each one's place.")
     ] = None
     keep_alive: Annotated[Any, hint()] = None
-    truncate: Annotated[Any, only(False, why="a prompt that is too long is refused")] = None
-    shift: Annotated[Any, only(False, why="an output ends where the context does")] = None
+    truncate: Annotated[Any, only(False, refusal=Refusal.CHAT_TRUNCATION)] = None
+    shift: Annotated[Any, only(False, refusal=Refusal.CONTEXT_SHIFT)] = None
 
 
 class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -134,7 +131,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: Annotated[
         str | None, about("The call that it answers; the first open one by default.")
     ] = None
-    images: Annotated[Any, only([], why=_TEXT_ONLY)] = None
+    images: Annotated[Any, only([], refusal=Refusal.MEDIA)] = None
 
 
 class OllamaChatRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True):
@@ -158,15 +155,13 @@ class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=T
     raw: Annotated[
         bool | None, about("If true, the prompt is the whole text, without a chat template.")
     ] = None
-    suffix: Annotated[Any, only("", why="outputs aren't made to fit what follows")] = None
-    images: Annotated[Any, only([], why=_TEXT_ONLY)] = None
-    template: Annotated[
-        Any, only("", why="a template is a program, and nothing that a client sends is executed")
-    ] = None
-    context: Annotated[Any, only([], why="/api/chat takes the conversation")] = None
-    width: Annotated[Any, only(0, why=_TEXT_ONLY)] = None
-    height: Annotated[Any, only(0, why=_TEXT_ONLY)] = None
-    steps: Annotated[Any, only(0, why=_TEXT_ONLY)] = None
+    suffix: Annotated[Any, only("", refusal=Refusal.FILLING_IN)] = None
+    images: Annotated[Any, only([], refusal=Refusal.MEDIA)] = None
+    template: Annotated[Any, only("", refusal=Refusal.TEMPLATES_AS_PROGRAMS)] = None
+    context: Annotated[Any, only([], refusal=Refusal.CONTEXT_TOKENS)] = None
+    width: Annotated[Any, only(0, refusal=Refusal.MEDIA)] = None
+    height: Annotated[Any, only(0, refusal=Refusal.MEDIA)] = None
+    steps: Annotated[Any, only(0, refusal=Refusal.MEDIA)] = None
 
 
 class OllamaFunctionReply(msgspec.Struct, kw_only=True):

@@ -15,7 +15,6 @@ from trioserve.http.api.openai.structured_schemas import JsonText, ResponseForma
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
-    ROUTES_NOT_REPORTED,
     Count,
     Exclusive,
     GrammarText,
@@ -27,6 +26,7 @@ from trioserve.http.api.schema.reading import (
     one_worker,
     only,
 )
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.http.api.schema.sampling_fields import SamplingFields
 from trioserve.protocol.sampling import (
     MAX_BAD_WORDS,
@@ -48,9 +48,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: Annotated[
         bool | None, about("With `include_usage`, send the usage so far in every event.")
     ] = None
-    include_obfuscation: Annotated[
-        Any, only(False, why="events aren't padded to hide their lengths")
-    ] = None
+    include_obfuscation: Annotated[Any, only(False, refusal=Refusal.PADDED_EVENTS)] = None
 
 
 class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -138,7 +136,7 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         about("`structured_outputs.whitespace_pattern` of older versions of vLLM."),
     ] = None
     guided_decoding_backend: Annotated[
-        Any, only("auto", "guidance", why="llguidance serves all kinds of structured output")
+        Any, only("auto", "guidance", refusal=Refusal.GUIDED_DECODING_BACKENDS)
     ] = None
     json_schema: Annotated[
         JsonText | None, about("A JSON schema that the output follows: SGLang's field.")
@@ -191,50 +189,44 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     session_id: Annotated[Any, hint()] = None
     custom_labels: Annotated[Any, hint()] = None
 
-    service_tier: Annotated[Any, only("auto", "default", why="there is one tier")] = None
-    use_beam_search: Annotated[
-        Any, only(False, why="beam search isn't implemented; see n and, for completions, best_of")
-    ] = None
-    length_penalty: Annotated[Any, only(1.0, why="it belongs to beam search")] = None
+    service_tier: Annotated[Any, only("auto", "default", refusal=Refusal.TIERS)] = None
+    use_beam_search: Annotated[Any, only(False, refusal=Refusal.BEAM_SEARCH)] = None
+    length_penalty: Annotated[Any, only(1.0, refusal=Refusal.BEAM_LENGTH_PENALTY)] = None
     logits_processors: Annotated[
         Any,
         only(
             [],
-            why="nothing that a client sends is executed; the server names its own processors",
+            refusal=Refusal.CLIENT_PROCESSORS,
         ),
     ] = None
     custom_logit_processor: Annotated[
         Any,
-        only(why="nothing that a client sends is executed; the server names its own processors"),
+        only(refusal=Refusal.CLIENT_PROCESSORS),
     ] = None
-    thinking_token_budget: Annotated[Any, only(why="reasoning isn't cut off")] = None
-    repetition_detection: Annotated[
-        Any, only(why="outputs aren't searched for repetitions; see repetition_penalty")
-    ] = None
-    stream_interval: Annotated[Any, only(1, why="every step's tokens are sent as they come")] = None
-    return_token_offsets: Annotated[
-        Any, only(False, why="logprobs of a completion have text_offset")
-    ] = None
-    return_hidden_states: Annotated[Any, only(False, why="they stay in the worker")] = None
+    thinking_token_budget: Annotated[Any, only(refusal=Refusal.REASONING_BUDGETS)] = None
+    repetition_detection: Annotated[Any, only(refusal=Refusal.REPETITION_DETECTION)] = None
+    stream_interval: Annotated[Any, only(1, refusal=Refusal.STREAM_INTERVALS)] = None
+    return_token_offsets: Annotated[Any, only(False, refusal=Refusal.TOKEN_OFFSETS)] = None
+    return_hidden_states: Annotated[Any, only(False, refusal=Refusal.CHAT_HIDDEN_STATES)] = None
     return_cached_tokens_details: Annotated[
-        Any, only(False, why="usage tells the number of cached tokens")
+        Any, only(False, refusal=Refusal.CACHED_TOKEN_DETAILS)
     ] = None
-    return_routed_experts: Annotated[Any, only(False, why=ROUTES_NOT_REPORTED)] = None
-    routed_experts_start_len: Annotated[Any, only(0, why=ROUTES_NOT_REPORTED)] = None
-    routed_experts_prompt_start: Annotated[Any, only(0, why=ROUTES_NOT_REPORTED)] = None
+    return_routed_experts: Annotated[Any, only(False, refusal=Refusal.ROUTED_EXPERTS)] = None
+    routed_experts_start_len: Annotated[Any, only(0, refusal=Refusal.ROUTED_EXPERTS)] = None
+    routed_experts_prompt_start: Annotated[Any, only(0, refusal=Refusal.ROUTED_EXPERTS)] = None
     lora_path: Annotated[
         Annotated[str, msgspec.Meta(max_length=512)] | None,
         about("The name of a loaded adapter; `model` may name it, too."),
     ] = None
-    images_config: Annotated[Any, only({}, why="the models that are served read text only")] = None
+    images_config: Annotated[Any, only({}, refusal=Refusal.READING_MEDIA)] = None
     kv_transfer_params: Annotated[Any, one_worker()] = None
     ec_transfer_params: Annotated[Any, one_worker()] = None
     bootstrap_host: Annotated[Any, one_worker()] = None
     bootstrap_port: Annotated[Any, one_worker()] = None
     bootstrap_room: Annotated[Any, one_worker()] = None
     disagg_prefill_dp_rank: Annotated[Any, one_worker()] = None
-    routed_dp_rank: Annotated[Any, only(why="there is one worker")] = None
-    data_parallel_rank: Annotated[Any, only(why="there is one worker")] = None
+    routed_dp_rank: Annotated[Any, only(refusal=Refusal.SEVERAL_WORKERS)] = None
+    data_parallel_rank: Annotated[Any, only(refusal=Refusal.SEVERAL_WORKERS)] = None
 
 
 class PromptLogprobReply(msgspec.Struct):

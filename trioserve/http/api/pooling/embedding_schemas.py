@@ -28,6 +28,7 @@ from trioserve.http.api.schema.reading import (
     hint,
     only,
 )
+from trioserve.http.api.schema.refused_fields import Refusal
 
 _Inputs = Annotated[
     list[Text | TokenId | Ids],
@@ -88,23 +89,19 @@ class EmbeddingRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True)
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
 
     add_special_tokens: Annotated[
-        bool | None, only(True, why="the model was trained with its special tokens")
+        bool | None, only(True, refusal=Refusal.MISSING_SPECIAL_TOKENS)
     ] = None
     cache_salt: Annotated[
         Salt | None, about("Share cached prefixes only with requests of the same salt.")
     ] = None
-    embed_dtype: Annotated[
-        str | None, only("float32", why="vectors are given as they are computed")
-    ] = None
-    endianness: Annotated[
-        str | None, only("native", "little", why="numbers in base64 are little-endian")
-    ] = None
-    messages: Annotated[Any, only(why="what is embedded is text, not a chat")] = None
+    embed_dtype: Annotated[str | None, only("float32", refusal=Refusal.VECTOR_TYPES)] = None
+    endianness: Annotated[str | None, only("native", "little", refusal=Refusal.BIG_ENDIAN)] = None
+    messages: Annotated[Any, only(refusal=Refusal.EMBEDDED_CHATS)] = None
     lora_path: Annotated[
         Identifier | None, about("The name of an adapter; `model` may name it as well.")
     ] = None
-    embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    embed_override_token_id: Annotated[Any, only(refusal=Refusal.EMBEDDED_EMBEDDINGS)] = None
+    embed_overrides: Annotated[Any, only(refusal=Refusal.EMBEDDED_EMBEDDINGS)] = None
 
 
 class EmbeddedText(msgspec.Struct, kw_only=True):
@@ -154,22 +151,22 @@ class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
     timeout: Annotated[Seconds | None, about("Seconds that the request may take.")] = None
-    return_prompt_token_ids: Annotated[
-        bool | None, only(False, why="/tokenize tells a text's token ids")
-    ] = None
+    return_prompt_token_ids: Annotated[bool | None, only(False, refusal=Refusal.RETURNED_IDS)] = (
+        None
+    )
     sampling_params: Annotated[Any, hint()] = None
     log_metrics: Annotated[bool | None, hint()] = None
     priority: Annotated[int | None, in_order()] = None
-    is_cross_encoder_request: Annotated[
-        bool | None, only(False, why="pairs are scored by /score and /rerank")
-    ] = None
+    is_cross_encoder_request: Annotated[bool | None, only(False, refusal=Refusal.ENCODED_PAIRS)] = (
+        None
+    )
     return_pooled_hidden_states: Annotated[
-        bool | None, only(False, why="a vector is given as it comes out of the model")
+        bool | None, only(False, refusal=Refusal.POOLED_HIDDEN_STATES)
     ] = None
-    input_embeds: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    embed_override_token_id: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
-    positional_embed_overrides: Annotated[Any, only(why="texts and token ids are embedded")] = None
+    input_embeds: Annotated[Any, only(refusal=Refusal.EMBEDDED_EMBEDDINGS)] = None
+    embed_override_token_id: Annotated[Any, only(refusal=Refusal.EMBEDDED_EMBEDDINGS)] = None
+    embed_overrides: Annotated[Any, only(refusal=Refusal.EMBEDDED_EMBEDDINGS)] = None
+    positional_embed_overrides: Annotated[Any, only(refusal=Refusal.EMBEDDED_EMBEDDINGS)] = None
     image_data: Annotated[Any, text_only()] = None
     video_data: Annotated[Any, text_only()] = None
     audio_data: Annotated[Any, text_only()] = None
@@ -177,8 +174,8 @@ class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lora_path: Annotated[
         Identifier | None, about("The name of an adapter, for a model that generates.")
     ] = None
-    lora_id: Annotated[Any, only(why="adapters are told by their names")] = None
-    multi_item_delimiter_indices: Annotated[Any, only(why="each text is computed by itself")] = None
+    lora_id: Annotated[Any, only(refusal=Refusal.ADAPTER_NUMBERS)] = None
+    multi_item_delimiter_indices: Annotated[Any, only(refusal=Refusal.MULTI_ITEM_ENCODING)] = None
 
 
 class EncodedMeta(msgspec.Struct, kw_only=True):

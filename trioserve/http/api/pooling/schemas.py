@@ -21,6 +21,7 @@ from trioserve.http.api.schema.reading import (
     hint,
     only,
 )
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
 
 _Truncation = Annotated[int, msgspec.Meta(ge=-1)]
@@ -56,12 +57,12 @@ _Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LOG
 
 def text_only() -> msgspec.Meta:
     """Mark a field for other inputs than text."""
-    return only([], {}, why="the models that are served read text only")
+    return only([], {}, refusal=Refusal.READING_MEDIA)
 
 
 def in_order() -> msgspec.Meta:
     """Mark a field that changes the order of computing."""
-    return only(0, why="texts are computed in the order in which they come")
+    return only(0, refusal=Refusal.POOLING_PRIORITIES)
 
 
 class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -80,11 +81,11 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Annotated[str | None, hint()] = None
     priority: Annotated[int | None, in_order()] = None
     truncation_side: Annotated[
-        Literal["left", "right"] | None, only("right", why="texts are cut off at their ends")
+        Literal["left", "right"] | None, only("right", refusal=Refusal.LEFT_TRUNCATION)
     ] = None
     padding: Annotated[
         Literal["max_length", "do_not_pad"] | None,
-        only("do_not_pad", why="nothing is computed for padding"),
+        only("do_not_pad", refusal=Refusal.PADDING),
     ] = None
     mm_processor_kwargs: Annotated[Any, text_only()] = None
 
@@ -137,16 +138,14 @@ class ScoreRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
         bool | None, about("Put each item before the query; false by default.")
     ] = None
 
-    use_activation: Annotated[
-        bool | None, only(True, why="scores are what the model's files make of its logits")
-    ] = None
+    use_activation: Annotated[bool | None, only(True, refusal=Refusal.RAW_SCORES)] = None
     cache_salt: Annotated[str | None, hint()] = None
     return_pooled_hidden_states: Annotated[
-        bool | None, only(False, why="scores are all that is told")
+        bool | None, only(False, refusal=Refusal.SCORED_HIDDEN_STATES)
     ] = None
-    embed_override_token_id: Annotated[Any, only(why="texts and token ids are scored")] = None
-    query_embed_overrides: Annotated[Any, only(why="texts and token ids are scored")] = None
-    item_embed_overrides: Annotated[Any, only(why="texts and token ids are scored")] = None
+    embed_override_token_id: Annotated[Any, only(refusal=Refusal.SCORED_EMBEDDINGS)] = None
+    query_embed_overrides: Annotated[Any, only(refusal=Refusal.SCORED_EMBEDDINGS)] = None
+    item_embed_overrides: Annotated[Any, only(refusal=Refusal.SCORED_EMBEDDINGS)] = None
 
 
 class ScoredPair(msgspec.Struct, kw_only=True):
@@ -193,16 +192,10 @@ class RerankRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
         bool | None, about("Return the documents, too; true by default.")
     ] = None
 
-    use_activation: Annotated[
-        bool | None, only(True, why="scores are what the model's files make of its logits")
-    ] = None
+    use_activation: Annotated[bool | None, only(True, refusal=Refusal.RAW_SCORES)] = None
     cache_salt: Annotated[str | None, hint()] = None
-    instruct: Annotated[
-        str | None, only(why="a cross-encoder reads a query and a document, nothing else")
-    ] = None
-    max_tokens_per_doc: Annotated[
-        int | None, only(why="`truncate_prompt_tokens` cuts query and document together")
-    ] = None
+    instruct: Annotated[str | None, only(refusal=Refusal.RANKING_INSTRUCTIONS)] = None
+    max_tokens_per_doc: Annotated[int | None, only(refusal=Refusal.DOCUMENT_TRUNCATION)] = None
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):
@@ -245,11 +238,11 @@ class ClassifyRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     rid: Annotated[Identifier | None, about("A name for the request.")] = None
 
     add_special_tokens: Annotated[
-        bool | None, only(True, why="the model was trained with its special tokens")
+        bool | None, only(True, refusal=Refusal.MISSING_SPECIAL_TOKENS)
     ] = None
     cache_salt: Annotated[str | None, hint()] = None
-    messages: Annotated[Any, only(why="what is classified is text, not a chat")] = None
-    text: Annotated[Any, only(why="it is called `input` here, as at /v1/classify")] = None
+    messages: Annotated[Any, only(refusal=Refusal.CLASSIFIED_CHATS)] = None
+    text: Annotated[Any, only(refusal=Refusal.CLASSIFIED_TEXT)] = None
 
 
 class ClassifiedText(msgspec.Struct, kw_only=True):

@@ -20,14 +20,12 @@ from trioserve.http.api.bounds import check_body
 from trioserve.http.api.schema.decoding_errors import MAX_REREAD_BYTES, as_invalid_request
 from trioserve.http.api.schema.field_bounds import bounds_of, check_fields
 from trioserve.http.api.schema.ignored_fields import MAX_IGNORED, IgnoredFields, without_field
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEED, MAX_SEQUENCES
 
 _INT32_MAX = 2**31 - 1
-
-ROUTES_NOT_REPORTED = "the experts that computed a token aren't reported"
-"""Why a request can't ask for the routes of a mixture of experts."""
 
 TOKEN_ID_FORMAT = "token-id"
 """Format of token ids in a schema; the largest id depends on the served model."""
@@ -98,16 +96,17 @@ def about(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-def only(*values: Any, why: str = "") -> msgspec.Meta:
+def only(*values: Any, refusal: Refusal | None = None) -> msgspec.Meta:
     """Mark a field that is known but not served; null and ``values`` ask for nothing.
 
-    ``why`` is a clause with the reason: it goes into the error and the documentation.
+    The reason goes into the error and the documentation.
     """
+    why = "" if refusal is None else refusal.value
     accepted = (None, *values)
     return msgspec.Meta(
         description="Known, but only these values are served" + (f": {why}." if why else "."),
         # The text keeps 1, 1.0 and True apart: typing has one annotation for equal metadata.
-        extra={"only": accepted, "shown": _shown(accepted), "why": why},
+        extra={"only": accepted, "shown": _shown(accepted), "why": why, "refusal": refusal},
         extra_json_schema={"enum": list(accepted)},
     )
 
@@ -118,7 +117,7 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 def one_worker() -> msgspec.Meta:
     """Mark a field of servers that compute a prompt in one worker and its output in another."""
-    return only(why="prompts aren't computed by one worker and continued by another")
+    return only(refusal=Refusal.DISAGGREGATION)
 
 
 def hint() -> msgspec.Meta:

@@ -13,7 +13,6 @@ from msgspec import UNSET, UnsetType
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import (
-    ROUTES_NOT_REPORTED,
     Count,
     Exclusive,
     GrammarText,
@@ -27,6 +26,7 @@ from trioserve.http.api.schema.reading import (
     one_worker,
     only,
 )
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.http.api.schema.sampling_fields import SamplingFields
 from trioserve.http.api.sessions.schemas import SessionParams
 from trioserve.protocol.sampling import MAX_LOGPROB_TOKEN_IDS
@@ -36,7 +36,7 @@ DEFAULT_NEW_TOKENS = 128
 
 
 def _text_only() -> msgspec.Meta:
-    return only([], why="the models that are served read text only")
+    return only([], refusal=Refusal.READING_MEDIA)
 
 
 class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -84,7 +84,7 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     ] = None
     custom_params: fields.ProcessorArguments = None
 
-    stream_interval: Annotated[Any, only(1, why="every step's tokens are sent as they come")] = None
+    stream_interval: Annotated[Any, only(1, refusal=Refusal.STREAM_INTERVALS)] = None
 
 
 _PromptIds = Annotated[
@@ -200,18 +200,14 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     external_trace_header: Annotated[Any, hint()] = None
     received_time: Annotated[Any, hint()] = None
 
-    input_embeds: Annotated[Any, only(why="a prompt is text or token ids")] = None
-    positional_embed_overrides: Annotated[Any, only(why="a prompt is text or token ids")] = None
+    input_embeds: Annotated[Any, only(refusal=Refusal.INPUT_EMBEDDINGS)] = None
+    positional_embed_overrides: Annotated[Any, only(refusal=Refusal.INPUT_EMBEDDINGS)] = None
     image_data: Annotated[Any, _text_only()] = None
     video_data: Annotated[Any, _text_only()] = None
     audio_data: Annotated[Any, _text_only()] = None
     mm_hashes: Annotated[Any, _text_only()] = None
-    use_audio_in_video: Annotated[
-        Any, only(False, why="the models that are served read text only")
-    ] = None
-    modalities: Annotated[
-        Any, only(["text"], [], why="the models that are served read text only")
-    ] = None
+    use_audio_in_video: Annotated[Any, only(False, refusal=Refusal.READING_MEDIA)] = None
+    modalities: Annotated[Any, only(["text"], [], refusal=Refusal.READING_MEDIA)] = None
     max_dynamic_patch: Annotated[Any, _text_only()] = None
     min_dynamic_patch: Annotated[Any, _text_only()] = None
     image_max_dynamic_patch: Annotated[Any, _text_only()] = None
@@ -222,37 +218,29 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         _AdapterName | list[_AdapterName | None] | None,
         about("The name of a loaded adapter, for all prompts or for each."),
     ] = None
-    lora_id: Annotated[Any, only(why="adapters are chosen by name; see lora_path")] = None
+    lora_id: Annotated[Any, only(refusal=Refusal.ADAPTER_IDS)] = None
     custom_logit_processor: Annotated[
         Any,
-        only(why="it is code, and nothing of a client's is executed; see --logits-processors"),
+        only(refusal=Refusal.CUSTOM_PROCESSOR),
     ] = None
-    return_hidden_states: Annotated[Any, only(False, why="hidden states stay in the worker")] = None
-    return_routed_experts: Annotated[Any, only(False, why=ROUTES_NOT_REPORTED)] = None
-    routed_experts_start_len: Annotated[Any, only(0, why=ROUTES_NOT_REPORTED)] = None
-    return_indexer_topk: Annotated[
-        Any, only(False, why="no model with sparse attention is served")
-    ] = None
-    return_sampling_mask: Annotated[
-        Any, only(False, why="which tokens were left to draw from isn't kept")
-    ] = None
-    return_bytes: Annotated[Any, only(False, why="an answer is JSON")] = None
-    return_entropy: Annotated[
-        Any, only(False, why="the entropy of a distribution isn't computed")
-    ] = None
-    multi_item_delimiter_indices: Annotated[
-        Any, only([], why="several items aren't scored in one prompt")
-    ] = None
-    require_reasoning: Annotated[
-        Any, only(False, why="reasoning is told apart by /v1/chat/completions only")
-    ] = None
-    background: Annotated[Any, only(False, why="a request ends when its client leaves")] = None
+    return_hidden_states: Annotated[Any, only(False, refusal=Refusal.HIDDEN_STATES)] = None
+    return_routed_experts: Annotated[Any, only(False, refusal=Refusal.ROUTED_EXPERTS)] = None
+    routed_experts_start_len: Annotated[Any, only(0, refusal=Refusal.ROUTED_EXPERTS)] = None
+    return_indexer_topk: Annotated[Any, only(False, refusal=Refusal.SPARSE_ATTENTION)] = None
+    return_sampling_mask: Annotated[Any, only(False, refusal=Refusal.SAMPLING_MASKS)] = None
+    return_bytes: Annotated[Any, only(False, refusal=Refusal.RAW_BYTES)] = None
+    return_entropy: Annotated[Any, only(False, refusal=Refusal.ENTROPY)] = None
+    multi_item_delimiter_indices: Annotated[Any, only([], refusal=Refusal.MULTI_ITEM_PROMPTS)] = (
+        None
+    )
+    require_reasoning: Annotated[Any, only(False, refusal=Refusal.REQUIRED_REASONING)] = None
+    background: Annotated[Any, only(False, refusal=Refusal.BACKGROUND_GENERATION)] = None
     bootstrap_host: Annotated[Any, one_worker()] = None
     bootstrap_port: Annotated[Any, one_worker()] = None
     bootstrap_room: Annotated[Any, one_worker()] = None
     bootstrap_pair_key: Annotated[Any, one_worker()] = None
     decode_tp_size: Annotated[Any, one_worker()] = None
-    routed_dp_rank: Annotated[Any, only(why="there is one worker")] = None
+    routed_dp_rank: Annotated[Any, only(refusal=Refusal.SEVERAL_WORKERS)] = None
     disagg_prefill_dp_rank: Annotated[Any, one_worker()] = None
 
 

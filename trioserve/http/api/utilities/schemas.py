@@ -13,6 +13,7 @@ from trioserve.http.api.openai.chat.messages import Messages, ToolChoice, Tools
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Exclusive, TokenId, about, only
+from trioserve.http.api.schema.refused_fields import Refusal
 
 CHAT_FIELDS = (
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"),
@@ -38,13 +39,11 @@ _TemplateArguments = Annotated[
 _ChosenTools = Annotated[
     ToolChoice | None, about("As in a chat; `none` leaves tools out of the text.")
 ]
-_Template = Annotated[
-    Any, only(why="a template is a program; the server's own is given by --chat-template")
-]
+_Template = Annotated[Any, only(refusal=Refusal.SERVED_TEMPLATE)]
 
 
 def _text_only() -> msgspec.Meta:
-    return only({}, why="the models that are served read text only")
+    return only({}, refusal=Refusal.READING_MEDIA)
 
 
 class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import about, hint, only
+from trioserve.http.api.schema.refused_fields import Refusal
 
 MAX_TOOLS = 128
 """Functions that one request may describe, as in the OpenAI API."""
@@ -17,7 +18,6 @@ MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 """Parts that the content of one message may have."""
 
-_TEXT_ONLY = "the models that are served read and write text only"
 FunctionName = Annotated[
     str, msgspec.Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")
 ]
@@ -89,8 +89,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     ] = None
     tool_calls: Annotated[_Calls | None, about("Earlier tool calls.")] = None
     tool_call_id: Annotated[str | None, about("The call that this message answers.")] = None
-    annotations: Annotated[Any, only([], why="there is no web search")] = None
-    audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
+    annotations: Annotated[Any, only([], refusal=Refusal.WEB_SEARCH)] = None
+    audio: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
     function_call: Annotated[
         MessageFunction | None, about("An earlier call, by the older name of `tool_calls`.")
     ] = None
@@ -117,7 +117,7 @@ class FunctionDefinition(
     strict: Annotated[
         bool | None, about("Arguments have to follow the schema, enforced by a grammar.")
     ] = None
-    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
+    defer_loading: Annotated[Any, only(False, refusal=Refusal.TOOL_SEARCH)] = None
 
 
 class ChatTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -18,10 +18,9 @@ from trioserve.http.api.openai.chat.messages import (
 from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.reading import Count, about, hint, only
+from trioserve.http.api.schema.refused_fields import Refusal
 
 MAX_DOCUMENTS = 1024
-
-_TEXT_ONLY = "the models that are served read and write text only"
 
 
 class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
@@ -90,41 +89,29 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         bool | None, about("Return the prompt as the chat template has written it.")
     ] = None
 
-    session_params: Annotated[
-        Any, only({}, why="a chat is given whole, and the prefix cache finds its beginning")
-    ] = None
-    store: Annotated[Any, only(False, why="nothing is stored")] = None
-    modalities: Annotated[Any, only(["text"], why=_TEXT_ONLY)] = None
-    audio: Annotated[Any, only(why=_TEXT_ONLY)] = None
-    use_audio_in_video: Annotated[Any, only(False, why=_TEXT_ONLY)] = None
-    max_dynamic_patch: Annotated[Any, only(why=_TEXT_ONLY)] = None
-    min_dynamic_patch: Annotated[Any, only(why=_TEXT_ONLY)] = None
-    media_io_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
-    mm_processor_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
-    prediction: Annotated[Any, only(why="outputs aren't predicted")] = None
-    web_search_options: Annotated[Any, only(why="there is no web search")] = None
-    verbosity: Annotated[Any, only(why="no chat template that is served knows it")] = None
-    task: Annotated[Any, only(why="no chat template that is served knows it")] = None
-    stream_reasoning: Annotated[
-        Any, only(True, why="reasoning is sent as it comes; see include_reasoning")
-    ] = None
-    add_special_tokens: Annotated[
-        Any, only(False, why="the chat template writes all special tokens")
-    ] = None
-    chat_template: Annotated[
-        Any, only(why="a template is a program, and nothing that a client sends is executed")
-    ] = None
-    input_ids: Annotated[
-        Any, only(why="messages are the prompt; see /v1/completions for token ids")
-    ] = None
-    return_prompt_token_ids: Annotated[
-        Any, only(False, why="return_token_ids tells those of the prompt, too")
-    ] = None
-    return_assistant_tokens_mask: Annotated[
-        Any, only(False, why="templates rarely mark the assistant's tokens")
-    ] = None
-    return_meta_info: Annotated[Any, only(False, why="/generate tells it")] = None
-    moderation: Annotated[Any, only(why="there is no moderation")] = None
+    session_params: Annotated[Any, only({}, refusal=Refusal.PROMPT_PARTS)] = None
+    store: Annotated[Any, only(False, refusal=Refusal.STORED_CHATS)] = None
+    modalities: Annotated[Any, only(["text"], refusal=Refusal.MEDIA)] = None
+    audio: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
+    use_audio_in_video: Annotated[Any, only(False, refusal=Refusal.MEDIA)] = None
+    max_dynamic_patch: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
+    min_dynamic_patch: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
+    media_io_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
+    mm_processor_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
+    prediction: Annotated[Any, only(refusal=Refusal.PREDICTED_OUTPUTS)] = None
+    web_search_options: Annotated[Any, only(refusal=Refusal.WEB_SEARCH)] = None
+    verbosity: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None
+    task: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None
+    stream_reasoning: Annotated[Any, only(True, refusal=Refusal.HELD_BACK_REASONING)] = None
+    add_special_tokens: Annotated[Any, only(False, refusal=Refusal.ADDED_SPECIAL_TOKENS)] = None
+    chat_template: Annotated[Any, only(refusal=Refusal.TEMPLATES_AS_PROGRAMS)] = None
+    input_ids: Annotated[Any, only(refusal=Refusal.CHATS_OF_IDS)] = None
+    return_prompt_token_ids: Annotated[Any, only(False, refusal=Refusal.SEPARATE_PROMPT_IDS)] = None
+    return_assistant_tokens_mask: Annotated[Any, only(False, refusal=Refusal.ASSISTANT_MASKS)] = (
+        None
+    )
+    return_meta_info: Annotated[Any, only(False, refusal=Refusal.CHAT_META_INFO)] = None
+    moderation: Annotated[Any, only(refusal=Refusal.MODERATION)] = None
     prompt_cache_options: Annotated[Any, hint()] = None
 
 

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Count, NumOutputs, TokenId, about, only
+from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.http.api.sessions.schemas import SessionParams
 
 _Prompts = Annotated[
@@ -63,10 +64,8 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         about("Let the tokenizer add its special tokens to texts; true by default."),
     ] = None
 
-    suffix: Annotated[
-        Any, only("", why="models here go on from a prompt; they don't fill in before a suffix")
-    ] = None
-    prompt_embeds: Annotated[Any, only(why="prompts are texts or token ids")] = None
+    suffix: Annotated[Any, only("", refusal=Refusal.SUFFIXES)] = None
+    prompt_embeds: Annotated[Any, only(refusal=Refusal.PROMPT_EMBEDDINGS)] = None
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -9,14 +9,15 @@ import msgspec
 from trioserve.http.api.openai.chat.messages import MAX_PARTS, FunctionName, RefusalPart
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Identifier, about, hint, only
+from trioserve.http.api.schema.refused_fields import Refusal
 
 MAX_ITEMS = 4096
 
 _Id = Annotated[str | None, hint()]
 _Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, hint()]
-_Caller = Annotated[Any, only({"type": "direct"}, why="no program calls functions here")]
-_Namespace = Annotated[Any, only(why="functions have no namespaces")]
-_Async = Annotated[Any, only(False, why="an answer ends with the calls that it asks for")]
+_Caller = Annotated[Any, only({"type": "direct"}, refusal=Refusal.CALLING_PROGRAMS)]
+_Namespace = Annotated[Any, only(refusal=Refusal.NAMESPACES)]
+_Async = Annotated[Any, only(False, refusal=Refusal.ASYNCHRONOUS_CALLS)]
 
 
 class InputText(
@@ -139,9 +140,7 @@ class ReasoningItem(
     summary: Annotated[Any, hint()] = None
     id: _Id = None
     status: _Status = None
-    encrypted_content: Annotated[
-        Any, only(why="reasoning comes and goes in plain words, in content")
-    ] = None
+    encrypted_content: Annotated[Any, only(refusal=Refusal.ENCRYPTED_REASONING)] = None
 
 
 InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem

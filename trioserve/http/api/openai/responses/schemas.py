@@ -33,13 +33,10 @@ from trioserve.http.api.schema.reading import (
     one_worker,
     only,
 )
+from trioserve.http.api.schema.refused_fields import Refusal
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of ``include`` that asks for log-probabilities."""
-
-_TEXT_ONLY = "the models that are served read and write text only"
-_NO_SUMMARY = "reasoning comes as it is, without a summary"
-_KEPT_WHOLE = "a response that is kept comes as a whole"
 
 _Include = Annotated[
     list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
@@ -64,11 +61,11 @@ class FunctionTool(
         about("If true, arguments have to follow the schema, enforced by a grammar."),
     ] = None
     output_schema: Annotated[Any, hint()] = None
-    async_: Annotated[Any, only(False, why="an answer ends with the calls that it asks for")] = (
-        msgspec.field(default=None, name="async")
+    async_: Annotated[Any, only(False, refusal=Refusal.ASYNCHRONOUS_CALLS)] = msgspec.field(
+        default=None, name="async"
     )
-    defer_loading: Annotated[Any, only(False, why="there is no search over tools")] = None
-    allowed_callers: Annotated[Any, only(["direct"], why="no program calls functions here")] = None
+    defer_loading: Annotated[Any, only(False, refusal=Refusal.TOOL_SEARCH)] = None
+    allowed_callers: Annotated[Any, only(["direct"], refusal=Refusal.CALLING_PROGRAMS)] = None
 
 
 class ChosenFunctionTool(
@@ -111,27 +108,23 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         TextFormat | JsonObjectFormat | NamedSchemaFormat | None,
         about("Any text by default."),
     ] = None
-    verbosity: Annotated[Any, only("medium", why="no chat template that is served knows it")] = None
+    verbosity: Annotated[Any, only("medium", refusal=Refusal.TEMPLATE_ARGUMENT)] = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Reasoning settings."""
 
     effort: fields.ReasoningEffort = None
-    summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
-    generate_summary: Annotated[Any, only("auto", why=_NO_SUMMARY)] = None
-    context: Annotated[
-        Any, only("auto", why="the chat template decides what it shows of earlier reasoning")
-    ] = None
-    mode: Annotated[Any, only("standard", why="there is one mode")] = None
+    summary: Annotated[Any, only("auto", refusal=Refusal.SUMMARIES)] = None
+    generate_summary: Annotated[Any, only("auto", refusal=Refusal.SUMMARIES)] = None
+    context: Annotated[Any, only("auto", refusal=Refusal.SHOWN_REASONING)] = None
+    mode: Annotated[Any, only("standard", refusal=Refusal.REASONING_MODES)] = None
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Options of a stream."""
 
-    include_obfuscation: Annotated[
-        Any, only(False, why="events aren't padded to hide their lengths")
-    ] = None
+    include_obfuscation: Annotated[Any, only(False, refusal=Refusal.PADDED_EVENTS)] = None
 
 
 _ToolChoice = Annotated[
@@ -142,12 +135,8 @@ _ToolChoice = Annotated[
         "tools."
     ),
 ]
-_Truncation = Annotated[
-    Any, only("disabled", why="nothing is left out of a conversation that is too long")
-]
-_Conversation = Annotated[
-    Any, only(why="there are no conversations beside responses: see previous_response_id")
-]
+_Truncation = Annotated[Any, only("disabled", refusal=Refusal.CONVERSATION_TRUNCATION)]
+_Conversation = Annotated[Any, only(refusal=Refusal.CONVERSATIONS)]
 _MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
 _MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -236,26 +225,20 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     session_id: Annotated[Any, hint()] = None
     max_tool_calls: Annotated[Any, hint()] = None
 
-    background: Annotated[
-        Any, only(False, why="a response is made while its client waits for it")
-    ] = None
+    background: Annotated[Any, only(False, refusal=Refusal.BACKGROUND_RESPONSES)] = None
     truncation: _Truncation = None
-    service_tier: Annotated[Any, only("auto", "default", why="there is one tier")] = None
+    service_tier: Annotated[Any, only("auto", "default", refusal=Refusal.TIERS)] = None
     conversation: _Conversation = None
-    prompt: Annotated[Any, only(why="no prompts are kept: give instructions and input")] = None
-    context_management: Annotated[Any, only([], why="conversations aren't compacted")] = None
-    moderation: Annotated[Any, only(why="there is no moderation")] = None
-    access_programs: Annotated[Any, only({}, why="there are none")] = None
-    image: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
-    media_io_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
-    mm_processor_kwargs: Annotated[Any, only({}, why=_TEXT_ONLY)] = None
-    enable_response_messages: Annotated[
-        Any, only(False, why="the input is at /v1/responses/{id}/input_items")
-    ] = None
-    previous_input_messages: Annotated[
-        Any, only([], why="input tells what came before, or previous_response_id")
-    ] = None
-    ngram_corpus_id: Annotated[Any, only(why="outputs aren't predicted")] = None
+    prompt: Annotated[Any, only(refusal=Refusal.KEPT_PROMPTS)] = None
+    context_management: Annotated[Any, only([], refusal=Refusal.COMPACTION)] = None
+    moderation: Annotated[Any, only(refusal=Refusal.MODERATION)] = None
+    access_programs: Annotated[Any, only({}, refusal=Refusal.OTHERS_THAN_FUNCTIONS)] = None
+    image: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
+    media_io_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
+    mm_processor_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
+    enable_response_messages: Annotated[Any, only(False, refusal=Refusal.INCLUDED_INPUT)] = None
+    previous_input_messages: Annotated[Any, only([], refusal=Refusal.PREVIOUS_MESSAGES)] = None
+    ngram_corpus_id: Annotated[Any, only(refusal=Refusal.PREDICTED_OUTPUTS)] = None
     kv_transfer_params: Annotated[Any, one_worker()] = None
     ec_transfer_params: Annotated[Any, one_worker()] = None
 
@@ -285,18 +268,16 @@ class InputTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     reasoning: Annotated[ReasoningOptions | None, about("Reasoning settings.")] = None
     truncation: _Truncation = None
     conversation: _Conversation = None
-    personality: Annotated[Any, only(why="there are no personalities")] = None
+    personality: Annotated[Any, only(refusal=Refusal.PERSONALITIES)] = None
 
 
 class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The query of ``GET /v1/responses/{response_id}``."""
 
     include: _Include = None
-    stream: Annotated[bool | None, only(False, why=_KEPT_WHOLE)] = None
-    starting_after: Annotated[int | None, only(why=_KEPT_WHOLE)] = None
-    include_obfuscation: Annotated[
-        bool | None, only(False, why="events aren't padded to hide their lengths")
-    ] = None
+    stream: Annotated[bool | None, only(False, refusal=Refusal.KEPT_STREAMS)] = None
+    starting_after: Annotated[int | None, only(refusal=Refusal.KEPT_STREAMS)] = None
+    include_obfuscation: Annotated[bool | None, only(False, refusal=Refusal.PADDED_EVENTS)] = None
 
 
 class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
