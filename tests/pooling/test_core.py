@@ -1,4 +1,4 @@
-"""Which texts go into the next call, and who is blamed when workers die: without any task."""
+"""The choice of texts for the next call, and the culprits of workers' deaths, without any task."""
 
 from __future__ import annotations
 

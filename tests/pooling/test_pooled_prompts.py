@@ -44,7 +44,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def fake_vectors(texts: list[str], pooling: str) -> Any:
-    """What a fake worker makes of texts, before it is made as long as 1."""
+    """Return a fake worker's vectors of texts, before they are normalized."""
     values = [np.mean(ids_of(text)) if pooling == "mean" else ids_of(text)[-1] for text in texts]
     return np.array([[value, 1.0] for value in values], dtype=np.float32)
 

@@ -1,4 +1,4 @@
-"""What is made of an encoder's numbers: activations and probabilities are torch's."""
+"""Activations and probabilities of an encoder's outputs equal torch's."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ TEXTS = [
 
 @contextlib.contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
-    """A server process; gives its URL."""
+    """Start a server process and yield its URL."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "trioserve", "serve", str(folder), "--port", "0"),

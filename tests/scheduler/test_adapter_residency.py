@@ -1,4 +1,4 @@
-"""Which adapters a worker holds: few places, many adapters, and nobody waits for ever."""
+"""Adapters that a worker holds: few places, many adapters, and no request waits for ever."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_everybody_gets_in(most: int, data: st.DataObject, line: list[int], seat
 
 
 def expected(worker: FakeWorker, prompt: list[int], path: str, count: int = TOKENS) -> list[int]:
-    """What a fake worker gives to ``prompt`` with the adapter at ``path``."""
+    """Return a fake worker's tokens for ``prompt`` with the adapter at ``path``."""
     tokens = list(prompt)
     function = hashed_token(worker.vocab_size)
     for _ in range(count):
@@ -181,7 +181,7 @@ async def test_a_stream_of_others_doesn_t_keep_one_out(autojump_clock: trio.abc.
 
 
 async def test_deaths_of_the_worker(autojump_clock: trio.abc.Clock) -> None:
-    """Every adapter is brought to each new worker before anybody resumes with it."""
+    """Load every adapter on each new worker before a sequence resumes with it."""
     made: list[FakeWorker] = []
 
     def worker() -> FakeWorker:
@@ -286,7 +286,7 @@ async def test_a_load_that_is_given_up_leaves_nothing(autojump_clock: trio.abc.C
 
 
 async def test_the_worker_dies_while_it_loads(autojump_clock: trio.abc.Clock) -> None:
-    """Whoever loads is told; nobody tries again what may have been to blame."""
+    """Report the failure to the caller of the load; a possible culprit isn't loaded again."""
     made: list[FakeWorker] = []
 
     def worker() -> FakeWorker:
@@ -317,7 +317,7 @@ async def test_the_worker_dies_while_it_loads(autojump_clock: trio.abc.Clock) ->
 
 @pytest.mark.parametrize("seed", range(25))
 async def test_random_lives(autojump_clock: trio.abc.Clock, seed: int) -> None:
-    """Adapters come and go, workers too, clients leave: whoever gets tokens gets the right ones."""
+    """Load and unload adapters, lose workers and cancel clients: all tokens delivered are right."""
     choose = random.Random(seed)
     together = choose.randint(1, 3)
     most = choose.randint(together, 4)

@@ -210,7 +210,7 @@ class TestPromptLogprobs:
         runner_and_sampler: tuple[Runner, RecordingSampler],
         model: Decoder,
     ) -> None:
-        """Every prefix of the prompt is drawn behind once, by a slot of its own."""
+        """Compute logits behind every prefix of the prompt once, in a slot of its own."""
         runner, sampler = runner_and_sampler
         maker.open(0, PROMPT, self.PARAMS, prompt_logprobs_from=1)
         piece = runner.step(maker.plan({0: 10})).prompts[0]

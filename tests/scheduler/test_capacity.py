@@ -1,4 +1,4 @@
-"""The scheduler when pages run out: who waits, who is preempted, and what is out of reach."""
+"""The scheduler when pages run out: sequences wait or are preempted, and pages retire."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def test_a_prompt_can_be_preempted_between_its_chunks() -> None:
 
 
 def preempt_with_plans_in_flight() -> tuple[Bench, Sequence]:
-    """Two plans in flight, of which the second still names the sequence that was preempted, while
-    the first brings the end of another."""
+    """Plan twice: the second plan names the preempted sequence, the first ends another one."""
     bench = Bench.make(
         worker(num_pages=9, page_size=2), max_plans_in_flight=3, enable_prefix_caching=False
     )

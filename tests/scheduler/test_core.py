@@ -1,4 +1,4 @@
-"""The scheduler's state machine by hand, on a strict fake worker: who comes in, when, how much."""
+"""The scheduler's state machine by hand, on a strict fake worker: admissions and shares."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_prompts_keep_to_their_part_beside_decodes_old_and_new() -> None:
     bench = Bench.make(worker(max_num_batched_tokens=16), max_prompt_tokens_beside_decodes=6)
     first = bench.submit([1] * 20, max_tokens=30)
     bench.step()
-    assert bench.rows(bench.plans[-1]) == [(0, 16)]  # nobody decodes
+    assert bench.rows(bench.plans[-1]) == [(0, 16)]  # no sequence decodes
     bench.step()
     assert first.state is State.DECODE
     bench.submit([2] * 8)
@@ -248,7 +248,7 @@ def test_a_second_prompt_finds_the_pages_of_the_first() -> None:
 
 
 def test_a_stop_id_that_fills_a_page_has_no_kv_to_share() -> None:
-    """The worker doesn't compute it, though a plan in flight says so."""
+    """Skip it on the worker, though a plan in flight names it."""
     fake = FakeWorker(num_pages=16, page_size=4, token=counting)
     bench = Bench.make(fake, max_plans_in_flight=2)
     first = bench.submit([1, 2, 3], stop=[3])
@@ -273,7 +273,7 @@ def test_a_prefix_that_is_being_computed_is_awaited_and_not_computed_twice() -> 
 
 
 def test_only_so_many_are_put_off() -> None:
-    """Each costs a walk of the tree, in every plan."""
+    """Limit them, because each costs a walk of the tree, in every plan."""
     bench = Bench.make(worker(max_num_batched_tokens=100))
     for number in range(MAX_PENDING + 1):
         bench.submit([*[1] * 40, number])

@@ -1,4 +1,4 @@
-"""Rows that nobody wants any more aren't computed where their plan hasn't begun."""
+"""Rows of aborted sequences aren't computed if their plan hasn't begun."""
 
 from __future__ import annotations
 

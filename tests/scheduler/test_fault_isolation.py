@@ -1,4 +1,4 @@
-"""Who is blamed for the deaths of workers, and that nobody else loses anything."""
+"""The culprit of workers' deaths is found, and other requests lose nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flight(*given: Request, mark: int = 10) -> dict[Sequence, int]:
 
 @attrs.frozen
 class Row:
-    """What is read of a computation."""
+    """The part of a sequence's record that is read."""
 
     sequence: Sequence
     computed: int
@@ -98,13 +98,13 @@ def test_who_gets_past_the_point_is_cleared_and_no_sooner() -> None:
 
 
 def test_an_accident_blames_nobody() -> None:
-    """Who was alone at a death, and gets past it before the next one, is as good as new."""
+    """Clear a request that was alone at a death and gets past its mark before the next one."""
     fault_isolation = FaultIsolation()
     (alone,) = requests(1)
     for mark in (10, 20, 30, 40):
         assert fault_isolation.on_death(flight(alone, mark=mark)).culprit is None
         step(fault_isolation, alone, computed=mark)
-    # So is who came further, if not past all that was in flight.
+    # So is a request that came further, even if not past all that was in flight.
     for mark in (50, 51, 52):
         assert fault_isolation.on_death(flight(alone, mark=mark)).culprit is None
     assert fault_isolation.on_death(flight(alone, mark=52)).culprit is alone
@@ -125,7 +125,7 @@ def test_who_comes_later_is_no_suspect_and_waits() -> None:
     one, two, later = requests(3)
     fault_isolation.on_death(flight(one, two))
     assert not fault_isolation.may_run(later)
-    # The one that was suspected before stays it, whoever else was in flight.
+    # The earlier suspect stays the only one, whatever else was in flight.
     assert fault_isolation.on_death(flight(one, later)).narrowed
     assert fault_isolation.suspects == [one]
 
@@ -225,7 +225,7 @@ class Lives:
         self.bench.core.check_integrity()
 
     def die(self, loss: WorkerLost, reads_last: bool) -> None:
-        """What the worker had said is read first, or is lost with it."""
+        """Read what the worker had sent first, or lose it with the worker."""
         bench = self.bench
         while reads_last and bench.results:
             self.read()
@@ -280,7 +280,7 @@ def test_the_poisonous_are_found_and_nobody_else(
     asked = [make_request([name] * size, max_tokens=8, n=n) for name, size in enumerate(prompts)]
     for request in asked:
         lives.bench.core.submit(request, 0.0)
-    # One fault of nobody's may come, and as many kills as are forgiven.
+    # One unexplained fault may come, and as many kills as are forgiven.
     accidents = {**accidents, fault: FAULT}
     lives.run(accidents, reads_last)
     for name, (request, size) in enumerate(zip(asked, prompts, strict=True)):
@@ -318,7 +318,7 @@ def dies_of(poison: str, **options: Any) -> Callable[[], FakeWorker]:
 
 
 async def complete_all(engine: Engine, prompts: list[str], **params: Any) -> dict[str, object]:
-    """What became of each: its tokens, or the error."""
+    """Return the tokens or the error of each request."""
     became: dict[str, object] = {}
 
     async def one(prompt: str) -> None:
@@ -339,7 +339,7 @@ async def complete_all(engine: Engine, prompts: list[str], **params: Any) -> dic
 async def test_a_poisonous_request_among_many_costs_nobody_else_anything(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture, depth: int
 ) -> None:
-    """It is found though more workers die of it than are forgiven without progress."""
+    """Find it even though it kills more workers than are forgiven without progress."""
     prompts = [chr(code) * 5 for code in range(65, 97)]
     options: dict[str, Any] = {"max_plans_in_flight": depth, "max_worker_restarts": 1}
     async with open_fake_engine(lambda: FakeWorker(step_time=0.01)) as engine:
@@ -392,7 +392,7 @@ async def test_a_plan_that_fails_is_tried_in_halves_without_a_new_worker(
 
 
 async def test_failures_that_name_their_slot_never_cost_the_worker(autojump_clock: Clock) -> None:
-    """As those of a logits processor do, however many in a row."""
+    """Survive them like errors of a logits processor, however many in a row."""
 
     def script(_: int, plan: wire.Plan) -> None:
         for opened in plan.opened:
@@ -443,7 +443,7 @@ async def test_kills_from_outside_cost_nobody_anything(autojump_clock: Clock) ->
 
 
 async def test_a_request_that_has_the_kernel_kill_workers_is_found(autojump_clock: Clock) -> None:
-    """Out of memory, the kernel kills as anybody else might; again and again is no chance."""
+    """Treat a single kill as out of memory, and repeated kills as the request's fault."""
     killer = Killer(dies_of("M"))
 
     @contextlib.asynccontextmanager

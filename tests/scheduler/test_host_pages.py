@@ -35,7 +35,7 @@ class Reader:
     pages: list[int]
     cursor: Node | None
     computes: int
-    """How many of its first pages the cache may have of it."""
+    """Number of its first pages that the cache may take."""
 
 
 class OffloadMachine(RuleBasedStateMachine):
@@ -108,7 +108,7 @@ class OffloadMachine(RuleBasedStateMachine):
             if len(stored) < NUM_PLACES:
                 assert (offloaded, lost) == (1, 0)
             else:
-                # One had to go: of those that nobody is about to read, one worth the least.
+                # One had to go: of those that aren't about to be read, one of the lowest level.
                 pinned = self.pool.host._pinned
                 lowest = min((levels[page] for page in stored if page not in pinned), default=101)
                 assert (offloaded, lost) == (int(lowest <= level), 1)
@@ -236,7 +236,7 @@ def test_who_was_preempted_comes_back_without_computing_again() -> None:
             assert sequence.output_ids == reference(bench.worker, sequence)
         computed.append(bench.core.counters.num_tokens_computed)
     assert computed[1] < computed[0]
-    # Of who comes back only what stood in no full page is computed again, at most a page each time.
+    # Of a resumed sequence, only what filled no page is computed again, at most a page each time.
     wanted = sum(len(each.request.prompt_ids) + 20 - 1 for each in sequences)
     assert computed[1] <= wanted + 4 * bench.core.counters.num_preemptions
 

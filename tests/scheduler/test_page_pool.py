@@ -31,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(NUM_PAGES)
         self.model = [ModelPage() for _ in range(NUM_PAGES)]
         self.released: list[int] = []
-        """Pages that nobody holds and that aren't free, by when they were released."""
+        """Pages without a holder that aren't free, by the time of their release."""
         self.idle: list[int] = []
         self.acknowledged = 0
         self.epoch = 0
@@ -186,7 +186,7 @@ def test_misuse_asserts() -> None:
 
 
 def test_a_shared_page_outlives_the_holder_that_retired_it() -> None:
-    """It was released with plan 5 in flight, found again, and released once more with plan 3."""
+    """Release it with plan 5 in flight, find it again, and release it once more with plan 3."""
     pool = PagePool(1)
     pages = pool.allocate(1)
     pool.keep(pages[0])

@@ -34,9 +34,9 @@ class Entry:
     own: int = DEFAULT_PRIORITY
     until: float = math.inf
     order: int = 0
-    """When something was said of it last."""
+    """Time of the last change of its priority."""
     since: int = 0
-    """When it became idle, or its level changed last."""
+    """Time when it became idle, or when its level last changed."""
     num_holders: int = 1
 
 
@@ -188,7 +188,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        """All that is left is held, and found by nobody: the next paths are new ones."""
+        """Flush: pages left are held and can't be matched, so the next paths are new ones."""
         self.cache.flush()
         for known in self.readers:
             self.pool.release([self.table[each].page for each in reversed(known)], epoch=0)

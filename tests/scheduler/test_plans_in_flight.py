@@ -337,7 +337,7 @@ class TestDeferredDraws:
         executor.sampling_error = ValueError("no mask")
         executor.complete()
         assert given(runner.finish()) == [[4]]
-        assert not runner.accepts  # but its result doesn't keep anybody waiting
+        assert not runner.accepts  # but no read blocks on its result
         with pytest.raises(ValueError, match="no mask"):
             runner.finish()
         with pytest.raises(PlanError, match="no Reset has come"):
@@ -367,7 +367,7 @@ class TestDeferredDraws:
 
 
 class WorkerSocket(pynng.Pair0):
-    """Whoever looks for a message before ``awaited`` have come waits for it."""
+    """A runner that blocks reads until ``awaited`` messages have come."""
 
     awaited = 0
     received = 0

@@ -75,7 +75,7 @@ def test_prompts_keep_to_their_part_where_somebody_decodes(
 
 @given(lengths.filter(bool), st.integers(12, 20), st.integers(1, 20))
 def test_everybody_ends(remaining: list[int], budget: int, prompts: int) -> None:
-    """Whoever is first in prefill gets at least a token in every plan, so nobody starves."""
+    """Give the first sequence in prefill at least a token in every plan, so that none starves."""
     running = [Running(length, output=5) for length in remaining]
     for _ in range(sum(remaining) + 5 * len(running)):
         share = share_out(running, budget, prompts)
@@ -125,7 +125,7 @@ def test_other_policies_keep_the_line(name: str) -> None:
 def test_guaranteed_capacity_is_never_exceeded(
     pool: int, sequences: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Whoever is let in can grow to its end in any order, whoever else has not left yet."""
+    """Let every admitted sequence grow to its end, in any order of ends."""
     held: list[int] = []
     growth: list[int] = []
     for need, may_grow in sequences:

@@ -60,7 +60,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return pages
 
     def forget(self, count: int) -> None:
-        """What evicting ``count`` pages has to do: always an idle leaf of the table."""
+        """Evict ``count`` pages; each has to be an idle leaf of the table."""
         for _ in range(count):
             idle = {path for path, page in self.table.items() if self.pool.count_idle([page])}
             before = set(self.table.values())
@@ -108,7 +108,7 @@ class PrefixMachine(RuleBasedStateMachine):
         holder.cursor = self.cache.publish(
             holder.namespace, holder.cursor, holder.tokens, holder.pages, holder.planned, self.plan
         )
-        # The model's own way: publish until somebody else's page stands there.
+        # The model's own way: publish until another sequence's page stands there.
         for index in range(holder.planned):
             key = (holder.namespace, tuple(holder.tokens[: (index + 1) * SIZE]))
             if self.table.setdefault(key, holder.pages[index]) != holder.pages[index]:
@@ -155,7 +155,7 @@ TestPrefix.settings = settings(max_examples=100, stateful_step_count=40, deadlin
 
 
 def publish(cache: PrefixCache, known: list[int], plan: int = 0) -> list[int]:
-    """A sequence comes, computes everything and leaves; its pages."""
+    """Enter a sequence, compute everything and leave; return its pages."""
     pages = cache.pool.allocate(len(known) // SIZE)
     cursor = cache.publish(("",), None, known, pages, len(pages), plan)
     cache.pool.release(cache.leave(("",), cursor, known, pages, len(pages)), plan)

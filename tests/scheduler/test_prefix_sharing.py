@@ -1,4 +1,6 @@
-"""One prefix, many requests: it is computed once, nobody waits for it in vain, and at what cost."""
+"""One prefix, many requests: it is computed once, no request waits in vain, and the cost is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ def make_bench(*, budget: int = 512, num_pages: int = 512, **limits: Any) -> Ben
 
 
 def prompts(number: int) -> list[list[int]]:
-    """That many prompts, whose first ``PREFIX`` tokens are the same."""
+    """Return ``number`` prompts with the same first ``PREFIX`` tokens."""
     rng = random.Random(0)
     prefix = [rng.randrange(256) for _ in range(PREFIX)]
     return [[*prefix, *(rng.randrange(256) for _ in range(QUESTION))] for _ in range(number)]
 
 
 def serve(bench: Bench, line: list[list[int]], at_a_time: int) -> list[Sequence]:
-    """A closed loop: the next prompt comes when one of ``at_a_time`` has its answer."""
+    """Run a closed loop: the next prompt comes when one of ``at_a_time`` has its answer."""
     served: list[Sequence] = []
     while len(served) < len(line) or any(each.state is not State.FINISHED for each in served):
         busy = sum(each.state is not State.FINISHED for each in served)
@@ -110,7 +112,7 @@ def test_the_salt_and_the_switch_keep_them_apart(caching: bool) -> None:
 @pytest.mark.parametrize("num_plans", [0, 1, 2, 3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_computes_the_prefix_may_leave(depth: int, num_plans: int) -> None:
-    """What it had computed is used, and one of the others goes on from there."""
+    """Use what it had computed; one of the others goes on from there."""
     bench = make_bench(max_plans_in_flight=depth)
     leader, *others = (bench.submit(prompt, max_tokens=ANSWER) for prompt in prompts(5))
     for _ in range(num_plans):
@@ -124,12 +126,12 @@ def test_who_computes_the_prefix_may_leave(depth: int, num_plans: int) -> None:
     assert cached % PAGE == 0
     assert (cached > 0) == (num_plans > 0)
     assert [each.request.num_cached_tokens for each in others[1:]] == [FULL] * 3
-    # Of who left, the rest of the prompt and what was in flight may have been for nothing.
+    # The rest of the leaving prompt and what was in flight may have been computed in vain.
     assert computed_for_prompts(bench) <= FULL + 5 * own + depth
 
 
 def test_who_computes_the_prefix_may_be_preempted() -> None:
-    """It decodes already, or it would have had its pages; those behind it find what it had."""
+    """Decode it before it is preempted; the sequences behind it match what it had computed."""
     bench = make_bench(num_pages=75)
     first = bench.submit(prompts(1)[0], max_tokens=160)
     while first.state is not State.DECODE:
@@ -158,7 +160,7 @@ def test_a_prefix_is_computed_again_where_the_worker_with_it_was_lost() -> None:
 
 
 def test_nobody_waits_for_one_who_takes_no_hits() -> None:
-    """Who wants the log-probabilities of its prompt computes what is cached again, for itself."""
+    """Compute cached tokens again for a request that wants the log-probabilities of its prompt."""
     bench = make_bench()
     first, second = prompts(2)
     bench.submit(first, max_tokens=1)
@@ -206,7 +208,7 @@ def test_with_room_for_all_every_page_is_computed_once(
     policy: str,
     capacity: str,
 ) -> None:
-    """Of all prompts' full pages, whoever comes when, in whatever order.
+    """Publish the full pages of all prompts, in any order of arrival.
 
     A prompt that ends with a page computes that page again, for the logits of its last token; a
     longer one finds it then, if it comes later.
@@ -243,7 +245,7 @@ def test_with_room_for_all_every_page_is_computed_once(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_costs_no_more_walks_of_the_tree_where_more_wait(policy: str) -> None:
-    """All of them have the prefix that the plan in the making computes."""
+    """Walk the tree for a bounded number of sequences that share a prefix being computed."""
 
     def walks(num_waiting: int) -> int:
         bench = make_bench(budget=2048, scheduling_policy=policy)

@@ -34,7 +34,9 @@ UNLUCKY = 2
 
 
 def drafting(*accepted: int, **options: Any) -> FakeWorker:
-    """A worker whose rows that may draft bring so many tokens more, one row after the other."""
+    """Return a worker with rows that bring drafted tokens: ``accepted`` for one row after the
+    other.
+    """
     left = list(accepted)
     fields = {"max_row_tokens": 5, "accepted": lambda _: left.pop(0) if left else 4}
     return worker(**{**fields, **options})
@@ -46,7 +48,7 @@ def tokens_by_step(bench: Bench, sequence: Sequence) -> list[tuple[int, ...]]:
 
 @attrs.frozen
 class Seen:
-    """What there is to see of a sequence that has ended, whatever the steps were."""
+    """A finished sequence as its caller sees it, whatever the steps were."""
 
     tokens: list[int]
     logprobs: list[Any]
@@ -242,7 +244,7 @@ def test_accepted_drafts_are_found_in_the_prefix_cache() -> None:
     bench.drain()
     bench.submit([1, 2, 3, *first.output_ids], max_tokens=1)
     bench.drain()
-    # All but the last token, whose KV nothing has computed.
+    # All but the last token, which has no KV yet.
     assert bench.core.statistics().prefix_cache_hits == 12
 
 

@@ -59,8 +59,8 @@ logprobs_wanted = st.one_of(
 class CoreMachine(RuleBasedStateMachine):
     """Requests, aborts, plans, late results, failures and deaths in any order.
 
-    At the end everybody has exactly the tokens of the unbatched reference, or, where it was ended
-    early, a prefix of them; and the log-probabilities of a prompt were there before any token.
+    At the end every sequence has exactly the tokens of the unbatched reference, or a prefix of
+    them if it was ended early. The log-probabilities of a prompt were there before any token.
     """
 
     @initialize(
@@ -149,7 +149,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """The caller's scope is left: every output of a request is aborted, in any order."""
+        """Abort every output of a request, in any order, as leaving the caller's scope does."""
         request = data.draw(st.sampled_from(self.requests))
         for sequence in data.draw(st.permutations(request.sequences)):
             output = self.bench.core.abort(sequence, ABORT)
@@ -192,7 +192,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.bench.core.in_flight)
     @rule()
     def plan_fails(self) -> None:
-        """The worker turns out to have failed on the oldest plan in flight."""
+        """Fail the oldest plan in flight on the worker."""
         oldest = self.bench.core.in_flight[0]
         # The others of a real worker's plans would be refused; this one has run them, and forgets.
         self.bench.results.clear()
@@ -233,7 +233,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.check_logprobs(request)
 
     def check_asked(self, output: SequenceOutput) -> None:
-        """The log-probabilities of named tokens are those after what has been delivered so far."""
+        """Check the log-probabilities of named tokens against the output delivered so far."""
         request = output.sequence.request
         assert len(output.logprobs or ()) in (0, len(output.token_ids))
         assert output.logprobs is not None or not output.token_ids or not request.params.logprobs
@@ -262,9 +262,9 @@ class CoreMachine(RuleBasedStateMachine):
         return draw(self.bench.worker.token, context, sequence.sampler) < 0
 
     def check_logprobs(self, request: Request) -> None:
-        """They are what they have to be, as far as they came: all of them, if anybody ended well.
+        """Check a prompt's log-probabilities: all must be there if any sequence ended well.
 
-        A sequence that is aborted in flight may leave its own to nobody.
+        A leader that is aborted in flight may leave a part missing.
         """
         assert request.prompt_logprobs is not None
         expected = reference_logprobs(self.bench.worker, request)

@@ -1,4 +1,4 @@
-"""What the scheduler makes of a worker's results, and of its failures."""
+"""Results of a worker, their validation, and its failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_logprobs_only_for_who_asked() -> None:
     wanted = {None: (), 0: (), 3: (0, 1, 2)}
     for number, ranks in wanted.items():
         sequence = bench.submit([1, 2], max_tokens=1, logprobs=number)
-        # A worker may give everybody as many as anybody wants.
+        # A worker may give every sequence as many as any sequence wants.
         sequence.sampler = attrs.evolve(sequence.sampler, logprobs=5)
         other = bench.submit([1, 2], max_tokens=1, logprobs=2)
         bench.drain()
@@ -79,7 +79,7 @@ def test_a_worker_is_idle_only_while_there_is_work() -> None:
     for idle_us in (1, 11, 21):  # what passes within a step is lost in any case
         step()
         assert bench.core.statistics().idle_us == idle_us
-    # The line is empty now, and the time until somebody comes is nobody's loss.
+    # The queue is empty now, so the time until the next request isn't lost.
     step()
     bench.submit([1, 2, 3], max_tokens=2)
     for idle_us in (23, 33):
@@ -203,7 +203,7 @@ def test_a_smaller_worker_ends_who_no_longer_fits() -> None:
 
 
 def fail(bench: Bench, **fault_isolation: Any) -> list[Any]:
-    """The next plan fails; the worker is reset as the scheduler's task would."""
+    """Fail the next plan, and reset the worker as the scheduler's task would."""
     plan = bench.core.next_plan(0.0)
     assert plan is not None
 

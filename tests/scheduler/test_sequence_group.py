@@ -1,4 +1,4 @@
-"""Several outputs of one prompt: one prefill, shared pages, nobody held up, nothing left behind."""
+"""Several outputs of one prompt: one prefill, shared pages, no delays, nothing left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trioserve.testing import FakeWorker, hashed_token
 PAGE = 4
 PROMPT = list(range(3 * PAGE + 2))
 LEFT = 2
-"""What of the prompt isn't in a full page."""
+"""Tokens of the prompt outside its full pages."""
 
 
 def hashing(**options: Any) -> FakeWorker:
@@ -30,7 +30,7 @@ def opened(bench: Bench) -> list[wire.OpenSlot]:
 
 
 def assert_all_right(bench: Bench, *sequences: Sequence) -> None:
-    """Everybody has the tokens of the unbatched reference, and nothing is held."""
+    """Check that all sequences have the tokens of the unbatched reference, and no page is held."""
     for sequence in sequences:
         assert sequence.output_ids == reference(bench.worker, sequence)
     statistics = bench.core.statistics()
@@ -280,7 +280,7 @@ def test_a_request_for_no_tokens_needs_room_for_the_one_that_is_drawn() -> None:
 
 
 def nothing_for_the_second(context: list[int], sampler: SamplerParams) -> int:
-    """A model that has no fifth token for a request's second output."""
+    """Return the model's next token; a request's second output gets no fifth token."""
     if sampler.sequence_index == 1 and len(context) == len(PROMPT) + 4:
         return -1
     return hashed_token(256)(context, sampler)
@@ -339,7 +339,7 @@ def test_min_tokens_mask_nothing_where_nothing_would_stop() -> None:
 
 
 def test_rows_are_not_spared_that_a_row_in_flight_of_one_who_left_reads() -> None:
-    """The leader's rows must be computed: its sibling, which has left before it, reads them."""
+    """Compute the leader's rows even after it has left, because its sibling reads them."""
     bench = Bench.make(worker(page_size=1), max_plans_in_flight=3)
     bench.submit([9] * 5, max_tokens=1)
     bench.plan()

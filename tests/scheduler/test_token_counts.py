@@ -79,7 +79,7 @@ def test_who_leaves_in_between_knows_when_the_last_token_came() -> None:
 
 
 def test_what_a_worker_still_drew_for_who_has_ended_is_nobodys() -> None:
-    """A chunk of a prompt gives no token; if its sequence is gone, one that came is dropped."""
+    """Drop a token of a sequence that is gone; a chunk of a prompt gives none."""
     bench = bench_of(max_num_batched_tokens=4)
     gone = make_request([1] * 9, max_tokens=TOKENS)
     stays = make_request([2, 3], max_tokens=TOKENS)

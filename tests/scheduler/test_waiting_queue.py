@@ -30,7 +30,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.rings: dict[int, dict[str, list[SequenceState]]] = {0: {}, 1: {}}
         self.admitted: dict[int, list[SequenceState]] = {0: [], 1: []}
         self.overtaken: dict[SequenceState, list[str]] = {}
-        """By whose turns each that waits was overtaken while it was the oldest of its tenant."""
+        """Tenants that had a turn before each oldest waiting sequence of a tenant."""
         self.has_skipped = False
 
     def tenant(self, computation: SequenceState) -> str:
@@ -141,9 +141,9 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 class SkippingMachine(QueueMachine):
-    """The same where any sequence is admitted, as if those before it waited for a grammar.
+    """A queue in which any sequence may be admitted, as if those before it waited for a grammar.
 
-    From then on, only what is said of one tenant's requests is checked.
+    From the first skip on, only the order of one tenant's requests is checked.
     """
 
     @precondition(lambda self: self.queue)

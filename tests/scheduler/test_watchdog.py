@@ -78,7 +78,7 @@ def test_the_clock_runs_from_when_nothing_stands_before_the_plan() -> None:
     assert watchdog.deadline == 0.5 + 60.5
     assert not watchdog.is_late(0.5 + 30.25)
     assert watchdog.is_late(0.5 + 30.5)
-    # Whoever calls knows how long that may take; the plan comes after it.
+    # The caller knows how long that may take; the plan comes after it.
     calls = [watchdog.expect("think", 0, 1, 15.0) for _ in range(2)]
     watchdog.settle(calls[0], 20.0)
     assert watchdog.deadline == math.inf
@@ -161,7 +161,7 @@ async def test_a_timeout_of_zero_waits_for_ever(autojump_clock: Clock) -> None:
 
 
 async def test_a_call_that_takes_its_time_holds_the_watchdog(autojump_clock: Clock) -> None:
-    """What the worker does in its turn keeps its plans waiting; that is no hang."""
+    """Keep plans waiting during a call in the worker's turn; that is no hang."""
     worker = FakeWorker(
         step_time=0.01, calls={"think": lambda _: None}, call_time=30, calls_in_turn=True
     )
@@ -204,7 +204,7 @@ async def test_asking_how_the_worker_is_does_not_hold_it(autojump_clock: Clock) 
 async def test_an_engine_that_was_stopped_itself_hears_the_worker_out(
     autojump_clock: Clock,
 ) -> None:
-    """Its clock may have passed the deadline while the step was already there."""
+    """Pass the deadline on the clock while the step's result was already there."""
     autojump_clock.autojump_threshold = math.inf
     step_time = 0.01
     async with open_fake_engine(
@@ -223,7 +223,7 @@ async def test_an_engine_that_was_stopped_itself_hears_the_worker_out(
 async def test_a_worker_that_was_stopped_with_the_engine_has_its_time_again(
     autojump_clock: Clock, left: float, num_replaced: int
 ) -> None:
-    """A paused container stops both in the middle of a step; once is enough for one that hangs."""
+    """Forgive a paused container, which stops both processes in the middle of a step, only once."""
     stopped_for = 10 * TIMEOUT
     autojump_clock.autojump_threshold = math.inf
     workers = [FakeWorker(step_time=lambda _: stopped_for + left), FakeWorker(step_time=0.01)]
@@ -288,7 +288,7 @@ def test_what_threads_do_has_its_time_from_the_beginning() -> None:
     assert not watchdog.is_late(34.0)
     assert watchdog.is_late(36.0)
     assert "'read_weights' within 70 s" in watchdog.accusation()
-    # A paused container stops everybody: all have their time again, for once.
+    # A paused container stops all processes: all work has its time again, for once.
     assert not watchdog.forgive(70.5)
     assert watchdog.forgive(1000.0)
     assert watchdog.deadline == 1000 + 70
@@ -319,7 +319,7 @@ def hangs_in(name: str, *, in_turn: bool) -> Callable[[], FakeWorker]:
 async def test_a_worker_that_hangs_in_an_exchange_of_weights_is_replaced(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture, name: str, is_busy: bool
 ) -> None:
-    """The old weights serve on, and everybody's requests with them."""
+    """Serve on with the old weights, all requests included."""
     async with open_fake_engine() as engine:
         expected = await tokens_of(engine)
     make = hangs_in(name, in_turn=name == "swap_weights")
@@ -391,7 +391,7 @@ async def test_an_idle_worker_that_never_answers_shows(autojump_clock: Clock) ->
 async def test_a_worker_that_answers_nobody_is_found_by_a_grammar(
     autojump_clock: Clock, is_stopped: bool
 ) -> None:
-    """A grammar may take for ever in a thread of its own; a worker that is stopped says nothing."""
+    """Let a grammar take any time in a thread of its own; a stopped worker is lost."""
     make = hangs_in("prepare", in_turn=is_stopped)
     async with open_fake_engine(make, watchdog_timeout=TIMEOUT) as engine:
         with pytest.raises(InvalidRequest, match="--grammar-timeout"):

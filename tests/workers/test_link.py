@@ -1,4 +1,4 @@
-"""The nng link: messages in order, nothing lost to a cancellation, closing wakes whoever waits."""
+"""The nng link: messages in order, nothing lost to a cancellation, closing wakes all waits."""
 
 from __future__ import annotations
 

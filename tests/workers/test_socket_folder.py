@@ -1,4 +1,4 @@
-"""The folder of a worker's socket: who is killed leaves it, the next start takes it away."""
+"""The folder of a worker's socket: a killed engine leaves it, the next start removes it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_a_killed_process_has_left_is_swept(program: str, temporary: Path) 
 
 
 def test_one_that_was_not_finished_is_swept(temporary: Path) -> None:
-    """Whoever made it was killed before the lock was there."""
+    """Remove a folder without a lock: its maker was killed before there was one."""
     tempfile.mkdtemp(prefix="trioserve-worker-")
     sweep_socket_folders()
     assert list(temporary.iterdir()) == []

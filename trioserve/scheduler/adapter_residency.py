@@ -145,7 +145,7 @@ class Pass:
         adapter.
         """
         self._held: set[int] = set()
-        """Those adapters and the ones that got a place in this pass."""
+        """Adapters in use, and those that got a place in this pass."""
         self._is_full = False
 
     def admits(self, number: int) -> bool:

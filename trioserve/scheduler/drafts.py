@@ -1,4 +1,4 @@
-"""Room for drafted tokens, for a worker whose rows may bring several tokens."""
+"""Room for drafted tokens, if rows of the worker may bring several tokens."""
 
 from __future__ import annotations
 

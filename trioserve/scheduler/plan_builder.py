@@ -1,4 +1,4 @@
-"""A plan in the making, and what is remembered of it while it is in flight."""
+"""A plan being built, and the record of it while it is in flight."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
 from trioserve.scheduler.token_counts import Bools, Ints, TokenCounts
 
 MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
-"""Of what one plan opens, besides the sequence that goes past it: those behind it come in the next.
+"""Bytes of opened sequences after which a plan opens no more; the next plan opens the others.
 
-A prompt, a grammar or a list of token ids may have megabytes, and each output has them again.
+A prompt, a grammar or a list of token ids may have megabytes, and each output repeats them.
 """
 
 ATTENTION_SPAN = 1024
-"""Tokens to look back at that cost as much as a token does by itself.
+"""Tokens of context that cost as much as a token does by itself.
 
-Fewer than with any usual model, so that a long context is given rather too much time.
+It is lower than for usual models, so that a long context is given rather too much time.
 """
 
 Row = tuple[SequenceState, int, bool]
-"""Who computes, how many tokens, and whether one is sampled after them."""
+"""A row: its sequence, its number of tokens, and whether a token is sampled after them."""
 
 
 def _no_rows() -> Ints:
@@ -47,7 +47,7 @@ class DuePiece:
 
     @property
     def logprobs(self) -> PromptLogprobs:
-        """Where they go."""
+        """Record that collects them."""
         wanted = self.sequence.request.prompt_logprobs
         assert wanted is not None
         return wanted
@@ -55,7 +55,7 @@ class DuePiece:
 
 @attrs.frozen(eq=False, kw_only=True)
 class InFlight:
-    """What a plan that was sent asked for: who computes, and columns of one entry for each row.
+    """A plan in flight: its sequences, and columns with one entry for each row.
 
     ``pieces`` are by slot; most plans have none. ``size`` is that of :mod:`.watchdog`: the tokens,
     more for those with a long context, and one for each page that is copied.
@@ -66,29 +66,29 @@ class InFlight:
     slots: Ints = attrs.field(factory=_no_rows)
     generations: Ints = attrs.field(factory=_no_rows)
     counts: Ints = attrs.field(factory=_no_rows)
-    """How many tokens each computes, drafted ones aside."""
+    """Number of tokens that each row computes, without drafted ones."""
     samples: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
-    """Whether one is drawn after them."""
+    """True for rows after which a token is sampled."""
     limits: Ints | None = None
-    """How many tokens each of those may bring; None for one."""
+    """Most tokens that each row may bring; None for one."""
     wants_more: Bools = attrs.field(factory=lambda: np.zeros(0, dtype=np.bool_))
-    """Whether the row isn't plain: see :class:`~.counts.TokenCounts`."""
+    """True for rows that aren't plain: see :class:`~.token_counts.TokenCounts`."""
     pieces: dict[int, DuePiece] = attrs.field(factory=dict)
     num_tokens: int = 0
     num_decodes: int = 0
-    """How many of the rows are of sequences that have got a token in their slot before."""
+    """Number of rows of sequences that have got a token in their slot before."""
     size: float = 0.0
 
     @property
     def rows(self) -> list[Row]:
-        """The same row by row."""
+        """Rows as tuples."""
         columns = self.counts.tolist(), self.samples.tolist()
         return list(zip(self.computations, *columns, strict=True))
 
 
 @attrs.define(eq=False)
 class PlanBuilder:
-    """Collects the changes and rows of plan ``number``; ``budget`` is the tokens that are left."""
+    """The changes and rows of plan ``number``; ``budget`` is the number of tokens left."""
 
     number: int
     budget: int
@@ -107,11 +107,11 @@ class PlanBuilder:
 
     @property
     def may_open(self) -> bool:
-        """Whether there is a token left, and room in the message, for one more sequence."""
+        """True if there is a token left, and room in the message, for one more sequence."""
         return self.budget > 0 and self._opened_bytes < MAX_OPENED_BYTES
 
     def open(self, computation: SequenceState) -> None:
-        """The worker is to open the slot that ``computation`` has got."""
+        """Open the slot that the sequence has got."""
         sequence = computation.sequence
         tokens = wire.from_ints(computation.known_tokens())
         self._opened_bytes += len(tokens) + len(msgspec.msgpack.encode(sequence.sampler))
@@ -130,12 +130,13 @@ class PlanBuilder:
         )
 
     def append_page(self, computation: SequenceState, page: int) -> None:
-        """The worker is to append ``page`` to the block table."""
+        """Append ``page`` to the sequence's block table."""
         self._page_slots.append(computation.slot)
         self._page_ids.append(page)
 
     def add_decodes(self, computations: list[SequenceState], slots: Ints, planned: Ints) -> None:
-        """Each of ``computations``, in its slot, computes its last token and samples one.
+        """Add a row for each sequence of ``computations`` that computes its last token and samples
+        one.
 
         ``planned`` are the tokens that were given to plans before. To be called once.
         """
@@ -146,7 +147,7 @@ class PlanBuilder:
 
     @property
     def decodes(self) -> tuple[list[SequenceState], Ints]:
-        """Those that :meth:`add_decodes` was given, and their slots."""
+        """Sequences and slots given to :meth:`add_decodes`."""
         return self._decodes, self._decode_slots
 
     def draft(self, extra: Ints) -> None:
@@ -156,7 +157,7 @@ class PlanBuilder:
         self._size += int(extra.sum())
 
     def add_row(self, computation: SequenceState, count: int, samples: bool) -> None:
-        """``computation`` computes its next ``count`` tokens, and samples one if ``samples``."""
+        """Add a row that computes the next ``count`` tokens, and samples one if ``samples``."""
         (self._singles if count == 1 else self._chunks).append((computation, count, samples))
         self._num_decodes += computation.sequence.state is State.DECODE
         self.budget -= count
@@ -165,7 +166,10 @@ class PlanBuilder:
             self._expect_piece(computation, count)
 
     def _expect_piece(self, computation: SequenceState, count: int) -> None:
-        """The logits at a position are those of the token after it, while that is the prompt's."""
+        """Expect the log-probabilities of prompt tokens in the row.
+
+        The logits at a position are those of the token after it.
+        """
         sequence = computation.sequence
         first = computation.planned + 1
         start = max(first, computation.prompt_logprobs_from)
@@ -176,12 +180,12 @@ class PlanBuilder:
     def build(
         self, closed: list[int], copies: list[tuple[int, int]], counts: TokenCounts
     ) -> tuple[wire.Plan, InFlight] | None:
-        """The finished plan, rows of one token first; None where there is nothing to be done.
+        """Return the finished plan, rows of one token first; None if there is nothing to do.
 
         Args:
-            closed: the slots that the worker is to close.
-            copies: from where to where it is to copy pages.
-            counts: the slots' columns.
+            closed: Slots that the worker closes.
+            copies: Pages that the worker copies: (source, destination).
+            counts: Columns of the slots.
         """
         others = self._singles + self._chunks
         if not others and not self._decodes and not closed and not copies:

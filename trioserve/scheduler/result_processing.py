@@ -1,10 +1,10 @@
-"""What a result means for the sequences: tokens that are appended, and ends.
+"""Result processing: append tokens to sequences, and end sequences.
 
 In a step of decoding, most rows give just the next token, or the next few. The columns of
-:mod:`~.token_counts` tell such rows from others for all rows at once; their tokens are appended,
-and nothing else of the sequence is looked at. All other rows, such as the first of an answer and
-the last, are taken one by one. There a token may end the sequence in the middle of its row: the
-tokens after it are dropped and counted nowhere.
+:mod:`~.token_counts` tell such rows from others for all rows at once. Their tokens are appended,
+without a look at anything else of the sequence. All other rows, such as the first and the last of
+an answer, are taken one by one. A token of such a row may end the sequence in the middle of the
+row: the tokens after it are dropped and counted nowhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trioserve.scheduler.token_counts import Bools, Ints
 
 @attrs.define(eq=False)
 class ResultProcessor:
-    """The part of a :class:`~.state.SchedulerState` that takes results in."""
+    """The part of the scheduler that takes results."""
 
     _state: SchedulerState
     _observer: Observer | None
@@ -53,15 +53,16 @@ class ResultProcessor:
         return outputs
 
     def _sort(self, plan: InFlight, results: Results) -> tuple[Ints, Ints]:
-        """Count what was computed, and tell the rows that gave just the next tokens.
+        """Count what was computed, and find the plain rows, which gave just the next tokens.
+
+        A plain row isn't the first in its slot and can't be the last, and only tokens were wanted.
 
         Returns:
-            the first token of each row, -1 where there is none, and how many tokens it gave if it
-            is plain, else 0. A plain row isn't the first or perhaps the last in its slot, and
-            nothing but tokens was wanted.
+            The first token of each row, -1 if there is none, and the number of tokens of each plain
+            row, 0 for other rows.
         """
         counts, slots, offsets = self._state.memory.counts, plan.slots, results.offsets
-        # A slot isn't given to anybody else while a plan in flight names it.
+        # A slot isn't given to another sequence while a plan in flight names it.
         held = counts.generation[slots] == plan.generations
         counts.computed[slots[held]] += plan.counts[held]
         given = offsets[1:] - offsets[:-1]
@@ -78,7 +79,7 @@ class ResultProcessor:
         return tokens, np.where(plain, given, 0)
 
     def _may_end_later(self, results: Results) -> Bools:
-        """Return for each row whether a token of it may be the end of its sequence."""
+        """Return for each row whether one of its tokens may be the end of its sequence."""
         ends = (results.tokens < 0) | self._state.memory.counts.may_stop(results.tokens)
         num_before = np.concatenate([[0], np.cumsum(ends)])[results.offsets]
         may_end: Bools = num_before[1:] > num_before[:-1]
@@ -142,9 +143,9 @@ class ResultProcessor:
 
 
 def _append(sequence: Sequence, tokens: Seq[int]) -> tuple[tuple[int, ...], Finish | None]:
-    """Append those of ``tokens`` that ``sequence`` takes: return them, and how it ended if it did.
+    """Append ``tokens`` up to the end of ``sequence``; return those appended, and the end if any.
 
-    The first one is no negative one.
+    The first token must not be negative.
     """
     for count, token in enumerate(tokens):
         if token < 0:

@@ -23,17 +23,17 @@ class Results:
     offsets: Ints
     tokens: Ints
     pieces: list[tuple[PromptLogprobs, wire.PromptPiece]]
-    """Log-probabilities of prompts, and where they go."""
+    """Log-probabilities of prompts, and the records that collect them."""
     vectors: dict[int, bytes]
-    """Slot -> what its prompt's hidden states became."""
+    """Pooled vector of a prompt, by slot."""
     _message: wire.StepResult
 
     @classmethod
     def read(cls, message: wire.StepResult, plan: InFlight, vocab_size: int) -> Results:
-        """The rows of ``message``, which must be those of ``plan``.
+        """Return the rows of ``message``, which must be those of ``plan``.
 
         Raises:
-            WorkerLost: they aren't; a worker that has lost count can't be trusted with anything.
+            WorkerLost: The message doesn't answer the plan.
         """
         if message.number != plan.number:
             raise WorkerLost(f"result of plan {message.number} came instead of {plan.number}")
@@ -90,7 +90,7 @@ class Results:
         return tokens
 
     def logprob(self, index: int, params: SamplingParams) -> TokenLogprob:
-        """What ``params`` asks to know of token ``index``, without texts."""
+        """Return the log-probabilities that ``params`` asks for at ``index``, without text."""
         message = self._message
         num_top = params.logprobs
         top: tuple[tuple[int, float, str], ...] = ()
@@ -119,7 +119,7 @@ def _due(plan: InFlight, index: int) -> str:
 
 
 def _are_offsets(offsets: Ints, total: int) -> bool:
-    """Whether ``offsets`` cut ``total`` entries into pieces, some of them empty."""
+    """Return True if ``offsets`` cut ``total`` entries into pieces, some of them empty."""
     return bool(offsets[0] == 0 and offsets[-1] == total and (offsets[1:] >= offsets[:-1]).all())
 
 
@@ -153,9 +153,9 @@ def _check_asked(message: wire.StepResult, index: int, due: int) -> None:
 
 
 def _check_vectors(message: wire.StepResult, plan: InFlight) -> dict[int, bytes]:
-    """The vectors of ``message`` by slot: one for each prompt that is complete and wants one.
+    """Return the vectors of ``message`` by slot, one for each complete prompt that wants one.
 
-    Of a sequence that has ended meanwhile it may be left out.
+    The vector of a sequence that has ended meanwhile may be missing.
     """
     vectors = {each.slot: each.vector for each in message.pooled}
     if not all(vector and len(vector) % 4 == 0 for vector in vectors.values()):
@@ -174,9 +174,9 @@ def _check_vectors(message: wire.StepResult, plan: InFlight) -> dict[int, bytes]
 def _check_pieces(
     message: wire.StepResult, plan: InFlight, vocab_size: int
 ) -> list[tuple[PromptLogprobs, wire.PromptPiece]]:
-    """The pieces of ``message`` with where they belong: those that are due, and no others.
+    """Return the pieces of ``message`` that are due, with their collecting records.
 
-    Of a sequence that has ended meanwhile they may be left out.
+    The pieces of a sequence that has ended meanwhile may be missing.
     """
     given = {piece.slot: piece for piece in message.prompts}
     if len(given) != len(message.prompts) or not given.keys() <= plan.pieces.keys():

@@ -1,4 +1,4 @@
-"""Whether the token that has come is the last one, and what it means if there was none."""
+"""Stop conditions: the end of a sequence after a token, or for lack of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.requests.request import Finish, FinishReason, Sequence
 
 
 def ending(sequence: Sequence) -> Finish | None:
-    """How ``sequence`` ended with the token that it got last, None if it goes on."""
+    """Return the end of ``sequence`` if its last token ends it, else None."""
     token, num_output = sequence.output_ids[-1], len(sequence.output_ids)
     if sequence.sampler.is_stop(token, num_output):
         asked_for = _has(sequence.request.params.stop_token_ids, token)
@@ -25,10 +25,10 @@ def _has(ids: tuple[int, ...], token: int) -> bool:
 
 
 def ending_without_token(sequence: Sequence, token: int) -> Finish:
-    """How ``sequence`` and its siblings end where its last row gave no token, or none was wanted.
+    """Return the end of a request with a row that gave no token, or with no token wanted.
 
-    ``token`` is what stands in its place. Where that isn't NaN, what the request masks is the
-    reason, if it masks anything, or else the model's own numbers.
+    ``token`` is the row's value in place of one. If it isn't the one for NaN, the request's own
+    masks are the reason, if it has any; otherwise the model's numbers are.
     """
     if sequence.max_tokens == 0:
         return Finish(FinishReason.LENGTH)

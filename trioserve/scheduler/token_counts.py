@@ -1,9 +1,10 @@
-"""How far each sequence that holds a slot has come: a column for each count, indexed by slot.
+"""Counts of each sequence that holds a slot: a column for each count, indexed by slot.
 
-In most steps most sequences do the same: they compute one token and draw the next. Columns let such
-a step cost a few operations on whole arrays instead of a visit to every sequence, so the numbers
-live here and :class:`~trioserve.scheduler.sequence_state.SequenceState` reads and writes them by
-its slot. What only some sequences want (log-probabilities, siblings, an end) is done one by one.
+In most steps most sequences do the same: they compute one token and draw the next. With columns,
+such a step costs a few operations on whole arrays instead of a visit to every sequence. So the
+numbers live here, and :class:`~trioserve.scheduler.sequence_state.SequenceState` reads and writes
+them by its slot. Special wishes of sequences (log-probabilities, several outputs, an end) are
+handled one by one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 CLOSED = 0
-"""The generation of a slot that nobody holds; the first real one is 1."""
+"""Generation of a free slot; the first real one is 1."""
 
 
 class TokenCounts:
-    """The columns, each [number of slots]. What stands in a closed slot means nothing.
+    """The columns, each [number of slots]. The entries of a free slot mean nothing.
 
     Args:
-        num_slots: how many there are.
-        vocab_size: tokens are below it.
+        num_slots: Number of slots.
+        vocab_size: Size of the vocabulary.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -33,27 +34,29 @@ class TokenCounts:
         self.planned = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.last_plan = np.zeros(num_slots, dtype=np.int64)
-        """These four are a :class:`~trioserve.scheduler.sequence_state.SequenceState`'s."""
+        """The four columns above belong to
+        :class:`~trioserve.scheduler.sequence_state.SequenceState`.
+        """
         self.limit = np.zeros(num_slots, dtype=np.int64)
-        """Tokens at which the sequence ends by length."""
+        """Number of tokens at which the sequence ends by length."""
         self.room = np.zeros(num_slots, dtype=np.int64)
-        """Tokens that the pages in the block table hold."""
+        """Number of tokens that the pages in the block table hold."""
         self.generation = np.zeros(num_slots, dtype=np.int64)
         self.decodes = np.zeros(num_slots, dtype=np.bool_)
-        """All tokens known have been given to plans, but for the next one that is drawn."""
+        """True if all known tokens have been given to plans, except the next one to be drawn."""
         self.unsettled = np.zeros(num_slots, dtype=np.bool_)
         """A row in flight may bring several tokens, so the next one waits for its result."""
         self.plain = np.zeros(num_slots, dtype=np.bool_)
-        """Nothing but the token is wanted of a row, and there is one sequence in the request."""
+        """True if only tokens are wanted of a row, and the request has one sequence."""
         self.last_token = np.full(num_slots, np.nan)
-        """When the newest token came, in seconds; NaN before the first one in this slot."""
+        """Time of the newest token, in seconds; NaN before the first one in this slot."""
         self._stops = np.zeros(vocab_size, dtype=np.int32)
-        """In how many of the sets below each token is."""
+        """Number of the sets below that contain each token."""
         self._stop_sets: dict[bytes, int] = {}
-        """The open slots' sets of stop ids, and how many slots have each: outputs share theirs."""
+        """Number of open slots with each set of stop ids; outputs of a request share theirs."""
 
     def open(self, slot: int, generation: int, *, limit: int, plain: bool, stop_ids: bytes) -> None:
-        """A sequence has got ``slot``. Its own counts are for the caller to set."""
+        """Open ``slot`` for a sequence. The caller sets the sequence's own counts."""
         self.generation[slot] = generation
         self.limit[slot] = limit
         self.plain[slot] = plain
@@ -65,7 +68,7 @@ class TokenCounts:
             self._stops[self._known(stop_ids)] += 1
 
     def close(self, slot: int, stop_ids: bytes) -> None:
-        """The sequence has left ``slot``."""
+        """Close ``slot``."""
         self.generation[slot] = CLOSED
         self._stop_sets[stop_ids] -= 1
         if not self._stop_sets[stop_ids]:
@@ -73,16 +76,16 @@ class TokenCounts:
             self._stops[self._known(stop_ids)] -= 1
 
     def _known(self, stop_ids: bytes) -> npt.NDArray[np.int32]:
-        """Return those of the ids that the vocabulary has."""
+        """Return the ids that the vocabulary has."""
         ids = ints(stop_ids)
         return ids[(ids >= 0) & (ids < len(self._stops))]
 
     def may_stop(self, tokens: Ints) -> Bools:
-        """Which of ``tokens``, none of them negative, are stop ids for anybody."""
+        """Return which of ``tokens``, none of them negative, are a stop id of any sequence."""
         return self._stops[tokens] > 0
 
     def advance(self, slots: Ints, plan: int) -> None:
-        """Each of ``slots``, all of which decode, has a row of one token in ``plan``."""
+        """Count a row of one token in ``plan`` for each of ``slots``, all of which decode."""
         self.planned[slots] += 1
         self.length[slots] += 1
         self.last_plan[slots] = plan
