@@ -1,4 +1,4 @@
-"""A worker whose rows bring several tokens: callers see what they see with one token a row."""
+"""Rows that bring several tokens: callers see the same as with one token a row."""
 
 from __future__ import annotations
 

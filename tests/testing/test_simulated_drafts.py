@@ -1,4 +1,4 @@
-"""Workers in the simulation whose rows bring several tokens, and defects that it finds in that."""
+"""Simulated workers that draft tokens, and defects that the simulation finds there."""
 
 from __future__ import annotations
 
