@@ -15,7 +15,7 @@ from trioserve.protocol.gc_tuning import importing
 
 
 def examine() -> dict[str, Any]:
-    """What torch and CuPy find on this machine, for ``trioserve doctor``."""
+    """Return what torch and CuPy find on this machine, for ``trioserve doctor``."""
     import torch
 
     from gpu.loading.loaded_model import choose_num_threads
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
 
 
 def _examine_cpu_kernels() -> str:
-    """Where the kernels of the CPU are, or why torch computes in their place."""
+    """Return where the kernels of the CPU are, or why torch computes in their place."""
     from gpu.cpu.build import LibraryBuildError, built
 
     try:
@@ -66,7 +66,7 @@ def _examine_cpu_kernels() -> str:
 
 
 def _examine_kernels() -> tuple[dict[str, Any], Callable[[int, int], str]]:
-    """What kernels are built with and for, and where built ones are; the target of a capability."""
+    """Return a report on kernels, and a function from a capability to its target."""
     from gpu.kernels import nvrtc, targets
     from gpu.kernels.cubins import CubinCache
 

@@ -20,9 +20,9 @@ from gpu.slots import Row, Slot
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
 Copies: TypeAlias = npt.NDArray[np.int32]
-"""[C, 2]: pages that are copied one after the other, each from where and to where.
+"""[C, 2]: pairs of source and destination pages, copied one after the other.
 
-Numbers behind those of the KV cache's pages are places in the host's memory.
+Numbers past those of the KV cache's pages are pages in the host's memory.
 """
 NO_COPIES: Copies = np.zeros((0, 2), dtype=np.int32)
 
@@ -32,20 +32,20 @@ class DeviceTimes:
     """The times of one step, in microseconds on the device's clock."""
 
     step_us: int = 0
-    """Kernels of the step were running."""
+    """Time in which kernels of the step were running."""
     gap_us: int = 0
-    """None was, between the step's start and its end: copies, a mask that the host had to make."""
+    """Time within the step without a kernel: copies, waiting for a mask that the host makes."""
     idle_us: int = 0
-    """The device had nothing to do, between the end of the last step and the start of this one."""
+    """Time from the end of the last step to the start of this one, with no work for the device."""
     launch_us: int = 0
-    """The host queued the step's kernels, on the host's clock."""
+    """Time in which the host queued the step's kernels, on the host's clock."""
 
 
 @attrs.define(kw_only=True)
 class Drawn:
-    """What one step drew for its S rows that sample, in the order in which they were submitted.
+    """The draws of one step for its S rows that sample, in the order of submission.
 
-    ``top`` and ``named`` have S entries, empty where not asked for, or are None if nobody asked.
+    ``top`` and ``named`` have S entries, empty where not asked for, or are None if no row asked.
     """
 
     tokens: npt.NDArray[np.int32]  # [S]; negative where there was no token to draw
@@ -55,14 +55,14 @@ class Drawn:
     ``tokens``, ``logprobs``, ``top`` and ``named`` then have one entry for each token.
     """
     logprobs: npt.NDArray[np.float32] | None = None
-    """[S], NaN where not asked for; None if nobody asked."""
+    """[S], NaN where not asked for; None if no row asked."""
     top: list[TopLogprobs] | None = None
     named: list[npt.NDArray[np.float32]] | None = None
     """Raw log-probabilities of each row's ``logprob_token_ids``."""
     prompts: list[PromptPiece] = attrs.field(factory=list)
-    """Of the rows that computed prompt tokens whose log-probabilities are wanted."""
+    """Log-probabilities of the prompt tokens computed, for the rows that ask for them."""
     pooled: list[PooledPrompt] = attrs.field(factory=list)
-    """Of the rows that completed a prompt of which a vector is wanted."""
+    """Vectors of the prompts completed, for the rows that ask for one."""
     times: DeviceTimes = attrs.field(factory=DeviceTimes)
 
 
@@ -71,16 +71,16 @@ class Submission(Protocol):
 
     @property
     def deferred(self) -> bool:
-        """Whether nothing is drawn before :meth:`sample` is called; no step may follow till then.
+        """True if nothing is drawn before :meth:`sample` is called; no step may follow till then.
 
-        A row's mask needs its last token, which the step before draws.
+        The mask of one of its rows needs the row's last token, which the step before draws.
         """
 
     def sample(self) -> None:
         """Draw in a deferred step, now that all tokens before are known in the slots."""
 
     def wait(self) -> Drawn:
-        """Wait for the step's end. To be called once, for one step after the other in order."""
+        """Wait for the step's end. Call it once for each step, in the order of submission."""
 
 
 @attrs.frozen
@@ -95,7 +95,7 @@ class Finished:
         return False
 
     def sample(self) -> None:
-        """Never to be called: nothing is deferred."""
+        """Raise: a finished step has nothing deferred."""
         raise AssertionError("a step was finished at once")
 
     def wait(self) -> Drawn:
@@ -114,14 +114,14 @@ class Executor(Protocol):
         """
 
     def open(self, slot: Slot) -> None:
-        """A slot is new, or has its tokens and parameters again; its number may have been used."""
+        """Take note of a slot just opened; its number may have been used before."""
 
     def close(self, number: int) -> None:
-        """The slot with that number is closed. It may never have been opened here."""
+        """Forget the slot with that number. It may never have been opened here."""
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """Copy pages, then compute ``rows`` and draw for those that sample.
 
         Each row has at least one token. The slots' block tables are as the plan left them. A step
-        with no rows is finished at once, as far as anybody can see.
+        without rows counts as finished at once.
         """

@@ -1,8 +1,8 @@
-"""A worker without a model: real slots, real plans, and tokens that are there already.
+"""A worker without a model: real slots, real plans, and tokens of a fixed text.
 
 It is for measuring everything but the model. A step takes a set time, in which the process sleeps,
-and gives each row the next token of a text that anybody can read. Nothing is loaded but the model's
-configuration and tokenizer, no tensor is touched, and what would need logits is refused.
+and gives each row the next token of a readable text. Only the model's configuration and tokenizer
+are loaded, no tensor is touched, and requests that need logits are refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TEXT = (
     " carried timber, some carried salt, and one, in the spring, carried nothing but a piano and"
     " the man who was to play it. He waved. The keeper waved back, and wrote that down as well."
 )
-"""What every sequence says, again and again."""
+"""The text of every sequence, repeated."""
 MOST_PAGES = 1 << 18
-"""Every page is a few dozen bytes of the engine's bookkeeping, though none of a cache."""
+"""The most pages: each costs a few dozen bytes of the engine's bookkeeping."""
 
 
 def mock_text(files: ModelFiles, stop_ids: Sequence[int] = ()) -> npt.NDArray[np.int32]:
-    """The tokens of :data:`TEXT`, int32, without those that would end a sequence.
+    """Return the tokens of :data:`TEXT`, int32, without those that would end a sequence.
 
     Raises:
         ModelLoadError: the tokenizer has none for it.
@@ -107,7 +107,7 @@ class MockExecutor:
 
 
 def _wants_logits(sampler: SamplerParams) -> str:
-    """What of ``sampler`` can't be had without logits, in words; empty if nothing."""
+    """Return what of ``sampler`` can't be had without logits, in words; empty if nothing."""
     if sampler.logprobs >= 0 or sampler.prompt_logprobs >= 0:
         return "log-probabilities"
     return "output that follows a grammar" if sampler.grammar is not None else ""

@@ -5,8 +5,8 @@ is known all the same, because a row that samples gets exactly one token. Only w
 ends its sequence is not: such a row is then computed once for nothing, and gives no token. A row
 that drafts may get several tokens; its slot has no row in another plan until they are known.
 
-A plan whose masks need tokens that aren't known yet is submitted all the same, but its draws are
-deferred until every plan before it is finished; only then another plan is accepted.
+The masks of a plan may need tokens that aren't known yet. It is submitted all the same, but its
+draws are deferred until every plan before it is finished; only then another plan is accepted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class _Pending:
     positions: dict[int, int] = attrs.field(factory=dict)
     """Slot number -> position of the token that its row draws; empty while that is deferred."""
     error: Exception | None = None
-    """What went wrong when its deferred draws were to begin."""
+    """Exception raised when its deferred draws were to begin."""
 
     def make_room(self) -> None:
-        """The draws have begun: each slot gets a token that isn't known yet."""
+        """Extend each sampling slot by a token that isn't known yet: the draws have begun."""
         sampling = (row.slot for row in self.rows if row.samples)
         self.positions = {slot.number: slot.extend() for slot in sampling}
 
@@ -68,12 +68,12 @@ class Runner:
 
     @property
     def num_pending(self) -> int:
-        """How many plans were submitted and not finished."""
+        """Number of plans were submitted and not finished."""
         return len(self._pending)
 
     @property
     def accepts(self) -> bool:
-        """Whether a plan may be submitted: none while the draws of the last one are deferred.
+        """True if a plan may be submitted: none while the draws of the last one are deferred.
 
         If they still are when it is the oldest, :meth:`finish` says at once what went wrong.
         """
@@ -221,7 +221,7 @@ def _starts(pending: _Pending, drawn: Drawn) -> dict[int, tuple[int, int]]:
 
 
 def _result(pending: _Pending, taken: Sequence[int], drawn: Drawn) -> StepResult:
-    """The columns of a result, in the order of the plan's rows."""
+    """Return the columns of a result, in the order of the plan's rows."""
     rows = pending.rows
     if drawn.counts is None and all(taken) and len(drawn.tokens) == len(rows):
         order = list(range(len(rows)))  # the positions stand in the rows' order

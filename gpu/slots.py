@@ -1,8 +1,8 @@
 """The slot table: the sequences that the worker knows, and what a plan changes about them.
 
 A slot's state is a pure function of its tokens and its parameters: there is no counter besides the
-number of tokens computed, so a sequence that was preempted, or whose worker died, is simply opened
-again with its tokens so far. Nothing here touches a tensor or a model.
+number of tokens computed. So a sequence that was preempted, or that lost its worker, is simply
+opened again with its tokens so far. Nothing here touches a tensor or a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
 
 UNKNOWN_TOKEN = -1
-"""What stands where a token has been drawn on the device and hasn't arrived yet."""
+"""Placeholder of a token that has been drawn on the device and hasn't arrived yet."""
 
 
 _SHORT_COLUMN = 1024
@@ -34,7 +34,7 @@ class PlanError(Exception):
 
 
 def described(error: Exception) -> str:
-    """The type of any ``error`` and the first line of its text."""
+    """Return the type of any ``error`` and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -54,11 +54,11 @@ class Slot:
     adapter: int = 0
     """The number of its adapter; 0 for none."""
     prompt_logprobs_from: int = -1
-    """Position of the first prompt token whose log-probability is wanted; -1 if none is."""
+    """Position of the first prompt token with a wanted log-probability; -1 if there is none."""
     num_pages: int = 0
     stopped: bool = False
-    """Nothing more is to be computed: its last token is a stop id, there was none to draw, or
-    nobody wants it any more."""
+    """True if nothing more is to be computed: its last token is a stop id, there was none to draw,
+    or the engine has dropped it."""
     _buffer: npt.NDArray[np.int32]
     _length: int
 
@@ -68,12 +68,12 @@ class Slot:
         return self._buffer[: self._length]
 
     def token(self, position: int) -> int:
-        """The token at ``position``: cheaper than out of :attr:`tokens`."""
+        """Return the token at ``position``: cheaper than out of :attr:`tokens`."""
         return int(self._buffer[position])
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are, those included that aren't known yet."""
+        """Number of tokens there are, those included that aren't known yet."""
         return self._length
 
     def extend(self) -> int:
@@ -100,7 +100,7 @@ class Slot:
         return len(tokens)
 
     def settle(self, position: int, token: int) -> None:
-        """The token at ``position`` is known now: notice whether it ends the sequence.
+        """Set the token at ``position``, and note whether it ends the sequence.
 
         A negative one says that there was none to draw, which ends it too.
         """
@@ -109,7 +109,7 @@ class Slot:
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one row of a plan computes: ``count`` tokens of ``slot`` from position ``start`` on.
+    """One row of a plan: ``count`` tokens of ``slot`` to compute from position ``start`` on.
 
     ``count`` is 0 for a sequence that has stopped. ``samples`` says that the row reaches the end of
     the slot's tokens, so that one more is to be drawn. There is one for every token computed, so it
@@ -156,7 +156,7 @@ class SlotTable:
         self._max_row_tokens = max_row_tokens
         self._slots: dict[int, Slot] = {}
         self._dropped: set[tuple[int, int]] = set()
-        """Slot and generation of those that nobody wants any more before they are opened."""
+        """Slot and generation of sequences that were dropped before they were opened."""
         self._last_sampler = SamplerParams()
         self.block_tables = np.zeros((0, -(-max_model_len // page_size)), dtype=np.int32)
 
@@ -183,7 +183,7 @@ class SlotTable:
             self._dropped.add((number, generation))
 
     def num_pages_used(self) -> int:
-        """How many different pages the open slots hold."""
+        """Return how many different pages the open slots hold."""
         held = [self.block_tables[slot.number, : slot.num_pages] for slot in self]
         return len(np.unique(np.concatenate(held))) if held else 0
 

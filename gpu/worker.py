@@ -1,9 +1,9 @@
 """The worker process: messages in, messages out, in order.
 
 A plan that arrives while another one computes is handed to the device behind it. The process ends
-when it is told to quit, or when its standard input ends: whoever started it holds the other end,
-and its death closes it. Signals that ask it to end are ignored, because service managers send them
-to every process at once, and the engine still needs its worker while it drains.
+when it is told to quit, or when its standard input ends: the process that started it holds the
+other end, and its death closes it. Signals that ask it to end are ignored, because service managers
+send them to every process at once, and the engine still needs its worker while it drains.
 
 ``prepare``, ``read_weights`` and ``load_adapter`` are answered by threads when they are ready, all
 other calls in their turn.
@@ -50,7 +50,7 @@ EXIT_PARENT_GONE = 3
 PREPARING_THREADS = 3
 """The engine asks for no more at a time. The steps want the processor too."""
 MAX_PREPARING = 64
-"""Calls that may wait for them: who has asked may have left, and the engine asks for the next."""
+"""Calls that may wait for these threads; callers may have left, and the engine sends the next."""
 
 _log = logging.getLogger("gpu.worker")
 
@@ -81,7 +81,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a thread may be at work."""
+        """True if a thread may be at work."""
         return self._background.num_unfinished > 0
 
     def run(self) -> None:
@@ -210,7 +210,7 @@ class Worker:
         settle()  # The old ones are a good part of the process's memory.
 
     def _look_ahead(self, runner: Runner) -> None:
-        """Hear who was dropped while the plan that is to begin lay in the socket."""
+        """Handle the drops that arrived behind the plan about to begin."""
         with contextlib.suppress(pynng.TryAgain):
             while True:
                 message = self._receive(block=False)
@@ -266,7 +266,7 @@ class Worker:
         self._socket.send(wire.encode(message))
 
     def _receive(self, block: bool = True) -> wire.Message:
-        """The next message; waits for it. Raises Quit if it is that."""
+        """Return the next message; waits for it. Raises Quit if it is that."""
         message = wire.decode(self._socket.recv(block=block))
         if isinstance(message, wire.Quit):
             raise QuitRequested
@@ -274,7 +274,7 @@ class Worker:
 
 
 def _with_arguments(function: Callable[[Any], Any], _: Runner, arguments: Any) -> Any:
-    """What ``function`` answers, which does without the runner."""
+    """Return what ``function`` answers, which does without the runner."""
     return function(arguments)
 
 
@@ -283,11 +283,11 @@ def _reply(
     function: Callable[[Any], Any],
     on_failure: Callable[[Exception], None] = lambda _: None,
 ) -> wire.Reply:
-    """The answer of ``function`` to the call's arguments, or how it failed."""
+    """Return the answer of ``function`` to the call's arguments, or how it failed."""
     try:
         arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
         result = msgspec.msgpack.encode(function(arguments))
-    except ModelLoadError as error:  # in words for whoever asked
+    except ModelLoadError as error:  # its text is for the caller
         return wire.Reply(number=call.number, error=str(error))
     except Exception as error:
         _log.exception("the call %r failed", call.name)
@@ -297,7 +297,7 @@ def _reply(
 
 
 def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
-    """The call ``prepare``: the grammar's bytes, or what is wrong with it or the arguments."""
+    """Compile a grammar for the call ``prepare``: return its bytes, or what is wrong."""
     grammar = arguments["grammar"]
     return constraints.prepare(
         None if grammar is None else Grammar(*grammar),
@@ -307,7 +307,7 @@ def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
 
 
 def _failure(plan: int, error: Exception) -> wire.Failure:
-    """What the engine and the log hear of a plan that failed."""
+    """Return what the engine and the log hear of a plan that failed."""
     if isinstance(error, PlanError):
         _log.error("plan %d: %s", plan, error)
         return wire.Failure(number=plan, message=str(error), slot=error.slot)
@@ -317,7 +317,7 @@ def _failure(plan: int, error: Exception) -> wire.Failure:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Whether this process can compute no more: only a GPU may be lost so."""
+    """Return whether this process can compute no more: only a GPU may be lost so."""
     if "torch" not in sys.modules:  # which has to be there where there is a GPU
         return False
     from gpu.cuda.device import is_poisoned_by
@@ -366,6 +366,6 @@ def run(url: str) -> None:
         worker = Worker(socket)
         worker.run()
     if worker.busy:
-        # A thread that compiles a grammar can't be stopped, and nobody waits for it any more.
+        # A thread that compiles a grammar can't be stopped, and its result isn't needed any more.
         logging.shutdown()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""How a worker logs: as the server that started it does, to the stderr that both have."""
+"""The worker's log, in the server's format, on the stderr that both share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ConsoleFormatter(logging.Formatter):
 def set_up_logging() -> None:
     """Log to stderr, warnings and what ends the process included.
 
-    An engine in somebody's own program says nothing of it: then a worker logs lines of text.
+    An engine embedded in another program sets no format: then a worker logs lines of text.
     """
     log_format, _, level = os.environ.get(WORKER_LOG, "").partition(":")
     handler = StderrHandler()

@@ -26,5 +26,5 @@ def staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of ``array`` on ``device``, in the order of the current stream."""
+    """Return a copy of ``array`` on ``device``, in the order of the current stream."""
     return staged(array, device).to(device, non_blocking=True)

@@ -2,7 +2,7 @@
 
 Beside it there may be pages in the host's memory, in which the bytes of a page stand together. That
 memory is page-locked where there is a GPU, so that copies are queued among the kernels of a step
-and nobody waits for them.
+and the host needn't wait for them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class KvCache:
                 into.copy_(what, non_blocking=True)
 
     def _page(self, number: int) -> list[torch.Tensor]:
-        """The bytes of one page, [layers, 2, ...] each."""
+        """Return the bytes of one page, [layers, 2, ...] each."""
         on_host = number - self.shape.num_pages
         if on_host >= 0:
             return [each[on_host] for each in self._host]

@@ -16,7 +16,7 @@ def in_layout_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
-    """The layout of ``rows``, at least one of them, which are in layout order."""
+    """Return the layout of ``rows``, at least one of them, which are in layout order."""
     counts = np.array([row.count for row in rows])
     query_start = np.concatenate([[0], counts.cumsum()])
     starts = np.array([row.start for row in rows])

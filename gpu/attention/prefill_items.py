@@ -24,7 +24,7 @@ class PrefillItems:
 
 
 def choose_tile(query_lens: npt.NDArray[np.int64], group: int) -> int:
-    """The tile for a step: 64 packed queries if 128 would leave a third of the tiles empty.
+    """Return the tile for a step: 64 packed queries if 128 would leave a third of the tiles empty.
 
     A full tile of 128 computes half as much again in the same time as two of 64, for each of its
     warps uses what it reads from shared memory twice as often. So 64 pays only where the rounding
@@ -98,7 +98,7 @@ def prefill_items(
 def _splits(
     num_keys: npt.NDArray[np.int64], num_kv_heads: int, num_blocks: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many splits each tile gets, and the keys of each (the last may have fewer)."""
+    """Return how many splits each tile gets, and the keys of each (the last may have fewer)."""
     if len(num_keys) * num_kv_heads >= num_blocks:
         return np.ones_like(num_keys), num_keys
     share = max(MIN_SPLIT, int(num_keys.sum()) * num_kv_heads // num_blocks)

@@ -1,4 +1,4 @@
-"""How scores become weights, where that isn't the usual softmax of products over sqrt(head_dim)."""
+"""Rules by which scores become weights, other than a softmax of products over sqrt(head_dim)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @attrs.frozen(eq=False, kw_only=True)
 class ScoreRule:
-    """What one layer does with the products of queries and keys."""
+    """The rule by which one layer turns the products of queries and keys into weights."""
 
     scale: float
     """They are multiplied by this."""
@@ -21,7 +21,7 @@ class ScoreRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a softmax of the scaled products is all."""
+        """True if a softmax of the scaled products is all."""
         return self.softcap is None and self.sinks is None
 
 
@@ -50,5 +50,5 @@ def attend_by_rule(
 
 
 def plain_rule(head_dim: int) -> ScoreRule:
-    """What most models do."""
+    """Return what most models do."""
     return ScoreRule(scale=1.0 / math.sqrt(head_dim))

@@ -1,4 +1,4 @@
-"""Which decode rows share the beginning of their context, and the work of attending to it once.
+"""Shared prefixes of decode rows, and the work of attending to each prefix once.
 
 Rows share a prefix if their block tables begin with the same pages. Those pages form a tree: all
 rows may share a system prompt, some of them a document after it, two of them a prompt sampled
@@ -37,7 +37,7 @@ class PrefixCost:
     num_kv_heads: int
     head_dim: int
     cache_bytes: int
-    """Of one element of the cache."""
+    """Bytes of one element of the cache."""
     rows_per_tile: int
     bandwidth: float = 4.0e12
     """Bytes a second of device memory; only its ratio to ``arithmetic`` matters much."""
@@ -90,7 +90,8 @@ class SharedPrefixes:
 
 
 def prefix_tile(num_rows: int, group: int) -> int:
-    """The tile for steps of up to ``num_rows`` rows: 128 packed queries if they can fill four.
+    """Return the tile for steps of up to ``num_rows`` rows: 128 packed queries if they can fill
+    four.
 
     Fewer are bounded by the bytes of the prefix, which a tile of 64 reads no slower.
     """
@@ -98,7 +99,7 @@ def prefix_tile(num_rows: int, group: int) -> int:
 
 
 def max_prefix_items(num_rows: int, target_items: int) -> int:
-    """The most items that :func:`shared_prefixes` makes of up to ``num_rows`` rows.
+    """Return the most items that :func:`shared_prefixes` makes of up to ``num_rows`` rows.
 
     With ``rows_per_tile`` times as many partial results.
     """
@@ -138,7 +139,7 @@ def prefix_groups(
     page_size: int,
     cost: PrefixCost,
 ) -> PrefixGroups:
-    """The groups that save most together, none if that is too little.
+    """Return the groups that save most together, none if that is too little.
 
     They stay the same while the rows of a batch do: only whole pages count. See
     :func:`shared_prefixes`.
@@ -197,7 +198,7 @@ class _Level:
 
 
 def _prefix_tree(tables: npt.NDArray[np.int32], whole_pages: _Ints) -> list[_Level]:
-    """All sets of two rows and more that share more pages than any larger set around them."""
+    """Return all sets of two or more rows that share more pages than any larger set around them."""
     levels: list[_Level] = []
     rows = np.flatnonzero(whole_pages)
     nodes = np.zeros(len(rows), np.int64)  # the node above of each of `rows`
@@ -232,7 +233,7 @@ def _prefix_tree(tables: npt.NDArray[np.int32], whole_pages: _Ints) -> list[_Lev
 def _common_pages(
     tables: npt.NDArray[np.int32], whole_pages: _Ints, rows: _Ints, others: _Ints
 ) -> _Ints:
-    """How many leading pages each of ``rows`` has in common with its one of ``others``."""
+    """Return how many leading pages each of ``rows`` has in common with its one of ``others``."""
     common = np.minimum(whole_pages[rows], whole_pages[others])
     left = np.flatnonzero(rows != others)
     first, width = 0, 32
@@ -247,7 +248,7 @@ def _common_pages(
 
 
 def _best_groups(levels: list[_Level], page_size: int, cost: PrefixCost) -> PrefixGroups:
-    """The nodes, no two of them on one path, that save most together."""
+    """Return the nodes, no two of them on one path, that save most together."""
     uses: list[npt.NDArray[np.bool_]] = []  # from the deepest level up, as if none above were used
     # What is saved by using a node or the best of those below it.
     best: npt.NDArray[np.float64] = np.zeros(0)

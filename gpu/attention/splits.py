@@ -1,4 +1,4 @@
-"""How the rows of a decode step are cut into work items for ``decode_attention.cu``.
+"""Work items for ``decode_attention.cu``, cut from the rows of a decode step.
 
 Pure arithmetic over context lengths. An item is a run of positions of one row; a block of the
 kernel computes it for one KV head. A row of one item writes its output directly. The items of a
@@ -24,7 +24,7 @@ TILE = 16
 """Items begin and end at multiples of this, but for the ends of what a row sees."""
 
 MIN_SPLIT = 64
-"""No row is cut into items of fewer positions: one tile for each warp of a block."""
+"""The fewest positions of an item of a split row: one tile for each warp of a block."""
 
 _Ints = npt.NDArray[np.int32]
 
@@ -41,14 +41,14 @@ class Splits:
 
     @property
     def num_partials(self) -> int:
-        """Of all rows, with those reserved."""
+        """Number of items of all rows, the reserved ones included."""
         return int(self.partial_start[-1])
 
 
 def max_items(
     num_rows: int, target_items: int, *, fixed_split: int | None = None, max_context: int = 0
 ) -> int:
-    """The most items that :func:`split` makes of up to ``num_rows`` rows.
+    """Return the most items that :func:`split` makes of up to ``num_rows`` rows.
 
     It is also the most partial results, besides those that are reserved. ``max_context``, the
     longest context that a row may have, counts for ``fixed_split`` only.
@@ -97,7 +97,7 @@ def split(
 
 
 def _extra_items(num_rows: int, target_items: int) -> int:
-    """How many items there may be beyond one for each row.
+    """Return how many items there may be beyond one for each row.
 
     The rows fill the rest of one wave of blocks; if they fill half of it by themselves, as many
     more as half a wave keep the longest rows from being the last to finish.

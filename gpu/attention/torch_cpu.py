@@ -258,7 +258,7 @@ class TorchCpuAttention:
         return chunks
 
     def _blocks(self, pages: torch.Tensor) -> torch.Tensor:
-        """The blocks of these pages for every head of keys, then of values; flat int64."""
+        """Return the blocks of these pages for every head of keys, then of values; flat int64."""
         return (self._first_block[:, None] + pages.reshape(-1)).view(-1)
 
 

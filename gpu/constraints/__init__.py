@@ -1,1 +1,1 @@
-"""What a draw is held to: masks, grammars, and logits processors of the user's own."""
+"""Constraints on draws: masks, grammars, and the user's logits processors."""

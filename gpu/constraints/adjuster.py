@@ -1,8 +1,8 @@
-"""What keeps tokens from being drawn: allowed ids, bad words, grammars, the user's processors.
+"""Constraints on a slot's draws: allowed ids, bad words, grammars, the user's processors.
 
 All of it follows from a slot's tokens and parameters. A grammar's matcher has consumed a part of
 the slot's output, and consumes what is new before it says what may come next: so a slot that was
-preempted, or whose worker died, catches up when it is opened again.
+preempted, or that lost its worker, catches up when it is opened again.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _Matching:
 
 @attrs.define(eq=False, kw_only=True)
 class _Constrained:
-    """What there is to one slot's draws."""
+    """The constraints on one slot's draws."""
 
     always: Mask | None
-    """What is allowed whatever the tokens, None for all."""
+    """Mask of the tokens that may ever be drawn; None for all."""
     words: dict[int, list[list[int]]]
     """Bad words of at least two tokens, by the last but one."""
     matching: _Matching | None
@@ -109,7 +109,8 @@ class Constraints:
         extra_args: Mapping[str, Any],
         processors: Sequence[str] = (),
     ) -> dict[str, str] | int:
-        """Whether a request with these can be served: compiles the one and checks the others.
+        """Return whether a request with these can be served: compiles the one and checks the
+        others.
 
         For any thread. Returns the bytes that the grammar takes, or what is wrong (``error``) with
         which of them (``param``).
@@ -202,9 +203,9 @@ class Constraints:
         ]
         if not rows:
             return None
-        import torch  # what processors work with, and nobody else here
+        import torch  # only processors work with it
 
-        with torch.inference_mode():  # what is computed here, no gradient is asked of
+        with torch.inference_mode():  # no gradient is needed
             tensor = torch.as_tensor(logits)
             bias = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
             self._processors.apply(tensor, bias, rows)

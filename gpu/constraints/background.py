@@ -26,7 +26,7 @@ class Background(Generic[T]):
 
     @property
     def num_unfinished(self) -> int:
-        """How much work there is whose result hasn't been taken."""
+        """Number of pieces of work with a result that hasn't been taken."""
         return self._unfinished
 
     def start(self, work: Callable[[], T]) -> None:
@@ -35,7 +35,7 @@ class Background(Generic[T]):
         self._threads.submit(self._run, work)
 
     def take(self) -> Iterator[T]:
-        """The results that are there, each once."""
+        """Yield the results that are there, each once."""
         try:
             os.eventfd_read(self.descriptor)
         except BlockingIOError:

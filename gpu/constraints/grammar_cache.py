@@ -1,4 +1,4 @@
-"""Compiled grammars, each made once for all who ask for it, the most recently used ones kept."""
+"""A cache of compiled grammars: each is compiled once, the most recently used ones are kept."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class GrammarCache:
         return entry.num_bytes
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """A matcher of its own for a sequence that has no output yet.
+        """Return a matcher of its own for a sequence that has no output yet.
 
         Compiles what isn't there any more, after many others or in a new worker: it must have been
         prepared once, here or in another process.

@@ -197,7 +197,7 @@ def _write(target: IO[bytes], message: Any) -> None:
 
 
 def _read(source: IO[bytes]) -> Any:
-    """The next message; raises EOFError if there is none, or not all of it."""
+    """Return the next message; raises EOFError if there is none, or not all of it."""
     head = source.read(4)
     size = int.from_bytes(head, "little")
     body = source.read(size)

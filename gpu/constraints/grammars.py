@@ -35,7 +35,7 @@ _MAX_GRAMMAR_SIZE = 250_000
 
 @attrs.frozen
 class GrammarVocabulary:
-    """What a matcher has to know of a model and its tokenizer.
+    """The facts about a model and its tokenizer that a matcher needs.
 
     Tokens at or past the tokenizer's own number, up to the model's ``vocab_size``, are in no
     grammar.
@@ -47,7 +47,7 @@ class GrammarVocabulary:
 
     @classmethod
     def of(cls, files: ModelFiles, tokenizer: str = "") -> GrammarVocabulary:
-        """The vocabulary of a model; ``tokenizer`` is where its tokenizer is if not with it.
+        """Return the vocabulary of a model; ``tokenizer`` is where its tokenizer is if not with it.
 
         Raises:
             GrammarError: there is no tokenizer, or no end-of-sequence id.
@@ -62,7 +62,8 @@ class GrammarVocabulary:
         return cls(backend.to_str(), files.config.vocab_size, eos_ids)
 
     def build(self) -> llguidance.LLTokenizer:
-        """The tokenizer as llguidance has it: 0.2 s for 49,000 tokens, in which nothing else runs.
+        """Return the tokenizer as llguidance has it: 0.2 s for 49,000 tokens, in which nothing else
+        runs.
 
         Raises:
             GrammarError: llguidance can't read the tokenizer.
@@ -92,7 +93,7 @@ def to_llguidance(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def compile_text(text: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """A matcher of ``text``, llguidance's form of a grammar, that has seen no token.
+    """Return a matcher of ``text``, llguidance's form of a grammar, that has seen no token.
 
     Its first mask has been computed, so that copies of it find the lexer warm. Time and memory
     aren't bounded by the limits: the intersection of many patterns takes as much as there is.

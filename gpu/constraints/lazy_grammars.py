@@ -1,7 +1,7 @@
-"""The grammars of a model, whose vocabulary is built when somebody asks for the first of them.
+"""The grammars of a model; their vocabulary is built at the first request for one.
 
-That takes half a second for 49,000 tokens, and 40 MiB: a server that nobody asks for structured
-output does without both. For 0.2 s of it, once, no step can run.
+Building it takes half a second for 49,000 tokens, and 40 MiB: a server without structured output
+saves both. For 0.2 s of that time, once, no step can run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Grammars(Protocol):
-    """What constraints want of :class:`gpu.constraints.grammar_cache.GrammarCache`."""
+    """The part of :class:`gpu.constraints.grammar_cache.GrammarCache` that constraints use."""
 
     def prepare(self, grammar: Grammar) -> int:
         """Try ``grammar`` out and compile it. For any thread; may take seconds.
@@ -36,7 +36,7 @@ class Grammars(Protocol):
         ...
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """A matcher of its own for a sequence that has no output yet.
+        """Return a matcher of its own for a sequence that has no output yet.
 
         Raises:
             GrammarError: the grammar isn't served.
@@ -48,7 +48,7 @@ class Grammars(Protocol):
 
 
 class LazyGrammars:
-    """:class:`Grammars` of the model at ``model``, whose tokenizer may be at ``tokenizer``."""
+    """:class:`Grammars` of the model at ``model``; ``tokenizer`` may be another path."""
 
     def __init__(self, model: Path, tokenizer: str = "") -> None:
         self._model = model

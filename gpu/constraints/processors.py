@@ -143,13 +143,13 @@ class Processors:
         return any(answers) or bool(names)
 
     def not_taken(self, args: Mapping[str, Any], names: Sequence[str] = ()) -> list[str]:
-        """The names among ``args`` that no processor takes."""
+        """Return the names among ``args`` that no processor takes."""
         asked = (*self._own, *(self._named[name] for name in names))
         taken = {name for each in asked for name in each.processor.parameters}
         return sorted(args.keys() - taken)
 
     def open(self, slot: int, args: Mapping[str, Any], names: Sequence[str] = ()) -> bool:
-        """A sequence has got ``slot``; returns whether a processor sees it.
+        """Return a sequence has got ``slot``; returns whether a processor sees it.
 
         Raises:
             PlanError: a processor failed, or can't be loaded; it names the slot.
@@ -169,7 +169,7 @@ class Processors:
         return any(slot in slots for slots in self._slots.values())
 
     def close(self, slot: int) -> None:
-        """The sequence in ``slot`` has left; there may have been none.
+        """Forget the sequence in ``slot``, if there is one.
 
         Raises:
             PlanError: a processor failed; it names the slot.

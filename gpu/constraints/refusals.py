@@ -1,4 +1,4 @@
-"""How it is said that a grammar isn't served."""
+"""Error texts for grammars that aren't served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GrammarError(Exception):
 
 
 def one_line(text: str) -> str:
-    """llguidance's explanation without the places in texts that nobody has sent."""
+    """llguidance's explanation without positions in texts that the client hasn't sent."""
     lines = [line.strip() for line in text.splitlines()]
     kept = [line for line in lines if line and not _SOURCE_QUOTE.match(line)]
     first = _REGEX_PLACE.sub("", kept[0]) if kept else "llguidance refuses it"

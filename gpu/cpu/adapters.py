@@ -68,7 +68,7 @@ class AdapterStep:
 
 
 def pack_module(update: LowRankUpdate) -> tuple[Numbers, Numbers]:
-    """The matrices of an update as ``AdapterModule`` has them: ``a`` and ``b`` in bfloat16.
+    """Return the matrices of an update as ``AdapterModule`` has them: ``a`` and ``b`` in bfloat16.
 
     The inputs are a multiple of 32, the outputs of 16.
     """
@@ -84,7 +84,7 @@ def pack_module(update: LowRankUpdate) -> tuple[Numbers, Numbers]:
 
 
 def pack_adapter(adapter: LoraWeights, config: ModelConfig) -> CompiledAdapter:
-    """The compiled decoder's form of ``adapter``."""
+    """Return the compiled decoder's form of ``adapter``."""
     layers = (AdapterProductStruct * (config.num_layers * len(PACKED_MODULES)))()
     # In one piece, in the order in which it is read: NumPy asks for large pages for it.
     memory = np.empty(_packed_size(adapter), dtype=np.uint16)
@@ -116,7 +116,7 @@ def pack_adapter(adapter: LoraWeights, config: ModelConfig) -> CompiledAdapter:
 
 
 def _packed_size(adapter: LoraWeights) -> int:
-    """How many numbers of 16 bits its matrices have at most, with what is between them."""
+    """Return how many numbers of 16 bits its matrices have at most, with what is between them."""
     padded: list[int] = [
         -(-update.rank // LANES) * LANES * (update.a.shape[1] + len(update.b)) + 2 * ALIGNMENT
         for update in adapter.updates.values()
@@ -127,7 +127,7 @@ def _packed_size(adapter: LoraWeights) -> int:
 def step_of(
     adapters: Mapping[int, CompiledAdapter], tokens: Mapping[int, npt.NDArray[np.int32]]
 ) -> AdapterStep:
-    """A step in which ``tokens`` of each adapter, by its number, are computed."""
+    """Return a step in which ``tokens`` of each adapter, by its number, are computed."""
     groups = (AdapterGroupStruct * len(tokens))()
     for group, (number, own) in zip(groups, tokens.items(), strict=True):
         group.layers = ctypes.addressof(adapters[number].layers)

@@ -80,7 +80,7 @@ class CompiledAttention:
         self._cos_sin = cos_sin.contiguous()
         size = (2, shape.num_pages, shape.num_kv_heads, shape.page_size * shape.head_dim)
         self.cache = [torch.full(size, fill, dtype=torch.bfloat16) for _ in range(shape.num_layers)]
-        """Of each layer, the keys and the values, in the order that kv_cache.h says."""
+        """The keys and values of each layer, in the order of kv_cache.h."""
         self._step = _Step()
         self._held: list[npt.NDArray[np.generic]] = []
         scale = 1.0 / math.sqrt(shape.head_dim)
@@ -143,7 +143,7 @@ class CompiledAttention:
         return out
 
     def tiles(self, window: int | None) -> list[tuple[list[int], int]]:
-        """Rows whose queries are computed together, and how many keys these read only once."""
+        """Rows with queries that are computed together, and how many keys these read only once."""
         num_tokens = int(self._held[0][-1])
         found = np.empty((num_tokens, 3), dtype=np.int32)
         self._library.attention_tiles(

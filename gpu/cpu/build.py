@@ -54,7 +54,7 @@ class LibraryBuildError(Exception):
 
 
 def default_folder() -> Path:
-    """Where built libraries are."""
+    """Return where built libraries are."""
     return cache_folder("cpu")
 
 
@@ -65,7 +65,8 @@ def build(
     folder: Path | None = None,
     machine: Machine | None = None,
 ) -> Path:
-    """The library of all ``*.cpp`` in ``sources``: found in ``folder``, or compiled and kept there.
+    """Return the library of all ``*.cpp`` in ``sources``: found in ``folder``, or compiled and kept
+    there.
 
     Where the folder can't be written, or others can write to it, the library lies in a temporary
     folder, and its caller may delete it once it is loaded: see :func:`is_temporary`.
@@ -81,7 +82,7 @@ def build(
             return found
         make_private_folder(folder)
         with _lock(folder, stem):
-            # Somebody else may have built it meanwhile.
+            # Another process may have built it meanwhile.
             return _find(folder, stem) or _build(folder, stem, sources, on_progress)
     except OSError as error:
         _log.warning("built kernels can't be kept: %s", error)
@@ -102,7 +103,7 @@ def _build_temporarily(stem: str, sources: Path, on_progress: OnProgress | None)
 
 
 def built() -> Path | None:
-    """The library that :func:`build` would find; None if it would have to compile it.
+    """Return the library that :func:`build` would find; None if it would have to compile it.
 
     Raises:
         BuildError: it can't.
@@ -115,12 +116,12 @@ def built() -> Path | None:
 
 
 def is_temporary(library: Path) -> bool:
-    """Whether nobody will look for a library again that :func:`build` gave."""
+    """Return whether no later process will look for a library that :func:`build` returned."""
     return library.parent.name.startswith(_TEMPORARY)
 
 
 def _stem(sources: Path, machine: Machine) -> str:
-    """The name of the library of ``sources`` for this machine, without its ending."""
+    """Return the name of the library of ``sources`` for this machine, without its ending."""
     obstacle = machine.obstacle_to_kernels()
     if obstacle is not None:
         raise LibraryBuildError(obstacle)
@@ -134,7 +135,7 @@ def _stem(sources: Path, machine: Machine) -> str:
 
 
 def _find(folder: Path, stem: str) -> Path | None:
-    """A library that is there and whole."""
+    """Return a library that is there and whole."""
     library = folder / f"{stem}.so"
     try:
         check_private(library)
@@ -148,7 +149,7 @@ def _find(folder: Path, stem: str) -> Path | None:
 
 def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
     library = folder / f"{stem}.so"
-    # Whoever built it before, and was killed meanwhile: nobody else has the lock.
+    # Left by a build that was killed: this process has the lock.
     for left in folder.glob(f".{stem}-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{stem}-") as work:
@@ -166,7 +167,7 @@ def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | Non
 
 
 def _compile(sources: list[Path], work: Path, on_progress: OnProgress | None) -> list[Path]:
-    """Every source in a process of its own, as many at once as there are cores."""
+    """Return every source in a process of its own, as many at once as there are cores."""
 
     def one(source: Path) -> Path:
         built = work / f"{source.stem}.o"

@@ -29,7 +29,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 class Format(enum.IntEnum):
-    """How a packed weight's numbers are stored; the values are those of ``Kind`` in product.h."""
+    """The storage format of a packed weight; the values are those of ``Kind`` in product.h."""
 
     BF16 = 0
     Q8_0 = 1
@@ -46,7 +46,7 @@ _KEPT = {
 }
 """By quantization, the types of a GGUF file's matrices that are packed as they are."""
 _ROUNDED = {"int8": Format.Q8_0, "int4": Format.Q4_0, "w8a8": Format.W8A8}
-"""What other matrices are rounded to; elsewhere they are bfloat16."""
+"""Formats that other matrices are rounded to; without one they are bfloat16."""
 
 
 _SOURCES = {BFLOAT16: 0, FLOAT32: 1}
@@ -64,14 +64,14 @@ def obstacle_in(config: ModelConfig) -> str | None:
 
 
 def read_as(quantization: str) -> tuple[np.dtype[Any] | None, tuple[str, ...]]:
-    """What :func:`gpu.weights.read_weights` is to give: ``dtype`` and ``keep``."""
+    """Return what :func:`gpu.weights.read_weights` is to give: ``dtype`` and ``keep``."""
     dtype = None if quantization in _ROUNDED else BFLOAT16
     return dtype, _KEPT.get(quantization, ())
 
 
 @attrs.define
 class _Product:
-    """What has been read of one product."""
+    """The segments of one product that have been read."""
 
     weights: dict[int, Weight] = attrs.field(factory=dict)
     biases: dict[int, Numbers] = attrs.field(factory=dict)
@@ -105,7 +105,7 @@ class CompiledModel:
             config, max_rank, lambda adapter: pack_adapter(adapter, config)
         )
         self.num_weights: Counter[Format] = Counter()
-        """How many numbers of matrices are stored in each format."""
+        """Number of matrices' numbers that are stored in each format."""
         self.quantization = quantization
         self._library = declare(library)
         shape = DecoderShape.of(config, threads)
@@ -134,7 +134,7 @@ class CompiledModel:
         return self._adapters
 
     def describe_weights(self) -> str:
-        """The formats of its matrices, that of most numbers first: ``Q4_1, Q8_0``."""
+        """Return the formats of its matrices, that of most numbers first: ``Q4_1, Q8_0``."""
         return ", ".join(kind.name for kind, _ in self.num_weights.most_common())
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
@@ -319,7 +319,7 @@ class CompiledModel:
 
 
 class _StepArrays:
-    """What describes a step of up to ``most`` tokens, filled again for each."""
+    """The arrays that describe a step of up to ``most`` tokens, filled anew for each."""
 
     def __init__(self, most: int) -> None:
         self.tokens = np.zeros(most, dtype=np.int32)

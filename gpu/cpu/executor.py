@@ -37,7 +37,7 @@ class CpuExecutor:
         self._slots = slots
         self._extras = SlotExtras(adjuster or NoAdjuster())
         self._choosy: set[int] = set()
-        """Slots whose tokens aren't just the most probable ones."""
+        """Slots that don't always get their most probable token."""
         self._step_ended_ns = time.perf_counter_ns()
 
     @property
@@ -85,7 +85,7 @@ class CpuExecutor:
         return drawn
 
     def _pool(self, spans: list[PooledSpan], hidden: Hidden) -> list[PooledPrompt]:
-        """The vectors of the prompts that the step completes."""
+        """Return the vectors of the prompts that the step completes."""
         found = []
         for span in spans:
             states = self._model.floats(hidden[span.first_hidden : span.stop_hidden])

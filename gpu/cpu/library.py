@@ -8,13 +8,13 @@ import shutil
 from gpu.cpu.build import LibraryBuildError, OnProgress, build, is_temporary
 
 Library = ctypes.CDLL
-"""Functions by name; whoever calls one says before what it takes and gives."""
+"""Functions by name; a caller declares its argument and result types first."""
 
 _loaded: Library | None = None
 
 
 def load_library(on_progress: OnProgress | None = None) -> Library:
-    """The library, built if need be; the same one for the whole process.
+    """Return the library, built if need be; the same one for the whole process.
 
     ``on_progress`` is called while it is compiled, if it is.
 
@@ -35,7 +35,7 @@ def load_library(on_progress: OnProgress | None = None) -> Library:
 
 
 def no_room_for(threads: int) -> str:
-    """The line for a function of the library that could make nothing to compute with."""
+    """Return the line for a function of the library that could make nothing to compute with."""
     return (
         f"no memory is left, or no room for {threads} threads: free some memory, or lower "
         "--num-threads"

@@ -102,11 +102,11 @@ class _Whole:
     num_pages: int
     num_host_pages: int
     computing: str
-    """As :class:`~gpu.loading.loaded_model.Loaded` has it."""
+    """Field of :class:`~gpu.loading.loaded_model.Loaded`."""
     exchange: Callable[[CpuExecutor], ReadWeights]
-    """How weights are exchanged under an executor."""
+    """Returns the function that reads other weights for an executor, for a weight swap."""
     warning: str = ""
-    """As :class:`~trioserve.protocol.wire.Ready` has it."""
+    """Field of :class:`~trioserve.protocol.wire.Ready`."""
 
 
 def _by_kernels(
@@ -155,7 +155,7 @@ def _by_torch(
     on_progress: OnProgress,
     reason: _NotCompiled,
 ) -> _Whole:
-    """What the compiled kernels don't compute, for that ``reason``."""
+    """Return what the compiled kernels don't compute, for that ``reason``."""
     _check_torch_will_do(start, str(reason))
     from gpu.cpu.torch_loading import give_cache, load_decoder, make_sampler, torch_exchange
 
@@ -181,7 +181,7 @@ def _by_torch(
 
 
 def refuse_cache_format(start: Start) -> None:
-    """A KV cache in another format than the model's is for a GPU.
+    """Refuse a KV cache in another format than the model's, which is for a GPU.
 
     Raises:
         ModelLoadError: one was asked for.
@@ -204,7 +204,7 @@ class _NoKernels(_NotCompiled):
 def _compiled(
     start: Start, config: ModelConfig, dtype: str, threads: int, on_progress: OnProgress
 ) -> CompiledModel:
-    """A model that wants its weights.
+    """Return a model that wants its weights.
 
     Raises:
         _NotCompiled: torch has to compute it.

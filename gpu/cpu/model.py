@@ -33,7 +33,7 @@ class CpuModel(Protocol):
 
     @property
     def adapters(self) -> AdapterStore[Any] | None:
-        """Those that rows may have; None where none can be served."""
+        """The adapters that rows may have; None where none can be served."""
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages of the KV cache, which has those behind that are on the host elsewhere."""
@@ -52,7 +52,7 @@ class CpuModel(Protocol):
         ...
 
     def logits(self, hidden: Any, rows: npt.NDArray[np.integer] | None = None) -> Floats:
-        """The logits [R, V] of the R ``rows`` of ``hidden``, or of all; may be changed.
+        """Return the logits [R, V] of the R ``rows`` of ``hidden``, or of all; may be changed.
 
         ``hidden`` is a contiguous part of what :meth:`forward` returned.
         """

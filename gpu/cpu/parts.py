@@ -1,4 +1,4 @@
-"""Where a model's matrices go in the compiled decoder: which product of which layer."""
+"""The map from a model's matrices to products and layers of the compiled decoder."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class ProductPart:
 
     @property
     def product(self) -> tuple[ProductKind, int, int]:
-        """What it shares with the other parts."""
+        """The product that it shares with other parts."""
         return self.which, self.layer, self.expert
 
 
 def part_of(module: str) -> ProductPart | None:
-    """The part that is called ``module``, such as ``model.layers.3.self_attn.k_proj``.
+    """Return the part that is called ``module``, such as ``model.layers.3.self_attn.k_proj``.
 
     None for what is no matrix.
     """

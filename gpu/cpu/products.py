@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 GGUF_KINDS = {"Q8_0": Kind.Q8_0, "Q4_0": Kind.Q4_0, "Q4_1": Kind.Q4_1}
-"""The types of a GGUF file's tensors whose blocks are packed as they are."""
+"""The types of a GGUF file's tensors that are packed block by block, unchanged."""
 
 _RAW_BLOCK_BYTES = {Kind.Q8_0: 34, Kind.W8A8: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}
 _FORMS = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}
@@ -103,7 +103,7 @@ class PackedWeight:
 
 
 def packed_bytes(kind: Kind, outputs: int, inputs: int) -> int:
-    """The size of a packed weight."""
+    """Return the size of a packed weight."""
     size: int = _library().product_packed_bytes(kind, outputs, inputs)
     return size
 
@@ -111,7 +111,7 @@ def packed_bytes(kind: Kind, outputs: int, inputs: int) -> int:
 def pack(
     weight: torch.Tensor, kind: Kind, pool: Pool, memory: torch.Tensor | None = None
 ) -> PackedWeight:
-    """A weight [outputs, inputs] of bfloat16 or float32, rounded to ``kind``.
+    """Return a weight [outputs, inputs] of bfloat16 or float32, rounded to ``kind``.
 
     ``memory`` is where it is put, if given: :func:`packed_bytes` from a multiple of 64 on.
 
@@ -125,7 +125,7 @@ def pack(
 
 
 def pack_blocks(blocks: torch.Tensor, kind: Kind, shape: Sequence[int], pool: Pool) -> PackedWeight:
-    """A weight of this shape from a GGUF file's blocks (uint8, row by row), exactly.
+    """Return a weight of this shape from a GGUF file's blocks (uint8, row by row), exactly.
 
     W8A8 takes blocks of Q8_0.
 
@@ -238,7 +238,7 @@ class PackedProduct:
         return y
 
     def rows(self, ids: torch.Tensor, pool: Pool) -> torch.Tensor:
-        """The weight's rows ``ids`` [n], as bfloat16 [n, inputs]. There must be one weight.
+        """Return the weight's rows ``ids`` [n], as bfloat16 [n, inputs]. There must be one weight.
 
         Raises:
             ValueError: there are several weights, or no such row.

@@ -107,7 +107,7 @@ class CompiledSampler:
         rows: Sequence[SamplerRow],
         adjustment: Adjustment,
     ) -> npt.NDArray[np.int32]:
-        """[R] the tokens; logits of rows whose last distribution is to be reported become it."""
+        """Return the tokens [R]; logits of rows that report their last distribution become it."""
         changes: list[_Change] = []
         kept: list[npt.NDArray[Any]] = []
         draws = np.array(
@@ -166,7 +166,7 @@ class CompiledSampler:
 
 
 def _add_change(row: SamplerRow, changes: list[_Change], kept: list[npt.NDArray[Any]]) -> int:
-    """The number of what steps 2 to 4 do to ``row``, now one of ``changes``; -1 for nothing.
+    """Return the number of what steps 2 to 4 do to ``row``, now one of ``changes``; -1 for nothing.
 
     ``kept`` has the arrays that it points to.
     """
@@ -199,7 +199,7 @@ def _add_change(row: SamplerRow, changes: list[_Change], kept: list[npt.NDArray[
 
 
 class _Reported:
-    """What is reported of n rows; ``counts`` [n] says how many of ``most`` columns hold tokens."""
+    """The report on n rows; ``counts`` [n] says how many of ``most`` columns hold tokens."""
 
     def __init__(self, number: int, most: int) -> None:
         self.normalizers = np.empty(number, dtype=np.float32)
@@ -214,7 +214,7 @@ def _with_logprobs(
     asking: list[int],
     report: _Reported,
 ) -> Drawn:
-    """The result with the log-probabilities of the rows ``asking``, where they have a token."""
+    """Return the result with the log-probabilities of the rows ``asking`` that have a token."""
     drawn = tokens[asking]
     logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
     with np.errstate(invalid="ignore"):  # rows without a token

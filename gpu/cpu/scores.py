@@ -19,7 +19,8 @@ Scores = tuple[Floats, npt.NDArray[np.int32], npt.NDArray[np.int32], Floats, Flo
 def score_prompt(
     span: PromptSpan, hidden: Hidden, logits_of: Callable[[Any], Floats], vocab_size: int
 ) -> list[npt.NDArray[np.generic]]:
-    """What :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about ``span`` of.
+    """Return what :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about
+    ``span`` of.
 
     Args:
         span: which tokens.

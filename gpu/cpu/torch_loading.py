@@ -23,7 +23,7 @@ from trioserve.protocol.wire import Start
 
 
 def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress) -> Decoder:
-    """The model with its weights, in bfloat16 or float32.
+    """Return the model with its weights, in bfloat16 or float32.
 
     From here on torch computes with ``threads`` threads.
 
@@ -44,7 +44,8 @@ def give_cache(
     *,
     max_rank: int = 0,
 ) -> TorchModel[Attention]:
-    """The model with a KV cache; ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`.
+    """Return the model with a KV cache; ``cos_sin`` is the table of
+    :func:`gpu.models.rope.cos_sin_table`.
 
     ``max_rank`` is the largest of the adapters that are served, 0 for none.
     """
@@ -64,7 +65,7 @@ def give_cache(
 
 
 def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:
-    """How ``model``, which has its cache already, comes by other weights."""
+    """Return how ``model``, which has its cache already, comes by other weights."""
 
     def read(files: ModelFiles) -> Callable[[], None]:
         decoder = load_decoder(files, dtype, threads, unseen)

@@ -23,7 +23,7 @@ from gpu.slots import Row, SlotTable
 
 
 class StepAttention(Protocol):
-    """What a model has to do with its attention between steps; see :mod:`gpu.attention`."""
+    """The attention of a model as its executor sees it; see :mod:`gpu.attention`."""
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages, all layers of each, one after the other."""
@@ -42,11 +42,11 @@ class TorchDecoder(Protocol[A_contra]):
     def forward(
         self, tokens: torch.Tensor, attention: A_contra, adapted: Sequence[ProductUpdates] = ()
     ) -> torch.Tensor:
-        """The hidden states [T, E] of ``tokens`` [T]; ``attention`` has begun the step."""
+        """Return the hidden states [T, E] of ``tokens`` [T]; ``attention`` has begun the step."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] that follow from rows [R, E] of hidden states."""
+        """Return the logits [R, V] that follow from rows [R, E] of hidden states."""
         ...
 
 

@@ -28,7 +28,7 @@ class CudaAdapters:
 
     @staticmethod
     def regions(max_tokens: int, num_places: int) -> dict[str, int]:
-        """What it needs of the step buffer."""
+        """Return what it needs of the step buffer."""
         return {
             "adapter_tokens": max_tokens,
             "adapter_tiles": TILE_NUMBERS * max_tiles(max_tokens, num_places),

@@ -26,7 +26,7 @@ from trioserve.model_files import ModelConfig
 
 @attrs.frozen(kw_only=True)
 class ServingLimits:
-    """How much is served at once, and how; the options of the same names explain."""
+    """Limits of an executor; the options of the same names explain them."""
 
     max_model_len: int
     max_num_seqs: int
@@ -38,13 +38,13 @@ class ServingLimits:
     logprobs_mode: str
     batch_invariant_attention: bool
     num_host_pages: int = 0
-    """Of the KV cache, in the host's memory."""
+    """Pages of the KV cache in the host's memory."""
 
 
 def cache_shape(
     config: ModelConfig, limits: ServingLimits, dtype: torch.dtype, device: torch.device
 ) -> CacheShape:
-    """The KV cache of a model that computes in ``dtype``."""
+    """Return the KV cache of a model that computes in ``dtype``."""
     return CacheShape(
         num_layers=config.num_layers,
         num_pages=limits.num_pages,
@@ -59,7 +59,7 @@ def cache_shape(
 def attention_limits(
     config: ModelConfig, limits: ServingLimits, num_multiprocessors: int
 ) -> AttentionLimits:
-    """What the limits mean for attention on a device with so many multiprocessors."""
+    """Return what the limits mean for attention on a device with so many multiprocessors."""
     return AttentionLimits(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -81,9 +81,9 @@ def assemble(
     adjuster: Adjuster | None = None,
     places: AdapterPlaces | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
-    """An executor for ``model``, and the slots whose block tables it reads.
+    """Return an executor for ``model``, and the slots with the block tables that it reads.
 
-    ``adjuster`` says what is done to logits before a token is drawn; nothing if it is None.
+    ``adjuster`` adjusts logits before a token is drawn; None adjusts nothing.
     ``places`` hold the adapters that sequences may have; none may have one if it is None.
 
     Raises:

@@ -123,7 +123,7 @@ class CudaAttention:
 
     @property
     def may_share(self) -> bool:
-        """Whether steps may have shared prefixes."""
+        """True if steps may have shared prefixes."""
         return self._limits.may_share
 
     def copy_pages(self, copies: Copies) -> None:
@@ -143,7 +143,7 @@ class CudaAttention:
         self._prepare(padded_shape(self._limits, num_rows, shares=shares))
 
     def find_shared(self, layout: StepLayout, num_rows: int) -> SharedPrefixes | None:
-        """The shared prefixes of a step that is padded to ``num_rows`` rows, if any is worth it."""
+        """Return the shared prefixes worth using in a step that is padded to ``num_rows`` rows."""
         return self._packer.find_shared(layout, num_rows)
 
     def pack_padded(self, layout: StepLayout, num_rows: int, shared: SharedPrefixes | None) -> None:

@@ -27,7 +27,7 @@ class AttentionLimits:
     num_kv_heads: int
     head_dim: int
     windows: Sequence[int | None]
-    """Of all layers; each different one has work items of its own."""
+    """The windows of all layers; each different one has work items of its own."""
     max_rows: int
     max_tokens: int
     max_model_len: int
@@ -47,12 +47,12 @@ class AttentionLimits:
 
     @property
     def widest_window(self) -> int | None:
-        """Of all layers; None if one sees everything."""
+        """The largest window of all layers; None if one layer sees everything."""
         return None if None in self.windows else max(size for size in self.windows if size)
 
     @property
     def may_share(self) -> bool:
-        """Whether decode rows may attend to a shared prefix together, in some layer."""
+        """True if decode rows may attend to a shared prefix together, in some layer."""
         return None in self.windows and self.max_rows > 1 and not self.batch_invariant
 
     @property
@@ -78,7 +78,7 @@ class AttentionLimits:
         return max(1, self.tile_blocks // self.num_kv_heads)
 
     def max_decode_items(self, num_rows: int) -> int:
-        """The most decode items, and partial results of them, for ``num_rows`` rows."""
+        """Return the most decode items, and partial results of them, for ``num_rows`` rows."""
         return max_items(
             num_rows,
             self.decode_target,
@@ -87,7 +87,7 @@ class AttentionLimits:
         )
 
     def max_prefix_items(self, num_rows: int) -> int:
-        """The most prefix items for ``num_rows`` rows."""
+        """Return the most prefix items for ``num_rows`` rows."""
         return prefix.max_prefix_items(num_rows, self.prefix_target)
 
     @property
@@ -119,7 +119,7 @@ class AttentionLimits:
         return decode + self.max_prefix_partials + self.max_prefill_partials
 
     def regions(self) -> dict[str, int]:
-        """What a step needs of the step buffer."""
+        """Return what a step needs of the step buffer."""
         regions = {"slots": self.max_rows}
         for index in range(len(self.distinct_windows)):
             regions[f"num_items.{index}"] = 1

@@ -22,14 +22,14 @@ from gpu.kernels.attention_tile import TILES, tokens_per_tile
 
 @attrs.frozen(kw_only=True)
 class StepShape:
-    """What a step's launches must know: how much of everything there is, or may be."""
+    """The grid sizes that a step's launches need, or their upper bounds in a graph."""
 
     num_tokens: int
     num_decode_rows: int
     num_items: dict[int | None, int]
     """Decode items by window."""
     has_partials: dict[int | None, bool]
-    """Whether anything is to be combined, by window."""
+    """True for each window with partial results to combine."""
     prefix_tile: int | None = None
     """None if no prefix is shared."""
     num_prefix_items: int = 0
@@ -39,7 +39,7 @@ class StepShape:
 
 
 def padded_shape(limits: AttentionLimits, num_rows: int, *, shares: bool) -> StepShape:
-    """The shape that holds any step of up to ``num_rows`` rows of one token, to be captured.
+    """Return the shape that holds any step of up to ``num_rows`` rows of one token, to be captured.
 
     ``shares`` says whether such steps may have shared prefixes.
     """
@@ -78,7 +78,7 @@ class StepPacker:
         }
 
     def find_shared(self, layout: StepLayout, num_rows: int) -> SharedPrefixes | None:
-        """The prefixes that decode rows share; None if none is worth it.
+        """Return the prefixes that decode rows share; None if none is worth it.
 
         ``num_rows`` is what the rows of one token are padded to, or their number.
         """
@@ -130,7 +130,7 @@ class StepPacker:
         )
 
     def _pack_tokens(self, layout: StepLayout, padded_to: int) -> None:
-        """Where tokens stand. A row of padding has slot and location -1, and no work item."""
+        """Write the position of each token; a row of padding has slot and location -1."""
         put, size = self._buffer.put, self._page_size
         row_of_token = np.repeat(np.arange(len(layout.slots)), np.diff(layout.query_start))
         pages = layout.block_tables[row_of_token, layout.positions // size].astype(np.int64)
@@ -148,7 +148,7 @@ class StepPacker:
             self._buffer.put("prefix_members", shared.members)
 
     def _pack_prefill(self, layout: StepLayout) -> tuple[int, PrefillItems]:
-        """The rows of several tokens, cut into items for the tile that suits them."""
+        """Return the rows of several tokens, cut into items for the tile that suits them."""
         limits = self._limits
         first = layout.num_decode_rows
         query_lens = np.diff(layout.query_start)[first:]
@@ -190,7 +190,7 @@ class StepPacker:
         )
 
     def _pack_splits(self, index: int, splits: Splits, prefill: PrefillItems | None) -> bool:
-        """One window's decode items and all its partial results; whether there are any."""
+        """Return one window's decode items and all its partial results; whether there are any."""
         put = self._buffer.put
         put(f"num_items.{index}", len(splits.items))
         put(f"items.{index}", splits.items)

@@ -15,11 +15,11 @@ from gpu.kernels.device import DeviceLoader, KernelLaunchError
 
 
 class Gpu(Protocol):
-    """What loading asks of a GPU."""
+    """The services of a GPU that loading uses."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the GPU."""
 
     @property
     def loader(self) -> KernelLoader:
@@ -39,7 +39,7 @@ class Gpu(Protocol):
         """Bytes that ``work`` allocates at a time, at most, besides what is there already."""
 
     def timeline(self) -> Timeline:
-        """The one timeline of its steps."""
+        """Return the one timeline of its steps."""
 
     def capturer(self) -> Capturer:
         """Captures graphs of the stream that everything runs in."""
@@ -54,7 +54,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
-        # The default stream can't be captured, and waits for others that nobody waits for.
+        # The default stream can't be captured, and would wait for the others.
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self._device = device
         self._loader = DeviceLoader(device)
@@ -100,7 +100,7 @@ class CudaDevice:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that the GPU's memory is full, whichever library says so."""
+    """Return whether ``error`` means that the GPU's memory is full, whichever library says so."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower().replace("_", " ")
@@ -108,7 +108,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_poisoned_by(error: BaseException) -> bool:
-    """Whether, after this error of the device, every later call in this process fails likewise.
+    """Return whether, after this error of the device, every later call in this process fails
+    likewise.
 
     Memory that isn't there is no such error: a step with fewer requests may find enough.
     """

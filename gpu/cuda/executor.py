@@ -3,7 +3,7 @@
 A step is one upload, the forward pass, the sampler, and a copy of what was drawn. The host reads
 none of its results: the next step's input tokens are gathered from the device's own history, so it
 can be queued before this one has ended. Steps of rows of one token replay CUDA graphs, forward and
-sampling apart; there are some for steps with adapters, whose kernels the others do without. Steps
+sampling apart; steps with adapters have graphs of their own with adapters' kernels. Steps
 with longer rows are launched one kernel after the other.
 
 Where logits are adjusted before the draw, the sampler is launched behind the graph of the forward
@@ -53,7 +53,7 @@ _EMPTY_LAYOUT = StepLayout(
 
 
 def executor_regions(max_rows: int, max_tokens: int) -> dict[str, int]:
-    """What the executor itself needs of the step buffer."""
+    """Return what the executor itself needs of the step buffer."""
     return {
         "sampling_slots": max_rows,
         "lengths": max_rows,
@@ -254,7 +254,7 @@ class CudaExecutor:
     def _pack_rows(
         self, ordered: Sequence[Row], layout: StepLayout, replay: Replay | None
     ) -> dict[int, int]:
-        """Pack whose tokens are gathered and which rows sample: the place of each of these.
+        """Pack the token gathers and the rows that sample; return the index of each sampling row.
 
         In a graph every row has its place, as padding if it doesn't sample; else they close up.
         """
@@ -272,7 +272,7 @@ class CudaExecutor:
         return {slot: place for place, slot in enumerate(numbers.tolist()) if slot >= 0}
 
     def _forward(self, num_tokens: int, *, adapted: bool) -> torch.Tensor:
-        """The hidden states of a step's tokens, whose launches attention has been set for."""
+        """Return the hidden states of a step's tokens; attention is set for its launches."""
         self._state.scatter()
         tokens = self._tokens[:num_tokens]
         self._gather.launch(self._buffer["token_slots"], self._buffer["positions"], tokens)
@@ -280,7 +280,7 @@ class CudaExecutor:
         return self._model.forward(tokens, self._attention, updates)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits that follow from ``hidden`` [R, E], in the first R rows of all there are."""
+        """Return the logits of ``hidden`` [R, E], in the first R rows of the logits' buffer."""
         return self._model.logits(hidden, self._logits[: len(hidden)])
 
     def _score(self, spans: list[PromptSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
@@ -289,7 +289,7 @@ class CudaExecutor:
         return [each for span in spans for each in score_prompt(span, hidden, logits, vocab_size)]
 
     def _pool(self, spans: list[PooledSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
-        """A vector of each span that completes a prompt."""
+        """Return a vector of each span that completes a prompt."""
         states = (hidden[span.first_hidden : span.stop_hidden].float() for span in spans)
         taken = map(self._extras.pooled.take, spans, states)
         return [vector for vector in taken if vector is not None]
@@ -299,7 +299,7 @@ class CudaExecutor:
         self._sampler.launch(logits, slots[:num_rows], lengths[:num_rows])
 
     def _draw_adjusted(self, step: CudaStep) -> None:
-        """The same for rows that all sample, with what their adjuster makes of their logits."""
+        """Queue the draws of rows that all sample, after adjusting their logits."""
         num_rows = len(step.rows)
         logits = self._logits[:num_rows]
         in_place = [step.rows[i] for i in np.argsort(step.places)]

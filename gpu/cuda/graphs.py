@@ -3,7 +3,7 @@
 A step of a large model is some hundred launches of a few microseconds each, which one thread cannot
 issue as fast as the device runs them. A captured step is two launches, forward pass and sampling.
 Everything in it is fixed but what device memory says: a step of 5 rows replays the graphs of 8,
-whose last rows are padding that every kernel skips.
+with padding as its last rows, which every kernel skips.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Graph(Protocol):
 
 
 class Capturer(Protocol):
-    """Makes graphs whose tensors share one pool of memory: they are not to run side by side."""
+    """A maker of graphs. Their tensors share one pool of memory, so no two may run side by side."""
 
     def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
         """Run ``work`` once as it is, so that everything is loaded, and capture it.
@@ -57,12 +57,12 @@ class CudaCapturer:
 
 
 def ladder(max_rows: int) -> list[int]:
-    """The batch sizes to capture: 1, 2, 4, then multiples of 8, and ``max_rows`` itself."""
+    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8, and ``max_rows`` itself."""
     return _up_to(max_rows, [1, 2, 4, *range(8, max_rows, 8)])
 
 
 def sharing_ladder(max_rows: int) -> list[int]:
-    """The batch sizes to capture for steps with shared prefixes: powers of two from 8.
+    """Return the batch sizes to capture for steps with shared prefixes: powers of two from 8.
 
     These graphs have a launch more in every layer. Steps that profit from it save more than some
     rows of padding cost.
@@ -110,7 +110,7 @@ class GraphLadder:
         self._sizes = sorted(self._steps)
 
     def size_for(self, rows: int) -> int | None:
-        """The smallest size that holds ``rows``; None if none does."""
+        """Return the smallest size that holds ``rows``; None if none does."""
         index = bisect.bisect_left(self._sizes, rows)
         return self._sizes[index] if index < len(self._sizes) else None
 

@@ -200,8 +200,8 @@ def _read_again(model: Decoder, files: ModelFiles, dtype: torch.dtype) -> Callab
 def _wait_for_memory(gpu: Gpu, expected: int, on_progress: OnProgress) -> tuple[int, int]:
     """Bytes free and in all, once about ``expected`` of them are free, or the wait is over.
 
-    The driver gives the memory of a worker that was killed back when it gets to it. Whoever loads
-    before that finds no room, or makes do with a smaller cache.
+    The driver frees the memory of a killed worker with a delay. A worker that loads earlier finds
+    no room, or makes do with a smaller cache.
     """
     for look in range(MEMORY_LOOKS):
         free, total = gpu.memory()
@@ -273,7 +273,7 @@ def _build_kernels(
 def _load_weights(
     gpu: Gpu, files: ModelFiles, dtype: torch.dtype, on_progress: OnProgress
 ) -> Decoder:
-    """The model, each of its tensors moved to the GPU as it is read."""
+    """Return the model, each of its tensors moved to the GPU as it is read."""
     with _refusing_shapes():
         operations = CudaOperations(
             gpu.loader,
@@ -327,7 +327,7 @@ def _graph_bytes(
 
 
 def _max_decode_rows(limits: ServingLimits) -> int:
-    """The most rows of one token that a step may have."""
+    """Return the most rows of one token that a step may have."""
     return min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
@@ -348,7 +348,7 @@ def _explaining(line: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing_shapes() -> Iterator[None]:
-    """A kernel that isn't made for the model says so in a ValueError."""
+    """Yield a kernel that isn't made for the model says so in a ValueError."""
     try:
         yield
     except ValueError as error:

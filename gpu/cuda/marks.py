@@ -74,7 +74,7 @@ class Marking(Generic[M]):
         self._first = None
 
     def end_step(self) -> Marks[M]:
-        """Return the marks of the step, whose last kernel is queued."""
+        """Return the marks of the step, after its last kernel has been queued."""
         self.end_kernels()
         marks = Marks(
             before=self._ended,

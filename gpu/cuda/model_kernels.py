@@ -1,4 +1,4 @@
-"""Which kernels one model needs, so that they can be built side by side before it is assembled."""
+"""The kernels that one model needs, built side by side before the model is assembled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_kernels(
     may_share: bool,
     serves_adapters: bool,
 ) -> list[KernelSource]:
-    """Every kernel that :func:`gpu.cuda.assembly.assemble` and the model's operations load.
+    """Return every kernel that :func:`gpu.cuda.assembly.assemble` and the model's operations load.
 
     ``may_share`` is :attr:`gpu.cuda.attention_limits.AttentionLimits.may_share`.
     """

@@ -35,7 +35,7 @@ _MARKS_ALIGNMENT = 4
 
 @attrs.frozen(kw_only=True)
 class SamplerOutputs:
-    """What the last step drew, for up to ``max_rows`` rows; the same memory in each step."""
+    """The draws of the last step, for up to ``max_rows`` rows; the same memory in each step."""
 
     tokens: torch.Tensor
     """[max_rows] int32; negative where the logits hold NaN or leave no token to draw."""
@@ -181,7 +181,7 @@ class DeviceSampler:
         Args:
             logits: [R, vocab_size] float32, rows contiguous (their stride may be larger);
                 overwritten.
-            slots: [R] int32, an open slot each, or -1 for a row of padding, whose outputs are left
+            slots: [R] int32, an open slot each, or -1 for a row of padding, its outputs are left
                 as they are.
             lengths: [R] int32, how many tokens the slot has so far.
             bias: [R, vocab_size] float32, contiguous, added in step 5.
@@ -207,7 +207,7 @@ class DeviceSampler:
 def _check(
     name: str, tensor: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Whoever makes a mask isn't the sampler, and a kernel reads whatever it is pointed to."""
+    """Check a mask before a kernel reads it: another module has made it."""
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""What the device remembers of each slot: its block table and its tokens.
+"""The state of each slot on the device: its block table and its tokens.
 
 Both are rows of one int32 arena. The sampler appends to the tokens on the device itself; all else
 is changed by the host, with the pairs (index, value) that travel in the step buffer. Where a step
@@ -24,7 +24,7 @@ MAX_UPDATES = 4096
 ALIGNMENT = 4
 
 _Run = tuple[int, npt.NDArray[np.int32]]
-"""Where in the arena successive numbers begin, and what they are to be."""
+"""A first index in the arena, and the numbers to write from there on."""
 
 
 class DeviceState:
@@ -40,7 +40,7 @@ class DeviceState:
 
     @staticmethod
     def regions() -> dict[str, int]:
-        """What it needs of the step buffer."""
+        """Return what it needs of the step buffer."""
         return {"num_updates": 1, "updates": 2 * MAX_UPDATES}
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceState:
         )
 
     def open(self, slot: Slot) -> None:
-        """The slot's tokens are those that the host has, and no page of it is known.
+        """Take over the slot's tokens from the host; it has no pages yet.
 
         Raises:
             PlanError: there are fewer slots.

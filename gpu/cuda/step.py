@@ -28,7 +28,7 @@ class Replay:
 
 @attrs.frozen(kw_only=True)
 class CudaStep:
-    """A step whose forward pass is queued.
+    """A step with its forward pass queued.
 
     Its outputs are, in this order: one or four of the sampler's, if a row samples; five for each of
     ``spans``; one for each of ``pools``; and the log-probabilities of ``named``, if there are any.
@@ -40,14 +40,14 @@ class CudaStep:
     """[S], which logits and which of the sampler's outputs are a row's."""
     replay: Replay | None = None
     adjusted: bool = False
-    """Whether logits are adjusted before the draw."""
+    """True if logits are adjusted before the draw."""
     spans: list[PromptSpan] = attrs.field(factory=list)
     pools: list[PooledSpan] = attrs.field(factory=list)
-    """Those that complete a prompt of which a vector is wanted."""
+    """Spans that complete a prompt with a wanted vector."""
     named: dict[int, list[int]] = attrs.field(factory=dict)
-    """Which of ``rows`` report the log-probabilities of which ids."""
+    """Index in ``rows`` -> the ids of its reported log-probabilities."""
     reports: list[torch.Tensor] = attrs.field(factory=list)
-    """What the forward pass gave of ``spans`` and ``named``; alive until they are copied."""
+    """Tensors of the forward pass for ``spans`` and ``named``; kept alive until they are copied."""
     asked: list[int] = attrs.field(init=False)
     """[S], each row's ``SamplerParams.logprobs``."""
 
@@ -56,7 +56,7 @@ class CudaStep:
         return [row.slot.sampler.logprobs for row in self.rows]
 
     def outputs(self, drawn: SamplerOutputs) -> list[torch.Tensor]:
-        """What is to be copied to the host when the step ends."""
+        """Return what is to be copied to the host when the step ends."""
         if not self.rows:
             return self.reports
         wanted = [drawn.tokens]
@@ -66,7 +66,7 @@ class CudaStep:
         return [*(output[:count] for output in wanted), *self.reports]
 
     def drawn(self, finished: FinishedStep) -> Drawn:
-        """What the copied outputs say, row by row."""
+        """Return what the copied outputs say, row by row."""
         arrived = iter(finished.outputs)
         tokens = next(arrived)[self.places] if self.rows else np.zeros(0, np.int32)
         logprobs = top = None

@@ -1,7 +1,7 @@
 """One step's integers, in one copy to the device.
 
 Every int32 that a step's kernels read and that the host decides (slots, positions, work items) has
-a region in one device buffer whose addresses never change, so a captured launch finds the next
+a region in one device buffer at a fixed address, so a captured launch finds the next
 step's numbers where it found the last one's. The host writes the regions into pinned memory, and
 one asynchronous copy takes them over, cut behind the last region written.
 
@@ -54,7 +54,7 @@ class StepBuffer:
         self._used = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The region ``name`` on the device: [length] int32, always at the same address."""
+        """Return the region ``name`` on the device: [length] int32, always at the same address."""
         return self._views[name]
 
     def put(self, name: str, values: npt.ArrayLike, *, padded_to: int = 0, fill: int = 0) -> None:

@@ -8,7 +8,7 @@ between two of them, which no event shows; the time that the host took to launch
 On a GPU the steps follow each other in one stream. The outputs of a step are copied to the host in
 a second stream, beside the next step's forward pass; a thread sleeps until a copy is done and then
 makes a file descriptor readable. (A host function in the stream would do without the thread, but
-CUDA doesn't call it once an error has happened, and who waits would never hear of it.)
+CUDA doesn't call it once an error has happened, and the waiting thread would never hear of it.)
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Timeline(Protocol):
         """Begin the sampler's kernels, which may overwrite the outputs of the step before."""
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> StepEnd:
-        """All of the step is queued. Its ``outputs`` are copied to the host when it ends."""
+        """Return all of the step is queued. Its ``outputs`` are copied to the host when it ends."""
 
     def skip_step(self) -> StepEnd:
-        """A step with nothing to do: it ends with the one before it."""
+        """Return a step with nothing to do: it ends with the one before it."""
 
 
 class _Marked(Generic[M]):
@@ -102,7 +102,7 @@ class HostTimeline(_Marked[int]):
 
     @property
     def completions(self) -> None:
-        """Nothing is ever pending."""
+        """Return at once: no event is ever pending."""
         return None
 
     def end_step(self, outputs: Sequence[torch.Tensor]) -> StepEnd:
@@ -220,7 +220,7 @@ class Completions:
         threading.Thread(target=self._watch, name="completions", daemon=True).start()
 
     def add(self, event: _Waitable | None) -> None:
-        """The next event to wait for; None stands for one that passes with the one before it."""
+        """Add the next event to wait for; None passes together with the event before it."""
         self._queue.put(event)
 
     def take(self) -> None:
@@ -234,5 +234,5 @@ class Completions:
                 if event is not None:
                     event.synchronize()
             except RuntimeError:
-                pass  # who takes it synchronizes again, and hears of the error
+                pass  # taking the event synchronizes again, which raises the error
             os.eventfd_write(self.descriptor, 1)

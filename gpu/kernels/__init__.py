@@ -33,12 +33,12 @@ _ELEMENTS = {
 
 
 def element_name(dtype: torch.dtype) -> str:
-    """The name that ``hardware.cuh`` has for a torch dtype."""
+    """Return the name that ``hardware.cuh`` has for a torch dtype."""
     return _ELEMENTS[dtype]
 
 
 def parameters(*fields: tuple[str, str]) -> np.dtype[np.void]:
-    """The NumPy twin of a kernel's ``struct Parameters``; pointers are ``"u8"``.
+    """Return the NumPy twin of a kernel's ``struct Parameters``; pointers are ``"u8"``.
 
     The compiler checks that both have the same size.
     """
@@ -54,7 +54,7 @@ class KernelSource:
     """
 
     name: str
-    """Of the function; the file is ``name.cu`` unless ``file`` says otherwise."""
+    """Name of the function; the file is ``name.cu`` unless ``file`` says otherwise."""
     parameters: np.dtype[np.void]
     num_threads: int
     """Threads of a block."""
@@ -69,7 +69,7 @@ class KernelSource:
 
     @property
     def path(self) -> Path:
-        """Where the source is."""
+        """Path of the source."""
         return FOLDER / self.file
 
     @property
@@ -101,15 +101,15 @@ class Kernel(Protocol):
 
 
 class KernelLoader(Protocol):
-    """What turns sources into kernels, and where those run."""
+    """A loader of kernels from their sources, for one device."""
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors must be whose pointers the kernels get."""
+        """Device of all tensors that kernels get pointers to."""
 
     @property
     def num_multiprocessors(self) -> int:
-        """How many blocks run side by side at least."""
+        """Number of blocks run side by side at least."""
 
     def load(self, source: KernelSource) -> Kernel:
         """Build ``source``, or find it built, and load it. The same source is loaded once."""

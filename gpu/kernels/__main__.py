@@ -106,7 +106,7 @@ def measure(
 
 
 def table(measured: Sequence[MeasuredKernel], targets: Sequence[str]) -> list[str]:
-    """The lines that say what every kernel costs on every target."""
+    """Return the lines that say what every kernel costs on every target."""
     rows: dict[KernelSource, dict[str, MeasuredKernel]] = defaultdict(dict)
     for each in measured:
         rows[each.source][each.target] = each
@@ -124,7 +124,7 @@ def table(measured: Sequence[MeasuredKernel], targets: Sequence[str]) -> list[st
 
 
 def explain(problems: Sequence[BudgetViolation]) -> list[str]:
-    """The lines that say what is broken, under the title of each kernel."""
+    """Return the lines that say what is broken, under the title of each kernel."""
     by_title: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for each in problems:
         by_title[each.title][each.problem].append(each.target)

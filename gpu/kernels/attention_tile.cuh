@@ -12,7 +12,7 @@
 // A warp owns M_TILES x 16 queries and all keys of the tile: no data passes between warps but the
 // tiles of keys and values. S in C-fragment layout is P in A-fragment layout, without a shuffle.
 // With M_TILES = 2 a fragment of K or V read from shared memory feeds four mma, not two: on an SM
-// whose four tensor cores each finish an m16n8k16 in 6.5 cycles, ldmatrix.x4 (4 cycles of the
+// with four tensor cores that each finish an m16n8k16 in 6.5 cycles, ldmatrix.x4 (4 cycles of the
 // shared memory) would else be the bottleneck.
 //
 // Shared memory, in this order:
@@ -24,8 +24,8 @@
 // Where the fragments of Q stay in registers, Q passes through the last stage. The output passes
 // through the front, so that it leaves in stores of 16 bytes.
 //
-// One barrier a tile: after it tile i is complete and everyone has left tile i - 1, whose stage is
-// refilled while tile i is computed. With e4m3 a second one stands after the widening.
+// One barrier a tile: after it tile i is complete and every warp has left tile i - 1; the stage of
+// that one is refilled while tile i is computed. With e4m3 a second one stands after the widening.
 //
 // Compile-time choices: those of paged_tiles.cuh, TILE, MIN_BLOCKS (per multiprocessor; bounds the
 // registers), SHARED_BYTES (what the launch provides).

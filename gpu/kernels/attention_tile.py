@@ -25,7 +25,7 @@ KEY_RANGE_BYTES = 64
 
 @attrs.frozen(kw_only=True)
 class TileOptions:
-    """What a ``KernelSource`` needs: see ``attention_tile.cuh`` for the meaning of each."""
+    """The macros of a tile for a ``KernelSource``; ``attention_tile.cuh`` explains each."""
 
     num_threads: int
     shared_bytes: int
@@ -33,12 +33,12 @@ class TileOptions:
 
 
 def tokens_per_tile(tile: int, group: int) -> int:
-    """How many tokens a tile of ``tile`` packed queries holds: whole ones only."""
+    """Return how many tokens a tile of ``tile`` packed queries holds: whole ones only."""
     return tile // group
 
 
 def keys_per_tile(head_dim: int) -> int:
-    """Keys of a tile: fewer for the largest heads, whose output fills the registers."""
+    """Keys of a tile: fewer for the largest heads, because their output fills the registers."""
     return 64 if head_dim <= 128 else 32
 
 

@@ -14,7 +14,7 @@ DEVICE T reduce_over_block(T x, T* scratch, Combine combine) {
   for (int distance = 16; distance > 0; distance /= 2) {
     x = combine(x, __shfl_xor_sync(ALL_LANES, x, distance));
   }
-  __syncthreads();  // somebody may still read what was there
+  __syncthreads();  // another warp may still read what was there
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   x = scratch[threadIdx.x % NUM_WARPS];

@@ -1,4 +1,4 @@
-"""What every kernel may cost, and whether it does: ``budget.toml`` against what ptxas reports.
+"""The budget of every kernel: ``budget.toml`` against what ptxas reports.
 
 The file has two parts. People write the first: which instructions a kernel must have, and which
 variants may go without a promise, with the reason. ``python -m gpu.kernels --write-budget`` writes
@@ -65,10 +65,10 @@ class MeasuredKernel:
 
 @attrs.frozen(kw_only=True)
 class Cost:
-    """What one variant may cost."""
+    """The largest cost allowed for one variant."""
 
     registers: dict[str, int]
-    """Of a thread, by target."""
+    """Registers of a thread, by target."""
     local: dict[str, int]
     """Bytes of a thread, by target."""
     shared: int
@@ -90,7 +90,7 @@ class Excuse:
     reason: str
 
     def covers(self, source: KernelSource) -> bool:
-        """Whether this is about ``source``."""
+        """Return whether this is about ``source``."""
         words = {f"{name}={value}" for name, value in source.defines}
         return source.name == self.kernel and words >= set(self.defines)
 
@@ -100,7 +100,7 @@ class BudgetViolation:
     """One thing that isn't as the budget says."""
 
     title: str
-    """Of the kernel."""
+    """Title of the kernel."""
     target: str
     """Empty where it isn't about one target."""
     problem: str
@@ -188,7 +188,7 @@ class Budget:
                 yield f"{now} {what}, the budget says {most}"
 
     def stale(self, sources: Iterable[KernelSource]) -> Iterator[BudgetViolation]:
-        """What the file says of kernels that are not among ``sources``, and excuses of no use."""
+        """Yield entries for kernels that are not among ``sources``, and excuses of no use."""
         known = {source.title: source for source in sources}
         names = {source.name for source in known.values()}
         for title in sorted(self.costs.keys() - known.keys()):

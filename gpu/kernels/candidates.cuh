@@ -7,8 +7,8 @@
 //
 // Three steps find it, each a safe bet for most rows:
 // 1. The blocks' largest logits bound it: the k-th largest of them isn't above the k-th largest
-//    logit; and top_p's share is mostly in the blocks that together hold so much. Blocks whose
-//    largest logit is past the bound are not read.
+//    logit; and top_p's share is mostly in the blocks that together hold so much. Blocks with
+//    their largest logit past the bound are not read.
 // 2. The tokens before the bound are collected in shared memory. If they fit, a sort and a running
 //    sum give the answer.
 // 3. If they don't, a histogram over NUM_INTERVALS of ranks tells which of them holds the answer,

@@ -21,7 +21,7 @@ _PARAMETERS = parameters(
 
 
 def source(head_dim: int, dtype: torch.dtype) -> KernelSource:
-    """The kernel for one head size and dtype of the output."""
+    """Return the kernel for one head size and dtype of the output."""
     return KernelSource(
         name="combine_partials",
         parameters=_PARAMETERS,

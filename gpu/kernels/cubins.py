@@ -72,7 +72,7 @@ class CubinCache:
         return self.folder / f"{stem}.cubin", self.folder / f"{stem}.json"
 
     def statistics(self) -> tuple[int, int]:
-        """How many built kernels there are, and their bytes."""
+        """Return how many built kernels there are, and their bytes."""
         sizes = [path.stat().st_size for path in self.folder.glob("*.cubin")]
         return len(sizes), sum(sizes)
 
@@ -108,7 +108,7 @@ def _stem(unit: nvrtc.Unit) -> str:
 
 @attrs.frozen
 class Outcome:
-    """What became of one kernel of :func:`build_all`."""
+    """The result for one kernel of :func:`build_all`."""
 
     source: KernelSource
     target: str

@@ -18,7 +18,7 @@
 //   partial_out   [num_partials, num_heads, D] float32, each normalized on its own
 //   partial_lse   [num_partials, num_heads] float32, log2 of the sum of 2^(score * scale * log2 e)
 // Grid (num_kv_heads, up to max_items): heads go fastest, so that blocks that start together read
-// neighboring memory, and items go in their order, the long ones first. A block whose index is
+// neighboring memory, and items go in their order, the long ones first. A block with an index
 // past *num_items returns at once; where the grid is smaller than *num_items, blocks take several.
 //
 // TILING. Q of the group fills the 16 rows of mma.m16n8k16 (rows past the group are zero, and
@@ -38,8 +38,8 @@
 // stored with the chunk number XORed by a function of the row, so that ldmatrix has no bank
 // conflict at any head size (see swizzled). At the end the warps merge through shared memory.
 //
-// Positions outside begin .. end - 1 of an edge tile are filled with zeros and masked: what nobody
-// wrote is never read.
+// Positions outside begin .. end - 1 of an edge tile are filled with zeros and masked: unwritten
+// memory is never read.
 //
 // AN e4m3 CACHE is unpacked in registers, after ldmatrix: half the bytes in the ring mean twice the
 // positions in flight, and shared memory is read once. Unpacking while staging would take a pass

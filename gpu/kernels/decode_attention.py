@@ -24,7 +24,7 @@ from gpu.kernels.attention_tile import DTYPES, HEAD_DIMS, check_attention_argume
 from gpu.kernels.combine_partials import check_partials
 
 BLOCKS_PER_MULTIPROCESSOR = 3
-"""What registers and shared memory are divided for, on a GPU with 228 KB (H100, H200, B200).
+"""Blocks that share a multiprocessor's registers and 228 KB of shared memory (H100, H200, B200).
 
 With less shared memory fewer blocks fit: two on an A100, one on consumer cards.
 """
@@ -55,7 +55,7 @@ _PARAMETERS = parameters(
 
 
 def source(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> KernelSource:
-    """The kernel for one head size, dtype of model and dtype of cache (the model's or e4m3)."""
+    """Return the kernel for a head size, a model's dtype and a cache's (the model's or e4m3)."""
     # The accumulators of the largest heads leave registers for half as many threads, and none for
     # the queries.
     num_warps, query_bytes = (4, 0) if head_dim <= 128 else (2, head_dim // 16 * 512)
@@ -120,7 +120,7 @@ class DecodeAttention:
         self.target_items = max(
             1, loader.num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR // num_kv_heads
         )
-        """How many items fill the GPU once: what :mod:`gpu.attention.splits` aims at."""
+        """Number of items that fill the GPU once, the aim of :mod:`gpu.attention.splits`."""
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
@@ -194,7 +194,7 @@ class DecodeAttention:
         ``q`` [rows, num_heads, head_dim], the heads of a row contiguous; ``k_cache`` and
         ``v_cache`` [num_pages, num_kv_heads, page_size, head_dim]; ``out`` [rows, num_heads,
         head_dim]; ``k_scale`` and ``v_scale`` [num_pages, num_kv_heads, page_size] float32 for an
-        e4m3 cache. Only rows whose one item has no partial get their ``out`` here.
+        e4m3 cache. Only a row with a single item, which has no partial, gets its ``out`` here.
         """
         into = self._parameters
         into["q"] = q.data_ptr()

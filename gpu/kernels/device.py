@@ -20,7 +20,7 @@ from gpu.kernels.nvrtc import Build, KernelBuildError
 from gpu.kernels.targets import target_for
 
 PERCENT_SHARED = 100
-"""How much of a multiprocessor's fast memory is shared memory, and no cache, where it matters."""
+"""The preferred share of a multiprocessor's fast memory for shared memory instead of cache."""
 
 
 class KernelLaunchError(RuntimeError):
@@ -63,7 +63,7 @@ class DeviceLoader:
 
     @property
     def num_multiprocessors(self) -> int:
-        """Of the GPU."""
+        """Compute target of the GPU."""
         return self._num_multiprocessors
 
     def load(self, source: KernelSource) -> Kernel:

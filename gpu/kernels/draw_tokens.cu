@@ -79,7 +79,7 @@ constexpr int NO_TOKEN = -1;  // in place of a token, as trioserve.sampling has 
 constexpr int NAN_LOGITS = -2;
 constexpr double NEVER = 0x1p1023;  // not infinite: a candidate of weight 0 may not win
 
-// After the ranks of all tokens whose weight is at least min_p, from 0 to 1.
+// Past the ranks of all tokens with a weight of at least min_p, from 0 to 1.
 DEVICE u64 end_of_min_p(float min_p) {
   u32 kept = 0, dropped = __float_as_uint(LEAST_SIZE);
   if (min_p == 0.f) return end_after(dropped);
@@ -166,7 +166,7 @@ DEVICE int draw(const Candidates& candidates, const RandomNumbers& numbers, u64 
   return static_cast<int>(winner);
 }
 
-// The first token of `block` whose logit is the largest.
+// The first token of `block` with the largest logit.
 DEVICE int first_largest(const Logits& logits, const Peak& peak, u64* scratch) {
   int first = logits.vocab_size;
   for (int i = threadIdx.x; i < BLOCK; i += NUM_THREADS) {

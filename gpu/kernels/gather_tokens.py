@@ -20,7 +20,7 @@ PARAMETERS = parameters(
 
 
 def gather_tokens_source() -> KernelSource:
-    """The one kernel there is."""
+    """Return the one kernel there is."""
     return KernelSource(name="gather_tokens", parameters=PARAMETERS, num_threads=NUM_THREADS)
 
 

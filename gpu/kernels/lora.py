@@ -34,7 +34,7 @@ ENTRY = parameters(
     ("rank2", "i4"),
     ("unused", "i4"),
 )
-"""What one adapter has for one product."""
+"""One adapter's entry for one product."""
 TILE_NUMBERS = 3
 """Numbers of a tile: the adapter's place, the first of ``tokens``, and how many."""
 
@@ -59,29 +59,29 @@ PARAMETERS = parameters(
 
 @attrs.frozen
 class ProductShape:
-    """A product whose result has up to three parts, each with matrices of its own."""
+    """A product with up to three parts in its result, each with matrices of its own."""
 
     inputs: int
     outputs: tuple[int, ...]
 
     @property
     def num_splits(self) -> int:
-        """How many partial sums there are over the inputs."""
+        """Number of partial sums there are over the inputs."""
         return -(-self.inputs // SPLIT)
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that an update's matrices have on the device, filled up with zeros."""
+    """Return the rank that an update's matrices have on the device, filled up with zeros."""
     return -(-rank // BLOCK) * BLOCK
 
 
 def max_tiles(num_tokens: int, num_adapters: int) -> int:
-    """The most tiles that so many tokens make if they have so many different adapters at most."""
+    """Return the most tiles of so many tokens with at most so many different adapters."""
     return min(num_tokens, (num_tokens + num_adapters * (TILE - 1)) // TILE)
 
 
 def partial_numbers(shapes: Iterable[ProductShape], max_tokens: int, max_rank: int) -> int:
-    """The most numbers of float32 that come between the two kernels."""
+    """Return the most numbers of float32 that come between the two kernels."""
     widest = max(shape.num_splits * len(shape.outputs) for shape in shapes)
     return widest * max_tokens * padded_rank(max_rank)
 
@@ -110,10 +110,10 @@ class LoraUpdate:
     Args:
         loader: where the kernels run.
         shapes: of the products that are launched.
-        places: [number of places, place_size] bfloat16 or float16: the numbers of one adapter each.
-        entries: [number of places, products, 4] int64, whose rows are :data:`ENTRY`.
+        places: [number of slots, place_size] bfloat16 or float16: the numbers of one adapter each.
+        entries: [number of slots, products, 4] int64, rows of :data:`ENTRY`.
         tiles: int32, :data:`TILE_NUMBERS` of each tile. A count of 0 stands for none.
-        tokens: int32 [max_tokens], which rows of x and y the tiles are of.
+        tokens: int32 [max_tokens], the rows of x and y in the order of the tiles.
         max_rank: the largest rank of an update.
 
     Raises:

@@ -22,7 +22,7 @@ from trioserve.protocol.machine import extra_advice
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 _LOG_LINES = 12
-"""How much of a failed build's log an error shows; the first error is the one that matters."""
+"""Lines of a failed build's log in an error, from the first error on."""
 
 
 class KernelBuildError(RuntimeError):
@@ -31,10 +31,10 @@ class KernelBuildError(RuntimeError):
 
 @attrs.frozen(kw_only=True)
 class KernelUsage:
-    """What ptxas says that a kernel needs; dynamic shared memory is not in it."""
+    """The resources of a kernel as ptxas reports them; dynamic shared memory is not included."""
 
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     stack: int
     """Bytes of local memory of a thread: spilled registers, and arrays indexed at run time."""
     spills: int
@@ -76,7 +76,7 @@ class Unit:
 
 
 def unit(source: KernelSource, target: str) -> Unit:
-    """The compilation of ``source`` for ``target``, such as ``"sm_90"``.
+    """Return the compilation of ``source`` for ``target``, such as ``"sm_90"``.
 
     Raises:
         KernelBuildError: CuPy or NVRTC is missing.
@@ -169,13 +169,13 @@ def compiler() -> str:
 
 
 def capabilities() -> tuple[int, ...]:
-    """The compute capabilities that NVRTC has code for, ``90`` for 9.0, ascending."""
+    """Return the compute capabilities that NVRTC has code for, ``90`` for 9.0, ascending."""
     version()
     return tuple(sorted(_nvrtc().getSupportedArchs()))
 
 
 def usage_in(log: str) -> KernelUsage:
-    """The report in the log of a compilation of one kernel.
+    """Return the report in the log of a compilation of one kernel.
 
     Raises:
         KernelBuildError: there is no such report in ``log``.
@@ -205,7 +205,7 @@ def _nvrtc() -> Any:
 
 
 def _headers_of(text: str) -> dict[str, bytes]:
-    """What ``text`` includes, and what that includes; the compiler sees no other header."""
+    """Return what ``text`` includes, and what that includes; the compiler sees no other header."""
     headers: dict[str, bytes] = {}
     wanted = _INCLUDE.findall(text)
     while wanted:
@@ -227,7 +227,7 @@ def _first_errors(log: str) -> str:
 
 
 def _whole(cubin: bytes) -> bytes:
-    """The file with its last byte, which CuPy 14 takes for a terminator and drops.
+    """Return the file with its last byte, which CuPy 14 takes for a terminator and drops.
 
     An ELF file ends with one of its two header tables, so its own header tells its length. The
     byte is the highest of a small little-endian number, hence 0.

@@ -32,7 +32,7 @@ struct RandomNumbers {
     return static_cast<double>(bits) * 0x1p-53;
   }
 
-  // Exponentially distributed, of rate 1: -log(1 - u), whose difference is exact, as u is a
+  // Exponentially distributed, of rate 1: -log(1 - u); the difference is exact, as u is a
   // multiple of 2^-53.
   DEVICE double exponential(u32 purpose, u32 lane) const {
     return -log(1.0 - uniform(purpose, lane));

@@ -25,7 +25,7 @@ PARAMETERS = parameters(
 
 
 def rms_norm_source(hidden_size: int, dtype: torch.dtype, *, add: bool) -> KernelSource:
-    """The kernel for rows of ``hidden_size``; with ``add``, x goes onto the residual first."""
+    """Return the kernel for rows of ``hidden_size``; with ``add``, x is added to the residual."""
     threads, vectors = next(
         (threads, vectors)
         for threads, vectors in TILINGS

@@ -4,10 +4,10 @@
 // values. For each token, in one pass:
 //   1. optionally (Qwen 3) each head of queries and keys is normed: x * weight / rms(x);
 //   2. optionally queries and keys are rotated by the token's position (Su et al. 2021,
-//      arXiv:2104.09864): elements i and i + D/2 by the angle of pair i, whose cosine and sine the
-//      table holds, with all scaling and YaRN's factor in them;
+//      arXiv:2104.09864): elements i and i + D/2 by the angle of pair i; the table holds its cosine
+//      and sine, with all scaling and YaRN's factor in them;
 //   3. queries go back to where they were. Keys and values go to the cache, [num_pages, K,
-//      page_size, D]; the key heads of qkv are left as they were, nobody reads them again.
+//      page_size, D]; the key heads of qkv are left as they were, they are not read again.
 // With CACHE = e4m3 (OCP FP8, arXiv:2209.05433) a head is divided by its largest size / 448, which
 // is kept beside it as a float32.
 //
@@ -97,7 +97,7 @@ DEVICE void rotate(float (&a)[VECTOR], float (&b)[VECTOR], const float (&cos)[VE
 }
 
 // Divide a head so that its largest number becomes 448, and return by what. Every lane of the warp
-// must call it. A head so small that the inverse would overflow counts as zeros, whose scale is 1.
+// must call it. A head so small that the inverse would overflow counts as zeros, with scale 1.
 DEVICE float quantize(float (&a)[VECTOR], float (&b)[VECTOR]) {
   constexpr float LARGEST = 448.f, NEARLY_ZERO = 1e-34f;
   const float size = max_over_lanes<HEAD_LANES>(fmaxf(largest_size(a), largest_size(b)));

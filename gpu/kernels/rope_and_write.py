@@ -37,7 +37,7 @@ PARAMETERS = parameters(
 def rope_and_write_source(
     head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> KernelSource:
-    """The kernel for one head size, format of queries, keys and values, and format of the cache."""
+    """Return the kernel for a head size, a format of q, k and v, and a format of the cache."""
     return KernelSource(
         name="rope_and_write",
         parameters=PARAMETERS,

@@ -36,7 +36,7 @@ struct SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == SLOT_RECORD_BYTES);
 
-// The distribution whose log-probabilities a row reports: that of the tokens with ranks before
+// The distribution of a row's reported log-probabilities: that of the tokens with ranks before
 // `end` (see candidates.cuh), each with log-probability (logit - peak) / temperature - log_total.
 struct RowReport {
   u64 end;

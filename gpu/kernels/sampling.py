@@ -37,7 +37,7 @@ SLOT_RECORD = parameters(
     ("num_bias", "i4"),
     ("num_stop", "i4"),
 )
-"""How the tokens of a slot are sampled; ``SlotRecord`` in ``sampling.cuh`` says what is what."""
+"""The sampling parameters of a slot; ``SlotRecord`` in ``sampling.cuh`` explains each."""
 
 ROW_REPORT = parameters(
     ("end", "u8"),
@@ -83,7 +83,7 @@ _SCRATCH = 34
 
 @attrs.frozen(kw_only=True)
 class Tiling:
-    """How the kernels that work on a whole row are cut for a vocabulary."""
+    """The division of a vocabulary among the blocks of kernels that work on a whole row."""
 
     num_blocks: int
     """Blocks of tokens."""
@@ -100,7 +100,7 @@ class Tiling:
 
     @classmethod
     def of(cls, vocab_size: int) -> Tiling:
-        """The tiling for ``vocab_size`` tokens.
+        """Return the tiling for ``vocab_size`` tokens.
 
         Raises:
             ValueError: there are more than the kernels are made for.
@@ -132,7 +132,7 @@ def _source(
 
 
 def sampling_sources(tiling: Tiling) -> dict[str, KernelSource]:
-    """The four kernels by name."""
+    """Return the four kernels by name."""
     capacity = ("LIST_CAPACITY", tiling.list_capacity)
     sources = [
         _source("mark_tokens", WALK_THREADS),

@@ -1,4 +1,4 @@
-"""Which machine instructions a cubin has, counted with nvdisasm; no GPU needed."""
+"""Machine instructions of a cubin, counted with nvdisasm; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class SassError(RuntimeError):
 
 
 class Instructions(Counter[str]):
-    """How often each instruction stands in a kernel's code, by its name with all modifiers."""
+    """Counts of the instructions in a kernel's code, by name with all modifiers."""
 
     def like(self, pattern: str) -> int:
-        """How many there are of an opcode with at least the modifiers that ``pattern`` names.
+        """Return how many there are of an opcode with at least the modifiers that ``pattern``
+        names.
 
         ``"LDGSTS.128"`` counts ``LDGSTS.E.BYPASS.LTC128B.128.ZFILL``: a 16-byte asynchronous copy.
         """
@@ -42,7 +43,7 @@ class Instructions(Counter[str]):
 
 
 def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
-    """The instructions of every cubin; all must be for ``target``.
+    """Return the instructions of every cubin; all must be for ``target``.
 
     Raises:
         SassError: nvdisasm is missing or fails.
@@ -51,7 +52,7 @@ def disassemble(cubins: Sequence[bytes], target: str) -> list[Instructions]:
 
 
 def listings(cubins: Sequence[bytes], target: str) -> list[list[str]]:
-    """The names of every cubin's instructions in their order; all must be for ``target``.
+    """Return the names of every cubin's instructions in their order; all must be for ``target``.
 
     nvdisasm takes half a second to start and one file, so the code of all goes through it at once.
 
@@ -80,7 +81,7 @@ def listings(cubins: Sequence[bytes], target: str) -> list[list[str]]:
 
 
 def parameter_bytes(cubin: bytes) -> int:
-    """How many bytes of parameters the kernel takes, as the driver will read it.
+    """Return how many bytes of parameters the kernel takes, as the driver will read it.
 
     Raises:
         SassError: the cubin doesn't say.
@@ -98,7 +99,7 @@ def parameter_bytes(cubin: bytes) -> int:
 
 @cache
 def nvdisasm() -> Path:
-    """The program: of the Python package, else of a CUDA toolkit.
+    """Return the program: of the Python package, else of a CUDA toolkit.
 
     Raises:
         SassError: there is none.
@@ -118,12 +119,12 @@ def nvdisasm() -> Path:
 
 
 def _code(cubin: bytes) -> bytes:
-    """The ELF section of the kernel's instructions."""
+    """Return the ELF section of the kernel's instructions."""
     return _section(cubin, b".text.")
 
 
 def _section(cubin: bytes, prefix: bytes) -> bytes:
-    """The first ELF section whose name begins with ``prefix``."""
+    """Return the first ELF section with a name that begins with ``prefix``."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
     # Of each section: name, type, flags, address, offset, size.

@@ -13,7 +13,7 @@ PARAMETERS = parameters(("arena", "u8"), ("updates", "u8"), ("num_updates", "u8"
 
 
 def scatter_updates_source() -> KernelSource:
-    """The one kernel there is."""
+    """Return the one kernel there is."""
     return KernelSource(name="scatter_updates", parameters=PARAMETERS, num_threads=NUM_THREADS)
 
 

@@ -16,7 +16,7 @@ PARAMETERS = parameters(("gate_up", "u8"), ("y", "u8"), ("num_vectors", "i4"))
 
 
 def silu_mul_source(dtype: torch.dtype) -> KernelSource:
-    """The kernel for one number format."""
+    """Return the kernel for one number format."""
     return KernelSource(
         name="silu_mul",
         parameters=PARAMETERS,

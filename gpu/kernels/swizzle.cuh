@@ -42,7 +42,7 @@ template <int COLUMNS> struct BlockAddresses {
   }
 
   // Matrices 0 and 1 are the left and right half of the first eight rows, 2 and 3 those of the last
-  // eight: not transposed, the order of two B fragments, whose registers must be neighbors.
+  // eight: not transposed, the order of two B fragments, which need neighboring registers.
   DEVICE static BlockAddresses right_first(void* tile) {
     const int lane = threadIdx.x % 32;
     return {tile, lane / 16 * 8 + lane % 8, lane / 8 % 2};

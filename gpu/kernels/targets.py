@@ -1,4 +1,4 @@
-"""What kernels are compiled for, and what a multiprocessor of each kind holds."""
+"""Targets of kernels, and the resources of a multiprocessor of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GpuTarget:
     """
 
     name: str
-    """As the compiler takes it; an ``a`` at the end adds instructions that no other GPU has."""
+    """The compiler's name for it; an ``a`` at the end adds instructions that no other GPU has."""
     shared: int
     """Bytes of shared memory; a block may have all but the KiB that CUDA keeps."""
     warps: int
@@ -39,7 +39,7 @@ class GpuTarget:
         return self.shared - _RESERVED_SHARED
 
     def blocks_per_multiprocessor(self, num_threads: int, registers: int, shared: int) -> int:
-        """How many blocks run side by side on one multiprocessor; 0: the kernel can't run.
+        """Return how many blocks run side by side on one multiprocessor; 0: the kernel can't run.
 
         ``registers`` are a thread's; ``shared`` is static and dynamic bytes of a block.
         """
@@ -63,12 +63,12 @@ TARGETS = {
         GpuTarget("sm_120", shared=100 << 10, warps=48, blocks=24),
     )
 }
-"""Those that the tests compile for: A100; A10, A40, RTX 30; L4, L40S, RTX 40; H100 and H200; B200;
-consumer Blackwell. A GPU in between gets code of its own, see target_for."""
+"""Targets of the tests: A100; A10, A40, RTX 30; L4, L40S, RTX 40; H100 and H200; B200; consumer
+Blackwell. A GPU in between gets code of its own, see target_for."""
 
 
 def target_for(capability: tuple[int, int], known: Sequence[int]) -> str:
-    """The target to compile for on a GPU of ``capability``.
+    """Return the target to compile for on a GPU of ``capability``.
 
     ``known`` are the capabilities that the compiler has, ``90`` for 9.0. A GPU runs code for its
     own capability, or for a lower one of the same major number. All GPUs of 9.0 run sm_90a.
@@ -94,7 +94,7 @@ def target_for(capability: tuple[int, int], known: Sequence[int]) -> str:
 
 
 def targets_of(known: Sequence[int]) -> list[str]:
-    """All targets that kernels can be compiled for by a compiler that has ``known``."""
+    """Return all targets that kernels can be compiled for by a compiler that has ``known``."""
     return [_name(each) for each in sorted(known) if divmod(each, 10) >= OLDEST]
 
 

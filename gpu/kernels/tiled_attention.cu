@@ -7,8 +7,8 @@
 // the positions up to its own, at most `window` of them.
 //
 // prefix_attention (SHARED_PREFIX = 1): decode rows that share the beginning of their context
-// attend to it together. Rows whose block tables begin with the same pages (a system prompt,
-// several samples of one prompt) would each read those pages; a group of them reads them once. All
+// attend to it together. If the block tables of rows begin with the same pages (a system prompt,
+// several samples of one prompt), each would read those pages; a group of them reads them once. All
 // keys come before all queries, so nothing is masked. The result is partial; decode_attention
 // attends to the rest of each row, and combine_partials merges both. Cascade attention: Ye et al.,
 // "Cascade Inference", 2024; Juravsky et al., "Hydragen", 2024.

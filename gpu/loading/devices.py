@@ -1,4 +1,4 @@
-"""Where to compute, and in which number format."""
+"""Choice of the device and the number format to compute with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose_device(name: str) -> str:
     Raises:
         ModelLoadError: ``name`` is cuda and no GPU can be used.
     """
-    # Who has no driver has no GPU, and needn't load torch to learn that.
+    # Without a driver there is no GPU, and torch needn't be loaded to learn that.
     if name == "cpu" or (name == "auto" and not _has_driver()):
         return "cpu"
     import torch
@@ -87,7 +87,7 @@ def choose_dtype(name: str, device: str) -> str:
 
 
 def _has_driver() -> bool:
-    """Whether a driver of NVIDIA's is installed; it need not work."""
+    """Return whether a driver of NVIDIA's is installed; it need not work."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""What loading a model gives, whatever computes it, and what all ways of loading share."""
+"""The result of loading a model, and helpers that all ways of loading share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, Ready, from_ints
 
 MOST_THREADS = 1024
-"""As many as ``--num-threads`` may ask for."""
+"""The most threads that ``--num-threads`` may ask for."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
@@ -31,7 +31,7 @@ def of_weights(on_progress: OnProgress) -> Callable[[int, int], None]:
 
 
 def unseen(stage: str, done: int, total: int) -> None:
-    """An :data:`OnProgress` that nobody looks at."""
+    """Ignore the progress: an :data:`OnProgress` for loading without a report."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,14 +43,14 @@ class Loaded:
     num_pages: int
     device_name: str
     computing: str
-    """What computes, and with which weights: a few words for the log."""
+    """The kernels and the formats of weights in use, in a few words for the log."""
     read_weights: ReadWeights
     warning: str = ""
-    """As :class:`~trioserve.protocol.wire.Ready` has it."""
+    """Field of :class:`~trioserve.protocol.wire.Ready`."""
     adapters: AdapterStore[Any] | None = None
-    """Those that sequences may have; None where no adapters can be served."""
+    """The adapters that sequences may have; None where none can be served."""
     num_host_pages: int = 0
-    """Places for pages of the KV cache in the host's memory."""
+    """Pages of the KV cache in the host's memory."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before."""
 
@@ -61,18 +61,18 @@ class Serving:
 
     runner: Runner
     weights: ModelWeights[Any] | None
-    """None where they can't be exchanged."""
+    """The weights, for a weight swap; None where they can't be swapped."""
     constraints: Constraints | None
-    """None where nothing is drawn."""
+    """Constraints on draws; None where nothing is drawn."""
     ready: Ready
     adapters: AdapterStore[Any] | None = None
-    """None where none can be served."""
+    """The adapters; None where none can be served."""
     calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
-    """What this model can be called for, by name: functions of the arguments."""
+    """The model's own calls, by name: functions of the arguments."""
 
 
 def choose_num_threads(asked: int) -> int:
-    """How many threads compute; 0 asks for OMP_NUM_THREADS, or all cores that may be used."""
+    """Return the number of threads to compute with; 0 stands for OMP_NUM_THREADS or all cores."""
     # That variable may be a list, of which the first is for the outermost level.
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked == 0 and told.isdecimal():

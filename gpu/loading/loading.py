@@ -102,7 +102,7 @@ def _load_on(
     on_progress: OnProgress,
     constraints: Constraints,
 ) -> Loaded:
-    """The model on ``device``, by what computes it there; ``start`` has every limit."""
+    """Return the model on ``device``, by what computes it there; ``start`` has every limit."""
     if start.mock is not None:
         return _load_mock(start, start.mock, files)
     if isinstance(files.config, TransformersConfig):
@@ -169,7 +169,7 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
 
 
 def choose_max_model_len(asked: int, config: ModelConfig | TransformersConfig) -> int:
-    """The longest sequence to serve; ``asked`` is 0 for the model's own.
+    """Return the longest sequence to serve; ``asked`` is 0 for the model's own.
 
     Raises:
         ModelLoadError: more than the model can do.

@@ -1,6 +1,6 @@
-"""How memory is shared out: what the weights and a step need, and what is left for the KV cache.
+"""The division of memory: the needs of weights and a step, and the rest for the KV cache.
 
-Numbers in, numbers or one line of advice out: nothing here asks a device.
+These are functions of numbers, which return numbers or one line of advice: none asks a device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kv_bytes_per_page(config: ModelConfig, page_size: int, number_bytes: int) ->
 
 
 def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, available: int) -> int:
-    """How many pages the KV cache gets on a CPU, with ``available`` bytes of memory left.
+    """Return how many pages the KV cache gets on a CPU, with ``available`` bytes of memory left.
 
     A number of pages that was asked for is taken as it is. Else there must be room for one sequence
     of ``max_model_len`` tokens.
@@ -55,7 +55,7 @@ def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, avai
 
 
 def choose_num_host_pages(start: Start, bytes_per_page: int, available: int) -> int:
-    """How many pages there is to be room for on the host, of whose memory so much is available.
+    """Return the number of KV pages on the host, with ``available`` bytes of its memory left.
 
     Raises:
         ModelLoadError: more than that is asked for, or less than a page has.
@@ -87,7 +87,7 @@ class GpuMemory:
 
     @property
     def budget(self) -> int:
-        """What this engine may take."""
+        """Bytes that this engine may take."""
         return max(int(self.total * self.utilization) - (self.total - self.free), 0)
 
     def check_weights(self, num_bytes: int) -> None:
@@ -100,7 +100,7 @@ class GpuMemory:
             raise ModelLoadError(self.weights_dont_fit(num_bytes))
 
     def weights_dont_fit(self, num_bytes: int) -> str:
-        """The line for weights of so many bytes that don't fit."""
+        """Return the line for weights of so many bytes that don't fit."""
         others = self.total - self.free
         remedy = "take a smaller model or a larger GPU"
         if num_bytes <= self.total * self.utilization:
@@ -116,7 +116,7 @@ class GpuMemory:
 def choose_num_gpu_pages(
     start: Start, memory: GpuMemory, *, in_use: int, bytes_per_page: int, max_model_len: int
 ) -> int:
-    """How many pages the KV cache gets on a GPU.
+    """Return how many pages the KV cache gets on a GPU.
 
     A number of pages or bytes that was asked for is taken as it is; else the cache gets what the
     budget leaves. There must be room for one sequence of ``max_model_len`` tokens, unless a number
@@ -144,7 +144,8 @@ def choose_num_gpu_pages(
 
 
 def graph_bytes(num_graphs: int, launches_per_graph: int, activation_bytes: int) -> int:
-    """What captured graphs keep: one pool of activations for all, and the driver's own records.
+    """Return what captured graphs keep: one pool of activations for all, and the driver's own
+    records.
 
     ``activation_bytes`` is what a step of the largest captured batch allocates.
     """
@@ -152,7 +153,7 @@ def graph_bytes(num_graphs: int, launches_per_graph: int, activation_bytes: int)
 
 
 def step_doesnt_fit(max_num_batched_tokens: int) -> str:
-    """The line for a step that runs out of memory while only the weights are there."""
+    """Return the line for a step that runs out of memory while only the weights are there."""
     return (
         f"no memory is left for a step of {max_num_batched_tokens} tokens beside the weights: "
         "lower --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
@@ -160,7 +161,7 @@ def step_doesnt_fit(max_num_batched_tokens: int) -> str:
 
 
 def cache_doesnt_fit(num_pages: int) -> str:
-    """The line for a KV cache that was chosen, or asked for, and can't be allocated."""
+    """Return the line for a KV cache that was chosen, or asked for, and can't be allocated."""
     return (
         f"a KV cache of {num_pages} pages doesn't fit beside the weights: lower "
         "--gpu-memory-utilization, or what was asked for with --num-gpu-blocks-override or "

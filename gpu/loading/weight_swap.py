@@ -1,4 +1,4 @@
-"""Exchanging a model's weights while it serves: they are read first, and put in place later."""
+"""Weight swap: new weights are read while a model serves, and put in place later."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from trioserve.protocol.errors import ModelLoadError
 Files = TypeVar("Files", ModelFiles, EncoderFiles)
 
 ReadWeights = Callable[[ModelFiles], Callable[[], None]]
-"""Reads other weights of a model that goes on serving meanwhile, in whatever thread.
+"""Reads other weights of a model while it serves, in any thread.
 
-It raises ModelLoadError where they can't be read or there is no room for them. What it returns puts
-them in place of those that serve; that is to be called between two steps, while no slot is open.
+It raises ModelLoadError if they can't be read or there is no room for them. It returns a function
+that swaps them in; call that between two steps, while no slot is open.
 """
 
 
 @attrs.define(eq=False)
 class ModelWeights(Generic[Files]):
-    """The weights that a worker serves, and those that are to take their place.
+    """The weights that a worker serves, and those that will replace them.
 
-    Its methods are for the thread that serves plans; what :meth:`reading` gives is for another.
+    Its methods are for the thread that serves plans; the function that :meth:`reading` returns is
+    for another thread.
     """
 
     _files_at: Callable[[Path], Files]
-    """Returns what is at a path, and raises ModelLoadError where that isn't of this model."""
+    """Returns the files at a path; raises ModelLoadError if they aren't of this model."""
     _read: Callable[[Files], Callable[[], None]]
     _path: str = attrs.field(init=False, default="")
-    """What is being read, or has been."""
+    """Path of the weights that are being read, or have been."""
     _number: int = attrs.field(init=False, default=0)
-    """Grows whenever what is being read isn't wanted any more."""
+    """Count of discards; a read that began under a lower number is dropped."""
     _swap: Callable[[], None] | None = attrs.field(init=False, default=None)
 
     def reading(self, path: str) -> Callable[[], str]:
-        """What reads the weights at ``path``, and keeps them beside those that serve.
+        """Return a function that reads the weights at ``path`` and keeps them for a swap.
 
-        It returns their :meth:`~trioserve.model_files.ModelFiles.checksum`, and raises
-        ModelLoadError where they can't be read, aren't of this model, or there is no room for them.
-        What was read before and is not in use is dropped at once.
+        The function returns their :meth:`~trioserve.model_files.ModelFiles.checksum`. It raises
+        ModelLoadError if they can't be read, aren't of this model, or there is no room for them.
+        Weights that were read before and aren't in use are dropped at once.
         """
         self.discard()
         self._path, number = path, self._number
@@ -57,7 +58,7 @@ class ModelWeights(Generic[Files]):
         return read
 
     def swap(self, path: str) -> None:
-        """Serve what was read at ``path`` from the next step on.
+        """Serve the weights read at ``path`` from the next step on.
 
         Raises:
             ModelLoadError: something else was read last, or nothing.
@@ -68,6 +69,6 @@ class ModelWeights(Generic[Files]):
         self.discard()
 
     def discard(self) -> None:
-        """Keep nothing but what serves; what is being read is dropped when it is there."""
+        """Drop the weights that were read but aren't served, and the result of a read under way."""
         self._number += 1
         self._swap, self._path = None, ""

@@ -40,7 +40,7 @@ _LITERAL = re.compile(r"[\w.]{1,500}", re.ASCII)
 
 @attrs.frozen(kw_only=True)
 class LoraConfig:
-    """How the matrices of an adapter are meant.
+    """The configuration of an adapter's matrices.
 
     Patterns are keyed by a module's name or how it ends, ``q_proj`` or ``layers.0.mlp.up_proj``.
     """
@@ -96,18 +96,18 @@ class LoraConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """The rank of the module of that name, such as ``model.layers.0.self_attn.q_proj``."""
+        """Return the rank of the module ``name``, such as ``model.layers.0.self_attn.q_proj``."""
         return _match(self.rank_pattern, module) or self.rank
 
     def scale_of(self, module: str) -> float:
-        """What the product of its two matrices is multiplied with."""
+        """Return what the product of its two matrices is multiplied with."""
         rank = self.rank_of(module)
         alpha = _match(self.alpha_pattern, module) or self.alpha
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 def _match(pattern: Mapping[str, Any], module: str) -> Any:
-    """The value of the first key that ``module`` is or ends with, None if there is none."""
+    """Return the value of the first key that ``module`` is or ends with, None if there is none."""
     for key, value in pattern.items():
         if module == key or module.endswith("." + key):
             return value
@@ -121,7 +121,7 @@ def _pattern(fields: Fields, name: str) -> Fields:
     if not isinstance(value, dict):
         raise fields.error(name, value)
     for key in value:
-        # PEFT takes any regular expression; one of somebody else's may take for ever.
+        # PEFT takes any regular expression; a hostile one may run for ever.
         if not _LITERAL.fullmatch(key):
             raise _unserved(fields.path, name, key, "only names of modules are served")
     return Fields(fields.path, value, {})

@@ -11,7 +11,7 @@ from gpu.slots import Row
 
 
 def tokens_by_adapter(rows: Sequence[Row]) -> dict[int, npt.NDArray[np.int32]]:
-    """The places, in increasing order, of the tokens of each adapter's rows.
+    """Return the places, in increasing order, of the tokens of each adapter's rows.
 
     The rows' tokens stand one row's after the other's. Those of rows without an adapter are left
     out. Empty in most steps, which costs a look at every row.

@@ -25,7 +25,8 @@ from trioserve.model_files import ModelConfig
 
 
 def product_shapes(config: ModelConfig) -> dict[str, ProductShape]:
-    """The products that adapters may have updates of, by name; they are the same in every layer.
+    """Return the products that adapters may have updates of, by name; they are the same in every
+    layer.
 
     Only where each layer has experts there is no MLP among them.
     """
@@ -41,7 +42,7 @@ class PlacedAdapter:
     """An adapter on the host, as it stands in a place."""
 
     numbers: torch.Tensor  # flat
-    entries: torch.Tensor  # [layers * products, 4] int64, whose rows are ENTRY
+    entries: torch.Tensor  # [layers * products, 4] int64, rows of ENTRY
 
     @classmethod
     def of(
@@ -109,7 +110,7 @@ class AdapterPlaces:
         self.entries = torch.zeros(
             count, config.num_layers * len(PACKED_MODULES), 4, dtype=torch.int64, device=device
         )
-        """[count, layers * products, 4], whose rows are ENTRY."""
+        """[count, layers * products, 4], rows of ENTRY."""
         self._places: OrderedDict[int, int] = OrderedDict()
 
     def bring(self, wanted: Collection[int]) -> list[int]:
@@ -132,7 +133,7 @@ class AdapterPlaces:
         return [self._places[number] for number in wanted]
 
     def _free_place(self) -> int:
-        """One that nobody has, or whose adapter is unloaded, or was used before all others."""
+        """Return a free slot; if there is none, evict the least recently used adapter."""
         for gone in [number for number in self._places if number not in self.store]:
             del self._places[gone]
         if len(self._places) == self.count:
@@ -143,7 +144,7 @@ class AdapterPlaces:
     def device_bytes(
         config: ModelConfig, max_rank: int, dtype: torch.dtype, count: int, max_tokens: int
     ) -> int:
-        """What a device needs for them: all places, and what a step of so many tokens makes."""
+        """Return the bytes of all slots and of the partial results of a step of so many tokens."""
         if max_rank == 0:
             return 0
         between = partial_numbers(product_shapes(config).values(), max_tokens, max_rank)

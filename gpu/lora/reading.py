@@ -36,7 +36,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 @attrs.frozen(eq=False)
 class LowRankUpdate:
-    """What one projection W gets added: ``scale * b @ a``. Both are bfloat16 or float32."""
+    """The update of one projection W: ``scale * b @ a``. Both are bfloat16 or float32."""
 
     a: Numbers  # [rank, inputs]
     b: Numbers  # [outputs, rank]
@@ -54,7 +54,7 @@ class LoraWeights:
 
     updates: Mapping[tuple[int, str], LowRankUpdate]
     checksum: str
-    """Of both files, in hexadecimal."""
+    """Checksum of both files, in hexadecimal."""
 
     @property
     def rank(self) -> int:
@@ -164,7 +164,7 @@ def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Ke
 def _read(
     shard: Shard, keys: Mapping[str, _Key], digest: Callable[[bytes | memoryview], None]
 ) -> Iterator[tuple[_Key, Numbers]]:
-    """The tensors, none of them rounded."""
+    """Yield the tensors, none of them rounded."""
     try:
         with shard.path.open("rb", buffering=0) as file:
             for name, key in keys.items():

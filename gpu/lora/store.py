@@ -43,7 +43,7 @@ class AdapterStore(Mapping[int, T]):
         return self._adapters[number]
 
     def load(self, arguments: Any) -> dict[str, Any]:
-        """The call ``load_adapter``: read, check and pack one.
+        """Return the call ``load_adapter``: read, check and pack one.
 
         Args:
             arguments: ``number`` of the adapter, ``path`` of its folder, and the ``checksum`` that
@@ -71,5 +71,5 @@ class AdapterStore(Mapping[int, T]):
         self._adapters[number] = self._pack(adapter)
 
     def unload(self, number: int) -> None:
-        """The call ``unload_adapter``: let go of one, which no sequence uses any more."""
+        """Unload an adapter that no sequence uses any more: the call ``unload_adapter``."""
         del self._adapters[number]

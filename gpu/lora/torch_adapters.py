@@ -84,7 +84,7 @@ class TorchAdapters:
         )
 
     def groups(self, rows: Sequence[Row]) -> list[TokenGroup]:
-        """The tokens of ``rows``, whose tokens stand in their order, by adapter."""
+        """Return the indices of the tokens of ``rows``, which are in their order, by adapter."""
         if not self.store:
             return []
         return [

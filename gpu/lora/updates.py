@@ -1,4 +1,4 @@
-"""What a model's forward pass asks of whoever computes adapters."""
+"""The seam between a model's forward pass and its adapters."""
 
 from __future__ import annotations
 

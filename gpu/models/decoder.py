@@ -81,13 +81,13 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._embedding.device
 
     def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put ``weights``, all of this model, in place of its own, in the same memory.
 
-        So whoever has noted where the weights lie, as CUDA graphs have, computes with the new ones.
+        So CUDA graphs, which hold the addresses of weights, compute with the new ones.
         Weights that are packed, as bfloat16 is on a CPU, can't be overwritten.
         """
         for name, tensor in weights:
@@ -121,7 +121,7 @@ class Decoder:
     def forward(
         self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
     ) -> torch.Tensor:
-        """The normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
+        """Return the normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
 
         ``attention`` knows the rows: its ``begin`` was called with the step's layout. ``adapted``
         are those that compute adapters, none if no token has one.
@@ -155,7 +155,8 @@ class Decoder:
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits [R, V] float32 that follow from rows [R, E] of :meth:`forward`'s result.
+        """Return the logits [R, V] float32 that follow from rows [R, E] of :meth:`forward`'s
+        result.
 
         They are written to ``out``, if given.
         """

@@ -10,7 +10,7 @@ EXACT_ROWS = 32
 
 
 def prepacks(dtype: torch.dtype, device: torch.device, *, float32: bool = False) -> bool:
-    """Whether :class:`Linear` reorders weights of this dtype on this device for oneDNN.
+    """Return whether :class:`Linear` reorders weights of this dtype on this device for oneDNN.
 
     bfloat16 on a CPU gains a factor of two at small batches. float32 stays with the plain product,
     the exact reference, unless ``float32`` asks for it: encoders do, since on a processor of AMD's
@@ -24,7 +24,8 @@ def prepacks(dtype: torch.dtype, device: torch.device, *, float32: bool = False)
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows, ``num_rows`` or up to an eighth more, that a packed product is made for.
+    """Return the number of rows, ``num_rows`` or up to an eighth more, that a packed product is
+    made for.
 
     oneDNN compiles a product for each number of rows that it meets, and keeps it: with prompts of
     every length that would be hundreds of megabytes. So there are eight for each power of two.
@@ -88,7 +89,7 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same product as float32, for logits, whose small differences matter.
+        """Return the product as float32, for logits: their small differences matter.
 
         On a GPU these are the product's own sums, which otherwise would be rounded to the dtype of
         x and widened again by another pass over them. ``out`` [T, out] float32 is written to, if

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, or a mixture of them, of which a token has some.
+"""The part of a layer after attention: a gated MLP, or a mixture of them as experts.
 
 The tokens of a mixture are put together by expert, so that each expert in use is one product over
 its tokens, be it a prompt or one token of every sequence. What a token gets depends on that token
@@ -65,7 +65,7 @@ class Experts:
 def choose_experts(
     logits: torch.Tensor, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights [T, k] float32 and the numbers [T, k] int64 of each token's experts.
+    """Return the weights [T, k] float32 and the numbers [T, k] int64 of each token's experts.
 
     The largest weight comes first; ``logits`` [T, X] are the router's.
     """

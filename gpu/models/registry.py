@@ -28,7 +28,8 @@ def build_model(
     weights: Iterable[tuple[str, torch.Tensor]],
     operations: Operations | None = None,
 ) -> Decoder:
-    """The model of ``config`` with ``weights``, (name, tensor) pairs of one dtype on its device.
+    """Return the model of ``config`` with ``weights``, (name, tensor) pairs of one dtype on its
+    device.
 
     ``operations`` are the device's; None means torch's own.
 

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> Floats:
-    """The table that rotates positions 0 to ``rows - 1``: [rows, head_dim] float32.
+    """Return the table that rotates positions 0 to ``rows - 1``: [rows, head_dim] float32.
 
     ``length`` is the longest sequence to be served, and ``rows`` as many unless given: fewer where
     the cache has no room for such a sequence.

@@ -1,7 +1,7 @@
-"""What is done to a row's logits before a token is drawn, besides what the sampler knows itself.
+"""Adjustments of a row's logits before a draw, besides those by the sampler's own parameters.
 
-The seam between the executors, which have the logits, and :mod:`gpu.constraints`, which knows the
-masks and the user's logits processors. Step 5 of :mod:`trioserve.protocol.sampling`.
+This is the seam between the executors, which have the logits, and :mod:`gpu.constraints`, which has
+the masks and the user's logits processors. It is step 5 of :mod:`trioserve.protocol.sampling`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ if TYPE_CHECKING:
     import torch
 
 Logits: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
-"""Torch's on a GPU, and on a CPU NumPy's, which are there without torch."""
+"""Torch's tensors on a GPU; NumPy's arrays on a CPU, where torch may not be loaded."""
 
 
 @attrs.frozen
 class Adjustment:
-    """For S rows; None where no row wants any."""
+    """The adjustments of S rows; None where no row has any."""
 
     bias: torch.Tensor | None = None
-    """[S, vocab_size] float32, contiguous, on the logits' device: is added."""
+    """[S, vocab_size] float32, contiguous, on the logits' device: added to the logits."""
     bitmask: npt.NDArray[np.int32] | None = None
     """[S, ceil(vocab_size / 32)], contiguous: token t may be drawn if bit t % 32 of word t // 32 is
     set. Applied after the bias."""
 
 
 class Adjuster(Protocol):
-    """Knows of every open slot what adjusts its draws."""
+    """The adjustments of every open slot's draws."""
 
     def open(self, slot: Slot) -> None:
-        """A slot is new, or has its tokens and parameters again; its number may have been used."""
+        """Take note of a slot just opened; its number may have been used before."""
         ...
 
     def close(self, number: int) -> None:
-        """The slot with that number is closed. It may be unknown here."""
+        """Forget the slot with that number. It may be unknown here."""
         ...
 
     def adjusts(self, slot: Slot) -> bool:
-        """Whether the slot's draws are adjusted at all: asked once, when it is opened."""
+        """Return whether the slot's draws are adjusted; called once, when the slot is opened."""
         ...
 
     def needs_last_token(self, slot: Slot) -> bool:
-        """Whether an adjustment depends on the slot's tokens, so that the last must be known."""
+        """Return whether an adjustment depends on the slot's tokens, the last one included."""
         ...
 
     def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
-        """What to do to ``logits`` [S, vocab_size] float32, which aren't changed.
+        """Return the adjustment of ``logits`` [S, vocab_size] float32, which aren't changed.
 
         Each slot's tokens are those before the one to be drawn. All are known, unless the slot
         doesn't need the last one. Rows of slots without adjustments, and of those that have

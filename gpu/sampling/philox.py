@@ -22,12 +22,12 @@ _SHIFT = np.uint64(32)
 
 
 class Purpose(enum.IntEnum):
-    """What a random number is for: the third word of the counter. Values never change."""
+    """The purpose of a random number: the third word of the counter. Values never change."""
 
     BLOCK = 0
-    """Which block of the vocabulary the next token is from; a lane is a block."""
+    """Choice of the block of the vocabulary with the next token; a lane is a block."""
     TOKEN = 1
-    """Which token of that block it is; a lane is a token id."""
+    """Choice of the token in that block; a lane is a token id."""
 
 
 def philox4x32(

@@ -1,4 +1,4 @@
-"""Prompts whose hidden states become one vector: their mean, or the last one.
+"""Vectors of prompts: the mean of a prompt's hidden states, or the last one.
 
 A prompt may be computed in chunks, between other sequences' rows: the sum of its states so far is
 kept beside its slot.
@@ -19,7 +19,7 @@ from trioserve.protocol.wire import PooledPrompt, from_floats
 
 @attrs.frozen(kw_only=True)
 class PooledSpan:
-    """Tokens of one slot, from position ``start`` on, whose states a step gives.
+    """Tokens of one slot, from position ``start`` on, with the hidden states that a step gives.
 
     These are the step's hidden states ``first_hidden`` to ``stop_hidden`` - 1; ``is_last`` says
     whether the prompt ends with them.
@@ -33,7 +33,7 @@ class PooledSpan:
 
 
 class PooledSlots:
-    """The slots that want a vector, and the sums of their states so far.
+    """The slots with a wanted vector, and the sums of their states so far.
 
     Arrays are NumPy's or torch's.
     """
@@ -43,17 +43,17 @@ class PooledSlots:
         """Slot -> [E] float32, or None before the first chunk."""
 
     def open(self, slot: Slot) -> None:
-        """A slot is new."""
+        """Take note of a new slot."""
         self._sums.pop(slot.number, None)
         if slot.sampler.pooling:
             self._sums[slot.number] = None
 
     def close(self, number: int) -> None:
-        """The slot with that number is closed; it may want none."""
+        """Forget the slot with that number, if it is known here."""
         self._sums.pop(number, None)
 
     def spans(self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]) -> list[PooledSpan]:
-        """Which of a step's hidden states are pooled.
+        """Return which of a step's hidden states are pooled.
 
         ``last_hidden[i]`` is the index of row i's last hidden state in the step.
         """
@@ -89,5 +89,5 @@ class PooledSlots:
 
 
 def pooled_prompt(span: PooledSpan, vector: npt.NDArray[np.float32]) -> PooledPrompt:
-    """The message about the ``vector`` [E] of a prompt that ``span`` completes."""
+    """Return the message about the ``vector`` [E] of a prompt that ``span`` completes."""
     return PooledPrompt(slot=span.slot.number, vector=from_floats(vector))

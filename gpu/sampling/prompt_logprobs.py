@@ -33,11 +33,11 @@ class PromptSpan:
     start: int
     stop: int
     first_hidden: int
-    """Which of the step's hidden states gives the token at ``start``; the others follow it."""
+    """Index of the step's hidden state that gives the token at ``start``; the others follow it."""
 
 
 def prompt_piece(span: PromptSpan, arrays: Sequence[npt.NDArray[Any]]) -> PromptPiece:
-    """The message about ``span`` with five arrays.
+    """Return the message about ``span`` with five arrays.
 
     With P positions, K of the slot's ``prompt_logprobs`` (at most the vocabulary's size) and M of
     its ``logprob_token_ids``: log-probabilities [P], ranks [P] int32, and of the most probable
@@ -58,7 +58,7 @@ def prompt_piece(span: PromptSpan, arrays: Sequence[npt.NDArray[Any]]) -> Prompt
 
 
 def peak_bytes(vocab_size: int, num_tokens: int) -> int:
-    """What reporting on ``num_tokens`` allocates at a time, at most, besides the reports.
+    """Return what reporting on ``num_tokens`` allocates at a time, at most, besides the reports.
 
     That is a slice of logits, and for the keys of its parts or its exponentials less than twice
     as much.
@@ -71,7 +71,7 @@ def in_rows(
 ) -> list[npt.NDArray[np.float32]]:
     """For each of ``num_rows`` rows the log-probabilities of its ids, if it has any.
 
-    ``named`` has the ids of some rows, in the order of ``values``, whose rows may be longer.
+    ``named`` has the ids of some rows, in the order of ``values``; rows of those may be longer.
     """
     lists = [_NOTHING] * num_rows
     for (row, ids), found in zip(named.items(), values, strict=True):
@@ -80,7 +80,7 @@ def in_rows(
 
 
 def rows_in_a_slice(vocab_size: int) -> int:
-    """How many rows of logits exist at a time."""
+    """Return how many rows of logits exist at a time."""
     return max(SLICE_BYTES // (4 * vocab_size), 1)
 
 

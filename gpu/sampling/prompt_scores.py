@@ -17,13 +17,14 @@ from gpu.sampling.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
 from gpu.slots import Slot
 
 _TOP_BYTES = 16 << 20
-"""Logits whose most probable tokens are looked for at a time, at four times their size."""
+"""Bytes of logits that are searched for the most probable tokens at a time; takes four times it."""
 
 
 def score_prompt(
     span: PromptSpan, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
 ) -> list[Tensor]:
-    """What :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about ``span`` of.
+    """Return what :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about
+    ``span`` of.
 
     Args:
         hidden: [T, E], the step's hidden states.

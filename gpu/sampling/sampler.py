@@ -29,7 +29,7 @@ LOWEST_TEMPERATURE = 1e-30
 
 @attrs.frozen
 class Sampled:
-    """What was drawn for R rows.
+    """The draws of R rows.
 
     ``tokens`` is [R] int64 on the logits' device, negative for a row with no token to draw: its
     logits hold NaN (``NAN_LOGITS``), or nothing is left unmasked (``NO_TOKEN``). Such a row has no
@@ -192,7 +192,7 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> dict[int, int]:
-    """Make rows whose largest logit is +inf finite (their +inf tokens share all probability).
+    """Make rows finite that have +inf as largest logit (their +inf tokens share all probability).
 
     Returns the rows that have no token to draw, with what stands for it: their largest logit is
     NaN or -inf.
@@ -240,7 +240,7 @@ def _draw(weights: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
     Args:
         weights: [n, V] float32, at least one above 0 in each row.
-        rows: the n rows, whose seeds and positions the random numbers are made of.
+        rows: the n rows; the random numbers are made of their seeds and positions.
 
     Returns:
         [n] int64 tokens, each of a weight above 0.
@@ -275,7 +275,7 @@ def _race(
 def _with_logprobs(
     tokens: Tensor, reported: Tensor, asking: list[int], params: list[SamplerParams]
 ) -> Sampled:
-    """The result with the log-probabilities of the rows ``asking``, where they have a token.
+    """Return the result with the log-probabilities of the rows ``asking``, where they have a token.
 
     Args:
         reported: [len(asking), V], logits of the distributions to report on.
@@ -299,7 +299,7 @@ def _with_logprobs(
 
 
 def _top_logprobs(row: Tensor, least: Tensor, normalizer: Tensor, count: int) -> TopLogprobs:
-    """The ``count`` most probable tokens of one row [V]; the first of equals comes first."""
+    """Return the ``count`` most probable tokens of one row [V]; the first of equals comes first."""
     candidates = ((row >= least) & (row > -torch.inf)).nonzero()[:, 0]
     values = (row[candidates] - normalizer).cpu().numpy()
     order = np.argsort(-values, kind="stable")[:count]

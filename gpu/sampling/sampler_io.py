@@ -1,4 +1,4 @@
-"""Who is to get a token, and what is said of those who do, whatever draws it."""
+"""Inputs and outputs of a sampler, shared by all samplers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SamplerRow:
 
 
 def is_plainly_greedy(params: SamplerParams) -> bool:
-    """Whether each token is the one of the largest logit as the model gives it, and no more."""
+    """Return whether each draw is just the argmax of the model's own logits."""
     return (
         params.temperature <= 0
         and params.logprobs < 0

@@ -1,7 +1,7 @@
-"""What open slots ask for besides a draw: adjusted logits, and log-probabilities of given tokens.
+"""Options of open slots beyond a plain draw: adjusted logits, log-probabilities of given tokens.
 
-Every step asks whether one of its rows wants any of it, so who does is kept in sets: they are empty
-where nobody does, and plain steps cost nothing.
+Every step asks whether one of its rows has any, so the slots that do are kept in sets. These are
+empty where none does, and plain steps cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu.slots import UNKNOWN_TOKEN, Row, Slot
 
 
 class SlotExtras:
-    """The slots that ask for more than a draw, and the ``adjuster`` of their logits."""
+    """The slots with options beyond a draw, and the ``adjuster`` of their logits."""
 
     def __init__(self, adjuster: Adjuster) -> None:
         self._adjuster = adjuster
@@ -26,7 +26,7 @@ class SlotExtras:
         self._naming: set[int] = set()  # have logprob_token_ids
         self._prompts: set[int] = set()  # want log-probabilities of their prompts
         self.pooled = PooledSlots()
-        """Those that want a vector of their prompt."""
+        """The slots with a wanted vector of their prompt."""
 
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.executor.Executor.open`."""
@@ -47,15 +47,15 @@ class SlotExtras:
         self._adjuster.close(number)
 
     def adjusts(self, rows: Sequence[Row]) -> bool:
-        """Whether the logits of one of ``rows`` are adjusted before its draw."""
+        """Return whether the logits of one of ``rows`` are adjusted before its draw."""
         return bool(self._adjusted) and any(row.slot.number in self._adjusted for row in rows)
 
     def adjusts_slot(self, number: int) -> bool:
-        """Whether the logits of that open slot are adjusted."""
+        """Return whether the logits of that open slot are adjusted."""
         return number in self._adjusted
 
     def waits(self, rows: Sequence[Row]) -> bool:
-        """Whether one of the adjustments of ``rows`` needs a token that isn't known yet."""
+        """Return whether one of the adjustments of ``rows`` needs a token that isn't known yet."""
         return bool(self._adjusted) and any(
             row.slot.number in self._adjusted
             and row.slot.tokens[-1] == UNKNOWN_TOKEN
@@ -64,11 +64,11 @@ class SlotExtras:
         )
 
     def adjustment(self, logits: Logits, rows: Sequence[Row]) -> Adjustment:
-        """What to do to the ``logits`` [S, V] of ``rows``, whose tokens are known as needed."""
+        """Return the adjustment of ``logits`` [S, V] of ``rows``; the tokens needed are known."""
         return self._adjuster.adjustment(logits, [row.slot for row in rows])
 
     def named_ids(self, rows: Sequence[Row]) -> dict[int, list[int]]:
-        """Which of ``rows`` report the log-probabilities of which ids that their requests name."""
+        """Return the ids of the log-probabilities to report, by index in ``rows``."""
         if not self._naming:
             return {}
         return {
@@ -80,7 +80,7 @@ class SlotExtras:
     def prompt_spans(
         self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]
     ) -> list[PromptSpan]:
-        """The prompt tokens that ``rows`` report on.
+        """Return the prompt tokens that ``rows`` report on.
 
         ``last_hidden[i]`` is the index of row i's last hidden state in the step.
         """

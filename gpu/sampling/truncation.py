@@ -1,4 +1,4 @@
-"""What top_k, top_p and min_p leave of a row: steps 8 to 10 of :mod:`trioserve.protocol.sampling`.
+"""Truncation by top_k, top_p and min_p: steps 8 to 10 of :mod:`trioserve.protocol.sampling`.
 
 ``top_k`` and ``top_p`` both come down to one threshold per row, found among the largest few values
 where those suffice and in a full sort only where they don't.
@@ -47,13 +47,13 @@ def truncate(scaled: Tensor, weights: Tensor, params: list[SamplerParams], cut: 
 
 
 def drop_below(weights: Tensor, values: Tensor, least: Tensor) -> None:
-    """Zero the weights [n, V] whose ``values`` are below their row's ``least`` [n], in place."""
+    """Zero the weights [n, V] where ``values`` are below the row's ``least`` [n], in place."""
     # A comparison straight to float and a product are a tenth of masked_fill_'s time on a CPU.
     weights.mul_(torch.ge(values, least[:, None], out=torch.empty_like(values)))
 
 
 def _largest(x: Tensor, width: int) -> Tensor:
-    """The ``width`` largest values of each row of ``x`` [n, V], descending."""
+    """Return the ``width`` largest values of each row of ``x`` [n, V], descending."""
     if width < x.shape[1]:
         return x.topk(width, dim=1).values
     if x.device.type == "cpu":
@@ -77,7 +77,7 @@ class _Cut:
 def _find_cut(
     values: Tensor, vocab_size: int, totals: Tensor, top_k: Tensor, top_p: Tensor
 ) -> _Cut:
-    """Where top_k and top_p cut, from the largest values alone.
+    """Return where top_k and top_p cut, from the largest values alone.
 
     Args:
         values: [n, W] scaled logits, descending, the first being 0.

@@ -1,7 +1,7 @@
 """A model's weights, one after the other, under Hugging Face's names, whatever file they are in.
 
-They are NumPy's arrays: what computes without torch doesn't load it for its weights. Who computes
-with torch takes them from :mod:`gpu.weights.tensors`.
+They are NumPy's arrays, so that a model can be computed without torch. :mod:`gpu.weights.tensors`
+makes torch's tensors of them.
 """
 
 from __future__ import annotations

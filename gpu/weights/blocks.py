@@ -1,4 +1,4 @@
-"""What a model's files give: arrays of numbers, and matrices that stay blocks of quants."""
+"""The contents of a model's files: arrays of numbers, and matrices that stay blocks of quants."""
 
 from __future__ import annotations
 

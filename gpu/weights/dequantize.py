@@ -25,7 +25,7 @@ _CHUNK_NUMBERS = 1 << 18  # 1 MiB of float32: intermediate results stay in the c
 
 
 def dequantize(raw: Bytes, type_: TensorType, dtype: np.dtype[Any]) -> Numbers:
-    """The numbers in ``raw`` (one dimension, whole blocks) as a flat array of ``dtype``."""
+    """Return the numbers in ``raw`` (one dimension, whole blocks) as a flat array of ``dtype``."""
     plain = _PLAIN.get(type_.name)
     if plain is not None:
         numbers: Numbers = raw.view(plain).astype(dtype)
@@ -46,7 +46,7 @@ def dequantize(raw: Bytes, type_: TensorType, dtype: np.dtype[Any]) -> Numbers:
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """The float16 at byte ``start`` of every block, as float32 ``[blocks, 1]``."""
+    """Return the float16 at byte ``start`` of every block, as float32 ``[blocks, 1]``."""
     half = np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
     return half.astype(np.float32)
 
@@ -57,7 +57,7 @@ def _nibbles(qs: Bytes) -> Bytes:
 
 
 def _floats(quants: npt.NDArray[Any], *shape: int) -> Floats:
-    """``quants`` as float32 in another shape, whose memory may be changed."""
+    """Return ``quants`` as float32 in another shape; that array's memory may be changed."""
     return quants.reshape(shape).astype(np.float32)
 
 

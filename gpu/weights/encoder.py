@@ -1,4 +1,4 @@
-"""Which tensors an encoder has, and what they are called in its files.
+"""The tensors of an encoder, and their names in its files.
 
 Here all families go by the names of RoBERTa's classifier without the prefix of the model, such as
 ``encoder.layer.0.attention.self.query.weight`` and ``classifier.out_proj.bias``. The linear layers
@@ -25,8 +25,8 @@ _LEFT_OUT = (
     "embeddings.position_ids",  # the numbers from 0 on, which old files store
     *("cls.", "lm_head.", "vocab_layer_norm.", "vocab_projector.", "vocab_transform."),
 )
-"""What no embedding or label depends on, by the beginnings of names: mostly the part that predicts
-words."""
+"""Beginnings of the names of tensors that no embedding or label depends on, mostly the part that
+predicts words."""
 _POOLER = "pooler."
 _Renames = tuple[tuple[str, str], ...]
 _BERT_CLASSIFIER: _Renames = (
@@ -86,7 +86,7 @@ def read_encoder_weights(
 
 
 def name_of(stored: str, config: EncoderConfig) -> str | None:
-    """The name here of a tensor in the files of an encoder; None if the model does without it."""
+    """Return the name here of a tensor in an encoder's files; None if the model doesn't need it."""
     name = _PREFIX.sub("", stored)
     renames = _TENSORFLOW
     if config.family == "bert" and config.task == "classify":
@@ -105,7 +105,7 @@ def name_of(stored: str, config: EncoderConfig) -> str | None:
 
 
 def encoder_tensors(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model of this shape has in its own folder, by name, with its shape."""
+    """Return the shape of every tensor that a model of this shape has in its folder, by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),

@@ -1,4 +1,4 @@
-"""Which tensors a model has, and whether the files have just those."""
+"""The tensors that a model has, and a check that its files have just those."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model of this shape has, by name, with its shape."""
+    """Return every tensor that a model of this shape has, by name, with its shape."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),

@@ -32,7 +32,8 @@ def with_common_name(name: str) -> str:
 def split_experts(
     name: str, shape: tuple[int, ...], expected: Container[str]
 ) -> tuple[list[str], tuple[int, ...]]:
-    """The names of the matrices that a tensor is made of, one after the other, and their shape.
+    """Return the names of the matrices that a tensor is made of, one after the other, and their
+    shape.
 
     A tensor that isn't stacked is made of itself, and so is one of more than the ``expected``
     matrices.

@@ -40,7 +40,7 @@ _INNER = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 _OF_ONE_EXPERT = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
-"""As the first files of Mixtral have them, before a layer's experts were stacked."""
+"""Names in the first files of Mixtral, before a layer's experts were stacked."""
 _PERMUTED_FAMILIES = ("llama", "mixtral", "smollm3")
 _ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, not of the weights
 
@@ -51,7 +51,7 @@ def load(
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
-    """As :func:`gpu.weights.read_weights`, for a GGUF file."""
+    """Yield the weights of a GGUF file; see :func:`gpu.weights.read_weights`."""
     header = files.gguf_header
     if header is None:
         raise ValueError(f"{files.path} was not opened as a GGUF file")
@@ -94,7 +94,7 @@ def load(
 def _kept(
     raw: npt.NDArray[np.uint8], type_: TensorType, shape: tuple[int, ...], heads: int | None
 ) -> Blocks:
-    """The blocks of a matrix. Rows are whole blocks, so they are brought into order as they are."""
+    """Return the blocks of a matrix, its rows in order. A row is a number of whole blocks."""
     rows = raw.reshape(shape[0], -1)
     raw = rows if heads is None else unpermute(rows, heads)
     return Blocks(type_, shape, raw)
@@ -121,7 +121,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def _permuted_heads(name: str, config: ModelConfig) -> int | None:
-    """The number of heads whose rows the file holds in its own order, None for other tensors."""
+    """Return the heads of a tensor that the file has in its own row order; None for others."""
     if config.family not in _PERMUTED_FAMILIES:
         return None
     if ".self_attn.q_proj." in name:

@@ -1,4 +1,4 @@
-"""A model's tensors, handed out by name to whoever builds the model."""
+"""A model's tensors, handed out by name to the model's builder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NamedTensors:
         self._tensors = dict(weights)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor ``name``.
+        """Return the tensor ``name``.
 
         Raises:
             ModelLoadError: it is missing, or not of this shape.
@@ -27,7 +27,7 @@ class NamedTensors:
         return tensor
 
     def take_optional(self, name: str, *shape: int) -> torch.Tensor | None:
-        """The same, None where it is missing."""
+        """Take a tensor as :meth:`take` does; return None if it is missing."""
         tensor = self._tensors.pop(name, None)
         if tensor is not None and tensor.shape != shape:
             raise ModelLoadError(
@@ -37,7 +37,7 @@ class NamedTensors:
         return tensor
 
     def check_empty(self) -> None:
-        """Refuse what nobody took: the model computes something that its builder doesn't.
+        """Refuse tensors that weren't taken: the model computes something that its builder doesn't.
 
         Raises:
             ModelLoadError: a tensor is left.

@@ -1,4 +1,4 @@
-"""Which matrices of a layer are packed into one product, and the shapes of both."""
+"""The matrices of a layer that are packed into one product, and the shapes of both."""
 
 from __future__ import annotations
 

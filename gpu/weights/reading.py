@@ -1,6 +1,6 @@
 """Reading a tensor's bytes out of a file, without mapping it.
 
-Whoever cuts a mapped file short ends the process that looks at it, by a signal. And little would be
+A mapped file that is cut short ends the process that reads it, by a signal. And little would be
 saved: weights are packed into a layout of their own, so that mapped pages wouldn't stay in use, and
 out of the page cache the default model's are read in a tenth of the time that packing them takes.
 """

@@ -19,11 +19,11 @@ from trioserve.model_files import (
 from trioserve.protocol.errors import ModelLoadError
 
 _FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids", "has_head"})
-"""What a configuration may say otherwise: it concerns neither the computation nor the KV cache."""
+"""Fields of a configuration that may differ: neither computation nor KV cache depends on them."""
 
 
 def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
-    """The files at ``path``, to be read as weights of the model of ``files``.
+    """Return the files at ``path``, to be read as weights of the model of ``files``.
 
     Args:
         files: of the model that is served.
@@ -70,7 +70,7 @@ def _refuse_others(path: Path, served: dict[str, Any], found: dict[str, Any]) ->
 
 
 def _shape(config: ModelConfig | TransformersConfig) -> dict[str, Any]:
-    """All that the computation and the KV cache depend on."""
+    """Return all that the computation and the KV cache depend on."""
     if isinstance(config, TransformersConfig):
         return dict(config.shape)
     fields = (field.name for field in attrs.fields(ModelConfig))

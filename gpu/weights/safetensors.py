@@ -18,7 +18,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _OF_BARE_MODELS = ("embed_tokens.", "layers.", "norm.")
-"""How names begin in the files of a model that was saved without what makes logits."""
+"""Beginnings of names in the files of a model that was saved without its head."""
 
 
 def load(
@@ -27,7 +27,7 @@ def load(
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
-    """As :func:`gpu.weights.read_weights`, for a folder, which has nothing to ``keep``."""
+    """Yield the weights of a folder, which has nothing to ``keep``."""
     config = files.native
     expected = expected_tensors(config)
 

@@ -17,14 +17,14 @@ NUMPY_DTYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32:
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`gpu.weights.read_weights`, all numbers in ``dtype``, on the CPU."""
+    """Yield the tensors of :func:`gpu.weights.read_weights`, in ``dtype`` and on the CPU."""
     for name, weight in read_weights(files, NUMPY_DTYPES[dtype], progress):
         assert not isinstance(weight, Blocks)  # none were to be kept
         yield name, as_tensor(weight)
 
 
 def as_tensor(numbers: Numbers) -> torch.Tensor:
-    """The same memory as a tensor."""
+    """Return a tensor that shares the memory."""
     if numbers.dtype == BFLOAT16:  # which torch doesn't know of NumPy's
         return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(numbers)

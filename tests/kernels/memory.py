@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def place(tensor: torch.Tensor, loader: KernelLoader) -> torch.Tensor:
-    """A contiguous copy of ``tensor`` where the kernels of ``loader`` run.
+    """Return a contiguous copy of ``tensor`` where the kernels of ``loader`` run.
 
     On the CPU the byte after its last one (rounded up to 16 bytes) is on an inaccessible page.
     """
@@ -36,7 +36,7 @@ def place(tensor: torch.Tensor, loader: KernelLoader) -> torch.Tensor:
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, loader: KernelLoader) -> torch.Tensor:
-    """A new tensor full of 0xFF bytes: NaN in every floating-point type, -1 in integers.
+    """Return a new tensor full of 0xFF bytes: NaN in every floating-point type, -1 in integers.
 
     It is guarded like that of :func:`place`.
     """
@@ -57,7 +57,7 @@ def poisoned_cache(
     dtype: torch.dtype,
     loader: KernelLoader,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values, each [num_pages, num_kv_heads, page_size, head_dim], all NaN."""
+    """Return a layer's keys and values, each [num_pages, num_kv_heads, page_size, head_dim], all NaN."""
     shape = (num_pages, num_kv_heads, page_size, head_dim)
     return poisoned(shape, dtype, loader), poisoned(shape, dtype, loader)
 

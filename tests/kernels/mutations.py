@@ -57,7 +57,7 @@ def apply(defect: Defect, folder: Path) -> None:
 
 
 def judge(code: int, log: str) -> str:
-    """What a run of tests with exit ``code`` and output ``log`` noticed, "" for nothing.
+    """Return what a run of tests with exit ``code`` and output ``log`` noticed, "" for nothing.
 
     Raises:
         Inapplicable: the sources don't compile, no test was run, or the tests came to no end,
@@ -96,7 +96,7 @@ class Outcome:
 
     @property
     def caught(self) -> bool:
-        """Whether any mode noticed."""
+        """True if any mode noticed."""
         return any(self.noticed.values())
 
 
@@ -135,7 +135,7 @@ def _runner() -> Iterator[Runner]:
 
 
 def _num_processes() -> int:
-    """One for each core, of which few are enough: each has a copy of torch in each mode."""
+    """Return one for each core, of which few are enough: each has a copy of torch in each mode."""
     return min(len(os.sched_getaffinity(0)), 8)
 
 
@@ -157,7 +157,7 @@ def _try_defect(runner: Runner, defect: Defect, every_mode: bool) -> Outcome:
 
 
 def _try_without(runner: Runner, tests: str, sanitizer: str) -> Outcome:
-    """The tests without a defect, which must pass."""
+    """Return the tests without a defect, which must pass."""
     outcome = Outcome("(no defect)", tests)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def run_all(
     every_mode: bool = False,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """The outcomes of ``defects``, in their order; ``report`` gets each when it is there."""
+    """Return the outcomes of ``defects``, in their order; ``report`` gets each when it is there."""
     outcomes = []
     with _runner() as runner, ThreadPoolExecutor(_num_processes()) as pool:
         for outcome in pool.map(lambda defect: _try_defect(runner, defect, every_mode), defects):
@@ -188,7 +188,7 @@ def run_all(
 
 
 def run_without(defects: Sequence[Defect], outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes of the tests without any defect, in the modes in which they caught one."""
+    """Return the outcomes of the tests without any defect, in the modes in which they caught one."""
     used = {
         (defect.tests, sanitizer): None
         for defect, outcome in zip(defects, outcomes, strict=True)

@@ -718,7 +718,7 @@ def _sampling() -> list[Defect]:
         Defect(
             "an earlier number is overwritten before all have read it",
             "block.cuh",
-            "  __syncthreads();  // somebody may still read what was there\n",
+            "  __syncthreads();  // another warp may still read what was there\n",
             "",
             tests,
         ),

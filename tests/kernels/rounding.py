@@ -8,7 +8,8 @@ __all__ = ["share_rounded_otherwise"]
 
 
 def share_rounded_otherwise(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Which share of ``actual`` isn't what ``exact`` [float64] gives when it is rounded once.
+    """Return which share of ``actual`` isn't what ``exact`` [float64] gives when it is rounded
+    once.
 
     A kernel that computes in float32 and rounds at its end differs only near ties, in a few numbers
     of a thousand. NaN counts as different.

@@ -21,7 +21,7 @@ _ADDR_NO_RANDOMIZE = 0x0040000
 
 
 def environment(sanitizer: str) -> dict[str, str]:
-    """The environment variables for a process with ``sanitizer``: "", "address" or "thread".
+    """Return the environment variables for a process with ``sanitizer``: "", "address" or "thread".
 
     Raises:
         FileNotFoundError: g++ has no run-time library for it.

@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _storages(values: Any) -> set[int]:
-    """The memory of every tensor among ``values``; an operation that adds none is a view."""
+    """Return the memory of every tensor among ``values``; an operation that adds none is a view."""
     if isinstance(values, torch.Tensor):
         if values.layout != torch.strided:  # a weight in a library's own layout
             return set()

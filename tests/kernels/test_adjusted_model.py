@@ -74,7 +74,7 @@ PLANS: list[dict[int, int]] = [
 
 
 def tokens_of(server: Server, *, ahead: bool) -> list[list[int]]:
-    """The tokens of four slots after ``PLANS``."""
+    """Return the tokens of four slots after ``PLANS``."""
     for slot, params in enumerate(OPENED):
         server.maker.open(slot, PROMPTS[slot], params)
     given = run(server, PLANS, ahead=ahead)

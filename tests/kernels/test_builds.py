@@ -20,7 +20,7 @@ NAMES = sorted({source.name for source in CATALOGUE})
 
 
 def drawn(name: str) -> dict[str, KernelSource]:
-    """One variant of a kernel for each target."""
+    """Return one variant of a kernel for each target."""
     variants = [source for source in CATALOGUE if source.name == name]
     number = int(catalogue.digests(variants)[name], 16)
     return {

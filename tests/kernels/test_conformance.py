@@ -73,7 +73,7 @@ def over_all(
 
 
 def cute(shape: tuple[int, ...], stride: tuple[int, ...], index: int) -> int:
-    """The value of a CuTe layout at a flat index: the first mode is the fastest."""
+    """Return the value of a CuTe layout at a flat index: the first mode is the fastest."""
     value = 0
     for size, step in zip(shape, stride, strict=True):
         value += index % size * step
@@ -216,7 +216,7 @@ def test_every_element_widens_as_in_torch(loader: KernelLoader, element: torch.d
 
 
 def floats_around(element: torch.dtype) -> torch.Tensor:
-    """Every element, every middle of two neighbors, and the floats next to those; both signs."""
+    """Return every element, every middle of two neighbors, and the floats next to those; both signs."""
     exact = all_patterns(element).float()
     exact = exact[exact.isfinite() & (exact >= 0)].sort().values.unique()
     middles = ((exact[1:].double() + exact[:-1].double()) / 2).float()

@@ -62,7 +62,7 @@ def digest(source: KernelSource, target: str = "sm_90") -> str:
 
 
 def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The targets of all builds from now on."""
+    """Return the targets of all builds from now on."""
     built, build = [], nvrtc.build
 
     def counted(unit: nvrtc.Unit) -> Build:

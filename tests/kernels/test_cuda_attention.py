@@ -114,7 +114,7 @@ def random_qkv(num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def step(rows: list[tuple[int, int]]) -> StepLayout:
-    """A step of rows (tokens, context), whose pages lie in the pool one row after the other."""
+    """Return a step of rows (tokens, context), whose pages lie in the pool one row after the other."""
     layout = layout_of([tokens for tokens, _ in rows], [context for _, context in rows], 0)
     tables, first = layout.block_tables.copy(), 0
     for row, context in enumerate(layout.context_lens.tolist()):

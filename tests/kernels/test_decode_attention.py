@@ -36,7 +36,7 @@ class Case:
         return float(self.q.shape[2] ** -0.5)
 
     def take(self, order: Sequence[int]) -> Case:
-        """Some of the rows, in another order; the cache stays."""
+        """Return some of the rows, in another order; the cache stays."""
         rows = attrs.evolve(
             self.rows,
             k=[self.rows.k[row] for row in order],

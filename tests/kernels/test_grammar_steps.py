@@ -48,7 +48,7 @@ def grammars(folder: Path) -> Iterator[GrammarCache]:
 def outputs(
     folder: Path, loader: KernelLoader, grammars: GrammarCache, *, graphs: bool, ahead: bool
 ) -> list[list[int]]:
-    """What four slots get in ``STEPS`` steps."""
+    """Return what four slots get in ``STEPS`` steps."""
     constraints = Constraints(300, grammars)
     server = Server.of(folder, loader, graphs=graphs, adjuster=constraints)
     maker, runner = server.maker, server.runner

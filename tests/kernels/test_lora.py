@@ -78,7 +78,7 @@ class Problem:
         )
 
     def exact(self) -> torch.Tensor:
-        """What ``y`` is to become, in float64."""
+        """Return what ``y`` is to become, in float64."""
         result = self.y.double()
         for token, adapter in enumerate(self.owners):
             first = 0

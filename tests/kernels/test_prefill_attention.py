@@ -154,7 +154,7 @@ class Case:
         return torch.cat(results)
 
     def error(self) -> float:
-        """How far the kernel is from float64."""
+        """Return how far the kernel is from float64."""
         return relative_error(self.run(), self.reference())
 
 

@@ -62,5 +62,5 @@ def test_the_same_bits_as_on_the_host(loader: KernelLoader) -> None:
 
 
 def _bits(array: np.ndarray) -> torch.Tensor:
-    """The array as a tensor; torch has signed numbers only where a kernel's are unsigned."""
+    """Return the array as a tensor; torch has signed numbers only where a kernel's are unsigned."""
     return torch.from_numpy(array.view(f"i{array.dtype.itemsize}"))

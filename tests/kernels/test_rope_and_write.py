@@ -134,7 +134,7 @@ def reference(case: Case) -> torch.Tensor:
 
 
 def at_locations(cache: torch.Tensor, case: Case) -> torch.Tensor:
-    """What the cache has of each written token: [tokens, num_kv_heads, ...]."""
+    """Return what the cache has of each written token: [tokens, num_kv_heads, ...]."""
     locations = case.inputs()["locations"].long()
     locations = locations[locations >= 0]
     return cache.cpu()[locations // case.page_size, :, locations % case.page_size]

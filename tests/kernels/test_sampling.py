@@ -147,7 +147,7 @@ def test_any_combination_draws_the_reference_token(
 
 
 def _cut_is_close(logits: torch.Tensor, each: SamplerRow, processed: bool) -> bool:
-    """Whether rounding may decide how many tokens are kept."""
+    """Return whether rounding may decide how many tokens are kept."""
     return processed and (each.params.top_p < 1 or each.params.min_p > 0)
 
 

@@ -7,8 +7,8 @@
 //
 // The work of a step is cut into items, each some queries with one key head and all blocks of keys,
 // or where there would be too few items for the threads, some of the blocks. The queries are of one
-// row, or of several that have one query each and begin with the same pages: a shared prefix, whose
-// keys are read once for all of them. Threads take items as they come.
+// row, or of several that have one query each and begin with the same pages: the keys of such a
+// shared prefix are read once for all of them. Threads take items as they come.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,7 @@ inline constexpr int kKeyBlock = 256;
 inline constexpr int kGroup = 16;
 // Pairs of a query and a head that are computed together: a tile. They share the keys they load.
 inline constexpr int kTileRows = 24;
-// Room for the parts of rows whose blocks are spread over items.
+// Room for the parts of rows with blocks in several items.
 inline constexpr int64_t kMaxParts = 8192;
 
 // How the heads and queries of a shape make tiles.
@@ -43,7 +43,7 @@ struct AttentionItem {
   int32_t split;  // which of the splits, or -1: this item has all blocks
 };
 
-// A tile whose blocks several items have: those with shared keys for all queries, the others also for
+// A tile with blocks in several items: those with shared keys for all queries, the others also for
 // one query each. Parts lie unit by unit, then block by block, then row by row.
 struct AttentionSplit {
   int32_t first_query, num_queries;
@@ -64,7 +64,7 @@ struct alignas(64) AttentionPlan {
 
   // The next item and unit for a thread, as one number; -1: none is left in this call of attend().
   // Every thread takes exactly one ticket too many in each call, so that all know where the next
-  // call's tickets begin, and nobody need reset anything.
+  // call's tickets begin, and nothing needs a reset.
   int64_t take(const Team& team) {
     int64_t& first = first_tickets[team.rank() * 8];
     const int64_t ticket = next_ticket.fetch_add(1, std::memory_order_relaxed) - first;

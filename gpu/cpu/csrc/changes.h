@@ -20,7 +20,7 @@ struct Change {
 // What step 5 does to all rows. Either may be null.
 struct Adjustment {
   const float* bias;      // [rows, vocab_size], added
-  const uint32_t* words;  // [rows, words_stride]: a token whose bit is 0 is masked
+  const uint32_t* words;  // [rows, words_stride]: a token with bit 0 is masked
   int64_t words_stride;
 };
 

@@ -9,7 +9,7 @@ namespace trioserve {
 
 namespace {
 
-// Rows whose logits are looked through while they are in the cache.
+// Rows of logits that are looked through while they are in the cache.
 constexpr int64_t kRowsAtOnce = 32;
 
 // Those of a layer that are computed whatever its tokens are, in this order.

@@ -76,7 +76,7 @@ class Decoder {
   // best[i] = the first of the largest of those logits; -1 if they hold NaN or are all -inf.
   void most_probable(const bf16* hidden, const int32_t* rows, int64_t count, int32_t* best);
 
-  // For those who put in weights.
+  // For loading weights.
   Pool& pool() { return pool_; }
   Memory& weights() { return weights_; }
 

@@ -52,7 +52,7 @@ Decoder* decoder_create(const DecoderShape* shape) {
 void decoder_destroy(Decoder* decoder) { delete decoder; }
 
 // Packs one more segment of a product, the next along its outputs. `weight` is [outputs, inputs].
-// `expert` is for the products of experts, whose layer must have been set.
+// `expert` is for the products of experts; their layer must have been set.
 int32_t decoder_add_segment(Decoder* decoder, int32_t which, int64_t layer, int64_t expert,
                             int32_t kind, int32_t source, const void* weight, int64_t outputs,
                             int64_t inputs) {

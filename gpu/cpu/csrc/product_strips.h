@@ -82,7 +82,7 @@ extern const TileTable kDecodedTiles, kDecodedMinimumTiles;
 const Kernels& kernels_of(Kind kind);
 extern const Kernels kPlainKernels, kByteKernels, kNibbleKernels, kNibbleMinimumKernels, kRoundedKernels;
 
-// The first weights of a thread whose share of a segment is `strips`.
+// The first weights of a thread that has `strips` as its share of a segment.
 Region first_region(const Segment& segment, int64_t inputs, Share strips);
 
 // Computes a share of a segment's strips, and brings `upcoming` meanwhile.

@@ -113,7 +113,7 @@ class EmulatedKernel:
         )
         self._kernel = ctypes.CDLL(str(library)).emu_kernel
         self.bank_conflicts = 0
-        """How many extra passes over shared memory the ldmatrix of the last launch took."""
+        """Number of extra passes over shared memory that the ldmatrix of the last launch took."""
 
     def launch(self, grid: tuple[int, int, int], parameters: npt.NDArray[Any]) -> None:
         """See :meth:`gpu.kernels.Kernel.launch`.

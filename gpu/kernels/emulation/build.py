@@ -62,11 +62,11 @@ class BuildError(Exception):
 
 
 class BuildWarning(UserWarning):
-    """What g++ remarked about a source that it accepted."""
+    """A warning of g++ about a source that it accepted."""
 
 
 def build_emulator(sanitizer: str = "") -> Path:
-    """The shared library of the emulator.
+    """Return the shared library of the emulator.
 
     Raises:
         BuildError: see there.
@@ -85,7 +85,7 @@ def build_emulator(sanitizer: str = "") -> Path:
 def build_kernel(
     source: KernelSource, *, folder: Path = FOLDER, sanitizer: str = "", fused: bool = False
 ) -> Path:
-    """The shared library of ``source``, whose file and headers are taken from ``folder``.
+    """Return the shared library of ``source``, with its file and headers from ``folder``.
 
     ``fused`` makes products and sums into fused multiply-adds.
 
@@ -110,7 +110,7 @@ def build_kernel(
             "}\n"
         )
         link = [str(emulator), "-Wl,-rpath,$ORIGIN"]
-        if not sanitizer:  # whose run-time library isn't linked but preloaded
+        if not sanitizer:  # a sanitizer's run-time library isn't linked but preloaded
             link.append("-Wl,-z,defs")
         return [*options, f"-I{folder}", f"-I{HERE}", str(unit), *link]
 
@@ -118,7 +118,7 @@ def build_kernel(
 
 
 def _build(name: str, command: Callable[[Path], list[str]]) -> Path:
-    """The library ``name`` of the cache, made by g++ with ``command(work folder)`` if missing."""
+    """Return the library ``name`` of the cache; if missing, run ``command(work folder)`` first."""
     library = _folder() / name
     if library.exists():
         return library

@@ -262,8 +262,8 @@ inline long long __double_as_longlong(double x) {
 inline double __longlong_as_double(long long x) { return emu::from_word<double>(emu::to_word(x)); }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
-// The fast forms are exact here: a test's tolerance has to cover what a GPU loses. The forms whose
-// rounding is named are never fused with what surrounds them.
+// The fast forms are exact here: a test's tolerance has to cover what a GPU loses. The forms that
+// name their rounding are never fused with what surrounds them.
 
 #define EMU_MIN_MAX(result, left, right)                                                           \
   inline result min(left a, right b) {                                                             \

@@ -48,7 +48,7 @@ struct Shuffle {  // out = the `in` of lane `source`
   uint64_t in, out;
   int source;
 };
-struct Vote {  // out = the lanes whose predicate holds
+struct Vote {  // out = the lanes where the predicate holds
   bool predicate;
   unsigned out;
 };
@@ -80,7 +80,7 @@ float flushed(float x);
 // The result of an approximate operation on x, up to 2 units in the last place away, and flushed.
 // How far depends on x alone, so the same operation gives the same result.
 float approximated(float exact, float x);
-// The same for a logarithm, whose error next to 1 is absolute: up to 2^-22.
+// The same for a logarithm; its error next to 1 is absolute: up to 2^-22.
 float approximated_log(float exact, float x);
 
 // ---- memory -------------------------------------------------------------------------------------

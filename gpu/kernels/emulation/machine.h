@@ -191,7 +191,7 @@ class Multiprocessor {
 extern __thread Multiprocessor* here;
 
 const char* name(WarpOp op);
-// Performs a warp operation whose lanes have all come.
+// Performs a warp operation once all its lanes have come.
 void perform(Meeting& meeting);
 void load_matrices(Meeting& meeting);
 void multiply(Meeting& meeting, bool half);

@@ -1,4 +1,4 @@
-// scheduler.cpp - fibers: their stacks, the switch between them, and who runs next.
+// scheduler.cpp - fibers: their stacks, the switch between them, and their order.
 #include <sys/mman.h>
 
 #include <cstdarg>

@@ -18,7 +18,7 @@ def load_encoder(
     device: str,
     progress: Callable[[int, int], None],
 ) -> Encoder:
-    """The model with its weights. How many threads compute is torch's setting.
+    """Return the model with its weights. How many threads compute is torch's setting.
 
     Args:
         files: of the model.

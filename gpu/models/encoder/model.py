@@ -105,12 +105,12 @@ class Encoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._words.device
 
     @torch.inference_mode()
     def run(self, ids: Sequence[Ints], type_ids: Sequence[Ints]) -> npt.NDArray[np.float32]:
-        """What the model says of each sequence: [N, config.num_outputs] float32.
+        """Return what the model says of each sequence: [N, config.num_outputs] float32.
 
         These are embeddings, as long as 1 where the configuration says so, or the logits of the
         labels. A sequence's result depends on the others in nothing but rounding.
@@ -136,7 +136,7 @@ class Encoder:
         return out
 
     def forward(self, packed: Packed) -> torch.Tensor:
-        """The hidden states [T, E] of all tokens behind the last layer, in the model's dtype."""
+        """Return the last layer's hidden states [T, E] of all tokens, in the model's dtype."""
         hidden = F.embedding(self._to_device(packed.ids), self._words)
         hidden = hidden + F.embedding(self._to_device(packed.positions), self._positions)
         if self._types is not None:
@@ -153,18 +153,18 @@ class Encoder:
         return hidden[: len(packed.ids)]
 
     def _biases(self, groups: Sequence[LengthGroup]) -> list[torch.Tensor | None]:
-        """What the attention of each group adds, the same in all layers: [1, H, length, length]."""
+        """Return each group's bias of scores, the same in all layers: [1, H, length, length]."""
         relative = self._relative
         return [None if relative is None else relative.of_length(g.length) for g in groups]
 
     def _pad(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As many rows as packed products are made for, which else would copy to pad each time."""
+        """Pad to the rows that packed products are made for; else each would copy to pad."""
         if not prepacks(self.dtype, self.device, float32=True):
             return hidden
         return F.pad(hidden, (0, 0, 0, padded_rows(len(hidden)) - len(hidden)))
 
     def _outputs(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """The result [N, num_outputs] float32 of hidden states [T, E]."""
+        """Return the result [N, num_outputs] float32 of hidden states [T, E]."""
         pooled = pool(hidden, self._to_device(packed.ends), self.config.pooling or "cls")
         for layer in self._head:
             pooled = layer(pooled)
@@ -177,7 +177,7 @@ class Encoder:
 def _attend(
     qkv: torch.Tensor, groups: Sequence[LengthGroup], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """Each token's attention to all tokens of its sequence: [T, 3, H, D] to [T, H D].
+    """Return each token's attention to all tokens of its sequence: [T, 3, H, D] to [T, H D].
 
     ``biases`` are added to the scores of each group, where there are any: [1, H, length, length].
 
@@ -229,7 +229,7 @@ def _layer(config: EncoderConfig, tensors: NamedTensors, index: int) -> _Layer:
 
 
 def _head(config: EncoderConfig, tensors: NamedTensors) -> list[_HeadLayer]:
-    """What follows the pooling. Its few products are made in float32, whatever the dtype."""
+    """Return what follows the pooling. Its few products are made in float32, whatever the dtype."""
 
     def layer(name: str, out: int, size: int, bias: bool, activation: Activation) -> _HeadLayer:
         weight = tensors.take(f"{name}.weight", out, size).float()

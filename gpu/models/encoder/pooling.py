@@ -13,7 +13,8 @@ from trioserve.model_files.encoder_config import Pooling
 
 
 def pool(hidden: torch.Tensor, ends: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """The pooled vectors [N, E] float32 of ``hidden`` [T, E]; ``ends`` is on the same device.
+    """Return the pooled vectors [N, E] float32 of ``hidden`` [T, E]; ``ends`` is on the same
+    device.
 
     Sums are made in float32, whatever the dtype of ``hidden``.
     """

@@ -1,4 +1,4 @@
-"""What an attention adds for how far two tokens are from one another, as MPNet has it.
+"""MPNet's bias of attention scores, by the distance between two tokens.
 
 Distances from -L to L fall into kinds: each of the near ones is a kind of its own, the far ones
 share kinds that grow with their logarithm (Raffel et al. 2019, arXiv:1910.10683). Each head has a
@@ -16,7 +16,8 @@ MAX_DISTANCE = 128
 
 
 def buckets_of(distances: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """The kinds, from 0 on, of the int64 ``distances`` of keys from queries, of the same shape.
+    """Return the kinds, from 0 on, of the int64 ``distances`` of keys from queries, of the same
+    shape.
 
     Half of the kinds is for keys that come later.
     """
@@ -42,7 +43,7 @@ class RelativeBias:
         self._by_distance = table[buckets_of(distances, len(table))].T  # [H, 2 max_length - 1]
 
     def of_length(self, length: int) -> torch.Tensor:
-        """What is added to the scores of a sequence's queries and keys: [1, H, length, length]."""
+        """Return the bias of a sequence's scores: [1, H, length, length]."""
         middle = self._max_length - 1
         near = self._by_distance[:, middle - length + 1 : middle + length]
         # Row i of the windows begins at the distance i - length + 1: the last query comes first.

@@ -26,7 +26,7 @@ from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Ready, Start, from_floats, ints
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""On a CPU about a tenth of a second of a small model, for which who comes next has to wait."""
+"""About a tenth of a second of a small model on a CPU, for which the next call has to wait."""
 
 _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float16", "bfloat16", "float32")}
 """On each device; ``auto`` is the first."""
@@ -149,7 +149,7 @@ class _Encode:
 
 
 class _NoSteps:
-    """An executor for what isn't computed in steps: nobody opens a slot."""
+    """An executor of a model that isn't computed in steps: no slot is ever opened."""
 
     completions = None
 

@@ -1,4 +1,4 @@
-"""The paged cache of a model whose layers needn't be alike, and the attention over it."""
+"""The paged cache of a model with layers that may differ, and the attention over it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gpu.models.transformers_models.interface import AttentionCall
 
 @attrs.frozen(kw_only=True)
 class LayerShape:
-    """What one layer hands to its attention."""
+    """The arguments of one layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
     window: int | None
-    """How many positions a query sees, its own included; None for all."""
+    """Number of positions that a query sees, its own included; None for all."""
 
     @property
     def cache_dim(self) -> int:
@@ -33,7 +33,7 @@ class LayerShape:
 
     @property
     def numbers_per_token(self) -> int:
-        """Of a token's keys and values in the cache."""
+        """Bytes of a token's keys and values in the cache."""
         return 2 * self.num_kv_heads * self.cache_dim
 
 
@@ -82,7 +82,7 @@ class PagedLayers:
             part.begin(layout)
 
     def mask(self, function: Callable[..., torch.Tensor]) -> object:
-        """Nothing: the layout says who sees whom."""
+        """Return None: the layout says which positions a query sees."""
         return None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

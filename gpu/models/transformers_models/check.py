@@ -66,7 +66,7 @@ def check_against_plain(
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of logits [T, V], as a part of their size.
+    """Return the difference of logits [T, V], as a part of their size.
 
     A router that picks another expert by a hair may change single tokens at will: the median
     counts.

@@ -14,14 +14,14 @@ from gpu.models.transformers_models.interface import answering
 
 
 class _Given(tuple[torch.Tensor]):
-    """What a body of any class returns, with nothing but the hidden states [1, R, E]."""
+    """The output of a body of any class, reduced to the hidden states [1, R, E]."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
         return self[0]
 
     def __getattr__(self, name: str) -> None:
-        """Router logits, cross attentions and the like, which nobody asked for."""
+        """Return None for router logits, cross attentions and other fields that aren't computed."""
 
 
 class TransformersDecoder:
@@ -51,7 +51,7 @@ class TransformersDecoder:
         attention: PagedLayers,
         adapted: Sequence[ProductUpdates] = (),
     ) -> torch.Tensor:
-        """The hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
+        """Return the hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
 
         ``attention`` knows the rows: its ``begin`` was called with the step's layout. Adapters
         aren't served.
@@ -65,7 +65,7 @@ class TransformersDecoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] that follow from rows [R, E] of :meth:`forward`'s result."""
+        """Return the logits [R, V] that follow from rows [R, E] of :meth:`forward`'s result."""
         # The tokens are only counted, if that.
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64)
         with self._giving(hidden):

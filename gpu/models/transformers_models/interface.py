@@ -1,6 +1,6 @@
 """The function that transformers asks for attention, and the one it asks for masks.
 
-Both are registered once, by name. Who is to answer is a context variable, because not every family
+Both are registered once, by name. The back end in use is a context variable, since not every family
 hands the arguments of its ``forward`` down to its attention; so another thread may compute with
 another model at the same time.
 """
@@ -16,7 +16,7 @@ import attrs
 import torch
 
 NAME = "trioserve"
-"""What the configuration of a model says as ``attn_implementation``."""
+"""Value of ``attn_implementation`` in the configuration of a model."""
 
 _HARMLESS = frozenset(
     {
@@ -37,14 +37,14 @@ _HARMLESS = frozenset(
 
 @attrs.frozen(kw_only=True, eq=False)
 class AttentionCall:
-    """What one layer asks for, with a batch of one; T tokens."""
+    """One layer's call of its attention, with a batch of one and T tokens."""
 
     layer: int
     query: torch.Tensor  # [1, heads, T, head_dim]
     key: torch.Tensor  # [1, kv_heads, T, head_dim]
     value: torch.Tensor  # [1, kv_heads, T, value_dim]
     mask: Any
-    """What the backend made when it was asked for the mask, where all is well."""
+    """The mask as the back end made it, unless the model has replaced it."""
     scale: float | None
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
@@ -56,14 +56,14 @@ class ModelBackend(Protocol):
     """Answers a model that is being run."""
 
     def mask(self, function: Callable[..., torch.Tensor]) -> object:
-        """What stands for a mask, of which ``function`` tells who sees whom.
+        """Return the stand-in for a mask; ``function`` tells whether a query sees a key.
 
         It is called with the numbers of batch and head and with broadcastable int64 tensors of the
         positions of queries and keys, and gives booleans.
         """
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attended values, [T, heads, value_dim]."""
+        """Return the attended values, [T, heads, value_dim]."""
         ...
 
 

@@ -79,7 +79,7 @@ def load_through_transformers(
 
 
 def _refuse_options(start: Start, device: str, architecture: str) -> None:
-    """What only models with a file of their own have."""
+    """Refuse options that only models with a file of their own support."""
     reason = None
     if device != "cpu":
         reason = "no GPU: use --device cpu"
@@ -110,7 +110,7 @@ def _require_library(architecture: str) -> None:
 def _load(
     files: ModelFiles, dtype: str, longest: int, on_progress: OnProgress
 ) -> tuple[TransformersDecoder, list[LayerShape]]:
-    """The model with its weights, once it is known that it computes what it should."""
+    """Return the model with its weights, once it is known that it computes what it should."""
     config = files.config
     assert isinstance(config, TransformersConfig)
     name = config.architecture
@@ -136,7 +136,7 @@ def _load(
 def _exchange(
     model: TorchModel[PagedLayers], layers: list[LayerShape], dtype: str, longest: int
 ) -> ReadWeights:
-    """How ``model`` comes by other weights."""
+    """Return how ``model`` comes by other weights."""
 
     def read(files: ModelFiles) -> Callable[[], None]:
         decoder, others = _load(files, dtype, longest, unseen)

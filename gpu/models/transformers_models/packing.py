@@ -19,7 +19,7 @@ from gpu.models.linear import Linear, prepacks
 
 @contextlib.contextmanager
 def noting_products(model: torch.nn.Module) -> Iterator[set[torch.nn.Linear]]:
-    """The products of ``model`` that were called in the block, of those that can be packed."""
+    """Yield the products of ``model`` that can be packed and were called in the block."""
     called: set[torch.nn.Linear] = set()
 
     def note(module: torch.nn.Module, _: object) -> None:
@@ -42,8 +42,8 @@ def noting_products(model: torch.nn.Module) -> Iterator[set[torch.nn.Linear]]:
 def pack(product: torch.nn.Linear) -> None:
     """Compute ``product`` from a packed copy of its weight from now on.
 
-    What is left in its place has the shape and the number format, and is not a number: who computes
-    with it after all is found out.
+    What is left in its place has the shape and the number format, and is not a number: a
+    computation that uses it after all gives NaN.
     """
     weight = product.weight.detach()
     packed = Linear(weight, None if product.bias is None else product.bias.detach())

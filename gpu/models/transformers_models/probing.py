@@ -1,8 +1,8 @@
-"""What each layer of a model wants of its attention, learnt by running it on three tokens.
+"""The needs of each layer's attention, learnt by running the model on three tokens.
 
 A configuration says it in a different way for every family; what arrives at the attention function
 is the same for all. So is what gives away a model that isn't served: a layer that never asks for
-attention has a state of another kind, a mask that was replaced hides who sees whom.
+attention has a state of another kind, a mask that was replaced hides which keys a query sees.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def refusal(name: str, reason: str) -> ModelLoadError:
 
 
 def probe_layers(body: torch.nn.Module, name: str, num_layers: int) -> list[LayerShape]:
-    """What each layer of ``body`` wants of its attention.
+    """Return what each layer of ``body`` wants of its attention.
 
     Args:
         body: a decoder without its head, in evaluation mode.
@@ -108,7 +108,7 @@ def probe_layers(body: torch.nn.Module, name: str, num_layers: int) -> list[Laye
 
 
 def _seen(function: Callable[..., torch.Tensor], position: int) -> tuple[int, int]:
-    """The first and the last position that a query sees; (-1, -1) if there are gaps between."""
+    """Return the first and last position that a query sees; (-1, -1) if there are gaps."""
     keys = torch.arange(position + 2)
     seen = function(0, 0, torch.tensor(position), keys).expand(len(keys)).nonzero()
     if not len(seen):

@@ -19,19 +19,19 @@ from trioserve.model_files.shards import read_shards
 from trioserve.protocol.errors import ModelLoadError
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Of the kinds that configurations name."""
+"""The kinds of layers that are served, as configurations name them."""
 LOOK_SECONDS = 0.5
 
 
 def version() -> str:
-    """Of transformers."""
+    """Return the version of transformers."""
     import transformers
 
     return str(transformers.__version__)
 
 
 def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress: OnProgress) -> Any:
-    """The model in evaluation mode; code that comes with it is never run.
+    """Return the model in evaluation mode; code that comes with it is never run.
 
     Raises:
         ModelLoadError: transformers doesn't know it, it isn't served, or its files aren't what the
@@ -75,7 +75,7 @@ def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress:
 
 
 def _refuse_class(model_class: Any, config: Any) -> None:
-    """What is known of a model before its weights are read."""
+    """Refuse a class of models by what is known before its weights are read."""
     name = model_class.__name__
     if not getattr(model_class, "_supports_attention_backend", False):
         raise refusal(name, "doesn't ask for its attention by name (_supports_attention_backend)")

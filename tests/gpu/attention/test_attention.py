@@ -62,7 +62,7 @@ class Harness:
         self.computed: list[int] = []
 
     def add(self, length: int) -> int:
-        """A new sequence of ``length`` tokens; returns its number."""
+        """Return a new sequence of ``length`` tokens; returns its number."""
         size = (length, self.heads + 2 * self.shape.num_kv_heads, self.shape.head_dim)
         self.qkv.append(torch.randn(size, generator=self.generator).to(self.shape.dtype))
         self.pages.append([self.free.pop() for _ in range(-(-length // self.shape.page_size))])

@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 
 
 def cost(rows_per_tile: int = 16, **changes: float) -> PrefixCost:
-    """A model of 32 query and 8 kv heads."""
+    """Return a model of 32 query and 8 kv heads."""
     return PrefixCost(
         num_heads=32,
         num_kv_heads=8,
@@ -57,7 +57,7 @@ def batches(draw: st.DrawFn) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int6
 def most_saved(
     tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], c: PrefixCost
 ) -> float:
-    """What the best choice of groups saves, by trying every node of the tree with plain loops."""
+    """Return what the best choice of groups saves, by trying every node of the tree with plain loops."""
     whole = [max(int(n) - 1, 0) // PAGE_SIZE for n in lengths]
 
     def below(rows: list[int], depth: int) -> float:

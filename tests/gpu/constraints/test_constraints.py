@@ -64,7 +64,7 @@ def append(slot: Slot, token: int) -> None:
 
 
 def allowed(constraints: Constraints, slots: Sequence[Slot]) -> list[set[int]]:
-    """What each of ``slots`` may draw."""
+    """Return what each of ``slots`` may draw."""
     adjustment = constraints.adjustment(torch.zeros(len(slots), VOCAB_SIZE), slots)
     if adjustment.bitmask is None:
         return [ALL for _ in slots]

@@ -94,7 +94,7 @@ REJECTED = [
 
 
 def accepts(kind: str, text: str, output: str) -> bool:
-    """Whether ``output`` and then the end of the sequence is what the grammar allows."""
+    """Return whether ``output`` and then the end of the sequence is what the grammar allows."""
     matcher = make_matcher(kind, text)
     for token in ids_of(output):
         if token not in allowed(matcher):

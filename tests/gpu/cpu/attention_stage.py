@@ -122,7 +122,7 @@ class Stage:
         return {i: out[starts[row] : starts[row + 1]] for row, i in enumerate(order)}
 
     def layout(self, ends: dict[int, int], counts: dict[int, int]) -> StepLayout:
-        """The last ``counts[i]`` tokens before ``ends[i]`` of each sequence i."""
+        """Return the last ``counts[i]`` tokens before ``ends[i]`` of each sequence i."""
         order = sorted(counts, key=lambda i: (counts[i] > 1, -ends[i]))
         tables = np.zeros((len(order), max(len(self.pages[i]) for i in order)), dtype=np.int32)
         for row, i in enumerate(order):
@@ -137,7 +137,7 @@ class Stage:
         )
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """All steps: of each sequence what was computed, [tokens, heads, head_dim]."""
+        """Return all steps: of each sequence what was computed, [tokens, heads, head_dim]."""
         pieces: list[list[torch.Tensor]] = [[] for _ in self.sequences]
         for rows in steps:
             for i, out in self.step(rows).items():

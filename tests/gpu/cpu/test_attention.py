@@ -27,7 +27,7 @@ def _library() -> None:
 
 
 def whole(case: Case) -> list[Step]:
-    """Every sequence in one piece, one after the other."""
+    """Return every sequence in one piece, one after the other."""
     return [[(i, length)] for i, length in enumerate(case.lengths)]
 
 
@@ -117,7 +117,7 @@ def test_threads_pages_and_pieces_change_no_bit(case: Case) -> None:
 
 
 def chunks(lengths: Sequence[int], size: int) -> list[Step]:
-    """All sequences at once, so many tokens each; single tokens only for the last few steps."""
+    """Return all sequences at once, so many tokens each; single tokens only for the last few steps."""
     left = list(lengths)
     steps: list[Step] = []
     if size == 1:  # the whole way would take long

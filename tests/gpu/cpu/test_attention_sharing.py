@@ -27,7 +27,7 @@ def _library() -> None:
 
 
 def stage_of(case: Case, prefixes: Sequence[Prefix | None], threads: int = 1) -> Stage:
-    """All of the sequences, without their last tokens, which each takes from pages of its own."""
+    """Return all of the sequences, without their last tokens, which each takes from pages of its own."""
     stage = Stage(case, threads=threads)
     for i, prefix in enumerate(prefixes):
         if prefix is not None:

@@ -46,7 +46,7 @@ def check_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def on_all(
     pools: list[CompiledOperations], compute: Callable[[CompiledOperations], torch.Tensor]
 ) -> torch.Tensor:
-    """The result, which is the same bits on any number of threads."""
+    """Return the result, which is the same bits on any number of threads."""
     results = [compute(pool) for pool in pools]
     for result in results[1:]:
         assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8))

@@ -69,7 +69,7 @@ def with_torch(path: Path, dtype: torch.dtype) -> TorchModel:
 
 
 def logits_of(model: CpuModel, prompt: Sequence[int]) -> torch.Tensor:
-    """The logits [T, V] after every token of ``prompt``, computed at once."""
+    """Return the logits [T, V] after every token of ``prompt``, computed at once."""
     count = len(prompt)
     pages = -(-count // PAGE_SIZE)
     opened = OpenSlot(
@@ -100,7 +100,7 @@ def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def run(model: CpuModel) -> tuple[PlanMaker, RecordingSampler, Runner]:
-    """What makes plans for ``model`` and runs them, and the sampler that sees its logits."""
+    """Return what makes plans for ``model`` and runs them, and the sampler that sees its logits."""
     sampler = RecordingSampler(300, "cpu")
     sampler.seen = {}
     slots = slot_table()
@@ -186,7 +186,7 @@ class TestSteps:
     """Through the runner: what a sequence's logits are, whatever else its steps compute."""
 
     def alone(self, model: CpuModel, prompt: list[int], count: int) -> list[torch.Tensor]:
-        """The logits of ``count`` tokens after ``prompt``, prefilled at once."""
+        """Return the logits of ``count`` tokens after ``prompt``, prefilled at once."""
         maker, sampler, _ = run(model)
         maker.open(0, prompt, SCORED)
         tokens = maker.step({0: len(prompt)})[0]
@@ -289,7 +289,7 @@ class TestSteps:
 
 
 def same(left: Sequence[torch.Tensor] | object, right: Sequence[torch.Tensor]) -> bool:
-    """Whether they are equal bit for bit."""
+    """Return whether they are equal bit for bit."""
     pairs = list(zip(left, right, strict=True))  # type: ignore[call-overload]
     return all(torch.equal(a, b) for a, b in pairs)
 

@@ -63,14 +63,14 @@ def activations(rows: int, inputs: int) -> torch.Tensor:
 
 
 def blocks_of(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The weight in ggml's blocks, by the gguf package."""
+    """Return the weight in ggml's blocks, by the gguf package."""
     name = "Q8_0" if kind is Kind.W8A8 else kind.name
     array = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
     return torch.from_numpy(array.copy()).view(torch.uint8).flatten()
 
 
 def meant(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The numbers that the packed weight stands for, as float32."""
+    """Return the numbers that the packed weight stands for, as float32."""
     if kind is Kind.BF16:
         return weight.bfloat16().float()
     type_ = TYPES["Q8_0" if kind is Kind.W8A8 else kind.name]
@@ -79,7 +79,7 @@ def meant(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def bound_of_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What float32 may be off by when it adds up products, at worst.
+    """Return what float32 may be off by when it adds up products, at worst.
 
     Numbers of 4 bits with minimums are sums of two parts, each larger than their difference: hence
     the factor.
@@ -88,7 +88,7 @@ def bound_of_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def bound_of_rounding(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What activations may be off by, at worst, that are rounded to 8 bits for every 32 of them."""
+    """Return what activations may be off by, at worst, that are rounded to 8 bits for every 32 of them."""
     blocks = x.double().abs().view(len(x), -1, 32)
     steps = blocks.amax(2) / 127
     sums = weight.double().abs().view(len(weight), -1, 32).sum(2)

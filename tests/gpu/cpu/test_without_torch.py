@@ -23,7 +23,7 @@ PROMPT = list(range(3, 40))
 
 
 def libraries_of_the_worker() -> str:
-    """The names of all files that the one worker process has mapped."""
+    """Return the names of all files that the one worker process has mapped."""
     # Other tests of this process may have children of their own.
     (worker,) = [each for each in psutil.Process().children() if "--connect" in each.cmdline()]
     return "\n".join(each.path for each in worker.memory_maps())

@@ -48,7 +48,7 @@ LIBRARY.adapters_update.argtypes = [
 
 
 def packed(updates: list[LowRankUpdate | None], outputs: list[int]) -> CompiledAdapter:
-    """A single layer whose first product has ``updates``, one for each of its parts."""
+    """Return a single layer whose first product has ``updates``, one for each of its parts."""
     products, memory = (AdapterProductStruct * len(PACKED_MODULES))(), list[np.ndarray]()
     first = 0
     for update, size in zip(updates, outputs, strict=True):
@@ -87,7 +87,7 @@ def updated(
 
 
 def exact(update: LowRankUpdate, x: np.ndarray) -> np.ndarray:
-    """What the rounded matrices of ``update`` make of ``x``, in float64."""
+    """Return what the rounded matrices of ``update`` make of ``x``, in float64."""
     a = update.a.astype(BFLOAT16).astype(np.float64)
     scaled = update.b.astype(np.float32) * np.float32(update.scale)
     b = scaled.astype(BFLOAT16).astype(np.float64)

@@ -82,7 +82,7 @@ class Sequences:
         self._pages = 0
 
     def prefill(self, prompts: Sequence[tuple[Sequence[int], int]], first: int = 0) -> Logits:
-        """The logits [R, V] after each prompt, which has an adapter; slots from ``first`` on."""
+        """Return the logits [R, V] after each prompt, which has an adapter; slots from ``first`` on."""
         opened = []
         for number, (prompt, adapter) in enumerate(prompts, first):
             pages = range(self._pages, self._pages + len(prompt) // PAGE_SIZE + 1)
@@ -128,7 +128,7 @@ class Sequences:
 
 
 def all_logits(model: CpuModel, prompt: Sequence[int], adapter: int) -> Logits:
-    """The logits [T, V] after every token of ``prompt``."""
+    """Return the logits [T, V] after every token of ``prompt``."""
     prefixes = [(prompt[: end + 1], adapter) for end in range(len(prompt))]
     return np.concatenate([Sequences(model).prefill([each]) for each in prefixes])
 

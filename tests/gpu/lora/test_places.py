@@ -40,7 +40,7 @@ def places(model: Path, config: ModelConfig, tmp_path: Path) -> AdapterPlaces:
 
 
 def holds(places: AdapterPlaces, place: int, number: int) -> bool:
-    """Whether the place has the adapter's numbers and entries."""
+    """Return whether the place has the adapter's numbers and entries."""
     adapter = places.store[number]
     numbers = places.numbers[place, : adapter.numbers.numel()]
     return torch.equal(numbers, adapter.numbers) and torch.equal(

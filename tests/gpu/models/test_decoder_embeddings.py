@@ -33,7 +33,7 @@ POOLINGS = {
 
 
 def make_embedder(folder: Path, pooling: str = "last", *more: Any, **overrides: Any) -> Path:
-    """A Qwen 3 that embeds texts, with an end of text behind each."""
+    """Return a Qwen 3 that embeds texts, with an end of text behind each."""
     make_tiny("qwen3", folder, **overrides)
     path = folder / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -50,7 +50,7 @@ def make_embedder(folder: Path, pooling: str = "last", *more: Any, **overrides: 
 
 
 def save_bare(folder: Path, place: Path) -> Path:
-    """The model in ``folder`` without what makes logits, in ``place`` with the same other files."""
+    """Return the model in ``folder`` without what makes logits, in ``place`` with the same other files."""
     transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(place)
     for path in folder.iterdir():
         if path.is_dir():

@@ -76,7 +76,7 @@ def reference(folder: Path, head: str) -> Any:
 
 @torch.inference_mode()
 def hidden_states(folder: Path, ids: Sequence[Ints], types: Sequence[Ints]) -> list[Floats]:
-    """What transformers computes for each sequence by itself: [length, E]."""
+    """Return what transformers computes for each sequence by itself: [length, E]."""
     model = reference(folder, "Model")
     results = []
     for sequence, kinds in zip(ids, types, strict=True):

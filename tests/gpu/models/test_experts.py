@@ -119,7 +119,7 @@ class TestConfiguration:
 
 
 def weights_of(path: Path) -> dict[str, Numbers]:
-    """All weights of a model in float32."""
+    """Return all weights of a model in float32."""
     found = {}
     for name, weight in read_weights(open_model(path), np.dtype(np.float32), lambda *_: None):
         assert not isinstance(weight, Blocks)

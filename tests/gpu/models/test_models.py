@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def reference_logits(
     folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """What transformers computes for every position: [T, V] float32."""
+    """Return what transformers computes for every position: [T, V] float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]

@@ -85,7 +85,7 @@ def adjusted(logits: Floats, params: SamplerParams, tokens: Sequence[int], promp
 def reference(
     logits: Floats, params: SamplerParams, tokens: Sequence[int] = (), prompt: int = 0
 ) -> Floats:
-    """The exact distribution that the next token is to be drawn from."""
+    """Return the exact distribution that the next token is to be drawn from."""
     x = adjusted(logits, params, tokens, prompt)
     keep = np.ones(len(x), dtype=bool)
     if params.temperature == 0:
@@ -123,7 +123,7 @@ def draw(
 def distribution(
     logits: Floats, params: SamplerParams, tokens: Sequence[int] = (), prompt: int = 0
 ) -> Floats:
-    """The distribution that the sampler says it drew from."""
+    """Return the distribution that the sampler says it drew from."""
     fields = {name: getattr(params, name) for name in SamplerParams.__slots__ if name[0] != "_"}
     params = SamplerParams(**{**fields, "logprobs": len(logits)})
     sampler = make_sampler(len(logits), processed_logprobs=True)
@@ -137,7 +137,7 @@ def distribution(
 
 
 def critical_value(freedom: int) -> float:
-    """The 1e-4 point of chi-square, by Wilson and Hilferty."""
+    """Return the 1e-4 point of chi-square, by Wilson and Hilferty."""
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
 

@@ -59,7 +59,7 @@ async def tokens_of(engine: Engine, **options: Any) -> tuple[int, ...]:
 
 
 async def tokens_from(folder: Path, **options: Any) -> tuple[int, ...]:
-    """What an engine gives that has loaded ``folder`` from the start."""
+    """Return what an engine gives that has loaded ``folder`` from the start."""
     async with open_tiny_engine(folder, **options) as engine:
         return await tokens_of(engine)
 
@@ -316,7 +316,7 @@ def test_overwriting_a_decoder_is_building_it_anew(family: str, tmp_path: Path) 
 
 
 def memory_of(thing: Any, place: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor that an object holds, in the objects that it holds, too."""
+    """Return every tensor that an object holds, in the objects that it holds, too."""
     if isinstance(thing, torch.Tensor):
         return {place: thing}
     if isinstance(thing, (list, tuple)):

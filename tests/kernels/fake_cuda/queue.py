@@ -229,7 +229,7 @@ class Queue:
 
     @property
     def captures(self) -> bool:
-        """Whether a capture goes on."""
+        """True if a capture goes on."""
         return self._capture is not None
 
     def refuse_in_capture(self, call: str) -> None:

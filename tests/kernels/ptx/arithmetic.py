@@ -27,12 +27,12 @@ def _of_type(kind: str, function: Callable[..., Array]) -> Result:
 
 
 def _compared(kind: str, function: Callable[..., Array]) -> Result:
-    """The predicate that ``function`` gives."""
+    """Return the predicate that ``function`` gives."""
     return lambda a, b: function(typed(a, kind), typed(b, kind)).astype(np.uint64)
 
 
 def _shifted(kind: str, function: Callable[..., Array]) -> Result:
-    """A shift; amounts past the width shift everything out."""
+    """Return a shift; amounts past the width shift everything out."""
     width = int(kind[1:])
 
     def result(a: Array, amount: Array) -> Array:
@@ -44,7 +44,7 @@ def _shifted(kind: str, function: Callable[..., Array]) -> Result:
 
 
 def _wide(kind: str) -> Result:
-    """A product of twice the width."""
+    """Return a product of twice the width."""
     wide = f"{kind[0]}{2 * int(kind[1:])}"
 
     def result(a: Array, b: Array) -> Array:
@@ -93,7 +93,7 @@ def _widened(a: Array) -> Array:
 
 
 def _widened_pair(a: Array) -> Array:
-    """Two e4m3 to two halves, the upper to the upper."""
+    """Return two e4m3 to two halves, the upper to the upper."""
     low, high = (FP16.encode(E4M3.decode(a >> np.uint64(at) & np.uint64(255))) for at in (0, 8))
     return high << np.uint64(16) | low
 

@@ -21,7 +21,7 @@ __all__ = ["InterpretedKernel", "InterpretedLoader", "ptx_of"]
 
 
 def ptx_of(source: KernelSource, target: str) -> str:
-    """The PTX of all kernels in the file of ``source``, such as for ``compute_90``."""
+    """Return the PTX of all kernels in the file of ``source``, such as for ``compute_90``."""
     return _ptx(attrs.evolve(source, name="all", shared_bytes=0), target)
 
 

@@ -33,7 +33,7 @@ _KINDS = {"u": "u", "s": "i", "b": "u", "f": "f"}
 
 
 def dtype_of(kind: str) -> np.dtype[Any]:
-    """The NumPy type of a PTX type such as ``u32``."""
+    """Return the NumPy type of a PTX type such as ``u32``."""
     return np.dtype(f"{_KINDS[kind[0]]}{int(kind[1:]) // 8}")
 
 
@@ -93,7 +93,7 @@ class Block:
         self._copies: list[_Copy] = []
 
     def read(self, operand: Operand, threads: Array) -> Array:
-        """The bits of an operand in ``threads``.
+        """Return the bits of an operand in ``threads``.
 
         Raises:
             PtxError: nothing has been written to the register, or there is no such variable.
@@ -122,11 +122,11 @@ class Block:
         self._registers[operand.name][threads] = bits
 
     def parts(self, operand: Operand) -> tuple[Operand, ...]:
-        """The registers of a vector, or the one that stands alone."""
+        """Return the registers of a vector, or the one that stands alone."""
         return operand.parts if isinstance(operand, Vector) else (operand,)
 
     def address(self, operand: Operand, threads: Array) -> Array:
-        """The addresses that ``[base + offset]`` has in ``threads``."""
+        """Return the addresses that ``[base + offset]`` has in ``threads``."""
         assert isinstance(operand, Address)
         return self.read(operand.base, threads) + np.uint64(operand.offset)
 
@@ -142,7 +142,7 @@ class Block:
         memory[offsets[:, None] + np.arange(num_bytes)] = content
 
     def _memory(self, space: str, addresses: Array, num_bytes: int) -> tuple[Array, Array]:
-        """The bytes of a space from its lowest address on, and where in them each access begins."""
+        """Return the bytes of a space from its lowest address on, and where in them each access begins."""
         if (addresses % np.uint64(num_bytes)).any():
             raise PtxError(f"{self.entry.name}: an address is no multiple of {num_bytes}")
         low, high = int(addresses.min()), int(addresses.max()) + num_bytes

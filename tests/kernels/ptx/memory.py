@@ -23,7 +23,7 @@ _WAYS: dict[str, Callable[[int, int], int]] = {"add": lambda a, b: a + b, "max":
 
 
 def memory_operation(opcode: str) -> Operation | None:
-    """The semantics of an opcode, if it is one of memory."""
+    """Return the semantics of an opcode, if it is one of memory."""
     if opcode == "cp.async.cg.shared.global.L2::128B":
         return _copy
     if opcode == "cp.async.commit_group":
@@ -73,7 +73,7 @@ def _store(space: str, kind: str) -> Operation:
 
 
 def _atomic(space: str, way: str, kind: str) -> Operation:
-    """One thread after the other; each gets what was there before."""
+    """Return one thread after the other; each gets what was there before."""
     dtype = dtype_of(kind)
 
     def atomic(block: Block, instruction: Instruction, threads: Array) -> None:

@@ -22,7 +22,7 @@ NOT_EXECUTED: frozenset[str] = frozenset()
 
 @cache
 def interpreted(name: str) -> tuple[torch.Tensor, frozenset[str]]:
-    """The result of a case, and the opcodes that were executed."""
+    """Return the result of a case, and the opcodes that were executed."""
     loader = InterpretedLoader(together=CASES[name].together)
     return CASES[name].run(loader), frozenset(loader.executed)
 
@@ -49,7 +49,7 @@ def test_approximations_are_near_those_of_the_twin(loader: KernelLoader) -> None
 
 
 def _replaced(pattern: str, replacement: str) -> Callable[[str], str]:
-    """An edit that must change something."""
+    """Return an edit that must change something."""
 
     def edit(ptx: str) -> str:
         edited, changes = re.subn(pattern, replacement, ptx)
@@ -118,7 +118,7 @@ def test_what_no_machine_allows_is_an_error(
 
 
 def _functions() -> dict[str, str]:
-    """The functions of hardware.cuh by name, with the text of all their bodies."""
+    """Return the functions of hardware.cuh by name, with the text of all their bodies."""
     functions: dict[str, str] = {}
     text = re.sub(r"//[^\n]*|^#define[^\n]*", "", (FOLDER / "hardware.cuh").read_text(), flags=re.M)
     for part in re.split(r"\bDEVICE\b", text)[1:]:

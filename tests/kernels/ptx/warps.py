@@ -17,7 +17,7 @@ _LANES = np.arange(WARP)
 
 
 def members(block: Block, instruction: Instruction, threads: Array) -> int:
-    """The lanes that have to meet: the operand that names them, or all."""
+    """Return the lanes that have to meet: the operand that names them, or all."""
     if instruction.opcode.startswith(("mma.", "ldmatrix.")):
         return (1 << WARP) - 1
     masks = np.unique(typed(block.read(instruction.operands[-1], threads), "u32"))
