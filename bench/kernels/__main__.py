@@ -250,8 +250,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="one or two shapes of each kernel")
     add("--kernel", action="append", default=[], metavar="NAME", help="this kernel's cases alone")
-    add("--only", action="append", default=[], metavar="TEXT", help="cases whose title holds it")
-    add("--seed", type=int, default=0, help="of the random inputs")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="run only cases with TEXT in the title",
+    )
+    add("--seed", type=int, default=0, help="seed of the random inputs")
     add_options(parser, seconds=480)
     return parser.parse_args(arguments)
 

@@ -70,7 +70,7 @@ def _window_left(data: AttentionData) -> int:
 
 
 def _contestant(data: AttentionData, run: Callable[[torch.Tensor, Buffers], object]) -> Contestant:
-    """Return a contestant whose ``run`` gets contiguous queries, as this library likes best."""
+    """Return a contestant that runs with contiguous queries, the best case of this library."""
     queries = [buffers.queries(data.spec.num_heads).contiguous() for buffers in data.sets]
     launches: list[Launch] = [
         partial(run, q, buffers) for q, buffers in zip(queries, data.sets, strict=True)

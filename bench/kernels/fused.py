@@ -105,7 +105,7 @@ def _contestant(
     roundings: int = 2,
     poisoned: torch.Tensor | None = None,
 ) -> Contestant:
-    """Return a contestant whose first launch writes ``out``, which ``reference`` gives exactly."""
+    """Return a contestant; its first launch writes ``out``, which equals ``reference`` exactly."""
 
     def error() -> float:
         expected = reference()

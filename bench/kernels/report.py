@@ -75,7 +75,7 @@ def describe_ceilings(ceilings: Ceilings) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns line up in a terminal, too."""
+    """Return a Markdown table with columns that line up in a terminal, too."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     padded = [

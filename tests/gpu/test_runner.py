@@ -98,7 +98,7 @@ class TestSteps:
         assert maker.generations[0] == 2
 
     def test_resumed_sequence_goes_on_alike(self, model: Decoder, maker: PlanMaker) -> None:
-        """What a slot draws depends on its tokens and parameters alone: penalties, seed, length."""
+        """Check that draws depend on a slot's tokens and parameters: penalties, seed, length."""
         params = SamplerParams(
             temperature=0.9,
             seed=7,

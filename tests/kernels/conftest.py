@@ -1,4 +1,4 @@
-"""Where the kernels under test run: ``--kernels-on`` and ``--kernels-sanitizer``."""
+"""The options ``--kernels-on`` and ``--kernels-sanitizer``: where kernels under test run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def device_loader() -> KernelLoader:
 
 @pytest.fixture
 def arithmetic(request: pytest.FixtureRequest) -> str:
-    """How the emulation rounds."""
+    """The rounding of the emulation."""
     chosen: str = getattr(request, "param", request.config.getoption("--kernels-arithmetic"))
     return chosen or PLAIN
 
@@ -113,7 +113,7 @@ def loaders(request: pytest.FixtureRequest, loader: KernelLoader) -> list[Kernel
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A GPU that isn't there, whose work is queued."""
+    """An emulated GPU with queued work."""
     if request.config.getoption("--kernels-on") == "gpu":
         pytest.skip("there is a real one")
     from tests.kernels.fake_cuda.gpu import fake_gpu  # leans on torch's insides: not on a card

@@ -25,7 +25,7 @@ class Flight:
     copied_in: int | None = None
     """The plan in which a page of slot 0 goes to the host, is written over, and comes back."""
     options: dict[str, Any] = attrs.field(factory=dict)
-    """Of the server, see :meth:`Server.of`."""
+    """Options of the server, see :meth:`Server.of`."""
 
     def serve(self, folder: Path, loader: KernelLoader) -> Server:
         """Load the model."""

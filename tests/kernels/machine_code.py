@@ -1,4 +1,4 @@
-"""What the sources of the attention kernels say of their machine code."""
+"""The machine code that the sources of the attention kernels promise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ATTENTION = ("decode_attention", "prefill_attention", "prefix_attention")
 
 @attrs.frozen(kw_only=True)
 class Code:
-    """How often an attention kernel has what its speed and its order of copies hang on."""
+    """Counts of the instructions that an attention kernel's speed and order of copies depend on."""
 
     products: int
     """``HMMA``: of one tile, for the loop over the tiles is neither unrolled nor doubled."""

@@ -1,7 +1,7 @@
 """Memory for kernels under test: it ends at an inaccessible page and starts out as NaN.
 
 On the CPU a kernel that reads or writes past the end of a tensor from here is killed by the
-operating system, and one that uses what nobody wrote gives NaN. On a GPU the memory is torch's own,
+operating system, and one that uses unwritten memory gives NaN. On a GPU the memory is torch's own,
 poisoned likewise.
 """
 
@@ -57,7 +57,7 @@ def poisoned_cache(
     dtype: torch.dtype,
     loader: KernelLoader,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's keys and values, each [num_pages, num_kv_heads, page_size, head_dim], all NaN."""
+    """Return keys and values, each [num_pages, num_kv_heads, page_size, head_dim], all NaN."""
     shape = (num_pages, num_kv_heads, page_size, head_dim)
     return poisoned(shape, dtype, loader), poisoned(shape, dtype, loader)
 

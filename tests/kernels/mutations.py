@@ -85,7 +85,7 @@ def judge(code: int, log: str) -> str:
 
 @attrs.define
 class Outcome:
-    """What became of one defect, or of the tests without any."""
+    """The outcome of the tests with one defect, or without any."""
 
     what: str
     where: str
@@ -188,7 +188,7 @@ def run_all(
 
 
 def run_without(defects: Sequence[Defect], outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes of the tests without any defect, in the modes in which they caught one."""
+    """Return the outcomes of the tests without a defect, in the modes in which they caught one."""
     used = {
         (defect.tests, sanitizer): None
         for defect, outcome in zip(defects, outcomes, strict=True)

@@ -151,7 +151,7 @@ def attention_reference(
         scores = scores.masked_fill(hidden, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])
-    # A weight of 0 is of a key that is not seen, whose value may be anything.
+    # A key that is not seen has weight 0, and any value.
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T / np.log(2)
 
 
@@ -166,7 +166,7 @@ def rising_scores(k: torch.Tensor, v: torch.Tensor) -> None:
 
     Against queries of :func:`along_first_element` with a ``size`` of 8, at 64 elements a head, the
     score of token t in log2 units is 7 t / 64 at most. A reference that may lag by 2^8 is then not
-    raised for the second tile of 64 keys, whose weights come to 2^7. The values are nearly the
+    raised for the second tile of 64 keys, with weights up to 2^7. The values are nearly the
     largest of fp16.
     """
     k.zero_()

@@ -18,7 +18,7 @@ class Defect:
 
     what: str
     file: str
-    """Of ``gpu/kernels``."""
+    """File name in ``gpu/kernels``."""
     before: str
     """Stands exactly once in the file."""
     after: str

@@ -1,4 +1,4 @@
-"""How well results are rounded."""
+"""Checks of how results are rounded."""
 
 from __future__ import annotations
 

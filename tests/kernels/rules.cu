@@ -107,7 +107,7 @@ KERNEL(last_writer) {
   if (threadIdx.x == 0) static_cast<int*>(p.out)[blockIdx.x] = *last;
 }
 
-// Shared memory, static and dynamic, that nobody wrote to.
+// Unwritten shared memory, static and dynamic.
 KERNEL(unwritten) {
   SHARED(float, numbers, NUM_THREADS);
   DYNAMIC_SHARED(shared);
@@ -176,7 +176,7 @@ KERNEL(neighbor) {
 // Integer arithmetic that overflows: num + the largest int.
 KERNEL(signed_overflow) { static_cast<int*>(p.out)[threadIdx.x] = 0x7fffffff + p.num; }
 
-// Functions of cuda.h whose results a test computes itself.
+// Functions of cuda.h; a test computes their results itself.
 KERNEL(bit_functions) {
   u32* out = static_cast<u32*>(p.out);
   const u32 x = p.num * 0x9E3779B9u + threadIdx.x * 0x85EBCA6Bu;

@@ -1,4 +1,4 @@
-"""How to start Python so that kernels built with a sanitizer run in it."""
+"""The start of Python for kernels that are built with a sanitizer."""
 
 from __future__ import annotations
 

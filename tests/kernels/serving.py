@@ -98,7 +98,7 @@ class Server:
 
 
 class Judge:
-    """The same weights in float32 on the CPU, computed by the reference backend and sampler.
+    """A reference: the same weights in float32 on the CPU, with the reference backend and sampler.
 
     The weights are those of the served dtype, so only the arithmetic differs.
     """

@@ -28,7 +28,7 @@ REFUSED = ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "lift_fresh")
 
 
 class TapedLoader:
-    """:class:`gpu.kernels.KernelLoader` whose launches are noted while a tape is in it."""
+    """:class:`gpu.kernels.KernelLoader` that records its launches while a tape is in it."""
 
     def __init__(self, inner: KernelLoader) -> None:
         self.inner = inner

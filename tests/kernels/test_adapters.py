@@ -22,7 +22,7 @@ from trioserve.model_files import open_model
 
 PROMPTS = [[(7 * i * i + 3 * i + 11 * k) % 300 for i in range(20 + 9 * k)] for k in range(4)]
 MARGIN = 0.2
-"""Of the merged weights, each is rounded to bfloat16 once more than the model's."""
+"""The margin of a draw: merged weights are rounded to bfloat16 once more than the model's."""
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -48,7 +48,7 @@ def test_a_batch_of_several_adapters_and_none(
         maker.step({0: 1, 1: 1, 2: 1})
     assert (launches == before) == graphs
     before = launches.copy()
-    maker.step({0: 1})  # nobody in it has an adapter
+    maker.step({0: 1})  # none of its rows has an adapter
     assert (launches == before) == graphs
     assert launches["lora_expand"] == before["lora_expand"]
     maker.open(3, PROMPTS[3], adapter=3)

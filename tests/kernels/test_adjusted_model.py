@@ -1,4 +1,4 @@
-"""What comes between the forward pass and the draw, over kernels and a whole small model.
+"""Adjusted logits between forward pass and draw, over kernels and a whole small model.
 
 The adjuster's masks depend on the last token (tests/support/adjusters.py), so with two plans in
 flight draws are deferred; whatever is in flight, the tokens are the same.
@@ -105,7 +105,7 @@ def test_one_and_two_plans_in_flight_give_the_same_tokens(
 
 
 def check_greedy(judge: Judge, tokens: list[int], prompt_length: int, slot: int) -> None:
-    """Each token is the largest of those allowed, or nearly."""
+    """Assert that each token has the largest allowed logit, or nearly."""
     logits = judge.logits(tokens[:-1])
     ids = np.arange(VOCAB)
     for position in range(prompt_length, len(tokens)):
@@ -129,7 +129,7 @@ def test_an_adjusted_step_replays_its_forward_pass(server: Server) -> None:
 @pytest.mark.parametrize("server", [True], indirect=True)
 def test_an_adjusted_row_beside_one_that_does_not_sample(server: Server, folder: Path) -> None:
     server.maker.open(0, PROMPTS[0], chained(GREEDY))
-    server.maker.open(1, PROMPTS[3])  # the longer one, whose logits come first
+    server.maker.open(1, PROMPTS[3])  # the longer one; its logits come first
     given = run(server, [{0: 12, 1: 20}, *[{1: 1, 0: 1}] * 3], ahead=True)
     assert [len(step[1]) for step in given] == [0] * 4
     check_greedy(Judge(folder), server.maker.slots[0].tokens, 12, 0)
@@ -148,7 +148,7 @@ def test_closed_slots_leave_the_adjuster(server: Server) -> None:
 
 
 def check_prompts(judge: Judge, results: list[StepResult], prompts: dict[int, list[int]]) -> None:
-    """Each prompt token but the first has been reported on once."""
+    """Assert that each prompt token but the first has been reported on once."""
     seen = []
     for piece in (piece for result in results for piece in result.prompts):
         prompt = prompts[piece.slot]

@@ -1,4 +1,4 @@
-"""What breaks a budget, on costs made up for it."""
+"""Violations of a budget, with made-up costs."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ def drawn(name: str) -> dict[str, KernelSource]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
-    """Of one variant for each target, others after each change of the kernel.
+    """Check one variant for each target, others after each change of the kernel.
 
-    All variants are compiled where the budget is written. That it was, from these very sources, is
-    what the next test says.
+    All variants are compiled where the budget is written. Another test checks that it was written
+    from these very sources.
     """
     budget = Budget.read(BUDGET.read_text())
     for target, variant in drawn(name).items():
@@ -47,7 +47,7 @@ def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_machine_code_is_what_the_source_says(name: str) -> None:
-    """Of the same variants: parameters, products, barriers, waits, and no local memory."""
+    """Check the same variants: parameters, products, barriers, waits, and no local memory."""
     for target, variant in drawn(name).items():
         cubin = CubinCache().get(variant, target).cubin
         assert sass.parameter_bytes(cubin) == variant.parameters.itemsize

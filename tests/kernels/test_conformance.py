@@ -86,7 +86,7 @@ def fragments(
     lanes: tuple[tuple[int, ...], tuple[int, ...]],
     values: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> torch.Tensor:
-    """[32, values]: what each lane holds of ``matrix``, whose first dimension is CuTe's fastest."""
+    """Return ``matrix`` by lane, [32, values]; its first dimension is CuTe's fastest."""
     flat = matrix.T.reshape(-1)
     num_values = int(np.prod(values[0]))
     index = [
@@ -149,7 +149,7 @@ def test_mma_cuts_sums_off_in_rough_arithmetic(loader: KernelLoader, arithmetic:
 def test_mma_takes_subnormal_and_special_numbers(
     loader: KernelLoader, element: torch.dtype
 ) -> None:
-    """The smallest numbers are not flushed to 0; infinity and NaN stay in their row."""
+    """Check that the smallest numbers aren't flushed to 0; infinity and NaN stay in their row."""
     a = torch.zeros(16, 16, dtype=element)
     a.view(torch.int16)[0, 0] = 1  # the smallest subnormal number
     a[1, 1], a[2, 2], a[3, 3] = torch.inf, -torch.inf, torch.nan
@@ -216,7 +216,7 @@ def test_every_element_widens_as_in_torch(loader: KernelLoader, element: torch.d
 
 
 def floats_around(element: torch.dtype) -> torch.Tensor:
-    """Return every element, every middle of two neighbors, and the floats next to those; both signs."""
+    """Return all elements, middles of two neighbors, and floats next to those, with both signs."""
     exact = all_patterns(element).float()
     exact = exact[exact.isfinite() & (exact >= 0)].sort().values.unique()
     middles = ((exact[1:].double() + exact[:-1].double()) / 2).float()

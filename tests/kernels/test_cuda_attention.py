@@ -114,7 +114,7 @@ def random_qkv(num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def step(rows: list[tuple[int, int]]) -> StepLayout:
-    """Return a step of rows (tokens, context), whose pages lie in the pool one row after the other."""
+    """Return a step of rows (tokens, context) with their pages in the pool row after row."""
     layout = layout_of([tokens for tokens, _ in rows], [context for _, context in rows], 0)
     tables, first = layout.block_tables.copy(), 0
     for row, context in enumerate(layout.context_lens.tolist()):
@@ -211,7 +211,7 @@ def test_bytes_of_a_page_count_the_scales() -> None:
 
 @attrs.define
 class GridRecorder:
-    """A loader whose kernels compute nothing and keep the grids of their launches."""
+    """A loader of kernels that compute nothing and keep the grids of their launches."""
 
     grids: dict[str, tuple[int, int, int]] = attrs.field(factory=dict)
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
@@ -232,7 +232,7 @@ class _Recorded:
 
 @pytest.mark.parametrize(("num_rows", "batch_invariant"), [(2048, True), (65535, False)])
 def test_no_grid_is_larger_than_a_gpu_allows(num_rows: int, batch_invariant: bool) -> None:
-    """A captured step of rows that may each have as many parts as any: 32 with a fixed split."""
+    """Capture a step of rows with as many parts as there may be: 32 with a fixed split."""
     loader = GridRecorder()
     limits = AttentionLimits(
         num_heads=1,

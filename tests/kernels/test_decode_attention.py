@@ -254,7 +254,7 @@ def test_large_scores(loader: KernelLoader, cache_dtype: torch.dtype) -> None:
     ("dtype", "smallest"), [(torch.bfloat16, -12), (torch.float16, -6), (torch.bfloat16, 3)]
 )
 def test_e4m3_values_of_many_sizes(loader: KernelLoader, dtype: torch.dtype, smallest: int) -> None:
-    """Tokens whose values are a billion times apart: weights stay within fp16."""
+    """Check values a billion times apart: weights stay within fp16."""
     case = make_case(loader, [48, 333], head_dim=128, dtype=dtype, cache_dtype=E4M3)
     rows = case.rows
     assert rows.v_scale is not None

@@ -1,4 +1,4 @@
-"""How kernels are loaded and launched on a GPU, against a driver that only remembers."""
+"""Loading and launching of kernels on a GPU, against a driver that only records calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ extern "C" __global__ void mark(const Parameters p) { if (p.n) *(int*)p.x = p.n;
 
 
 class Driver:
-    """What :mod:`cupy_backends.cuda.api.driver` offers, as far as kernels need it."""
+    """The part of :mod:`cupy_backends.cuda.api.driver` that kernels need."""
 
     CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 0
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8

@@ -110,7 +110,7 @@ def test_a_launch_after_a_broken_rule_starts_afresh(emulated: EmulatedLoader) ->
 @pytest.mark.parametrize("name", ["past_a_static_array", "past_dynamic_memory"])
 @pytest.mark.parametrize("distance", [1, 16])
 def test_stores_past_shared_memory(name: str, distance: int) -> None:
-    """A little past an array they fall into a gap that must stay as it was."""
+    """Store a little past an array: there is a gap, which must stay as it was."""
     loader = EmulatedLoader()
     out = poisoned((1,), torch.int32, loader)
     run(loader, name, out, 0, shared_bytes=1000)
@@ -120,7 +120,7 @@ def test_stores_past_shared_memory(name: str, distance: int) -> None:
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_products_and_sums_are_fused_where_that_is_asked_for(arithmetic: str) -> None:
-    """The squares of 4097 and 4099 are odd: float32 has no room for their last bit."""
+    """Multiply numbers like 4097 and 4099: their squares are odd, too long for float32."""
     loader = EmulatedLoader(arithmetic=arithmetic)
     out = poisoned((2,), torch.int32, loader)
     run(loader, "multiply_add", out, 4097)
@@ -204,7 +204,7 @@ def test_copies_land_before_or_after_they_are_read(emulated: EmulatedLoader) -> 
 
 @pytest.mark.parametrize(("stride", "conflicts"), [(16, 0), (80, 0), (128, 28), (64, 24), (32, 16)])
 def test_bank_conflicts(emulated: EmulatedLoader, stride: int, conflicts: int) -> None:
-    """Of each eight rows, all but as many as lie in different banks."""
+    """Count a conflict for each of eight rows beyond those in different banks."""
     out = poisoned((32,), torch.int32, emulated)
     kernel = run(
         emulated, "load_rows", out, stride, num_threads=32, shared_bytes=32 * stride, num_blocks=2

@@ -38,7 +38,7 @@ def test_chunks_and_mixed_batches(
 
 
 def test_adapters_of_attention(loader: KernelLoader, tmp_path: Path) -> None:
-    """A row with an adapter changes nothing for the one beside it, and gets other tokens itself."""
+    """Check that a row with an adapter gets other tokens, and the one beside it the same."""
     folder = make_tiny("mixtral", tmp_path / "model", head_dim=64)
     adapter = make_adapter(folder, tmp_path / "adapter", seed=1, rank=16)
     server = Server.of(folder, loader, adapters=[adapter])

@@ -1,4 +1,4 @@
-"""The adapters' kernels against float64: who gets what, and that the batch doesn't matter."""
+"""The adapters' kernels against float64; a row's result doesn't depend on its batch."""
 
 from __future__ import annotations
 
@@ -90,14 +90,16 @@ class Problem:
         return result
 
     def alone(self, token: int) -> Problem:
-        """The same with one of the tokens only."""
+        """Return the problem with one of the tokens only."""
         own = slice(token, token + 1)
         return attrs.evolve(self, owners=self.owners[own], x=self.x[own], y=self.y[own])
 
     def run(self, loader: KernelLoader, *, more_tiles: int = 0) -> torch.Tensor:
         """``y`` afterwards, with so many tiles behind the last that are none."""
         dtype = self.x.dtype
-        entries = np.zeros((self.num_adapters, 2), ENTRY)  # the first of two products is nobody's
+        entries = np.zeros(
+            (self.num_adapters, 2), ENTRY
+        )  # the first of two products has no adapter
         rank = padded_rank(self.max_rank)
         size = rank * sum(self.shape.inputs + outputs for outputs in self.shape.outputs)
         places = poisoned((self.num_adapters, size), dtype, loader)
@@ -121,7 +123,7 @@ class Problem:
         return y
 
     def _fill(self, adapter: int, entry: np.void, memory: torch.Tensor) -> None:
-        """An adapter's matrices as they stand in its place, all of it but those being NaN."""
+        """Write an adapter's matrices into its slot; the rest of the slot is NaN."""
         end = 0
         own = [self.matrices.get((adapter, part)) for part in range(len(self.shape.outputs))]
         for part, both in enumerate(own):

@@ -1,4 +1,4 @@
-"""The memory that the kernel tests use: guarded at its end, NaN where nobody wrote."""
+"""The memory that the kernel tests use: guarded at its end, NaN where it is unwritten."""
 
 from __future__ import annotations
 

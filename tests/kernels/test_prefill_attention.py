@@ -136,7 +136,7 @@ class Case:
         return merged
 
     def reference(self) -> torch.Tensor:
-        """The same in float64."""
+        """Return the result in float64."""
         results = []
         for row, (n, length) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
             q = self.q[self.start[row] : self.start[row + 1]].cpu()
@@ -210,7 +210,7 @@ def test_windows(loader: KernelLoader, window: int, forgotten: int) -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 30.0])
 def test_small_and_large_scores(loader: KernelLoader, size: float) -> None:
-    """Scores up to some hundreds, whose weights are 0 but for a few, and hardly any differences."""
+    """Check scores up to some hundreds, where most weights are 0, and then equal scores."""
     case = Case(loader, [40], [140], size=size)
     assert case.error() < TOLERANCE[BF16]
 
@@ -246,7 +246,7 @@ def test_e4m3_of_tiny_values_in_half_precision(loader: KernelLoader) -> None:
 def test_e4m3_of_the_largest_values_in_half_precision(
     loader: KernelLoader, tile: int, shape_rows: ShapeRows, size: float
 ) -> None:
-    """A weight times its token's largest value is packed as a half: it must not be infinite."""
+    """Check that a weight times its token's largest value, packed as a half, stays finite."""
     case = Case(loader, [40], [140], dtype=FP16, cache_dtype=FP8, tile=tile, shape_rows=shape_rows)
     along_first_element(case.q, size)
     assert case.error() < TOLERANCE[FP16]
@@ -255,7 +255,7 @@ def test_e4m3_of_the_largest_values_in_half_precision(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8])
 def test_splits(loader: KernelLoader, cache_dtype: torch.dtype, window: int | None) -> None:
-    """A short chunk over a long context, its keys spread over blocks; a window empties most."""
+    """Check a short chunk over a long context split over blocks; a window empties most."""
     case = Case(loader, [5, 40], [1100, 41], cache_dtype=cache_dtype, window=window, num_blocks=16)
     assert case.plan.num_partials[0] == 3
     assert case.plan.num_partials[5] == 0

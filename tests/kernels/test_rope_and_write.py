@@ -27,7 +27,7 @@ MAX_LEN = 512
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """What one launch is given. Tokens are scattered over the pages at random."""
+    """The inputs of one launch. Tokens are scattered over the pages at random."""
 
     head_dim: int = 64
     num_heads: int = 6
@@ -69,7 +69,7 @@ class Case:
 
 @attrs.frozen
 class Written:
-    """What a launch left behind."""
+    """The outputs of a launch."""
 
     qkv: torch.Tensor
     k_cache: torch.Tensor
@@ -305,7 +305,7 @@ def test_every_scaling(loader: KernelLoader, scaling: RopeScaling | None) -> Non
 
 
 def test_e4m3_of_zeros_and_of_extremes(loader: KernelLoader) -> None:
-    """A head of zeros has the scale 1; one of tiny or huge numbers is as exact as any other."""
+    """Check that a head of zeros has scale 1, and that tiny and huge heads are as exact."""
     case = Case(cache_dtype=E4M3, rotate=False, num_tokens=5)
     inputs = {name: place(tensor, loader) for name, tensor in case.inputs().items()}
     sizes = torch.tensor([0.0, 1e-37, 1e-20, 1.0, 1e20])

@@ -195,7 +195,7 @@ def test_equal_logits(loader: KernelLoader, name: str) -> None:
 
 
 def test_ties_at_the_cut(loader: KernelLoader) -> None:
-    """Two large logits, then 2,000 equal ones of which top_p wants some: the first by id."""
+    """Cut within 2,000 equal logits, after two large ones: top_p keeps the first by id."""
     logits = torch.full((2, 4101), -20.0)
     logits[:, 100:4000:2] = 1.0
     logits[:, [50, 3000]] = 2.0

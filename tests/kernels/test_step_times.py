@@ -1,4 +1,4 @@
-"""Which part of a step's work lies between the marks that time its kernels."""
+"""The part of a step's work between the marks that time its kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two plans in flight over the code of a real GPU, whose queue lags behind by what a seed says.
+"""Two plans in flight over the code of a real GPU; a seed decides how far its queue lags behind.
 
 The tokens, their log-probabilities and those of a prompt are bit for bit those of one plan after
 the other, and the host never waits for the device but for a result. Planted mistakes of order, of
@@ -106,7 +106,7 @@ def flight(
 
 @pytest.fixture(scope="module")
 def done_at_once(flight: Flight, llama: Path) -> list[StepResult]:
-    """What a device gives that does its work when it is called."""
+    """The results of a device that does its work at once when it is called."""
     return flight.run(flight.serve(llama, EmulatedLoader()), in_flight=1)
 
 

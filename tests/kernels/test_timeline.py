@@ -77,7 +77,7 @@ def timeline(loader: KernelLoader) -> Timeline:
 
 
 def check_finished(timeline: Timeline) -> None:
-    """A step that has ended shows, if steps can be pending at all."""
+    """Assert that a step that has ended shows, if steps can be pending at all."""
     assert timeline.completions is None or is_readable(timeline.completions, 60)
 
 

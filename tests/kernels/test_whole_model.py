@@ -314,7 +314,7 @@ def test_larger_pages(llama: Path, loader: KernelLoader, page_size: int) -> None
 def test_layers_that_differ(
     family: str, loader: KernelLoader, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Some layers with a window beside some without; some that aren't rotated."""
+    """Serve layers with a window beside layers without one; some aren't rotated."""
     folder = make_tiny(family, tmp_path_factory.mktemp(family), head_dim=64)
     server = Server.of(folder, loader, graphs=True, max_num_seqs=2)
     server.maker.open(0, PROMPTS[0])

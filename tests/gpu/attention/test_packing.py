@@ -38,7 +38,7 @@ def make(
 
 
 def layout_of(counts: list[int], contexts: list[int], num_shared_pages: int) -> StepLayout:
-    """Rows whose block tables begin with the same pages, and go on with pages of their own."""
+    """Rows with block tables that begin with the same pages, and go on with pages of their own."""
     order = sorted(range(len(counts)), key=lambda i: (counts[i] > 1, -contexts[i]))
     tokens, ends = np.array(counts)[order], np.array(contexts)[order]
     start = np.concatenate([[0], tokens.cumsum()])

@@ -57,7 +57,7 @@ def batches(draw: st.DrawFn) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int6
 def most_saved(
     tables: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], c: PrefixCost
 ) -> float:
-    """Return what the best choice of groups saves, by trying every node of the tree with plain loops."""
+    """Return the saving of the best groups, by trying every node of the tree with plain loops."""
     whole = [max(int(n) - 1, 0) // PAGE_SIZE for n in lengths]
 
     def below(rows: list[int], depth: int) -> float:

@@ -1,4 +1,4 @@
-"""Which tokens slots may draw: static masks, bad words, grammars and processors, row by row."""
+"""The tokens that slots may draw: static masks, bad words, grammars and processors, row by row."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_what_prepare_says(constraints: Constraints) -> None:
 
 @attrs.define
 class Adds:
-    """Adds ``args[name]`` to the bias of token ``args[name]``; remembers who was open."""
+    """A processor that adds to the bias of token ``args[name]``; it records the open slots."""
 
     name: str
     thread: str = ""

@@ -180,7 +180,7 @@ PIECES = {
     [("(the|there|then)?e{0,2}", "then r"), ("[a-c]+d|cat( cat)*", "abcdt "), ("..", "aé\n")],
 )
 def test_masks_equal_brute_force(text: str, letters: str) -> None:
-    """A token is allowed if what it gives is the beginning of a word of the language."""
+    """Compare masks: a token is allowed if the text with it begins a word of the language."""
     pattern = regex.compile(text)
     alphabet = [chr(byte) for byte in range(32, 127)] + list(letters)
 

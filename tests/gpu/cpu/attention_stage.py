@@ -1,4 +1,4 @@
-"""Sequences whose attention is computed step by step, by any backend, and in float64."""
+"""Sequences with attention computed step by step, by any backend, and in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu.cpu.attention import CompiledAttention
 __all__ = ["Case", "Stage", "Step"]
 
 Step = Sequence[tuple[int, int]]
-"""What one step computes: (number of a sequence, how many of its next tokens)."""
+"""The rows of one step: (number of a sequence, how many of its next tokens)."""
 
 MAX_LEN = 2048
 EPS = 1e-6
@@ -77,7 +77,7 @@ class Case:
 
 
 class Stage:
-    """One backend's cache with the sequences of a case, whose pages stand in a random order."""
+    """One backend's cache with the sequences of a case, with their pages in a random order."""
 
     def __init__(
         self, case: Case, *, compiled: bool = True, threads: int = 1, page_seed: int = 0
@@ -98,7 +98,7 @@ class Stage:
                 case.cos_sin(),
                 max_tokens=sum(case.lengths),
                 threads=threads,
-                fill=torch.nan,  # what nobody wrote must not matter
+                fill=torch.nan,  # unwritten memory must not matter
             )
             self.attention = self.compiled
         else:

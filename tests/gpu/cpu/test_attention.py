@@ -117,7 +117,7 @@ def test_threads_pages_and_pieces_change_no_bit(case: Case) -> None:
 
 
 def chunks(lengths: Sequence[int], size: int) -> list[Step]:
-    """Return all sequences at once, so many tokens each; single tokens only for the last few steps."""
+    """Return steps of all sequences at once, so many tokens each; the last few of single tokens."""
     left = list(lengths)
     steps: list[Step] = []
     if size == 1:  # the whole way would take long
@@ -158,7 +158,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [[0], [0, 1, 2]])
 def test_one_plan_serves_many_layers(rows: list[int], threads: int) -> None:
-    """Each layer has a cache of its own; a long row alone is spread over the threads."""
+    """Use one plan in several layers with their own caches; a long row is spread over threads."""
     case = Case(lengths=(1800, 300, 40))
     stage = Stage(case, threads=threads)
     stage.step([(i, case.lengths[i]) for i in rows])
@@ -253,7 +253,7 @@ def test_a_shared_prefix_is_read_from_another_rows_pages() -> None:
 
 
 def test_a_token_may_be_written_again() -> None:
-    """A later token's value, next to it in memory, stays."""
+    """Check that the value of a later token, next to it in memory, stays."""
     case = Case(lengths=(40,))
     stage = Stage(case)
     expected = stage.step([(0, 40)])[0]

@@ -27,7 +27,7 @@ def _library() -> None:
 
 
 def stage_of(case: Case, prefixes: Sequence[Prefix | None], threads: int = 1) -> Stage:
-    """Return all of the sequences, without their last tokens, which each takes from pages of its own."""
+    """Return all sequences without their last tokens, which are in pages of their own."""
     stage = Stage(case, threads=threads)
     for i, prefix in enumerate(prefixes):
         if prefix is not None:
@@ -44,7 +44,7 @@ def stage_of(case: Case, prefixes: Sequence[Prefix | None], threads: int = 1) ->
 
 
 def tiles_of(stage: Stage) -> list[tuple[list[int], int]]:
-    """Sequences whose last tokens are computed together, and how many keys they share."""
+    """Sequences that compute their last tokens together, and how many keys they share."""
     case = stage.case
     ends = dict(enumerate(case.lengths))
     layout = stage.layout(ends, dict.fromkeys(ends, 1))
@@ -54,7 +54,7 @@ def tiles_of(stage: Stage) -> list[tuple[list[int], int]]:
 
 
 def check(case: Case, prefixes: Sequence[Prefix | None], threads: int = 1) -> None:
-    """The last tokens, computed in one step, have the bits of each alone, and are right."""
+    """Assert that last tokens computed in one step are right and have the bits of each alone."""
     stage = stage_of(case, prefixes, threads)
     numbers = range(len(case.lengths))
     together = stage.step([(i, 1) for i in numbers])

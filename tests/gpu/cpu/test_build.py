@@ -345,7 +345,7 @@ for make in (
 
 
 def test_no_room_for_another_thread_is_an_error(tmp_path: Path) -> None:
-    """Its stack doesn't fit: the threads that there are already end, and the process goes on."""
+    """Refuse a thread its stack: the threads started before end, and the process goes on."""
     try:
         load_library()
     except LibraryBuildError as error:

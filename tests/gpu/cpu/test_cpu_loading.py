@@ -1,4 +1,4 @@
-"""What computes a model on a CPU, and what is said where that can't be had."""
+"""The kernels that compute a model on a CPU, and the messages if they can't be had."""
 
 from __future__ import annotations
 

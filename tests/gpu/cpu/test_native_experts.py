@@ -53,7 +53,7 @@ SIZES = {
     "initializer_range": 0.1,
     "torch_dtype": "bfloat16",
 }
-"""Of which every format has whole blocks; the router's numbers are those of bfloat16."""
+"""Sizes of whole blocks in every format; the router's numbers are those of bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def model(tiny: Path) -> CompiledModel:
 def test_every_format_of_weights(
     family: str, quantization: str, formats: set[Format], stored: str, tmp_path: Path
 ) -> None:
-    """As near to the exact logits of a file with such weights as torch; routers aren't rounded.
+    """Come as near to a file's exact logits as torch with its weights; routers aren't rounded.
 
     A token has all experts: where it had some, rounding could give it others.
     """
@@ -141,7 +141,7 @@ class TestRouter:
 
     @pytest.mark.parametrize("normalized", [False, True])
     def test_the_first_of_equal_experts(self, normalized: bool, tmp_path: Path) -> None:
-        """Every expert is as probable as any other: both kernels and torch take the first three."""
+        """Make all experts equally probable: both kernels and torch take the first three."""
         path = make_tiny("qwen3_moe", tmp_path, torch_dtype="bfloat16", norm_topk_prob=normalized)
         self.change_routers(path, lambda router: router.fill(0.0))
         prompt = prompt_of(40)
@@ -158,7 +158,7 @@ class TestRouter:
 
     @pytest.mark.parametrize("count", [1, 3, 16, 33])
     def test_all_experts_of_any_number(self, count: int, tmp_path: Path) -> None:
-        """Where there is no choice, there is nothing that rounding could change."""
+        """Choose all experts, so that rounding can't change the choice."""
         path = make_tiny(
             "mixtral",
             tmp_path,
@@ -240,7 +240,7 @@ def test_adapters_of_attention(family: str, tmp_path: Path) -> None:
 
 
 def test_adapters_of_an_mlp_beside_experts(tmp_path: Path) -> None:
-    """One layer of three has no experts: its MLP may have updates, which PEFT itself leaves out."""
+    """Update the MLP of the one layer of three without experts, which PEFT itself leaves out."""
     path = make_tiny("qwen3_moe", tmp_path / "model", num_experts_per_tok=5, torch_dtype="bfloat16")
     adapter = make_adapter(path, tmp_path / "adapter", seed=1, parts=ALL_PARTS, alpha=8, rank=4)
     weights = load_file(path / "model.safetensors")

@@ -41,7 +41,7 @@ PAGE_SIZE, NUM_PAGES, MAX_TOKENS = 4, 128, 256
 SCORED = attrs.evolve(GREEDY, logprobs=0)
 """Greedy, but its logits are made and shown to the sampler."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-"""Of which every format has whole blocks."""
+"""Sizes of whole blocks in every format."""
 
 
 def compiled(path: Path, quantization: str = "none", threads: int = 2) -> CompiledModel:
@@ -240,7 +240,7 @@ class TestSteps:
             maker.open(slot, prompt)
         drawn = maker.step({slot: len(prompt) for slot, prompt in list(plain.items())[:20]})
         drawn |= maker.step({slot: len(plain[slot]) for slot in range(39, 19, -1)})
-        assert not sampler.seen  # nobody needed their logits
+        assert not sampler.seen  # their logits weren't needed
         for slot, prompt in plain.items():
             logits = self.alone(model, prompt, 1)[0]
             assert drawn[slot] == [int(logits.argmax())]
@@ -331,7 +331,7 @@ class TestQuantized:
     def test_any_model_s_weights_can_be_rounded(
         self, quantization: str, formats: set[Format], layers: str, tied: bool, tmp_path: Path
     ) -> None:
-        """As a GGUF file's are, whose embedding and head have 8 bits."""
+        """Round as a GGUF file with 8 bits for embedding and head does."""
         folder = make_tiny("qwen2", tmp_path, tie_word_embeddings=tied, **SIZES)
         model = compiled(folder, quantization)
         assert set(model.num_weights) == formats

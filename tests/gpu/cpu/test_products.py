@@ -28,12 +28,12 @@ SHAPES = ((17, 64), (100, 576), (960, 576), (50, 1536), (130, 4096), (33, 4096 +
 FLOAT = 2.0**-24
 """The largest relative error of one rounding to float32."""
 BF16 = 2.0**-8
-"""The same for bfloat16."""
+"""The unit roundoff of bfloat16."""
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[Pool]]:
-    """Of one, two and three threads."""
+    """A pool of one, two and three threads."""
     try:
         made = [Pool(threads) for threads in (1, 2, 3)]
     except LibraryBuildError as error:
@@ -88,7 +88,7 @@ def bound_of_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def bound_of_rounding(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what activations may be off by, at worst, that are rounded to 8 bits for every 32 of them."""
+    """Return the largest error of activations that are rounded to 8 bits in groups of 32."""
     blocks = x.double().abs().view(len(x), -1, 32)
     steps = blocks.amax(2) / 127
     sums = weight.double().abs().view(len(weight), -1, 32).sum(2)
@@ -176,7 +176,7 @@ def test_segments_of_different_kinds(
 
 
 def test_eight_bits_lose_half_a_percent(pool: Pool) -> None:
-    """Of a product's norm, on normally distributed numbers; weights alone lose as much again."""
+    """Measure it against a product's norm, on normal numbers; weights alone lose as much again."""
     weight, x = random(960, 576), random(64, 576, seed=1).bfloat16()
     exact = x.double() @ weight.double().T
     lost = {}
@@ -300,7 +300,7 @@ def test_a_product_that_precedes_another_is_the_same(pools: list[Pool]) -> None:
 
 
 def test_the_struct_is_that_of_the_header(pool: Pool) -> None:
-    """A product of three segments is 40 bytes and three times 32."""
+    """Check the size of a product with three segments: 40 bytes and three times 32."""
     product = PackedProduct([pack(random(16, 64), Kind.Q8_0, pool)] * 3)
     assert ctypes.sizeof(product.struct) == 136
     assert [segment.first for segment in product.struct.segments] == [0, 16, 32]

@@ -125,7 +125,7 @@ def test_rows_without_a_token_say_why(library: ctypes.CDLL, temperature: float) 
 @pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_tokens_as_torchs(library: ctypes.CDLL, name: str, kind: str) -> None:
-    """No near-tie of rounding is among these: they are the same on every machine but for exp."""
+    """Compare rows without near-ties: but for exp, they are the same on every machine."""
     number = 50
     logits = logits_of(kind, number)
     rows = rows_of(OPTIONS[name], number)
@@ -171,7 +171,7 @@ SOME = list(OPTIONS.values())[:8]
 
 
 def test_a_row_depends_on_nothing_but_itself(library: ctypes.CDLL) -> None:
-    """Not on its batch, and not on the number of threads."""
+    """Vary the batch and the number of threads."""
     logits = logits_of("flat", len(OPTIONS))
     rows = [rows_of(options, 1, seed)[0] for seed, options in enumerate(OPTIONS.values())]
     alone = CompiledSampler(library, VOCAB, 1)
@@ -198,7 +198,7 @@ def chi_square(observed: npt.NDArray[np.int64], probabilities: npt.NDArray[np.fl
 
 
 def test_many_draws_follow_the_distribution_of_many_blocks(library: ctypes.CDLL) -> None:
-    """Of 300 blocks one token each is likely: the race between blocks is what is seen."""
+    """Test the race between blocks: of 300 blocks, one token each is likely."""
     vocab_size, number = 300 * 128, 5_000
     x = np.full((1, vocab_size), -np.inf, dtype=np.float32)
     x[0, ::128] = np.linspace(0, 2, 300)

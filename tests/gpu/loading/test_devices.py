@@ -1,4 +1,4 @@
-"""Which device and number format are chosen, and what is said when that can't be."""
+"""The choice of device and number format, and the messages if there is none."""
 
 from __future__ import annotations
 

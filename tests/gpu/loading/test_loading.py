@@ -1,4 +1,4 @@
-"""What a model's files and the options make of an engine, and how loading is shown."""
+"""The limits that an engine gets from a model's files and the options; progress of loading."""
 
 from __future__ import annotations
 

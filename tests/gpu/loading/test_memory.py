@@ -1,4 +1,4 @@
-"""How memory is shared out, on a CPU and on a GPU, in numbers made up."""
+"""The division of memory, on a CPU and on a GPU, in made-up numbers."""
 
 from __future__ import annotations
 

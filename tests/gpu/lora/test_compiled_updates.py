@@ -48,7 +48,7 @@ LIBRARY.adapters_update.argtypes = [
 
 
 def packed(updates: list[LowRankUpdate | None], outputs: list[int]) -> CompiledAdapter:
-    """Return a single layer whose first product has ``updates``, one for each of its parts."""
+    """Return a single layer with ``updates`` in its first product, one for each of its parts."""
     products, memory = (AdapterProductStruct * len(PACKED_MODULES))(), list[np.ndarray]()
     first = 0
     for update, size in zip(updates, outputs, strict=True):
@@ -69,7 +69,7 @@ def updated(
     y: np.ndarray,
     threads: int,
 ) -> np.ndarray:
-    """``y`` with the updates of those tokens whose owner isn't 0."""
+    """Return ``y`` with the updates of the tokens that have an owner other than 0."""
     result = y.copy()
     tokens = {
         number: np.flatnonzero(owners == number).astype(np.int32)

@@ -82,7 +82,7 @@ class Sequences:
         self._pages = 0
 
     def prefill(self, prompts: Sequence[tuple[Sequence[int], int]], first: int = 0) -> Logits:
-        """Return the logits [R, V] after each prompt, which has an adapter; slots from ``first`` on."""
+        """Return the logits [R, V] after each prompt with its adapter; slots from ``first`` on."""
         opened = []
         for number, (prompt, adapter) in enumerate(prompts, first):
             pages = range(self._pages, self._pages + len(prompt) // PAGE_SIZE + 1)
@@ -104,7 +104,7 @@ class Sequences:
         )
 
     def decode(self, numbers: Sequence[int], token: int) -> Logits:
-        """The same after one more token, ``token``, in each of the slots."""
+        """Return the logits after one more token, ``token``, in each of the slots."""
         for number in numbers:
             slot = self._slots[number]
             slot.settle(slot.extend(), token)
@@ -134,7 +134,7 @@ def all_logits(model: CpuModel, prompt: Sequence[int], adapter: int) -> Logits:
 
 
 def exact_logits(path: Path, adapter: Path, prompt: Sequence[int]) -> Logits:
-    """The same by PEFT over transformers, in float32."""
+    """Return the logits of PEFT over transformers, in float32."""
     import peft
     import transformers
 

@@ -1,4 +1,4 @@
-"""Which adapters have places on a device: the last used ones, and only those that are loaded."""
+"""The adapters in a device's slots: the last used ones, and only those that are loaded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_last_used_stay(places: AdapterPlaces) -> None:
     assert bring(3, 2) == [one, two]  # 1 makes way, though 2 came before 3
     assert bring(2, 1) == [two, one]
     places.store.unload(2)
-    assert bring(3) == [two]  # in the place of what nobody knows any more
+    assert bring(3) == [two]  # in the slot of the unloaded one
     assert bring(1, 3) == [one, two]
 
 

@@ -1,4 +1,4 @@
-"""What an adapter's files may hold, and the one line for each thing that they may not."""
+"""The contents that an adapter's files may have, and the one-line refusal of anything else."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_files_that_are_missing_or_damaged(adapter: Path, config: ModelConfig) -
 )
 @given(data=st.data())
 def test_any_byte_may_be_wrong(data: st.DataObject, model: Path, config: ModelConfig) -> None:
-    """What a damaged file gives is an adapter, if only numbers are wrong, or a refusal."""
+    """Read a damaged file: the result is an adapter, if only numbers are wrong, or a refusal."""
     folder = model.parent / "damaged"
     if not folder.exists():
         make_adapter(model, folder)

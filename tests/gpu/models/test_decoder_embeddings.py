@@ -50,7 +50,7 @@ def make_embedder(folder: Path, pooling: str = "last", *more: Any, **overrides: 
 
 
 def save_bare(folder: Path, place: Path) -> Path:
-    """Return the model in ``folder`` without what makes logits, in ``place`` with the same other files."""
+    """Return the model in ``folder`` without its head, in ``place`` with the same other files."""
     transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(place)
     for path in folder.iterdir():
         if path.is_dir():

@@ -111,7 +111,7 @@ class TestConfiguration:
 
     @pytest.mark.parametrize("family", sorted(EXPERT_FAMILIES))
     def test_the_tensors_are_all_that_transformers_has(self, family: str, tmp_path: Path) -> None:
-        """What a GPU's memory is asked for is counted from them."""
+        """Compare names and shapes: the memory that a GPU needs is counted from them."""
         folder = make_tiny(family, tmp_path)
         stored = load_file(folder / "model.safetensors").values()
         expected = expected_tensors(open_model(folder).config).values()

@@ -80,7 +80,7 @@ def test_a_product_in_float32(dtype: torch.dtype, with_bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_float32_beyond_the_cpu(dtype: torch.dtype) -> None:
-    """The meta device has torch's product with a dtype of its own for the result, as a GPU has."""
+    """Use the meta device: as on a GPU, torch's product has a dtype of its own for the result."""
     linear = Linear(torch.empty(24, 40, dtype=dtype, device="meta"))
     x, out = torch.empty(3, 40, dtype=dtype, device="meta"), torch.empty(3, 24, device="meta")
     for product in (linear.in_float32(x), linear.in_float32(x, out)):

@@ -69,7 +69,7 @@ def test_ids_past_the_vocabulary_are_passed_over() -> None:
 
 
 def test_logits_in_wider_rows() -> None:
-    """The head may be padded to more columns than the vocabulary has tokens."""
+    """Draw from a head padded to more columns than the vocabulary has tokens."""
     drawing = sampler()
     wide = torch.full((4, 307), 99.0)
     model = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))

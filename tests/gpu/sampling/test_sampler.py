@@ -142,7 +142,7 @@ def critical_value(freedom: int) -> float:
 
 
 def assert_drawn_from(drawn: npt.NDArray[np.int64], probabilities: Floats) -> None:
-    """No token of probability 0, and the counts pass a chi-square test at the level 1e-4."""
+    """Assert that counts pass a chi-square test at level 1e-4, with no token of probability 0."""
     observed = np.bincount(drawn, minlength=len(probabilities))
     assert observed[probabilities == 0].sum() == 0
     expected = probabilities * len(drawn)
@@ -503,7 +503,7 @@ def test_log_probabilities_are_those_before_the_adjustment() -> None:
 
 
 def test_a_token_of_weight_zero_is_never_drawn() -> None:
-    """Two tokens are left in a vocabulary of three blocks, one of which is empty."""
+    """Draw from two tokens left in a vocabulary of three blocks, one of them empty."""
     logits = np.full(300, -np.inf)
     logits[[3, 299]] = 0.0
     drawn = draw(logits, SamplerParams(), 2000)
@@ -512,7 +512,7 @@ def test_a_token_of_weight_zero_is_never_drawn() -> None:
 
 
 def test_rounding_changes_a_draw_only_at_near_ties() -> None:
-    """A wide distribution over a large vocabulary, before and after noise such as bfloat16 makes:
+    """Draw from a wide distribution over a large vocabulary, with and without bfloat16's noise:
     the draws differ about as often as the distributions do, and no more."""
     generator = np.random.default_rng(3)
     logits = generator.normal(0.0, 2.0, 20_000)

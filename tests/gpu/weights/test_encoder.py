@@ -69,7 +69,7 @@ async def test_what_cannot_take_their_place(old: Path, tmp_path: Path) -> None:
 
 
 async def test_requests_under_way_keep_the_weights_they_began_with(old: Path, new: Path) -> None:
-    """Each request's vectors are all of the old weights or all of the new ones."""
+    """Check that a request's vectors are all of the old weights or all of the new ones."""
     both = [await vectors_of(folder) for folder in (old, new)]
     found: list[npt.NDArray[np.float32]] = []
     exchanged = False

@@ -41,7 +41,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with its weights changed."""
+    """The model with its weights changed."""
     folder = tmp_path_factory.mktemp("new") / "model"
     shutil.copytree(old, folder)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")

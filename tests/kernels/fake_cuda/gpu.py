@@ -25,7 +25,7 @@ __all__ = ["FakeGpu", "fake_gpu"]
 
 @attrs.frozen
 class FakeGpu:
-    """A GPU whose ``queue`` says when what is done, and the real loader of kernels for it."""
+    """A GPU with a ``queue`` that orders its work, and the real loader of kernels for it."""
 
     queue: Queue
     loader: DeviceLoader

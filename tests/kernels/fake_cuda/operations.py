@@ -1,4 +1,4 @@
-"""What torch computes on the device, queued: shapes are known at once, numbers later."""
+"""Torch's operations on the device, queued: shapes are known at once, numbers later."""
 
 from __future__ import annotations
 

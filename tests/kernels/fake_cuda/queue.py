@@ -1,4 +1,4 @@
-"""Streams, events and graphs of one device, whose work is done lazily in an order that CUDA allows.
+"""Streams, events and graphs of one device, run lazily in an order that CUDA allows.
 
 A stream does its work in order, and the streams of a device have no order but that of events. A
 seed decides when work is done that no event forces.
@@ -21,7 +21,7 @@ LARGEST_BURST = 64
 
 
 class CudaError(RuntimeError):
-    """A call that CUDA refuses, or one whose result it leaves open."""
+    """A call that CUDA refuses, or one with a result that it leaves open."""
 
 
 @attrs.define(eq=False)

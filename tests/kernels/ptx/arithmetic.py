@@ -82,7 +82,7 @@ def _narrowed(target: Format, *, saturate: bool = False) -> Result:
 
 
 def _narrowed_pair(target: Format, *, saturate: bool = False) -> Result:
-    """Of two float32 the first goes to the upper half."""
+    """Narrow two float32; the first goes to the upper half."""
     width = np.uint64(1 + target.exponent_bits + target.fraction_bits)
     one = _narrowed(target, saturate=saturate)
     return lambda a, b: one(a) << width | one(b)

@@ -24,11 +24,11 @@ class Case:
 
     kernel: str
     shape: tuple[int, ...]
-    """Of ``out``."""
+    """Shape of ``out``."""
     inputs: Callable[[], list[torch.Tensor]]
     """The tensors a, b and c, as many as the kernel reads."""
     dtype: torch.dtype = torch.int32
-    """Of ``out``; floats are compared as numbers, so that any NaN is NaN, and others by bits."""
+    """Type of ``out``; floats are compared as numbers, so that any NaN is NaN, others by bits."""
     num: int = 0
     element: torch.dtype = torch.bfloat16
     num_threads: int = 32
@@ -40,7 +40,7 @@ class Case:
     """The interpreter may run threads in step: they have nothing to do with each other."""
     rtol: float = 0
     atol: tuple[float, ...] = (0,)
-    """What the results may differ by; the absolute error is that of each column."""
+    """The tolerance of the results; the absolute error is that of each column."""
 
     def run(self, loader: KernelLoader) -> torch.Tensor:
         """Launch, and return ``out``."""
@@ -104,7 +104,7 @@ def _rows(*sizes: int) -> list[torch.Tensor]:
 
 
 def _fragments(element: torch.dtype, special: bool) -> list[torch.Tensor]:
-    """a, b and c, whose products and sums are exact in float32; ``special`` ones among them."""
+    """Return a, b and c with products and sums exact in float32; ``special`` ones among them."""
     generator = torch.Generator().manual_seed(3)
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is added to the exponent."""
+        """The bias of the exponent."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property

@@ -41,7 +41,7 @@ def run_block(block: Block, executed: set[str], *, together: bool) -> None:
 
 
 class _Run:
-    """Where each thread of a block is."""
+    """The position of each thread of a block."""
 
     def __init__(self, block: Block, executed: set[str]) -> None:
         self.block = block

@@ -69,7 +69,7 @@ class InterpretedLoader:
 
     @property
     def num_multiprocessors(self) -> int:
-        """As in the emulation."""
+        """Do as the emulation does."""
         return 4
 
     def load(self, source: KernelSource) -> Kernel:

@@ -27,7 +27,7 @@ __all__ = ["WARP", "Array", "Block", "dtype_of", "to_bits", "typed"]
 
 Array = npt.NDArray[Any]
 WARP = 32
-_SHARED_BASE = 1024  # so that address 0 is nobody's
+_SHARED_BASE = 1024  # so that address 0 is never valid
 _POISON = 0xFF
 _KINDS = {"u": "u", "s": "i", "b": "u", "f": "f"}
 
@@ -54,7 +54,7 @@ class _Copy:
 
     threads: Array
     groups: Array
-    """Which group of its thread each copy is in."""
+    """The group of each copy, among those of its thread."""
     to: Array
     sources: Array
     sizes: Array
@@ -142,7 +142,7 @@ class Block:
         memory[offsets[:, None] + np.arange(num_bytes)] = content
 
     def _memory(self, space: str, addresses: Array, num_bytes: int) -> tuple[Array, Array]:
-        """Return the bytes of a space from its lowest address on, and where in them each access begins."""
+        """Return the bytes of a space from its lowest address on, and each access's offset."""
         if (addresses % np.uint64(num_bytes)).any():
             raise PtxError(f"{self.entry.name}: an address is no multiple of {num_bytes}")
         low, high = int(addresses.min()), int(addresses.max()) + num_bytes

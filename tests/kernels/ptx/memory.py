@@ -107,7 +107,7 @@ def _wait(block: Block, instruction: Instruction, threads: Array) -> None:
 
 
 def _move(block: Block, instruction: Instruction, threads: Array) -> None:
-    """One register to another; or the halves of one, lowest first, to or from a vector."""
+    """Move one register to another; or the halves of one, lowest first, to or from a vector."""
     target, source = instruction.operands
     width = (
         int(instruction.opcode.rpartition(".")[2][1:]) if "pred" not in instruction.opcode else 1

@@ -49,7 +49,7 @@ def run(ptx: str, *, together: bool) -> tuple[Array, set[str]]:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_lanes_that_branch_apart_meet_again(together: bool) -> None:
-    """Each lane loops as often as its number says; the inner predicate hides the outer one."""
+    """Let each lane loop as often as its number says; the inner predicate hides the outer one."""
     out, executed = run(LOOP, together=together)
     assert out[:, 0].tolist() == [n * (n + 1) // 2 for n in range(64)]
     assert out[:, 1].tolist() == [1] * 32 + [0] * 32

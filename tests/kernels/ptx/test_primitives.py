@@ -133,7 +133,7 @@ def _calls(text: str, names: set[str]) -> set[str]:
 
 
 def test_every_primitive_is_called() -> None:
-    """All functions with a body of PTX are called from the kernels of the cases."""
+    """Check that the kernels of the cases call all functions with a body of PTX."""
     functions = _functions()
     with_ptx = {name for name, body in functions.items() if re.search(r"\basm\b", body)}
     assert {"mma", "mma_first", "ldmatrix", "copy_async_wait", "pack", "settled"} <= with_ptx
@@ -146,7 +146,7 @@ def test_every_primitive_is_called() -> None:
 
 
 def test_every_opcode_of_the_header_is_executed() -> None:
-    """A call may be of another template argument, but then its opcode is missing."""
+    """Check opcodes: a call may be of another template argument, but then its opcode is missing."""
     strings = re.findall(r'\basm(?: volatile)?\("([^"]*)"', (FOLDER / "hardware.cuh").read_text())
     assert len(strings) > 25
     opcodes = {

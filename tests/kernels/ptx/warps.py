@@ -72,7 +72,7 @@ def _nothing(block: Block, instruction: Instruction, threads: Array) -> None:
 
 
 def _load_matrices(*, transposed: bool) -> Operation:
-    """ldmatrix of four matrices, whose rows the lanes give addresses of, eight lanes a matrix.
+    """Run ldmatrix on four matrices; the lanes give the addresses of rows, eight lanes a matrix.
 
     A lane gets two neighbours of each matrix, the lanes in the order of its elements.
     """

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_what_any_model_does(folder: Path, tmp_path: Path) -> None:
-    """One engine for all of it, since its worker takes seconds to start."""
+    """Use one engine for all of it, since its worker takes seconds to start."""
     prompt = list(range(3, 60))
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
     async with open_tiny_engine(

@@ -25,7 +25,7 @@ PAGE_SIZE, NUM_PAGES = 4, 64
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> RecordingSampler:
-    """What the models loaded in a test draw with."""
+    """The sampler of the models loaded in a test."""
     recording = RecordingSampler(VOCAB_SIZE, "cpu")
     monkeypatch.setattr(loading, "make_sampler", lambda *_: TorchSampler(recording))
     return recording
@@ -145,7 +145,7 @@ def test_bfloat16_is_as_near_as_transformers_is(tmp_path: Path, sampler: Recordi
 
 
 def test_pages_may_move_to_the_host_and_back(tmp_path: Path) -> None:
-    """All layers of them, be they alike or not."""
+    """Move the pages of all layers, whether these are alike or not."""
     folder = make_other(*FAMILIES["deepseek_v3"], tmp_path)
     runner = serving(folder, kv_offloading_bytes=1 << 20).runner
     runner.reset(1)

@@ -1,4 +1,4 @@
-"""Which products of a model are packed, and that they give the same."""
+"""The products of a model that are packed; their results stay the same."""
 
 from __future__ import annotations
 

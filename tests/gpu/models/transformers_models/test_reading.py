@@ -1,4 +1,4 @@
-"""What is heard of a model while transformers reads it."""
+"""Log lines and errors while transformers reads a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What isn't served through transformers, each said in one line that names it."""
+"""Models that aren't served through transformers: each is refused in one line that names why."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_class_that_chooses_others(changed: Callable[..., Path]) -> None:
 
 
 def test_an_adapter_beside_the_model(changed: Callable[..., Path]) -> None:
-    """Of which transformers would load the base model instead, wherever that is."""
+    """Refuse it: transformers would load the adapter's base model instead, wherever that is."""
     folder = changed()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     assert f"it comes with an adapter in {folder}: merge the two" in refusal(folder)
@@ -154,7 +154,7 @@ def test_other_logits_than_with_plain_attention(
 
 
 def test_rounding_is_no_other_logits(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it isn't little, it is measured by what transformers' own attentions differ in."""
+    """Measure rounding that isn't small by the difference between transformers' own attentions."""
     monkeypatch.setattr(check, "TOLERANCES", {torch.bfloat16: 0.0})
     start = start_message(EngineConfig(str(neox), dtype="bfloat16", device="cpu"), neox)
     assert load(start, unseen).ready.dtype == "bfloat16"
