@@ -237,8 +237,9 @@ class CoreMachine(RuleBasedStateMachine):
         request = output.sequence.request
         assert len(output.logprobs or ()) in (0, len(output.token_ids))
         assert output.logprobs is not None or not output.token_ids or not request.params.logprobs
-        for entry in output.logprobs or ():
-            context = request.prompt_ids + self.delivered[id(output.sequence)]
+        before = request.prompt_ids + self.delivered[id(output.sequence)]
+        for place, entry in enumerate(output.logprobs or ()):
+            context = [*before, *output.token_ids[:place]]
             expected = fake_logprobs(context, VOCAB)[list(request.params.logprob_token_ids)]
             assert [logprob for _, logprob, _ in entry.asked] == expected.tolist()
 
