@@ -16,7 +16,9 @@ from trioserve.text.tokenizer import Tokenizer
 
 
 class AbsentTokenizer(Tokenizer):
-    """Knows nothing but the size of the vocabulary; log-probabilities name tokens by their ids."""
+    """Tokenizer that knows only the vocabulary's size; log-probabilities name tokens by
+    their ids.
+    """
 
     has_text = False
 
@@ -33,7 +35,7 @@ class AbsentTokenizer(Tokenizer):
         return ""
 
     def token_of(self, text: str) -> None:
-        """Return None: no token is spelled in any way."""
+        """Return None: no token has a spelling."""
 
     def incremental_decoder(
         self,
@@ -42,7 +44,7 @@ class AbsentTokenizer(Tokenizer):
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> IncrementalDecoder:
-        """Return what gives no text of an output."""
+        """Return a decoder that gives no text."""
         return NoText()
 
     def token_bytes(self, id: int) -> bytes:
@@ -50,11 +52,11 @@ class AbsentTokenizer(Tokenizer):
         return b""
 
     def token_text(self, id: int) -> str:
-        """Return the token's id, as log-probabilities may name it elsewhere, too."""
+        """Return the token's id as text, as log-probabilities elsewhere may name it."""
         return f"token_id:{id}"
 
     def bad_word_ids(self, words: Sequence[str]) -> NoReturn:
-        """Refuse them."""
+        """Refuse bad words."""
         raise _refusal("bad_words")
 
     def fewest_tokens(self, prompt: Prompt) -> int:

@@ -1,4 +1,4 @@
-"""Encoding texts that may be far too long, without taking time and memory for all of them."""
+"""Encoding of texts that may be far too long, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
 PART_CHARACTERS = 1 << 18
-"""The size of the part of a longer text that is encoded first, to see how many tokens it has."""
+"""The size of a long text's first part, which is encoded first to count its tokens."""
 _PART_TOKENS = 256
-"""More than the tokens by which a part and the whole differ where the part ends."""
+"""A bound on the tokens that differ between a part and the whole where the part ends."""
 _MOST_CHARACTERS_MADE_ONE = 4
-"""The most characters that a normalizer makes one."""
+"""The most characters that a normalizer merges into one."""
 
 _Cuttable = TypeVar("_Cuttable", str, list[int])
 
 
 def cut(whole: _Cuttable, keep: int, side: str) -> _Cuttable:
-    """``keep`` items of ``whole``, cut off on the left or on the right."""
+    """Return ``keep`` items of ``whole``, cut off on the left or on the right."""
     return whole[:keep] if side == "right" else whole[max(len(whole) - keep, 0) :]
 
 
@@ -39,7 +39,7 @@ def _encoding(text: str) -> Iterator[None]:
 
 
 class BoundedEncoder:
-    """The texts of prompts to token ids, in ``backend``.
+    """Encoder of prompts' texts, with bounds.
 
     All methods raise :class:`~trioserve.protocol.errors.InvalidRequest` for a text that can't be
     encoded.
@@ -52,9 +52,9 @@ class BoundedEncoder:
     def __init__(self, backend: tokenizers.Tokenizer, *, longest_token: int) -> None:
         self._backend = backend
         self.characters_per_token = _MOST_CHARACTERS_MADE_ONE * longest_token
-        """The most characters that a token stands for."""
+        """The most characters of one token."""
         self.max_model_len: int | None = None
-        """The most tokens that a prompt may have, as far as that is known."""
+        """The most tokens that a prompt may have, where that is known."""
 
     @property
     def max_characters(self) -> int:
@@ -62,7 +62,7 @@ class BoundedEncoder:
         return max_characters(self.max_model_len)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of ``text``.
+        """Return the ids of ``text``.
 
         Raises:
             InvalidRequest: it has more than :attr:`max_characters`.
@@ -76,14 +76,14 @@ class BoundedEncoder:
                 [text], add_special_tokens=add_special_tokens
             )
             ids = encoding.ids
-            del encoding  # so that its memory can be given back
+            del encoding  # gives its memory back
             return ids
 
     def check_characters(self, number: int, param: str) -> None:
-        """Refuse a text that has at least so many characters, if that is too long.
+        """Refuse a text of at least ``number`` characters if that is too long.
 
         Raises:
-            ContextTooLong: it is.
+            ContextTooLong: it is too long.
         """
         if number > self.max_characters:
             raise ContextTooLong(
@@ -93,10 +93,10 @@ class BoundedEncoder:
             )
 
     def check_length(self, text: str, param: str) -> None:
-        """Refuse a text that is too long, where that is known before all of it is encoded.
+        """Refuse a text that is too long, before all of it is encoded if possible.
 
         Raises:
-            ContextTooLong: it is.
+            ContextTooLong: it is too long.
         """
         self.check_characters(len(text), param)
         context = self.max_model_len
@@ -114,10 +114,12 @@ class BoundedEncoder:
     def encode_part(
         self, text: str, keep: int, cut_side: str, add_special_tokens: bool
     ) -> list[int]:
-        """The first or last ``keep`` ids of ``text``, as the tokenizer's own truncation gives them.
+        """Return the first or last ``keep`` ids of ``text``, as the tokenizer's own truncation
+        does.
 
-        No more of the text is encoded than so many tokens can stand for, and of a long text a part
-        first, which usually has enough of them. What the cut makes of a word doesn't show.
+        At most the characters that ``keep`` tokens can stand for are encoded. Of a long text, a
+        part is encoded first, which usually has enough tokens. The ids next to the part's cut are
+        dropped, since a cut word may have other tokens.
         """
         most = (keep + 1) * self.characters_per_token
         text = cut(text, min(most, max_characters(keep)), cut_side)

@@ -1,10 +1,10 @@
-"""Chat templates: a conversation in, the text that the model was trained to see out.
+"""Chat templates: conversations rendered as the text that the model was trained with.
 
-Templates are jinja2, as transformers defines them: the same whitespace rules, the same extra
-functions and tags, the same variables. Tool calls, whose arguments the OpenAI API has as JSON text,
-are handed to them as they print them. They come with models, so they run in jinja2's sandbox, and
-what they take is bounded, here or in a process of its own; an error in one is the request's error,
-never the server's.
+Templates are jinja2 as transformers defines them, with its whitespace rules, functions, tags and
+variables. The OpenAI API gives the arguments of tool calls as JSON text; a template gets them in
+the form that it prints. Templates come with models, so they run in jinja2's sandbox and within
+bounds of time and memory, here or in a process of its own. An error in a template is the request's
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, mea
 from trioserve.text.template_sandbox import TemplateEnvironment
 
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
-"""Put at the end of the message to be continued. Its space shows whether the template trims."""
+"""Mark at the end of the message to be continued. Its space shows whether the template trims."""
 
 
 class ConversationFields(Protocol):
@@ -32,7 +32,7 @@ class ConversationFields(Protocol):
 
     @property
     def messages(self) -> Sequence[Any]:
-        """Maps with a role and a content."""
+        """Dicts with a role and a content."""
 
     @property
     def template_arguments(self) -> Mapping[str, Any]:
@@ -40,11 +40,11 @@ class ConversationFields(Protocol):
 
     @property
     def add_generation_prompt(self) -> bool:
-        """Whether the text ends with the beginning of an answer."""
+        """True if the text ends with the beginning of an answer."""
 
     @property
     def continue_final_message(self) -> bool:
-        """Whether the text ends within the last message."""
+        """True if the text ends within the last message."""
 
 
 class ChatTemplate:
@@ -52,11 +52,11 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        bos_token, eos_token, special_tokens: what the template knows under these names. Those that
-            are None are left undefined, and print nothing.
+        bos_token, eos_token, special_tokens: the template's variables of these names. None leaves
+            one undefined, so that it prints nothing.
 
     Raises:
-        ModelLoadError: the text is no template; the message names the line.
+        ModelLoadError: the text isn't a template; the message names the line.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         try:
-            environment = BoundedEnvironment()  # It computes nothing before it has to.
+            environment = BoundedEnvironment()  # computes nothing before it has to
             tree = environment.parse(source)
             bounded = environment.printer(source)
         except jinja2.TemplateSyntaxError as error:
@@ -77,19 +77,19 @@ class ChatTemplate:
                 f"the chat template is not valid jinja2: line {error.lineno}: {error.message}"
             ) from error
         except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
-            # jinja2 makes Python of it, which has limits of its own.
+            # jinja2 compiles it to Python, which has limits of its own.
             reason = f"{type(error).__name__}: {error}"
             raise ModelLoadError(f"the chat template can't be compiled: {reason}") from error
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self.tokens = {name: token for name, token in tokens.items() if token is not None}
-        """Special tokens, by the names that the template has for them."""
+        """Special tokens by their names in the template."""
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        """The names that the template looks at: arguments of other names change nothing.
+        """The names that the template reads: arguments of other names change nothing.
 
-        Those that it sets itself aren't among them, unless it does so in one branch only.
+        Names that the template sets itself aren't among them, unless only one branch sets them.
         """
         self.takes_parts = _iterates_over_content(tree)
-        """Whether the template looks at the parts of a content; else it is given one string."""
+        """True if the template reads the parts of a content; otherwise it gets one string."""
 
         self._bounded = _Renderer(bounded, self.tokens, self.takes_parts)
 
@@ -99,9 +99,9 @@ class ChatTemplate:
         return _Renderer(printer, self.tokens, self.takes_parts)
 
     def render(self, prompt: ConversationFields) -> str:
-        """Return the text of ``prompt``, special tokens written out (encode it without adding any).
+        """Return the text of ``prompt``, special tokens included (encode it without adding any).
 
-        Time and memory aren't bounded, so a server does this in a process of its own.
+        Time and memory aren't bounded, so a server renders in a process of its own.
 
         Raises:
             InvalidRequest: the messages are malformed, or the template refuses them.
@@ -109,7 +109,7 @@ class ChatTemplate:
         return self._unbounded.render(prompt)
 
     def render_within_bounds(self, prompt: ConversationFields) -> str:
-        """Return what :meth:`render` does, in microseconds or a few milliseconds.
+        """Return the text of :meth:`render`, within microseconds or a few milliseconds.
 
         Raises:
             BeyondBounds: it may take longer.
@@ -121,10 +121,10 @@ class ChatTemplate:
 
 @attrs.define(eq=False)
 class _Renderer:
-    """A template in one of the environments."""
+    """A compiled template in one of the environments."""
 
     _print: Callable[[dict[str, Any]], str]
-    """Prints the template with the variables given."""
+    """Function that renders the template with variables."""
     _tokens: Mapping[str, str]
     _takes_parts: bool
     _arguments_as_text: bool | None = attrs.field(default=None, init=False)
@@ -163,8 +163,8 @@ class _Renderer:
         except jinja2.TemplateError as error:
             raise _refuse(f"the chat template can't print the messages: {error.message}") from error
         except Exception as error:
-            # A template is a program over the client's data: a missing or mistyped field raises
-            # whatever Python raises there.
+            # A template is a program over the client's data: a missing field or a wrong type raises
+            # any exception of Python.
             reason = f"{type(error).__name__}: {error}"
             raise _refuse(f"the chat template can't print the messages: {reason}") from error
 
@@ -187,12 +187,12 @@ class _Renderer:
         if calls:
             printed["tool_calls"] = [self._tool_call(call) for call in _items(calls)]
         else:
-            # Templates ask whether there is the key, and clients send it empty as well.
+            # Templates test for the key, and clients also send it empty.
             printed.pop("tool_calls", None)
         return printed
 
     def _tool_call(self, call: Any) -> Any:
-        """A call, with its arguments in the form that the template prints."""
+        """Return a tool call with its arguments in the form that the template prints."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             return call
@@ -205,10 +205,11 @@ class _Renderer:
         return {**call, "function": {**function, "arguments": arguments}}
 
     def _prints_arguments_as_text(self) -> bool:
-        """Return whether the template prints a call's arguments as they are: they must be text.
+        """Return whether the template prints a call's arguments unchanged, so that they must be
+        text.
 
-        Clients send them as JSON, and most templates print them as JSON again or one by one. Tried
-        out with a conversation: an object must fail or be printed as Python writes it.
+        Clients send JSON. Most templates print it as JSON again or argument by argument. This
+        renders a conversation on trial: with a dict, such a template fails or prints Python's form.
         """
         if self._arguments_as_text is None:
             as_object, as_text = (
@@ -247,9 +248,9 @@ def _items(calls: Any) -> Sequence[Any]:
 
 
 def _object_of(arguments: str) -> Any:
-    """The object that ``arguments`` are as JSON; the text itself if it is none."""
+    """Return the object in the JSON text ``arguments``; the text itself if it holds no object."""
     if not arguments.strip():
-        return {}  # how some clients write a call without arguments
+        return {}  # some clients write a call without arguments so
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -270,7 +271,7 @@ def _part_text(part: Any) -> str:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Put the mark behind the final message's text, in place; returns that text without it."""
+    """Append the mark to the final message's text, in place; return that text without it."""
     content = messages[-1]["content"]
     if isinstance(content, str):
         messages[-1]["content"] = content + _CONTINUE_HERE
@@ -296,10 +297,10 @@ def _cut_at_mark(rendered: str, final: str) -> str:
 
 
 def _iterates_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether a ``for`` loop in the template goes over a message's content.
+    """Return whether a ``for`` loop of the template iterates over a message's content.
 
-    That is ``message['content']`` or ``message.content`` of any variable, or a variable that was
-    set to one of these; filters behind it don't matter.
+    The loop's subject is ``message['content']`` or ``message.content`` of any variable, or a
+    variable set to one of these, with any filters.
     """
     names = {
         assign.target.name

@@ -1,25 +1,25 @@
-"""The task that turns tokens into the text that callers see, and alone says how an output ended.
+"""The task that turns tokens into text and decides how each output ended.
 
 The finish rule
 ---------------
-An output may end by a stop string, by a stop id, by its length or by an abort, and several of
-these may be true of the tokens of one step. The earliest token index wins:
+An output may end by a stop string, a stop id, its length or an abort, and several of these may
+apply to one step's tokens. The earliest token wins:
 
-- a *stop string* or *stop regex* ends the output at the token that completes it;
-- a *stop id* ends it at that token, whose text is not matched against these and is left out
+- a *stop string* or *stop regex* ends the output at the token that completes it;
+- a *stop id* ends it at that token. Its text isn't searched for stop strings and is left out
   unless ``include_stop_str_in_output`` is set (its id is always among the token ids);
 - the *length* ends it at the last token, unless that one completes a stop string or regex;
 - an *abort* comes after every token.
 
-Text, token ids, log-probabilities and so the usage are cut there. Token ids and log-probabilities
-go out with the step that made them; text waits while it may be a stop string's beginning or a
-part of a character. Nothing past the cut was ever sent, because tokens are taken one by one.
+The text, the token ids, the log-probabilities and the usage end there. Token ids and
+log-probabilities are sent with their step. Text waits while it may begin a stop string or is part
+of a character. Tokens are taken one by one, so nothing past the end is ever sent.
 
-On a stop string the scheduler, which knows nothing of text, is told by ``abort``; tokens that it
-had under way for the sequence still come, and are dropped.
+The scheduler doesn't see text, so ``abort`` tells it of a stop string. Tokens in flight for the
+sequence still arrive and are dropped.
 
-A request may have several outputs. They go out side by side as they come, and end one by one. An
-error of one is the whole request's: the others are aborted with it.
+A request may have several outputs. They are sent as they come and end one by one. An error in one
+fails the request and aborts the others.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from trioserve.text.stop_strings import StopMatcher
 from trioserve.text.tokenizer import Tokenizer
 
 _TURN = 256
-"""Outputs that are delivered before other tasks get their turn: delivering may be sending."""
+"""Outputs to deliver before other tasks run: a delivery may write to a socket."""
 _SEARCHED = 16
-"""The number of ordinary outputs that one with a stop regex counts as; it may take milliseconds."""
+"""Number of ordinary outputs that one with a stop regex counts as; it may take milliseconds."""
 
 
 @attrs.define(eq=False)
 class SequenceText:
-    """The text of one sequence, as far as it has come. Sans-IO."""
+    """The text of one sequence so far. Sans-IO."""
 
     _decoder: IncrementalDecoder
     _matcher: StopMatcher | RegexStopMatcher | None
     _min_tokens: int
     _include_stop: bool
     _num_tokens: int = 0
-    """Those taken so far, as far as the matcher wants to know."""
+    """Tokens taken so far, counted up to ``min_tokens``."""
 
     @classmethod
     def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[SequenceText]:
-        """One for each of the request's sequences, with nothing taken yet."""
+        """Return one for each of the request's sequences."""
         params = request.params
         budget = SearchBudget()
 
@@ -83,11 +83,11 @@ class SequenceText:
     def take(
         self, token_ids: tuple[int, ...], finish: Finish | None
     ) -> tuple[str, int, Finish | None]:
-        """Take what a step gave.
+        """Take the tokens of a step.
 
         Returns:
             the text that may be sent, how many of the tokens belong to the output, and how the
-            output ended, if it did.
+                output ended, if it did.
 
         Raises:
             InvalidRequest: a stop regex takes too long.
@@ -112,7 +112,9 @@ class SequenceText:
         return "".join(parts), len(token_ids), finish
 
     def _match(self, text: str, parts: list[str]) -> str | None:
-        """Put what may be sent of ``text`` into ``parts``; the stop string that was found."""
+        """Append the part of ``text`` that may be sent to ``parts``; return the stop string
+        found.
+        """
         if self._matcher is None:
             parts.append(text)
             return None
@@ -122,7 +124,9 @@ class SequenceText:
         return stop
 
     def _end(self, stop_id: int | None, parts: list[str]) -> str | None:
-        """Put all that is left into ``parts``; the stop string that the last piece completed."""
+        """Append the remaining text to ``parts``; return the stop string that the last piece
+        completed.
+        """
         if stop_id is None:
             stop = self._match(self._decoder.flush(), parts)
             if stop is not None:
@@ -146,11 +150,11 @@ def _matcher_of(
 
 
 class Detokenizer:
-    """Delivers what the scheduler computed into the requests' streams.
+    """Task that delivers the scheduler's outputs to the requests' streams.
 
     Args:
         tokenizer: decodes.
-        abort: the scheduler's; called when an output ends for a reason that it doesn't know.
+        abort: the scheduler's; called when an output ends for a reason in its text.
         on_delivered: called once for each sequence, after its last chunk or error.
     """
 
@@ -165,9 +169,9 @@ class Detokenizer:
         self._on_delivered = on_delivered
 
     async def run(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
-        """The task: deliver every output. Ends when ``outputs`` is closed.
+        """Deliver every output until ``outputs`` is closed.
 
-        What goes wrong with one output ends its request with an :class:`EngineError`, not the task.
+        An error of one output ends its request with an :class:`EngineError`; the task goes on.
         """
         async for batch in outputs:
             delivered = 0
@@ -184,7 +188,7 @@ class Detokenizer:
                     self._fail(output.sequence, error)
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Deliver what one step gave to one sequence, unless that has been delivered already."""
+        """Deliver one step's tokens of one sequence, unless they have been delivered already."""
         sequence = output.sequence
         if sequence.delivered:
             return
@@ -225,7 +229,7 @@ class Detokenizer:
             sequence.delivery = text
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End what is left of the request with ``error``, computing nothing more for it."""
+        """End the rest of the request with ``error`` and abort its sequences."""
         finish = Finish(FinishReason.ABORT, error=error)
         for sibling in sequence.request.sequences:
             if not sibling.delivered:
@@ -242,7 +246,7 @@ class Detokenizer:
 
 
 def _error_of(finish: Finish) -> Exception | None:
-    """What the stream raises instead of a final chunk."""
+    """Return the error that the stream raises in place of a final chunk."""
     if finish.error is None and finish.reason is FinishReason.ERROR:
         return EngineError("the engine failed while it computed this request")
     return finish.error

@@ -1,4 +1,4 @@
-"""Texts and pairs of texts to the ids that an encoder reads, cut off where it ends."""
+"""Tokenizing of texts and pairs of texts for an encoder, truncated to its length."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
 _GROUP_CHARACTERS = 1 << 18
-"""Characters of the texts that are encoded at once; a longer text has a group to itself."""
+"""Characters of the texts in one batch; a longer text has a batch to itself."""
 
 
 @attrs.frozen
 class EncodedText:
-    """A text or pair as an encoder reads it.
+    """The ids of a text or pair.
 
-    ``type_ids`` are as many as ``ids``: 0 for the first text and 1 for the second, if the model
-    is to tell them apart.
+    ``type_ids`` has one number for each id: 0 for the first text and 1 for the second, if the model
+    distinguishes them.
     """
 
     ids: list[int]
     type_ids: list[int]
     num_tokens: int
-    """As many as there would be if nothing had been cut off."""
+    """Number of tokens before truncation."""
 
 
 class EncoderTokenizer:
@@ -45,12 +45,12 @@ class EncoderTokenizer:
         self._marks_pairs = config.marks_pairs
 
     def encode(self, text: str, second: str | None = None) -> EncodedText:
-        """``text``, or the pair of it and ``second``, with the tokens that the model wants around.
+        """Return the ids of ``text``, or of the pair of it and ``second``, with the special tokens.
 
-        What doesn't fit is cut off at the end, of a pair from the longer one first.
+        Ids beyond the model's length are cut off at the end, of a pair from the longer text first.
 
         Raises:
-            InvalidRequest: there is a character that is none, or there are no tokens at all.
+            InvalidRequest: a character is invalid, or there are no tokens at all.
         """
         (encoded,) = self.encode_batch([text if second is None else (text, second)])
         return encoded
@@ -58,14 +58,14 @@ class EncoderTokenizer:
     def encode_batch(
         self, inputs: Sequence[str | tuple[str, str]], keep: int | None = None
     ) -> list[EncodedText]:
-        """The same for texts and pairs, in their order; other threads run meanwhile.
+        """Return the ids of several texts and pairs, in their order; other threads run meanwhile.
 
         Args:
             inputs: the texts and pairs.
-            keep: the most tokens of each, if these are to be fewer than the model takes.
+            keep: the most tokens of each, if less than the model's length.
 
         Raises:
-            InvalidRequest: one of them is to be refused.
+            InvalidRequest: one of them is invalid.
         """
         keep = min(keep or self.max_length, self.max_length)
         for item in inputs:
@@ -105,7 +105,7 @@ class EncoderTokenizer:
             if len(texts) == 1:
                 reason = reason_of(texts[0], error)
                 raise InvalidRequest(f"the text can't be encoded: {reason}") from error
-        # Which one it is, the library doesn't say.
+        # The library doesn't tell which text it is.
         return [self._encodings([text])[0] for text in texts]
 
     def _assemble(
@@ -146,11 +146,11 @@ def _groups(
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many of ``first`` and ``second`` tokens are kept so that at most ``room`` are.
+    """Return how many of ``first`` and ``second`` tokens to keep so that at most ``room`` remain.
 
-    The longer one is cut to the length of the other, and then both alike; of an odd number of
-    tokens the longer keeps one more, or the second if they are alike. This is the rule of
-    ``tokenizers`` and of transformers for ``longest_first``.
+    The longer text is cut to the length of the other, then both alike. The odd token goes to the
+    longer text, or to the second of two equal ones. ``tokenizers`` and transformers call this
+    ``longest_first``.
     """
     if first + second <= room:
         return first, second

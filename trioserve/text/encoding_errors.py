@@ -1,10 +1,11 @@
-"""Why a text can't be encoded, in words for whoever wrote it."""
+"""Error texts for texts that can't be encoded."""
 
 from __future__ import annotations
 
 
 def reason_of(text: str, error: Exception) -> str:
-    """What is wrong with ``text``, at which the tokenizer has raised ``error``.
+    """Return a description of what is wrong with ``text``, for which the tokenizer raised
+    ``error``.
 
     ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
     """

@@ -1,4 +1,4 @@
-"""Turns at something slow, shared fairly between tenants."""
+"""Permits for a slow operation, shared fairly between tenants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import trio
 
 @attrs.define(eq=False)
 class _Waiter:
-    """One that has no turn yet, or has one."""
+    """A holder of a permit, or a task that waits for one."""
 
     tenant: str
     cost: int
@@ -21,20 +21,20 @@ class _Tenant:
 
     waiting: list[_Waiter] = attrs.field(factory=list)
     oldest_next: bool = False
-    """Whether the oldest comes next, and not the cheapest."""
+    """True if the oldest waiter is next, False for the cheapest."""
 
 
 class FairTurns:
-    """A limited number of turns, of which no tenant takes all.
+    """A limited number of permits, shared fairly between tenants.
 
-    Tenants come one after another. Of one tenant's, the cheapest and the oldest come alternately,
-    so that neither a cheap one waits behind all expensive ones, nor an expensive one for ever.
+    Tenants take turns. Within a tenant, the cheapest and the oldest waiter alternate, so that a
+    cheap one doesn't wait for all expensive ones and an expensive one doesn't wait for ever.
 
     Args:
-        most: How many turns there are.
-        most_each: How many of them one tenant may have; the tenant ``""`` may have all.
-        most_dear: How many all those may have together that cost more than ``dear``.
-        dear: From which cost on one counts as expensive.
+        most: the number of permits.
+        most_each: the most permits of one tenant; the tenant ``""`` may have all.
+        most_dear: the most permits of expensive holders together.
+        dear: the cost above which a holder is expensive.
     """
 
     def __init__(self, most: int, *, most_each: int, most_dear: int, dear: int) -> None:
@@ -43,16 +43,16 @@ class FairTurns:
         self._most_dear = most_dear
         self._dear = dear
         self._tenants: dict[str, _Tenant] = {}
-        """Those that wait, the one that comes next in front."""
+        """Tenants with waiters; the next one is first."""
         self._held: dict[object, _Waiter] = {}
 
     @property
     def num_held(self) -> int:
-        """Turns that are taken."""
+        """The number of permits in use."""
         return len(self._held)
 
     async def acquire(self, holder: object, tenant: str, cost: int) -> None:
-        """Wait for a turn, which ``holder`` then has until :meth:`release`."""
+        """Wait for a permit; ``holder`` has it until :meth:`release`."""
         waiter = _Waiter(tenant, cost)
         self._tenants.setdefault(tenant, _Tenant()).waiting.append(waiter)
         self._grant()
@@ -64,7 +64,7 @@ class FairTurns:
         self._held[holder] = self._held.pop(waiter)
 
     def release(self, holder: object) -> None:
-        """Give the turn of ``holder`` back."""
+        """Return the permit of ``holder``."""
         del self._held[holder]
         self._grant()
 
@@ -90,7 +90,7 @@ class FairTurns:
             waiter.granted.set()
 
     def _next(self) -> _Waiter | None:
-        """Return the waiter that is to have a turn now, None if there is none."""
+        """Return the waiter that gets the next permit, None if there is none."""
         held = self._held.values()
         if len(held) >= self._most:
             return None

@@ -1,10 +1,10 @@
 """Guards around the calls into ``tokenizers``.
 
-The library reads clients' texts with models' patterns, in Rust over an engine of regexes in C. Two
-things are its own:
+The library matches clients' texts with models' patterns, in Rust and a C regex engine. It has two
+dangers:
 
-- A panic of its code is a BaseException, which no ``except Exception`` catches. One comes of a text
-  that makes a pattern try too often: millions of spaces between two letters.
+- A panic of its code is a BaseException, which no ``except Exception`` catches. A text that makes a
+  pattern backtrack too often causes one: millions of spaces between two letters.
 - It takes up to 350 bytes for each character while it encodes, and the allocator keeps them
   afterwards.
 
@@ -22,17 +22,17 @@ from trioserve.model_files.native import panics_raised
 from trioserve.protocol.gc_tuning import give_back
 
 LARGE_CHARACTERS = 1 << 17
-"""Texts beyond this size are encoded one at a time, and what they took is given back."""
+"""Texts beyond this size are encoded one at a time, and their memory is returned at once."""
 FEWEST_MAX_CHARACTERS = 1 << 19
-"""A bound that is low enough for the memory of any server: encoding as many takes 180 MB."""
+"""Lower bound of the limit: encoding this much takes 180 MB, which any server has."""
 CHARACTERS_PER_TOKEN = 16
-"""More than the tokens of a prompt have on average; usual texts have four or five."""
+"""More characters than a prompt's tokens have on average; usual texts have four or five."""
 
 _large = threading.Lock()
 
 
 def max_characters(num_tokens: int | None) -> int:
-    """Return the most characters of a text that is to give at most ``num_tokens``."""
+    """Return the most characters of a text that may have at most ``num_tokens`` tokens."""
     return max(FEWEST_MAX_CHARACTERS, CHARACTERS_PER_TOKEN * (num_tokens or 0))
 
 
@@ -40,8 +40,8 @@ def max_characters(num_tokens: int | None) -> int:
 def room_to_encode(num_characters: int) -> Iterator[None]:
     """Guard a block that encodes ``num_characters``.
 
-    A block for a large text waits for the one before, so call it in a thread. Its memory is given
-    back behind the block.
+    A block for a large text waits until the one before has ended, so call this in a thread. The
+    memory is returned to the system after the block.
 
     Raises:
         Panic: the tokenizer has panicked.

@@ -2,35 +2,34 @@
 
 The rule
 --------
-What the decoders here give, joined, is what decoding prompt and output at once would have put after
-the prompt's own text. Text is handed out as soon as no later token can change it, and never taken
-back. Each decoder does constant work per token, whatever the tokens are.
+The pieces of text, joined, are what follows the prompt's text when prompt and output are decoded at
+once. A piece is returned as soon as no later token can change it. Each decoder does constant work
+per token.
 
 Where characters end
 --------------------
 A token is a piece of a byte string, and a character may be spread over several tokens (emoji, CJK,
 Hangul; every character of a byte-fallback run). For the two kinds of tokenizer that nearly every
-model has, byte-level BPE and SentencePiece with byte fallback, a token adds the same bytes
-wherever it stands. So :class:`TokenBytes` looks the bytes up, and :class:`ByteDecoder` keeps back
-at most the three bytes that may be the start of a character. Bytes that can't become one turn into
-U+FFFD as soon as that is certain, one for each maximal part of a character (what both Rust and
-Python do).
+model has, byte-level BPE and SentencePiece with byte fallback, a token adds the same bytes wherever
+it stands. So :class:`TokenBytes` looks the bytes up, and :class:`ByteDecoder` keeps back at most
+the three bytes that may be the start of a character. Invalid bytes become U+FFFD as soon as that is
+certain, one for each maximal part of a character, as in Rust and Python.
 
-A whole decode by ``tokenizers`` does one thing otherwise: one bad byte in a byte-fallback run
-turns the *whole* run into U+FFFD, its good characters included. Those may have been delivered by
-then, so here the good characters stay and only the bad bytes are replaced. (``tokenizers`` has a
-DecodeStream of its own. It raises on such runs, goes over all that is undecided again with each
-token, puts out the whole prompt if that ends within a character, and can't be flushed.)
+A whole decode by ``tokenizers`` differs in one case: one bad byte in a byte-fallback run turns the
+*whole* run into U+FFFD, its good characters included. These may have been sent by then, so only the
+bad bytes are replaced here. (``tokenizers`` has a DecodeStream of its own. It raises on such runs,
+decodes all pending tokens again with each token, returns the whole prompt if that ends within a
+character, and can't be flushed.)
 
 All other tokenizers (WordPiece, word level, Metaspace alone) are decoded by
 :class:`WindowDecoder`: a few delivered tokens for context and the new one, decoded together.
 
 Where the prompt ends
 ---------------------
-Some decoders drop a space at the very start of a text. Whether an output is at the start depends
-on whether the prompt has any text, so the prompt's ids go in as well. And a prompt given as ids
-may end within a character: if the output goes on with that character, the character is the
-output's; if it doesn't, the bytes stay the prompt's. Nothing else of the prompt can come out.
+Some decoders drop a space at the very start of a text. An output is at the start if the prompt has
+no text, so the decoder also takes the prompt's ids. A prompt given as ids may end within a
+character. If the output completes the character, it belongs to the output, otherwise to the prompt.
+Nothing else of the prompt is returned.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ _LONGEST_UNFINISHED_BYTES = 3
 
 
 class IncrementalDecoder(Protocol):
-    """Turns tokens into text, one at a time."""
+    """Decoder of tokens into text, one at a time."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; often its own, sometimes empty."""
+        """Return the text that this token makes certain; often its own, sometimes empty."""
 
     def flush(self) -> str:
-        """The text of what is still held back, U+FFFD for a part of a character. Ends the use."""
+        """Return the pending text, U+FFFD for a part of a character. No push may follow."""
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds to a text: a table that fills itself as it is asked.
+    """The bytes that each token adds to a text: a table filled on demand.
 
-    ``strips_first_space`` says that one space at the very start of a text is dropped. Ids that the
+    ``strips_first_space`` tells that one space at the very start of a text is dropped. Ids that the
     tokenizer doesn't know (a model's vocabulary may be padded) add nothing.
     """
 
@@ -88,7 +87,7 @@ class TokenBytes(dict[int, bytes]):
         return data
 
     def hiding(self, token_ids: Collection[int]) -> TokenBytes:
-        """The same table, with ``token_ids`` adding nothing."""
+        """Return the same table, in which ``token_ids`` add nothing."""
         return TokenBytes(
             self._backend,
             self._to_bytes,
@@ -98,7 +97,7 @@ class TokenBytes(dict[int, bytes]):
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
-        """The table of ``backend``, or None where a token's text depends on its neighbours."""
+        """Return the table of ``backend``, or None if a token's text depends on its neighbours."""
         steps = _decoder_steps(backend)
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(backend, _byte_level_bytes, strips_first_space=False)
@@ -124,7 +123,9 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's map of characters to the bytes they stand for: printable ones for themselves."""
+    """Return GPT-2's map of characters to the bytes they stand for; printable ones are
+    their own.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -152,7 +153,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 class NoText:
-    """Makes no text of any token."""
+    """Decoder that returns no text."""
 
     def push(self, token_id: int) -> str:
         """Return no text."""
@@ -165,17 +166,17 @@ class NoText:
 
 @attrs.define(eq=False)
 class ByteDecoder:
-    """Decodes through a table of bytes; holds back at most three bytes."""
+    """Decoder with a table of bytes; it holds back at most three bytes."""
 
     table: TokenBytes
     _pending: bytes
     _at_start: bool
-    """No text before: a first space may have to go."""
+    """True while there was no text: a first space may have to go."""
     _started: bool = False
 
     @classmethod
     def after(cls, prompt_ids: Sequence[int], table: TokenBytes) -> ByteDecoder:
-        """A decoder for what follows ``prompt_ids``."""
+        """Return a decoder for tokens after ``prompt_ids``."""
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = table[token_id] + tail
@@ -185,7 +186,7 @@ class ByteDecoder:
         return cls(table, tail[used:], table.strips_first_space and not tail)
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain."""
+        """Return the text that this token makes certain."""
         data = self.table[token_id]
         if not data:
             return ""
@@ -198,7 +199,7 @@ class ByteDecoder:
         return text
 
     def flush(self) -> str:
-        """U+FFFD for the part of a character that the output ended in, else nothing."""
+        """Return U+FFFD for the part of a character that the output ended in, else nothing."""
         return self._pending.decode("utf-8", "replace") if self._started else ""
 
     def _start(self, data: bytes) -> bytes:
@@ -211,22 +212,23 @@ class ByteDecoder:
 
 
 def _may_be_character(data: bytes) -> bool:
-    """Whether ``data`` is a character or the beginning of one."""
+    """Return whether ``data`` is a character or the beginning of one."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        # Not through utf_8_decode: short of the end it takes halves of surrogates for beginnings.
+        # utf_8_decode would take halves of surrogates for beginnings.
         return error.start == 0 and error.reason == "unexpected end of data"
     return True
 
 
 @attrs.define(eq=False)
 class WindowDecoder:
-    """Decodes a short window of tokens again for each new one: for decoders that look around.
+    """Decoder that decodes a short window of tokens again for each new token.
 
-    The window is what was delivered last (so that a token isn't taken for the first of a text)
-    and what is not yet delivered. Text that ends in U+FFFD may still change, so it waits, but for
-    no more than ``MAX_PENDING`` tokens: the vocabulary may have a real U+FFFD.
+    It is for tokenizers with text that depends on a token's neighbours. The window has some
+    delivered tokens, so that no token is taken for the first of a text, and the undelivered ones.
+    Text that ends in U+FFFD may still change, so it waits for at most ``MAX_PENDING`` tokens: the
+    vocabulary may have a real U+FFFD.
     """
 
     MAX_PENDING = 8
@@ -236,11 +238,11 @@ class WindowDecoder:
     _hidden: Collection[int]
     _window: list[int]
     _num_delivered: int
-    """How many tokens of the window have been delivered; they come first."""
+    """Number of delivered tokens at the beginning of the window."""
     _delivered_text: str
     _unspaced: Collection[int] = ()
     _last: int | None = None
-    """The token that was pushed last, if it wasn't hidden."""
+    """The last token pushed, if it wasn't hidden."""
 
     @classmethod
     def after(
@@ -250,10 +252,10 @@ class WindowDecoder:
         hidden: Collection[int] = (),
         unspaced: Collection[int] = (),
     ) -> WindowDecoder:
-        """A decoder for what follows ``prompt_ids``; ``decode`` decodes a list of ids.
+        """Return a decoder for tokens after ``prompt_ids``; ``decode`` decodes a list of ids.
 
-        Tokens in ``hidden`` add nothing. Where one of the output's tokens in ``unspaced`` follows
-        another, the space that the decoder puts between them is left out.
+        Tokens in ``hidden`` add nothing. Between two adjacent tokens of the output in ``unspaced``,
+        the decoder's space is left out.
         """
         context: list[int] = []
         for token_id in reversed(prompt_ids):
@@ -265,7 +267,7 @@ class WindowDecoder:
         return cls(decode, hidden, context, len(context), decode(context), unspaced)
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain."""
+        """Return the text that this token makes certain."""
         if token_id in self._hidden:
             return ""
         joins = token_id in self._unspaced and self._last in self._unspaced
@@ -280,7 +282,7 @@ class WindowDecoder:
         return new.removeprefix(" ") if joins else new
 
     def flush(self) -> str:
-        """The text of the tokens that still wait."""
+        """Return the text of the tokens that still wait."""
         return self._deliver(self._decode(self._window))
 
     def _deliver(self, text: str) -> str:

@@ -1,29 +1,27 @@
-"""The task between tokenizing and scheduling: has the worker look at what may turn out wrong.
+"""The task between tokenizing and scheduling: it has the worker check grammars and extra_args.
 
-Whether a grammar can be compiled, and what the server's own logits processors think of a request's
-``extra_args``, only the worker knows. So a request that has either waits here until the worker's
-``prepare`` call has answered: it then goes on to the scheduler, or is refused. Requests with
-neither pass at once, and overtake those that wait.
+Only the worker can compile a grammar, and only the worker has the logits processors that check a
+request's ``extra_args``. A request with either waits here for the worker's ``prepare`` call; then
+it goes on to the scheduler or is refused. Other requests pass at once and overtake the waiting
+ones.
 
-Calls are few at a time, and shared fairly: tenants, such as API keys, take turns
-(:mod:`~trioserve.text.fair_turns`), none has all of them, and one is kept for what is short. A
-tenant's open questions are bounded as well.
+The number of calls at a time is limited. Tenants, such as API keys, take turns
+(:mod:`~trioserve.text.fair_turns`): one tenant can't have all calls, and one call is kept for short
+texts. A tenant's open questions are limited as well.
 
-Equal requests ask once: they join a question that is open, and answers are remembered. A refusal is
-as good for any worker, all have the same model. That all is fine is forgotten when another worker
-comes: it would be true still, but the new worker hasn't compiled the grammar, and what isn't
-compiled beforehand would hold up the step in which the request begins. For the same reason less is
-remembered here than the worker keeps. What took too long isn't remembered, as it may be ready by
-the next time.
+Equal requests share one question, and answers are remembered. A refusal holds for every worker,
+since all have the same model. A success is forgotten when another worker starts: the new worker
+hasn't compiled the grammar, and compiling it later would delay the step in which the request
+begins. For the same reason fewer answers are remembered here than the worker keeps. A timeout isn't
+remembered, as the answer may be ready by the next time.
 
-A call that nobody waits for any more, because it takes too long or all have left, keeps its turn
-until the worker has answered: the worker computes on, and calls beyond those that it can compute at
-a time would only wait there. Whoever asks the same meanwhile joins that call. Different questions
-that are open at a time are bounded; past the bound a request is refused as by a full queue.
+A call keeps its permit until the worker has answered, even if its requests have timed out or left:
+the worker computes on, and further calls would only wait there. An equal request joins that call.
+The number of open questions is limited; past the limit a request is refused as by a full queue.
 
-When the worker is lost, the question waits for the next one and is asked again. In case it was the
-question that ended the worker, it is asked with no other of that kind beside it, and given up when
-it has cost ``MAX_WORKERS_LOST`` more: else one request could end the engine for all.
+When the worker is lost, the question is asked again with the next one. It may have caused the loss,
+so only one such question is asked at a time, and it fails after ``MAX_WORKERS_LOST`` more losses.
+Otherwise one request could end the engine for all.
 """
 
 from __future__ import annotations
@@ -54,59 +52,64 @@ from trioserve.requests.tenants import excess
 from trioserve.text.fair_turns import FairTurns
 
 MAX_CALLS = 3
-"""Calls under way at a time: the others' time to answer doesn't run while they wait their turn."""
+"""The most calls at a time. The others' time to answer doesn't run while they wait for a permit."""
 MAX_CALLS_OF_TENANT = 2
 MAX_LONG_CALLS = 2
-"""Calls under way about long grammars or arguments."""
+"""The most calls at a time with long grammars or arguments."""
 LONG_BYTES = 2048
-"""What is longer counts as long. Short ones may take long, too, but most don't."""
+"""Size above which a question is long. Short ones may take long, too, but most don't."""
 MAX_QUESTIONS = 256
-"""Different ones that are open at a time. Each may take seconds, and what waits for them counts
-among the queued: so they can't fill the queue for requests that have nothing to prepare."""
+"""The most questions open at a time. Each may take seconds, and its requests count as queued, so
+the limit keeps them from filling the queue.
+"""
 MAX_CALL_SECONDS = 60.0
-"""For how long a call that nobody waits for keeps its turn, should no answer ever come."""
+"""Seconds for which a call without requests keeps its permit if no answer ever comes."""
 RETRY_SECONDS = 5.0
 MAX_VERDICTS = 512
 MAX_VERDICT_BYTES = 128 << 20
-"""Of what the worker has compiled. It keeps twice as many grammars, of twice the bytes."""
+"""Total size of what the worker has compiled. The worker keeps twice as many grammars, of twice the
+bytes.
+"""
 MAX_EXTRA_ARGS_BYTES = 256 << 10
-"""As MessagePack: the worker is sent them with every output."""
+"""Limit of ``extra_args`` as MessagePack: the worker gets them with every output."""
 MAX_EXTRA_ARGS_DEPTH = 64
-"""Maps and lists in one another: what can just be encoded here couldn't be as a part of a plan."""
+"""The deepest nesting of maps and lists. A value at MessagePack's own limit couldn't be part of a
+plan.
+"""
 MAX_WORKERS_LOST = 2
 
 
 class PreparingWorker(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
+    """The methods of the :class:`~trioserve.scheduler.scheduler.Scheduler` that are needed."""
 
     @property
     def attached(self) -> bool:
-        """Whether a worker is there."""
+        """True while a worker is attached."""
 
     @property
     def num_attached(self) -> int:
-        """Workers that have been attached since the start, the present one included."""
+        """The number of workers attached since the start, including the present one."""
 
     async def wait_attached(self) -> None:
-        """Wait until a worker is there."""
+        """Wait until a worker is attached."""
 
     async def call(self, name: str, arguments: object = None) -> Any:
-        """Have the worker answer; raises ``EngineError`` or ``WorkerLost``."""
+        """Call the worker; raises ``EngineError`` or ``WorkerLost``."""
 
 
 @attrs.define(eq=False)
 class _Question:
-    """What the worker is asked for the sake of every request in ``waiting``."""
+    """A question to the worker, for every request in ``waiting``."""
 
     key: bytes
     num_bytes: int
     arguments: dict[str, Any]
     tenant: str
-    """Of the request that came first."""
+    """Tenant of the first request."""
     waiting: dict[Request, None] = attrs.field(factory=dict)
-    """In the order of their arrival."""
+    """Requests that wait for the answer, in the order of their arrival."""
     nursery: trio.Nursery | None = None
-    """Open while it is asked."""
+    """Nursery of the tasks that watch the requests, while the question is open."""
 
     @property
     def param(self) -> str:
@@ -118,11 +121,11 @@ class _Question:
 
 @attrs.define(eq=False)
 class _Call:
-    """A call to the worker under way, or its outcome: a verdict or an error, once it is done."""
+    """A call to the worker in flight, or its outcome: a verdict or an error, once it is done."""
 
     question: _Question
     is_suspect: bool
-    """Whether the worker was lost while it was asked the same before."""
+    """True if a worker was lost during an earlier call of this question."""
     has_turn: bool = False
     done: trio.Event = attrs.field(factory=trio.Event)
     verdict: _Verdict | None = None
@@ -131,7 +134,7 @@ class _Call:
 
 @attrs.frozen
 class _Verdict:
-    """An answer: ``refusal`` is None if all is fine, which the ``worker``-th one said."""
+    """An answer of the ``worker``-th worker: ``refusal`` is None on success."""
 
     refusal: InvalidRequest | None
     worker: int
@@ -139,12 +142,12 @@ class _Verdict:
 
 
 class Preparation:
-    """Lets requests through that the worker has found fine.
+    """Task that passes requests on once the worker has accepted them.
 
     Args:
-        worker: answers, and outlives its processes: the scheduler.
+        worker: the scheduler, which outlives worker processes.
         timeout: seconds that the worker has for an answer.
-        observe_grammar: is told of each grammar's kind, what became of it (``ok``, ``refused`` or
+        observe_grammar: called with each grammar's kind, its outcome (``ok``, ``refused`` or
             ``timeout``) and the seconds that the worker took.
     """
 
@@ -162,22 +165,23 @@ class Preparation:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._verdict_bytes = 0
         self._calls: dict[bytes, _Call] = {}
-        """Those under way, whether somebody waits for them or not."""
+        """Calls in flight, with or without requests that wait for them."""
         self._turns = FairTurns(
             MAX_CALLS, most_each=MAX_CALLS_OF_TENANT, most_dear=MAX_LONG_CALLS, dear=LONG_BYTES
         )
         self._suspects_turn = trio.CapacityLimiter(1)
         self._nursery: trio.Nursery | None = None
-        """Of the calls, while the task runs."""
+        """Nursery of the calls, while the task runs."""
 
     async def run(
         self,
         requests: trio.MemoryReceiveChannel[Request],
         submit: trio.MemorySendChannel[Request],
     ) -> None:
-        """The task: send each request on when it is fine, or reject it; forget those that ended.
+        """Pass each request on after its check, or reject it; forget requests that ended.
 
-        Ends when ``requests`` is closed and everything was sent on, and then closes ``submit``.
+        This ends when ``requests`` is closed and everything was sent on, and then closes
+        ``submit``.
         """
         async with submit, trio.open_nursery() as self._nursery:
             async with trio.open_nursery() as nursery:
@@ -190,7 +194,7 @@ class Preparation:
     async def _take(
         self, request: Request, submit: trio.MemorySendChannel[Request], nursery: trio.Nursery
     ) -> None:
-        """Let ``request`` through, reject it, or let it wait for an answer."""
+        """Pass ``request`` on, reject it, or let it wait for an answer."""
         try:
             question = _question_of(request.params, request.tenant)
         except InvalidRequest as error:
@@ -232,7 +236,7 @@ class Preparation:
         return verdict
 
     async def _settle(self, question: _Question, submit: trio.MemorySendChannel[Request]) -> None:
-        """Ask, and hand the requests on that wait for the answer; stop when none waits any more."""
+        """Ask, then pass the waiting requests on; stop when none waits any more."""
         answered = False
         error: Exception | None = None
         try:
@@ -242,7 +246,7 @@ class Preparation:
                     nursery.start_soon(self._watch, question, request)
                 error = await self._answer(question)
                 answered = True
-                # Nobody may join from here on: the nursery closes a little before the block ends.
+                # Close it first: no request may join while the nursery ends.
                 self._close(question)
                 nursery.cancel_scope.cancel()
         finally:
@@ -252,11 +256,11 @@ class Preparation:
                 await _hand_on(request, error, submit)
 
     async def _watch(self, question: _Question, request: Request) -> None:
-        """Let ``request`` go when it ends before the answer comes."""
+        """Remove ``request`` from the question if it ends before the answer comes."""
         await request.admitted.wait()
         del question.waiting[request]
         if not question.waiting:
-            # At once, so that nobody joins what isn't asked any more.
+            # Close it first: no request may join a question that isn't asked any more.
             self._close(question)
             assert question.nursery is not None
             question.nursery.cancel_scope.cancel()
@@ -271,13 +275,13 @@ class Preparation:
             del self._open[question.key]
 
     async def _answer(self, question: _Question) -> Exception | None:
-        """Ask until a worker answers; the error that the answer is, if it is one."""
+        """Ask until a worker answers; return the error if the answer is one."""
         num_lost = 0
         while num_lost <= MAX_WORKERS_LOST:
             try:
                 return await self._ask(question, is_suspect=num_lost > 0)
             except WorkerSentAway:
-                pass  # It has done nothing wrong, and comes back.
+                pass  # The question didn't cause this, and the worker comes back.
             except WorkerLost:
                 num_lost += 1
             except EngineError as error:
@@ -288,7 +292,7 @@ class Preparation:
         )
 
     async def _ask(self, question: _Question, *, is_suspect: bool) -> InvalidRequest | None:
-        """Ask once, or wait for the same call of somebody before who doesn't wait any more.
+        """Ask once, or wait for a call in flight with the same question.
 
         Raises:
             WorkerLost: the worker was lost before it answered.
@@ -309,7 +313,7 @@ class Preparation:
         )
 
     async def _start(self, question: _Question, is_suspect: bool) -> _Call:
-        """Begin a call when it is its turn and there is a worker; it then goes on by itself."""
+        """Start a call when it has a permit and a worker is attached; it then runs by itself."""
         if is_suspect:
             await self._suspects_turn.acquire_on_behalf_of(question)
         call = _Call(question, is_suspect)
@@ -347,7 +351,7 @@ class Preparation:
             await self._look_after_worker()
 
     async def _look_after_worker(self) -> None:
-        """No answer has come, which may be the worker's fault: if it answers nobody, it is hung."""
+        """Ping the worker after a call without an answer: a worker that doesn't answer is hung."""
         with contextlib.suppress(EngineError, WorkerLost):
             await self._worker.call("ping")
 
@@ -374,10 +378,10 @@ class Preparation:
 
 
 def _question_of(params: SamplingParams, tenant: str) -> _Question | None:
-    """What the worker has to be asked about ``params``, if anything.
+    """Return the question to ask about ``params``, None if there is none.
 
     Raises:
-        InvalidRequest: they can't be sent to it.
+        InvalidRequest: they can't be sent to the worker.
     """
     grammar, extra_args = params.grammar, params.extra_args
     if grammar is None and not extra_args and not params.logits_processors:
@@ -408,7 +412,7 @@ def _question_of(params: SamplingParams, tenant: str) -> _Question | None:
 
 
 def _nests_deeper(value: Any, most: int) -> bool:
-    """Whether more than ``most`` maps and lists lie in one another."""
+    """Return whether maps and lists are nested more than ``most`` deep."""
     level = [value]
     for _ in range(most):
         maps = [each.values() for each in level if isinstance(each, dict)]
@@ -418,10 +422,10 @@ def _nests_deeper(value: Any, most: int) -> bool:
 
 
 def _read(answer: Any) -> tuple[InvalidRequest | None, int]:
-    """The refusal that an answer is, None if all is fine, and the bytes that are compiled.
+    """Return an answer's refusal, None on success, and the bytes of the compiled grammar.
 
     Raises:
-        EngineError: it is no answer.
+        EngineError: the answer is malformed.
     """
     match answer:
         case None:
@@ -441,7 +445,7 @@ async def _hand_on(
     request: Request, error: Exception | None, submit: trio.MemorySendChannel[Request]
 ) -> None:
     if error is not None:
-        # A copy: what is raised collects a traceback, and this error is remembered.
+        # A copy, because a raised error collects a traceback, and this one is remembered.
         request.reject(copy.copy(error))
     else:
         await pass_on(submit, request)

@@ -1,8 +1,8 @@
-"""Reasoning apart from the answer, for models that write ``<think>…</think>`` before it.
+"""Separation of reasoning from the answer, for models that write ``<think>…</think>`` first.
 
 Qwen 3, DeepSeek R1, SmolLM3 and others do. :class:`ReasoningSplitter` is pure: pieces of text in,
-pieces of reasoning and of answer out, the same whatever the pieces. :func:`after_reasoning` makes a
-grammar for the answer one for the whole output.
+pieces of reasoning and of answer out, the same whatever the pieces. :func:`after_reasoning` extends
+a grammar of the answer to the whole output.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ CLOSE = "</think>"
 
 
 def marks_reasoning(template: str) -> bool:
-    """Whether a chat template knows of reasoning between these marks."""
+    """Return whether a chat template mentions these marks of reasoning."""
     return OPEN in template or CLOSE in template
 
 
 def is_open(text: str) -> bool:
-    """Whether what continues ``text`` is reasoning."""
+    """Return whether a continuation of ``text`` is reasoning."""
     return text.rfind(OPEN) > text.rfind(CLOSE)
 
 
@@ -35,7 +35,7 @@ class Split:
 
 @attrs.define(eq=False)
 class ReasoningSplitter:
-    """Splits one output. White space next to the marks belongs to neither side.
+    """Splitter of one output. White space next to the marks belongs to neither side.
 
     Args:
         inside: whether the prompt has opened the reasoning already; some models open it once more.
@@ -44,15 +44,15 @@ class ReasoningSplitter:
 
     inside: bool = False
     opened: bool = attrs.field(init=False)
-    """True if there is reasoning, if only marks with nothing between them."""
+    """True if there is reasoning, even an empty one between its marks."""
     _at_start: bool = True
-    """Whether the output may still begin with the mark."""
+    """True while the output may still begin with the mark."""
     _begun: bool = False
-    """Whether something other than white space came since the last mark."""
+    """True once something other than white space came since the last mark."""
     _past: bool = False
-    """Whether the reasoning has ended, or there is none."""
+    """True if the reasoning has ended, or there is none."""
     _held: str = ""
-    """What may be the beginning of a mark."""
+    """Text that may be the beginning of a mark."""
     _space: list[str] = attrs.field(factory=list)
     """White space that counts only if more of the same side follows."""
 
@@ -73,7 +73,7 @@ class ReasoningSplitter:
         return Split("".join(reasoning), self._answer(text) if self._past else "")
 
     def finish(self) -> Split:
-        """What was held back when the output ended."""
+        """Return the held-back text at the end of the output."""
         text, self._held = "".join(self._space) + self._held, ""
         self._space.clear()
         if self.inside:
@@ -82,7 +82,7 @@ class ReasoningSplitter:
         return Split(answer=text)
 
     def _begin(self, text: str) -> str:
-        """Wait for a mark or anything else; returns what follows."""
+        """Wait for a mark or other text; return what follows."""
         stripped = text.lstrip()
         if not stripped:
             self._space.append(text)
@@ -101,7 +101,7 @@ class ReasoningSplitter:
         return text
 
     def _reason(self, text: str, reasoning: list[str]) -> str:
-        """Put reasoning up to its end into ``reasoning``; returns what follows."""
+        """Append reasoning up to its end to ``reasoning``; return what follows."""
         end = text.find(CLOSE)
         inner = text if end < 0 else text[:end]
         if end < 0:
@@ -128,7 +128,7 @@ class ReasoningSplitter:
 
 
 def _without_part_of_mark(text: str) -> tuple[str, str]:
-    """``text`` up to what may be the beginning of the closing mark, and that."""
+    """Split ``text`` before a possible beginning of the closing mark."""
     start = text.rfind("<", max(0, len(text) - len(CLOSE) + 1))
     if start >= 0 and CLOSE.startswith(text[start:]):
         return text[:start], text[start:]
@@ -136,9 +136,9 @@ def _without_part_of_mark(text: str) -> tuple[str, str]:
 
 
 def after_reasoning(answer: str, token_of: TokenOf, *, inside: bool) -> str:
-    """The Lark grammar of an output whose answer follows the Lark grammar ``answer``.
+    """Return the Lark grammar of an output with an answer that follows the grammar ``answer``.
 
-    Reasoning comes first: for sure if it is open already, where the model likes otherwise.
+    Reasoning comes first: certainly if the prompt has opened it, otherwise at the model's choice.
     """
     first = "head GAP?" if inside else f"({literal(OPEN, token_of)} head GAP?)?"
     return (

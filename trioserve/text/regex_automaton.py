@@ -1,19 +1,19 @@
-"""Searching for regexes in a text that comes character by character, in bounded time and memory.
+"""A search for regexes in a text, character by character, in bounded time and memory.
 
-The automaton is Glushkov's: a *position* for each character set and each assertion of the
-patterns, repetitions written out, and for each position those that may follow it. Sets of positions
-are integers with a bit for each. So nothing is ever tried twice: a character costs at most a few
-steps for each position, whatever the pattern.
+The automaton is Glushkov's: a *position* for each character set and each assertion of the patterns,
+repetitions written out, and for each position those that may follow it. Sets of positions are
+integers with a bit for each. So there is no backtracking: a character costs at most a few steps for
+each position.
 
-A :class:`Search` has a *thread* for each place where a match may have begun: the positions that it
-waits at. A position at which an earlier thread waits is taken from the later ones, because from
-there on both match the same, and the earlier is the longer match. So there are never more threads
-than positions, and a match can still become of each of them.
+A :class:`Search` has a *thread* for each place where a match may have begun: the set of positions
+that it waits at. A position of an earlier thread is removed from later ones: from there on both
+match the same, and the earlier match is longer. So there are at most as many threads as positions,
+and each can still become a match.
 
-Only the first end of a match is looked for, so nothing follows a position that ends one.
+The search looks only for a match's first end, so no position follows one that ends a match.
 
-An assertion is a position at which a thread waits for the next character, which decides it. At the
-end of the text so far, the end decides it for the moment.
+An assertion is a position that waits for the next character to decide it. At the end of the text so
+far, the end decides it for the moment.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from trioserve.text.regex_syntax import (
 )
 
 MAX_MOVES = 1024
-"""Moves that an automaton remembers: below 1 MiB if it has 1,000 positions."""
+"""Moves that an automaton remembers: below 1 MiB with 1,000 positions."""
 MAX_SYMBOLS = 1024
-"""Characters that it remembers."""
+"""Characters that an automaton remembers."""
 
 _STEPS_OF_MOVE = 4
-"""The time to work out a move, beside a step for each position of the thread."""
+"""Fixed cost of computing a move, besides a step for each position of the thread."""
 
 _OTHER, _WORD, _NEWLINE, _EDGE = range(4)
-"""Kinds of what is before and behind a place, as far as assertions ask; an edge is the text's."""
+"""Kinds of the character before or behind a place, for assertions; an edge is the text's end."""
 
 
 class EmptyMatch(ValueError):
@@ -57,7 +57,7 @@ class EmptyMatch(ValueError):
 
 @attrs.frozen
 class Match:
-    """A match: where it begins and ends, and the number of its pattern."""
+    """A match: its beginning, its end, and the number of its pattern."""
 
     start: int
     end: int
@@ -66,14 +66,14 @@ class Match:
 
 @attrs.frozen
 class Move:
-    """The course of a thread over one character."""
+    """A thread's move over one character."""
 
     ended: int
-    """Positions, all of them assertions, that end a match before the character."""
+    """Assertions that end a match before the character."""
     completed: int
     """Positions that end a match with the character."""
     waiting: int
-    """Positions at which the thread waits behind the character."""
+    """Positions that the thread waits at behind the character."""
 
 
 @attrs.frozen(eq=False)
@@ -81,16 +81,16 @@ class Symbol:
     """Characters that an automaton treats alike."""
 
     allowed: int
-    """The positions that accept them."""
+    """Positions that accept them."""
     kind: int
     may_begin: bool
     moves: tuple[dict[int, Move], ...] = attrs.field(factory=lambda: ({}, {}, {}, {}))
-    """Moves over them by kind of the character before and by the positions of the thread."""
+    """Moves over them, by the kind of the character before and the positions of the thread."""
 
 
 @attrs.frozen
 class NodePositions:
-    """The positions of a node: those that it may begin with, and end with."""
+    """The positions of a node that it may begin with, and those it may end with."""
 
     first: int = 0
     last: int = 0
@@ -101,7 +101,7 @@ class Automaton:
     """The automaton of several patterns, shared by all searches for them.
 
     Args:
-        patterns: what :func:`~trioserve.text.regex_syntax.parse` made of them.
+        patterns: the trees of :func:`~trioserve.text.regex_syntax.parse`.
         max_positions: the most positions of all of them together.
 
     Raises:
@@ -138,12 +138,12 @@ class Automaton:
         self.has_assertions = bool(all_assertions)
         self._begins_at_once = not self.first & all_assertions
         self.symbols: dict[str, Symbol] = {}
-        """What is remembered of characters; :meth:`add_symbol` adds to it."""
+        """The characters seen so far; :meth:`add_symbol` adds to it."""
         self._alike: dict[tuple[int, int], Symbol] = {}
         self._num_moves = 0
 
     def add_symbol(self, character: str) -> tuple[Symbol, int]:
-        """Find out what ``character`` is to the automaton; return that and the steps it took."""
+        """Classify ``character``; return its symbol and the steps this took."""
         allowed = _union(positions for label, positions in self._sets if character in label)
         kind = _WORD if is_word(character) else _NEWLINE if character == "\n" else _OTHER
         if len(self.symbols) >= MAX_SYMBOLS:
@@ -156,7 +156,7 @@ class Automaton:
         return symbol, len(self._sets)
 
     def move(self, waiting: int, before: int, symbol: Symbol) -> Move:
-        """Return the course over ``symbol`` of a thread that waits at the positions ``waiting``.
+        """Return the move over ``symbol`` of a thread that waits at the positions ``waiting``.
 
         ``before`` is the kind of the character before.
         """
@@ -173,7 +173,7 @@ class Automaton:
         return move
 
     def ended(self, waiting: int, before: int) -> int:
-        """Return the positions that end a match if the text ends where a thread waits."""
+        """Return the positions that end a match if the text ends where the thread waits."""
         return self._resolve(waiting, self._satisfied[before, _EDGE])[0]
 
     def pattern_of(self, positions: int) -> int:
@@ -234,7 +234,7 @@ class Automaton:
         return NodePositions(position, position, may_be_empty=False)
 
     def _chain(self, parts: Sequence[NodePositions]) -> NodePositions:
-        """Let each part be followed by the next one, and by those behind if that may be empty."""
+        """Connect each part to the next one, and to those behind it if the next may be empty."""
         last, behind, may_end = 0, 0, True
         for part in reversed(parts):
             self._link(part.last, behind)
@@ -258,23 +258,23 @@ class Automaton:
 
 
 class Search:
-    """A search for the patterns of ``automaton`` in one text, of which it keeps nothing."""
+    """A search for the patterns of ``automaton`` in one text, which it doesn't store."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
         self._threads: list[tuple[int, int]] = []
-        """Where each began and the positions that it waits at; the earliest comes first."""
+        """The start and the positions of each thread; the earliest comes first."""
         self._before = _EDGE
         self.steps = 0
-        """A measure of the time that the search has taken; each is below a microsecond."""
+        """Steps taken so far, each below a microsecond."""
 
     @property
     def earliest(self) -> int | None:
-        """The first place at which a match may have begun that can still be completed."""
+        """The earliest start of a match that can still be completed."""
         return self._threads[0][0] if self._threads else None
 
     def forget(self, place: int) -> None:
-        """Give up all matches that began before ``place``, and what has been merged with them."""
+        """Give up all matches that began before ``place``, and those merged with them."""
         while self._threads and self._threads[0][0] < place:
             del self._threads[0]
 
@@ -283,13 +283,13 @@ class Search:
 
         Args:
             character: the character.
-            place: its place; one more each time.
-            armed: whether a match that is complete now counts. If it doesn't, what would lengthen
-                it doesn't count, either.
+            place: its index, one more each time.
+            armed: whether a match that is complete now counts. If it doesn't, its longer forms
+                don't count, either.
 
         Returns:
-            a match that the character completes, or one before it whose assertions it decides. The
-            match that ends first wins, then the longest.
+            a match that the character completes, or one before it that ends in an assertion decided
+                by it. The match that ends first wins, then the longest.
         """
         symbol = self._automaton.symbols.get(character)
         if symbol is None:
@@ -322,7 +322,9 @@ class Search:
         return completed
 
     def at_end(self, place: int) -> Match | None:
-        """Return the match, if there is one, that is complete if the text ends at ``place``."""
+        """Return the match that is complete if the text ends at ``place``, None if there is
+        none.
+        """
         if not self._automaton.has_assertions:
             return None
         self.steps += len(self._threads)

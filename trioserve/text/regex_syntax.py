@@ -1,16 +1,16 @@
-"""The syntax of stop regexes: parsing one into a tree.
+r"""The syntax of stop regexes: parsing one into a tree.
 
-It is the part that Python, Rust and JavaScript have in common, with Python's meaning:
+It is the common part of Python's, Rust's and JavaScript's syntax, with Python's meaning:
 
-- characters, ``.``, sets such as ``[^a-z\\d]``; ``\\d \\w \\s`` and their opposites, which know all
-  of Unicode; categories such as ``\\p{L}`` and ``\\p{Lu}``; ``\\n \\t \\x41 \\u00e9`` and the like;
+- characters, ``.``, sets such as ``[^a-z\d]``; ``\d \w \s`` and their opposites, which know all
+  of Unicode; categories such as ``\p{L}`` and ``\p{Lu}``; ``\n \t \x41 \u00e9`` and the like;
 - ``|``, ``(…)``, ``(?:…)``, ``(?P<name>…)``; ``* + ? {3} {3,} {3,5}``, with a ``?`` behind or not;
-- ``^ $ \\A \\Z \\b \\B``;
+- ``^ $ \A \Z \b \B``;
 - the flags ``i``, ``m``, ``s`` and ``x``, for all as ``(?i)`` in front or for a part as ``(?i:…)``.
 
-``$`` without the flag ``m`` is ``\\Z``, the end. The parser refuses by name what an automaton can't
-do, or not in bounded time: look-around, back references, recursion, conditions, atomic groups,
-possessive repetition, verbs and fuzzy matching.
+``$`` without the flag ``m`` is ``\Z``, the end. The parser refuses, by name, constructs that an
+automaton can't match in bounded time: look-around, back references, recursion, conditions, atomic
+groups, possessive repetition, verbs and fuzzy matching.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import attrs
 
 MAX_DEPTH = 50
 MAX_COUNT = 9999
-"""The largest count in a repetition that is read at all."""
+"""The largest count in a repetition."""
 
 
 class RegexError(ValueError):
-    """The reason why a text is no regex, or isn't one that is supported."""
+    """The text isn't a regex, or not a supported one."""
 
 
 class Assertion(enum.Enum):
@@ -45,7 +45,7 @@ class Assertion(enum.Enum):
 
 @attrs.frozen
 class Category:
-    """A class of characters that has a name: ``d``, ``w``, ``s`` or a Unicode category."""
+    """A named class of characters: ``d``, ``w``, ``s`` or a Unicode category."""
 
     name: str
     negated: bool = False
@@ -83,14 +83,14 @@ class CharacterSet:
 
 @attrs.frozen
 class Concatenation:
-    """Nodes one behind another; without any of them, the empty text."""
+    """Nodes one after another; an empty one is the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @attrs.frozen
 class Alternation:
-    """Nodes of which one matches."""
+    """Alternative nodes."""
 
     options: tuple[Node, ...]
 
@@ -117,7 +117,7 @@ def parse(pattern: str) -> Node:
     """Parse ``pattern``.
 
     Raises:
-        RegexError: it is no regex, or has what isn't supported.
+        RegexError: it isn't a regex, or uses unsupported syntax.
     """
     return _Parser(pattern).parse()
 
@@ -163,7 +163,7 @@ _UNSUPPORTED_GROUPS = (
 
 @functools.lru_cache(maxsize=4096)
 def _forms(character: str) -> frozenset[str]:
-    """Return the characters that differ from ``character`` in case only, itself included."""
+    """Return the characters equal to ``character`` but for case, itself included."""
     forms = {character}
     for _ in range(2):
         forms |= {other for form in forms for other in (form.lower(), form.upper())}
@@ -180,7 +180,7 @@ class _Flags:
 
 
 class _Parser:
-    """A place in a pattern, and a method for each kind of thing that may be there."""
+    """Parser of one pattern, with a method for each construct."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -221,7 +221,7 @@ class _Parser:
     def _unsupported(self, what: str) -> RegexError:
         return RegexError(f"{what} (at position {self._place}) is not supported")
 
-    # ---- what a pattern is made of
+    # ---- constructs
 
     def _choice(self, flags: _Flags) -> Node:
         self._depth += 1
@@ -231,7 +231,7 @@ class _Parser:
         while self._skip("|"):
             options.append(self._concatenation(flags))
         self._depth -= 1
-        # Once each, so that the work on the tree is in proportion to the characters in it.
+        # Without duplicates: the work on the tree is proportional to the characters in it.
         options = list(dict.fromkeys(options))
         return options[0] if len(options) == 1 else Alternation(tuple(options))
 
@@ -272,13 +272,13 @@ class _Parser:
             return node
         if self._skip("+"):
             raise self._unsupported("possessive repetition")
-        self._skip("?")  # Lazy or not, the first end of a match is the same.
+        self._skip("?")  # lazy or not, the first end of a match is the same
         if self._counts() is not None:
             raise RegexError(f"multiple repeat at position {self._place}")
         return _EMPTY if node == _EMPTY or counts[1] == 0 else Repetition(node, *counts)
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Take what follows an atom and says how often it is repeated."""
+        """Take the repetition behind an atom; None without one."""
         for sign, counts in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._skip(sign):
                 return counts
@@ -329,7 +329,7 @@ class _Parser:
         return node
 
     def _extension(self, flags: _Flags) -> _Flags:
-        """Take what follows ``(?`` and give the flags of the group."""
+        """Take the text after ``(?`` and return the group's flags."""
         for kind, what in _UNSUPPORTED_GROUPS:
             if kind.match(self._pattern, self._place):
                 raise self._unsupported(what)
@@ -364,7 +364,7 @@ class _Parser:
         return _literal(what, flags)
 
     def _escaped(self) -> str | Category:
-        """Take what follows a backslash, inside a set or out of it."""
+        """Take the text after a backslash, inside or outside of a set."""
         character = self._take()
         if not character:
             raise RegexError("a backslash at the end")

@@ -1,30 +1,29 @@
-"""Finding stop regexes, beside stop strings, in text that comes in pieces. Sans-IO.
+r"""A search for stop regexes and stop strings in text that comes in pieces. Sans-IO.
 
 The patterns are clients', so an automaton in Python matches them
 (:mod:`~trioserve.text.regex_automaton`): its time is linear in the text, it can't damage memory,
-and it knows after each character where a match may have begun. (RE2 and Rust's engine are linear,
-too, but they search complete texts and don't tell where a match may begin.)
-:mod:`~trioserve.text.regex_syntax` has the syntax.
+and after each character it tells where a match may have begun. (RE2 and Rust's engine are linear,
+too, but they search complete texts and don't tell that.) :mod:`~trioserve.text.regex_syntax` has
+the syntax.
 
 Which match wins
 ----------------
 It is as with stop strings: the first character that completes a match ends the output. If it
 completes several, the longest of them counts, then a stop string before a regex. The text is cut
-where the match begins, or ends with it if ``include`` is set. The match is named by the stop string
-or the pattern itself, as SGLang does. So a ``+`` or ``*`` at the end of a pattern adds nothing.
+where the match begins, or ends with it if ``include`` is set. The result names the stop string or
+the pattern, as SGLang does. So a ``+`` or ``*`` at the end of a pattern adds nothing.
 
-``$``, ``\\b`` and the like hold at the end of the text so far, which is a token's end, and
+``$``, ``\b`` and the like hold at the end of the text so far, which is a token's end, and
 otherwise look at the next character.
 
-A match that is complete before the matcher is *armed* is text, and so is what would only lengthen
-it; a match that began then and is completed later counts.
+A match that is complete before the matcher is *armed* is text, and so are its longer forms. A match
+that began earlier but is completed later counts.
 
 What may be sent
 ----------------
-All text is sent up to the first place where a match may have begun that can still be completed, and
-no text behind it.
+Text is sent up to the first place where a still incomplete match may have begun.
 
-Bounds
+Bounds
 ------
 - Patterns are short, and so they are with their repetitions written out. The automaton of a
   request is made once; it remembers at most about 1 MiB.
@@ -49,9 +48,9 @@ from trioserve.text.regex_syntax import RegexError, parse
 from trioserve.text.stop_strings import StopMatcher
 
 MAX_PATTERN_CHARACTERS = 1024
-"""Of all patterns of a request together."""
+"""The most characters in all patterns of a request together."""
 MAX_EXPANDED_CHARACTERS = 512
-"""The same with repetitions written out, where a set or an assertion counts as one character."""
+"""The most characters with repetitions written out; a set or an assertion counts as one."""
 MAX_MATCH_CHARACTERS = 4096
 STEPS_AT_FIRST = 20_000
 STEPS_PER_PIECE = 100
@@ -61,7 +60,7 @@ def check_stop_regex(patterns: Sequence[str]) -> None:
     """Check the stop regexes of a request.
 
     Raises:
-        InvalidRequest: one is no regex, has what isn't supported, or matches the empty text; or
+        InvalidRequest: one isn't a regex, uses unsupported syntax or matches the empty text; or
             they are too large together.
     """
     if patterns:
@@ -100,7 +99,7 @@ def _automaton(patterns: tuple[str, ...]) -> Automaton:
 
 @attrs.define(eq=False)
 class SearchBudget:
-    """Steps that are left for the searches of a request."""
+    """Steps left for the searches of a request."""
 
     steps: int = STEPS_AT_FIRST
 
@@ -111,7 +110,7 @@ class SearchBudget:
 
 @attrs.frozen
 class _Found:
-    """A match: where it begins and ends, and its stop string or pattern."""
+    """A match: its beginning, its end, and its stop string or pattern."""
 
     start: int
     end: int
@@ -119,14 +118,14 @@ class _Found:
 
 
 class RegexStopMatcher:
-    """Passes text on, up to the first match in it, like
+    """Filter that passes text on up to the first match, like
     :class:`~trioserve.text.stop_strings.StopMatcher`.
 
     Args:
         stops: stop strings.
-        patterns: stop regexes, which :func:`check_stop_regex` lets pass.
+        patterns: stop regexes, checked by :func:`check_stop_regex`.
         budget: shared by a request's outputs.
-        include: whether what was found stays in the text.
+        include: whether the match stays in the text.
     """
 
     def __init__(
@@ -144,10 +143,10 @@ class RegexStopMatcher:
         self._include = include
         self._held = ""
         self._length = 0
-        """The characters that have come; ``_held`` is the last of them."""
+        """Number of characters so far; ``_held`` is the last of them."""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Take ``text``; give back what may be sent now, and the stop that was found.
+        """Take ``text``; return the text that may be sent now, and the stop that was found.
 
         Raises:
             InvalidRequest: the patterns take too long.
@@ -164,7 +163,7 @@ class RegexStopMatcher:
         return self._held[: len(self._held) - (self._length - cut)], found.stop
 
     def flush(self) -> str:
-        """The text that was held back, which no match can claim any more."""
+        """Return the held-back text at the end of the output."""
         held, self._held = self._held, ""
         return held
 
@@ -189,7 +188,9 @@ class RegexStopMatcher:
         return None if match is None else self._found(match)
 
     def _longest(self, found: list[_Found], behind: str) -> _Found:
-        """Return the longest of ``found`` and of what the text ``behind`` completes there."""
+        """Return the longest of ``found`` and of the matches that the text ``behind`` completes
+        there.
+        """
         end = found[0].end
         if behind:
             match = self._search.advance(behind[0], end, armed=True)

@@ -1,4 +1,4 @@
-"""Finding stop strings in text that comes in pieces. Sans-IO.
+"""A search for stop strings in text that comes in pieces. Sans-IO.
 
 Which match wins
 ----------------
@@ -7,16 +7,16 @@ pieces. The first character that completes a stop string ends the output; if it 
 the longest of them is the one that was found. The text is cut where that one begins. (So of the
 stops ``"abcd"`` and ``"bc"``, the text ``abcd`` is ended by ``bc``, at its third character.)
 
-A match is only counted while the matcher is *armed*: until ``min_tokens`` tokens have been
-produced a stop string that is complete passes as plain text. One that began in that time and is
-completed after it counts.
+A match is only counted while the matcher is *armed*: a stop string that is complete before
+``min_tokens`` tokens have been produced is plain text. One that began earlier but is completed
+later counts.
 
 What may be sent
 ----------------
-As soon as a character comes, it is sent unless a stop string may have begun at it or before it,
-that is, unless it belongs to the longest suffix of the text that is a proper prefix of some stop
-string. That much must be held back (no stop string's beginning is ever sent), and no more needs to
-be. With ``include`` set stop strings are part of the output, so nothing is held back at all.
+A character is held back while it belongs to the longest suffix of the text that is a proper prefix
+of some stop string. All other characters are sent at once, so the beginning of a stop string is
+never sent. With ``include`` set stop strings are part of the output, so nothing is held back at
+all.
 
 How
 ---
@@ -28,8 +28,8 @@ is one number per stop string, how much of it the text ends in, and on each char
     if stop[matched] == character:                 matched += 1
 
 The largest of these numbers is exactly the length to be held back. Time is linear in the text for
-each stop string; a table takes four bytes per character. A piece of text without a single character
-that begins a stop string, while nothing is held back, is passed on after one look at it.
+each stop string; a table takes four bytes per character. While nothing is held back, a piece of
+text without the first character of any stop string is passed on after one scan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from collections.abc import Sequence
 
 @functools.lru_cache(maxsize=1024)
 def _prefix_table(stop: str) -> array[int]:
-    """``table[n]``, for n from 0 to ``len(stop)``, as the module's text defines it."""
+    """Return ``table[n]`` for n from 0 to ``len(stop)``, as the module's text defines it."""
     table = array("I", [0, 0])
     matched = 0
     for character in stop[1:]:
@@ -54,7 +54,7 @@ def _prefix_table(stop: str) -> array[int]:
 
 
 class StopMatcher:
-    """Passes text on, up to the first stop string in it.
+    """Filter that passes text on up to the first stop string.
 
     Args:
         stops: the stop strings, at least one, and none of them empty.
@@ -72,10 +72,9 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Take ``text``; give back what may be sent now, and the stop string that was found.
+        """Take ``text``; return the text that may be sent now, and the stop string that was found.
 
-        Once a stop string was found the matcher is of no more use: what follows it is not text of
-        the output.
+        No text may be fed after a stop string was found.
         """
         if not self._held and self._firsts.isdisjoint(text) and not any(self._matched):
             return text, None
@@ -86,21 +85,21 @@ class StopMatcher:
         return self._release(text), None
 
     def flush(self) -> str:
-        """The text that was held back, which no stop string can claim any more."""
+        """Return the held-back text at the end of the output."""
         held, self._held = self._held, ""
         return held
 
     @property
     def num_matched(self) -> int:
-        """How many of the last characters may belong to a stop string that isn't complete."""
-        # A stop string that is complete but didn't count is text; only its overlap is held back.
+        """The number of last characters that may belong to an incomplete stop string."""
+        # A complete stop string that didn't count is text; only its overlap is held back.
         return max(
             table[matched] if matched == len(stop) else matched
             for stop, table, matched in zip(self._stops, self._tables, self._matched, strict=True)
         )
 
     def advance(self, character: str) -> str | None:
-        """Take one character; the longest stop string that it completes."""
+        """Take one character; return the longest stop string that it completes."""
         found: str | None = None
         for which, stop in enumerate(self._stops):
             table, matched = self._tables[which], self._matched[which]

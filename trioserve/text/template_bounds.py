@@ -1,16 +1,16 @@
 """Bounds within which a chat template is rendered in the server's own process.
 
-Most chats are short, and their templates only put texts together. These take microseconds here, and
-a hundred times as long through a pipe. So each rendering is tried here first, with bounds that hold
-for any template and any input. Outside them it raises :class:`BeyondBounds`, and the conversation
-is rendered in a process of its own (:mod:`~trioserve.text.template_processes`): the same text.
+Most chats are short, and their templates only join texts. That takes microseconds here, and a
+hundred times as long through a pipe. So each rendering is tried here first, with bounds that hold
+for any template and any input. Beyond them it raises :class:`BeyondBounds`, and the conversation is
+rendered in a process of its own (:mod:`~trioserve.text.template_processes`), with the same result.
 
-Why the bounds hold: every text that the template is given or builds has at most ``longest``
-characters, ``longest`` being proportional to the input. No list or map is built from values, so
-none holds itself. Each node of the template's syntax tree then takes at most time and memory linear
-in ``longest``; filters, methods and functions for which that isn't so are beyond the bounds. Nodes
-are charged before they run: all of them once, those of a loop or macro again in each round or call,
-at a price that grows with ``longest``.
+Why the bounds hold: every text that the template gets or builds has at most ``longest`` characters,
+in proportion to the input. Lists and maps aren't built from values, so none contains itself. Each
+node of the template's syntax tree then takes at most time and memory linear in ``longest``;
+filters, methods and functions that may take more are beyond the bounds. Nodes are charged before
+they run: all of them once, and those of a loop or macro again in each round or call. The price
+grows with ``longest``.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from trioserve.text.template_sandbox import TemplateEnvironment, raise_exception
 MAX_INPUT = 20_000
 """Characters of all variables together, with a few for each item."""
 MAX_NODES = 10_000
-"""Nodes of the syntax tree that may run, each as often as it does, for a short input."""
+"""Nodes of the syntax tree that may run for a short input, counted each time they run."""
 CHARACTERS_PER_NODE = 10_000
-"""Characters of the longest text that make each node cost as much again."""
+"""Characters of the longest text that double the price of each node."""
 MAX_DEPTH = 16
-"""Lists and maps in one another, of what is printed with an indentation."""
+"""The deepest nesting of lists and maps that are printed with an indentation."""
 MAX_INDENT = 8
 MAX_RANGE = 1000
 MAX_SHORT = 64
-"""Characters of an argument that is searched for each character of a text."""
+"""The most characters of an argument that is searched for each character of a text."""
 MAX_NUMBER = 2**63
 
 _PLAIN_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "length"))
-"""Filters that take no time to speak of, or lead to a value that is there already."""
+"""Filters that take nearly no time, or return an existing value."""
 _TEXT_FILTERS = frozenset(
     ("capitalize", "float", "int", "lower", "replace", "string", "trim", "upper")
 )
@@ -66,7 +66,9 @@ class BeyondBounds(Exception):
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Code that charges, whose texts are counted, and that builds no lists and maps of values."""
+    """Code generator: the code charges nodes, counts texts, and builds no lists and maps of
+    values.
+    """
 
     def buffer(self, frame: jinja2.compiler.Frame) -> None:
         frame.buffer = self.temporary_identifier()
@@ -75,7 +77,7 @@ class _Generator(jinja2.compiler.CodeGenerator):
     def visit_Call(
         self, node: jinja2.nodes.Call, frame: jinja2.compiler.Frame, forward_caller: bool = False
     ) -> None:
-        if isinstance(node.node, jinja2.nodes.EnvironmentAttribute):  # of _charge
+        if isinstance(node.node, jinja2.nodes.EnvironmentAttribute):  # by _charge
             self.write(f"environment.spend({node.args[0].as_const()})")
         else:
             super().visit_Call(node, frame, forward_caller=forward_caller)
@@ -111,7 +113,9 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
 
 class BoundedEnvironment(TemplateEnvironment):
-    """An environment whose templates take bounded time and memory, or raise BeyondBounds."""
+    """jinja2 environment with bounded time and memory: its templates raise BeyondBounds
+    past them.
+    """
 
     code_generator_class = _Generator
 
@@ -123,7 +127,7 @@ class BoundedEnvironment(TemplateEnvironment):
         self._bounds = threading.local()
 
     def printer(self, source: str) -> Callable[[dict[str, Any]], str]:
-        """Compile ``source``, and return a function that prints it with the variables given.
+        """Compile ``source``, and return a function that renders it with variables.
 
         The function raises :class:`BeyondBounds`; nothing of the template runs before.
         """
@@ -146,23 +150,23 @@ class BoundedEnvironment(TemplateEnvironment):
         return render
 
     def spend(self, num_nodes: int) -> bool:
-        """Charge the nodes that are about to run; True."""
+        """Charge the nodes that are about to run; return True."""
         self._bounds.left -= num_nodes * self._bounds.price
         if self._bounds.left < 0:
             raise BeyondBounds
         return True
 
     def beyond(self) -> None:
-        """Give up, in place of what isn't bounded."""
+        """Raise BeyondBounds, in place of an unbounded operation."""
         raise BeyondBounds
 
     def check_length(self, length: int) -> None:
-        """Give up before a text of this length is built."""
+        """Raise BeyondBounds before a text of this length is built."""
         if length > self._bounds.longest:
             raise BeyondBounds
 
     def checked(self, result: Any) -> Any:
-        """Return ``result``, if it is no larger than what the bounds are made for."""
+        """Return ``result`` if its size is within the bounds."""
         if isinstance(result, str):
             self.check_length(len(result))
         elif isinstance(result, list):
@@ -172,13 +176,13 @@ class BoundedEnvironment(TemplateEnvironment):
         return result
 
     def plain(self, value: Any) -> Any:
-        """Return ``value``, if it can be printed: a namespace may hold another many times over."""
+        """Return ``value`` if it can be printed: a namespace may hold another many times over."""
         if value is not None and not isinstance(value, _PRINTED):
             raise BeyondBounds
         return value
 
     def check_indent(self, indent: object) -> None:
-        """Give up if printing with this indentation isn't linear in what is printed."""
+        """Raise BeyondBounds if printing with this indentation takes more than linear time."""
         if indent is not None and not (
             isinstance(indent, int) and indent <= MAX_INDENT and self._bounds.indents
         ):
@@ -187,22 +191,22 @@ class BoundedEnvironment(TemplateEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute with small numbers, and join texts."""
         if operator == "+" and (isinstance(left, str) or isinstance(right, str)):
-            if isinstance(left, str) and isinstance(right, str):  # else it is a TypeError
+            if isinstance(left, str) and isinstance(right, str):  # anything else is a TypeError
                 self.check_length(len(left) + len(right))
         elif operator == "**" or not (_is_small(left) and _is_small(right)):
             raise BeyondBounds
         return super().call_binop(context, operator, left, right)
 
     def concatenated(self, parts: Iterable[Any]) -> str:
-        """Return what ``~`` gives."""
+        """Return the value of ``~``."""
         return "".join(_Printed(self, (str(self.plain(part)) for part in parts)))
 
     def printed(self) -> _Printed:
-        """Return what a block prints into whose text is kept: of a macro, of ``{% set x %}``."""
+        """Return a buffer for a block with captured text: a macro, or ``{% set x %}``."""
         return _Printed(self)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call what is known to be linear."""
+        """Call a function that is known to be linear."""
         if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, str):
             if obj.__name__ not in _TEXT_METHODS:
                 raise BeyondBounds
@@ -225,7 +229,7 @@ class BoundedEnvironment(TemplateEnvironment):
     def check_text(
         self, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Give up before a filter or method of ``text`` that isn't linear, or gives too much."""
+        """Raise BeyondBounds before a filter or method of ``text`` with too much time or output."""
         values = (*args, *kwargs.values())
         if name in _STRIPPING and any(isinstance(v, str) and len(v) > MAX_SHORT for v in values):
             raise BeyondBounds
@@ -236,7 +240,7 @@ class BoundedEnvironment(TemplateEnvironment):
 
 
 class _Printed(list[str]):
-    """Texts that can't be too long together."""
+    """Buffer of texts with a limited total length."""
 
     def __init__(self, environment: BoundedEnvironment, texts: Iterable[str] = ()) -> None:
         super().__init__()
@@ -255,14 +259,14 @@ class _Printed(list[str]):
 
 
 def _charge(tree: jinja2.nodes.Template) -> int:
-    """Have every round of a loop and every call of a macro charged; returns the tree's nodes."""
+    """Insert charges for every round of a loop and call of a macro; return the tree's nodes."""
     repeated: Any = (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)
     found = [(node, _num_nodes(node)) for node in tree.find_all(repeated)]
     num_nodes = _num_nodes(tree)
     for node, count in found:
         node.body.insert(0, jinja2.nodes.ExprStmt(_spend(node, count), lineno=node.lineno))
         if isinstance(node, jinja2.nodes.For) and node.test is not None:
-            # Rounds that it sorts out don't come to the body.
+            # Filtered rounds don't reach the body.
             node.test = jinja2.nodes.And(_spend(node, count), node.test, lineno=node.lineno)
     return num_nodes
 
@@ -278,10 +282,10 @@ def _spend(node: jinja2.nodes.Node, count: int) -> jinja2.nodes.Call:
 
 
 def measure(variables: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many characters ``variables`` have, and how deeply they are nested.
+    """Return the number of characters in ``variables``, and the depth of their nesting.
 
     Raises:
-        BeyondBounds: they are too large, or of types that are no JSON.
+        BeyondBounds: they are too large, or of types that JSON doesn't have.
     """
     characters, depth = 0, 0
     level: list[Any] = [*variables.values()]
@@ -308,14 +312,14 @@ def measure(variables: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _is_small(value: object) -> bool:
-    """Whether ``value`` is a number that takes no time to compute with."""
+    """Return whether ``value`` is a number that is fast to compute with."""
     return isinstance(value, float) or (isinstance(value, int) and -MAX_NUMBER < value < MAX_NUMBER)
 
 
 def _bounded_filter(
     environment: BoundedEnvironment, name: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return ``function`` with a look at what it is given.
+    """Return ``function`` with a check of its arguments.
 
     It takes the context, so that jinja2 doesn't compute it while a template is compiled.
     """
@@ -350,7 +354,7 @@ def _bounded_filter(
 def _check_json(
     environment: BoundedEnvironment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Give up before JSON whose arguments may make it much longer than what is printed."""
+    """Raise BeyondBounds before JSON with options that make it much longer than the value."""
     indent = kwargs.get("indent", args[1] if len(args) > 1 else None)
     environment.check_indent(indent)
     separators = kwargs.get("separators", args[2] if len(args) > 2 else None) or ()

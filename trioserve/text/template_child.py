@@ -1,9 +1,9 @@
-"""The process in which chat templates are rendered that may take long: time and memory are limited.
+"""The process that renders slow chat templates: its time and memory are limited.
 
-It reads from standard input and writes to standard output, MessagePack behind its length of four
+It reads MessagePack from standard input and writes it to standard output, behind a length of four
 bytes: first a :class:`Setup`, then one :class:`RenderJob` after another, each answered by a
-:class:`Rendered`. A job that takes too much ends the process. It ends as well when its standard
-input does, which is when the server is gone.
+:class:`Rendered`. A job past the limits ends the process. So does the end of its standard input,
+when the server has gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SECONDS = 2
 MAX_MEMORY = 128 << 20
 """Bytes for one conversation, the templates' text and the answer included."""
 NICENESS = 5
-"""How much the server's own process and the worker go before."""
+"""Nice value of the process, so that the server and the worker go first."""
 HEAD = 4
 """Bytes of a message's length."""
 
@@ -47,7 +47,7 @@ class RenderJob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Rendered(msgspec.Struct, array_like=True, frozen=True):
-    """The text of a job, or why there is none, and which field of the request is to blame."""
+    """The text of a job, or the error and the field of the request that caused it."""
 
     text: str = ""
     error: str = ""
@@ -55,17 +55,17 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True):
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """Return ``message`` as it is sent.
+    """Return ``message`` as bytes with its length.
 
     Raises:
-        TypeError, ValueError, OverflowError, RecursionError: it holds what MessagePack can't.
+        TypeError, ValueError, OverflowError, RecursionError: MessagePack can't encode it.
     """
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(HEAD, "little") + body
 
 
 def main() -> None:
-    """Answer what comes on standard input."""
+    """Answer the jobs on standard input."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -81,7 +81,7 @@ def main() -> None:
             target.write(framed(_rendered(template, job)))
             target.flush()
     except (EOFError, MemoryError, ModelLoadError):
-        os._exit(1)  # At once, as there may be no memory for anything else.
+        os._exit(1)  # at once, as there may be no memory for anything else
 
 
 def _rendered(template: ChatTemplate, job: RenderJob) -> Rendered:
@@ -92,7 +92,7 @@ def _rendered(template: ChatTemplate, job: RenderJob) -> Rendered:
 
 
 def _read(source: IO[bytes]) -> bytes:
-    """Return the next message; raise EOFError if there is none, or not all of it."""
+    """Return the next message; raise EOFError if it is missing or incomplete."""
     head = source.read(HEAD)
     size = int.from_bytes(head, "little")
     body = source.read(size)

@@ -1,7 +1,7 @@
-"""Processes in which chat templates are rendered that may take long, and the task that owns them.
+"""Processes that render slow chat templates, and the task that owns them.
 
-Each is started when it is needed, serves one conversation after another, and is replaced when it
-has died or took too long. See :mod:`~trioserve.text.template_child` for what runs in it.
+A process is started on demand, serves one conversation after another, and is replaced when it has
+died or took too long. :mod:`~trioserve.text.template_child` is its program.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trioserve.text.template_child import (
 
 MAX_PROCESSES = 2
 MAX_WAIT = 60.0
-"""Seconds for an answer, on a machine with other work or from a process that was stopped."""
+"""Seconds to wait for an answer, on a busy machine or from a stopped process."""
 CHUNK = 1 << 20
 
 _ROOT = Path(__file__).resolve().parents[2]
-# The package is found where this process has found it, whatever the environment says.
+# The child finds the package where this process found it, whatever the environment says.
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
     "from trioserve.text.template_child import main; main()"
@@ -48,13 +48,13 @@ class _Child:
 
     def __init__(self, process: trio.Process, template: ChatTemplate) -> None:
         self.template = template
-        """What it renders."""
+        """Source of the template."""
         self._process = process
         self._unsent = framed(Setup(template.source, template.tokens))
 
     @classmethod
     async def start(cls, template: ChatTemplate) -> _Child:
-        """Start one.
+        """Start a process.
 
         Raises:
             OSError: there is no room for a process.
@@ -69,12 +69,12 @@ class _Child:
         return cls(process, template)
 
     async def answer(self, frame: bytes) -> Rendered:
-        """Return what the process says to a job.
+        """Return the process's answer to a job.
 
         Raises:
             EOFError: it has died.
-            trio.BrokenResourceError: it has died before it has read the job.
-            trio.TooSlowError: no answer has come.
+            trio.BrokenResourceError: it died before it read the job.
+            trio.TooSlowError: no answer came in time.
         """
         assert self._process.stdin is not None
         frame, self._unsent = self._unsent + frame, b""
@@ -104,7 +104,7 @@ class _Child:
 
 
 class TemplateProcesses:
-    """A few processes that render; :meth:`run` is the task that they belong to."""
+    """A few rendering processes, owned by the task :meth:`run`."""
 
     def __init__(self) -> None:
         self._turns = trio.CapacityLimiter(MAX_PROCESSES)
@@ -113,7 +113,7 @@ class TemplateProcesses:
         self._is_open = False
 
     async def run(self) -> None:
-        """Let :meth:`render` start processes until this is cancelled; then end all of them."""
+        """Allow :meth:`render` to start processes until cancelled; then end all of them."""
         self._is_open = True
         try:
             await trio.sleep_forever()
@@ -125,11 +125,11 @@ class TemplateProcesses:
                         nursery.start_soon(child.end)
 
     async def render(self, template: ChatTemplate, prompt: ConversationFields) -> str:
-        """Return what ``template`` prints of ``prompt``. Cancelling ends the process.
+        """Return ``template`` rendered with ``prompt``. Cancelling ends the process.
 
         Raises:
             InvalidRequest: the template refuses it, or it takes too long or too much memory.
-            EngineError: there are no processes, any more or yet.
+            EngineError: the task doesn't run yet or any more.
         """
         try:
             job = RenderJob(
@@ -149,11 +149,11 @@ class TemplateProcesses:
 
     @contextlib.asynccontextmanager
     async def _child(self, template: ChatTemplate) -> AsyncIterator[_Child]:
-        """A process for one job. It is kept for others, unless the block fails.
+        """Yield a process for one job. It is kept for others, unless the block fails.
 
         Raises:
             InvalidRequest: the process died or didn't answer.
-            EngineError: none can be had.
+            EngineError: no process can be started.
         """
         child = await self._take(template)
         is_usable = False
@@ -186,7 +186,7 @@ class TemplateProcesses:
         except OSError as error:
             raise EngineError(f"no process can be started to render in: {error}") from error
         self._all.add(child)
-        if not self._is_open:  # It was closed meanwhile.
+        if not self._is_open:  # closed meanwhile
             await self._end(child)
             raise EngineError("the engine is closed")
         return child

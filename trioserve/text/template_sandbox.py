@@ -1,7 +1,7 @@
 """The sandbox in which chat templates run, as transformers defines their language.
 
-jinja2's own sandbox keeps a template from attributes that lead out of it, and from changing what it
-is given. It doesn't bound time or memory: :mod:`~trioserve.text.template_bounds` does that inside
+jinja2's own sandbox keeps a template from attributes that lead out of it, and from changing its
+variables. It doesn't bound time or memory: :mod:`~trioserve.text.template_bounds` does that inside
 the server's process, :mod:`~trioserve.text.template_child` in a process of its own.
 """
 
@@ -20,7 +20,9 @@ import jinja2.sandbox
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``, which marks the assistant's text for training, is only a block here."""
+    """Tag ``{% generation %}``, which marks the assistant's text for training; here it is only a
+    block.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (the name and type are jinja2's)
 
@@ -31,7 +33,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def raise_exception(message: str) -> None:
-    """Refuse the conversation, from within a template."""
+    """Refuse the conversation; for templates."""
     raise jinja2.TemplateError(message)
 
 
@@ -47,7 +49,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML, which models have not been trained on.
+    # jinja2's own filter escapes for HTML, which models weren't trained with.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -71,6 +73,6 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def printer(self, source: str) -> Callable[[dict[str, Any]], str]:
-        """Compile ``source``, and return a function that prints it with the variables given."""
+        """Compile ``source``, and return a function that renders it with variables."""
         template = self.from_string(source)
         return lambda variables: template.render(variables)

@@ -1,16 +1,4 @@
-"""The tokenizer, and the task that turns prompts into token ids.
-
-The task takes every request that waits, then prepares them together. Encoding costs about a fifth
-of a millisecond for 1,000 characters, and ``encode_batch_fast`` lets other threads run meanwhile;
-a thread costs 60 µs by itself, and milliseconds when the loop is busy. So short prompts are
-encoded on the spot, as many as ``INLINE_CHARACTERS`` allow of those that were taken together;
-short ones beyond that share a thread, and each long prompt has one to itself. Threads belong to
-children of the task: a long prompt holds nobody up. Those that share a thread are encoded as a
-batch, which ``tokenizers`` spreads over the cores (``bench.engine.tokenizing`` measures it).
-
-A chat is rendered where it is encoded, if that takes bounded time and memory. Otherwise a child of
-the task waits until a process has rendered it (:mod:`~trioserve.text.template_processes`).
-"""
+"""The tokenizer: texts, prompts and chats to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -39,23 +27,27 @@ from trioserve.text.template_processes import TemplateProcesses
 
 INLINE_CHARACTERS = 2000
 BATCH_CHARACTERS = 100_000
-"""About 20 ms on one core: those who wait together have their tokens no later than that."""
+"""Characters of a batch, about 20 ms on one core: its requests wait no longer for each other."""
 MAX_THREADS = 2
-"""Few, because a batch is spread over the cores anyway, and the worker wants them too."""
+"""Number of threads. It is low, because a batch is spread over the cores anyway, and the worker
+needs them too.
+"""
 MAX_BAD_WORD_CHARACTERS = 8192
-"""They are encoded on the spot, when a request comes in: about 4 ms."""
+"""The most characters of bad words. They are encoded in the event loop when a request comes in:
+about 4 ms.
+"""
 
 IdsOrError = list[int] | InvalidRequest | BeyondBounds
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` with the model's chat template, and the task that runs them.
+    """A ``tokenizers.Tokenizer`` with the model's chat template.
 
     Truncation and padding that the tokenizer's file asks for are switched off.
     """
 
     has_text: bool = True
-    """Whether tokens stand for text that is known here."""
+    """True: tokens stand for text."""
 
     def __init__(
         self,
@@ -70,12 +62,12 @@ class Tokenizer:
         self.backend = backend
         self.chat_template = chat_template
         self.bos_token = bos_token
-        """What the model's files name as what a text begins with, None for nothing."""
+        """The token that a text begins with by the model's files, None if they name none."""
         self.eos_token = eos_token
-        """What they name as a text's end."""
+        """The token that a text ends with by the model's files, None if they name none."""
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
-        """One more than the largest id that the tokenizer knows; the model's own may differ."""
+        """The largest id of the tokenizer plus one; the model's own vocabulary may differ."""
         self._encoder = BoundedEncoder(backend, longest_token=max(map(len, vocab), default=1))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -85,7 +77,7 @@ class Tokenizer:
         self._templates = TemplateProcesses()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``: 20 µs for 100 characters, 2 ms for 10,000.
+        """Return the ids of ``text``: 20 µs for 100 characters, 2 ms for 10,000.
 
         Raises:
             InvalidRequest: the text can't be encoded, or has more than :attr:`max_characters`.
@@ -93,7 +85,7 @@ class Tokenizer:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def bound(self, max_model_len: int) -> None:
-        """Set the most tokens that a prompt may have, once the worker has said it."""
+        """Set the most tokens that a prompt may have; the worker tells it when it is ready."""
         self._encoder.max_model_len = max_model_len
 
     @property
@@ -102,17 +94,19 @@ class Tokenizer:
         return self._encoder.max_characters
 
     def token_of(self, text: str) -> int | None:
-        """The id of the token that is spelled ``text``, a special or added one too."""
+        """Return the id of the token spelled ``text``, special and added ones included."""
         with panics_raised():
             return self.backend.token_to_id(text)
 
     def name_of(self, id: int) -> str:
-        """The token ``id`` as it stands in the vocabulary, nothing for an unknown one."""
+        """Return the token ``id`` as the vocabulary spells it, an empty string for an
+        unknown one.
+        """
         with panics_raised():
             return self.backend.id_to_token(id) or ""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` as a whole."""
+        """Return the text of ``ids`` as a whole."""
         with panics_raised():
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -123,10 +117,10 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> IncrementalDecoder:
-        """What gives the text of an output, token by token, after ``prompt_ids``.
+        """Return a decoder of an output's text, token by token, after ``prompt_ids``.
 
-        Only decoders that put a space between any two tokens put one between special ones, unless
-        ``spaces_between_special_tokens`` is false.
+        ``spaces_between_special_tokens`` matters only for tokenizers that put a space between any
+        two tokens: if it is false, they put none between special ones.
         """
         table = self._visible_bytes if skip_special_tokens else self._bytes
         if table is not None:
@@ -136,20 +130,22 @@ class Tokenizer:
         return WindowDecoder.after(prompt_ids, self._decode_with_special, hidden, unspaced)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token adds to a text; a special token's name, none for an unknown id."""
+        """Return the bytes that a token adds to a text; a special token's name, none for an unknown
+        id.
+        """
         if self._bytes is not None:
             return self._bytes[id]
         return self._decode_with_special((id,)).encode()
 
     def token_text(self, id: int) -> str:
-        """A token as text, special tokens by name, U+FFFD for a part of a character."""
+        """Return a token as text: special tokens by name, U+FFFD for a part of a character."""
         text = self._texts.get(id)
         if text is None:
             text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
         return text
 
     def with_texts(self, entry: TokenLogprob) -> TokenLogprob:
-        """The same entry, each of its tokens with :meth:`token_text`."""
+        """Return ``entry`` with the text of each token from :meth:`token_text`."""
         text = self.token_text
         return TokenLogprob(
             entry.token_id,
@@ -163,20 +159,20 @@ class Tokenizer:
     def prompt_ids(
         self, prompt: Prompt, *, keep: int | None = None, cut_side: str = "left"
     ) -> list[int]:
-        """The ids of a prompt, on the spot. The task gives the same.
+        """Return the ids of a prompt, computed at once. The task gives the same.
 
         Args:
             prompt: text, token ids or a chat.
             keep: the most tokens, those that the tokenizer adds included; None for all.
-            cut_side: where to cut off what is too much, ``left`` or ``right``. Special tokens that
+            cut_side: the side to cut a longer prompt on, ``left`` or ``right``. Special tokens that
                 the tokenizer adds stay.
 
         Raises:
-            ContextTooLong: it has more than the model's length in tokens, and is so long that
-                this is found out beforehand.
+            ContextTooLong: the prompt exceeds the model's length, as its size tells before it is
+                encoded.
             InvalidRequest: the prompt is empty or malformed, has ids that the tokenizer doesn't
                 know, or is a chat and there is no template.
-            BeyondBounds: it is a chat that can't be rendered on the spot.
+            BeyondBounds: it is a chat that needs a process to render it.
         """
         if isinstance(prompt, TokensPrompt):
             ids = self._checked(prompt)
@@ -203,11 +199,12 @@ class Tokenizer:
         return ids
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences that stand for ``words``, which a sampler is to keep out.
+        """Return the token sequences of ``words``, for a sampler to keep out.
 
-        Each word comes twice, as it begins a text and as it follows a space. The second is left out
-        where it begins with the same token or has another number of tokens: there it isn't the same
-        word's spelling within a text. (The rule is vLLM's.) Leading spaces of a word don't count.
+        Each word comes twice: as it begins a text, and as it follows a space. The second is left
+        out if it begins with the same token or has another number of tokens, because then it isn't
+        the spelling of the word within a text. (The rule is vLLM's.) Leading spaces of a word don't
+        count.
 
         Raises:
             InvalidRequest: a word has no tokens, can't be encoded, or all are too long together.
@@ -241,7 +238,7 @@ class Tokenizer:
         return spellings
 
     async def render(self, prompt: ChatPrompt) -> str:
-        """The text that a chat becomes before it is encoded, special tokens written out.
+        """Return the text of a chat before it is encoded, special tokens included.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or it takes too long
@@ -268,10 +265,10 @@ class Tokenizer:
         return self.chat_template
 
     def fewest_tokens(self, prompt: Prompt) -> int:
-        """A number of tokens that ``prompt`` has at least, known without encoding it.
+        """Return a lower bound of the tokens of ``prompt``, without encoding it.
 
-        A token stands for at most as many characters as it is long, and a normalizer makes at most
-        a few characters one.
+        A token stands for at most as many characters as its length, and a normalizer merges at most
+        a few characters into one.
         """
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
@@ -292,10 +289,10 @@ class Tokenizer:
         return list(prompt.token_ids)
 
     def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, bool]:
-        """The text to encode, and whether the tokenizer is to add its special tokens to it."""
+        """Return the text to encode, and whether the tokenizer adds its special tokens."""
         if isinstance(prompt, TextPrompt):
             return prompt.text, prompt.add_special_tokens
-        # A template writes them itself.
+        # A template writes the special tokens itself.
         return self._template().render_within_bounds(prompt), False
 
     async def run(
@@ -303,11 +300,11 @@ class Tokenizer:
         requests: trio.MemoryReceiveChannel[Request],
         submit: trio.MemorySendChannel[Request],
     ) -> None:
-        """The task: set ``prompt_ids`` of each request and send it on, or reject it.
+        """Set ``prompt_ids`` of each request and send it on, or reject it.
 
-        Ends when ``requests`` is closed and everything was sent on, and then closes ``submit``.
-        When it is cancelled it ends at once; threads are left behind, and what they find is
-        dropped.
+        This ends when ``requests`` is closed and everything was sent on, and then closes
+        ``submit``. When it is cancelled it ends at once; running threads are abandoned, and their
+        results are dropped.
         """
         limiter = trio.CapacityLimiter(MAX_THREADS)
         async with submit, trio.open_nursery() as owner:
@@ -350,7 +347,7 @@ class Tokenizer:
         submit: trio.MemorySendChannel[Request],
         limiter: trio.CapacityLimiter,
     ) -> None:
-        """Have a chat rendered in a process, and its text encoded in a thread."""
+        """Have a process render a chat, and a thread encode its text."""
         keep, side = request.max_prompt_tokens, request.params.truncation_side
         assert isinstance(request.prompt, ChatPrompt)
         async with trio.open_nursery() as nursery:
@@ -376,9 +373,10 @@ class Tokenizer:
         return [together.get(request) or self._ids_or_error(request) for request in requests]
 
     def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        """The ids of those that can be encoded in one go, which the library spreads over the cores.
+        """Return the ids of requests that can be encoded as one batch, which spreads over the
+        cores.
 
-        What is to be cut, and what is refused, isn't among them.
+        Requests to be truncated or refused aren't among them.
         """
         texts: dict[bool, dict[Request, str]] = {False: {}, True: {}}
         for request in requests:
@@ -389,7 +387,7 @@ class Tokenizer:
                     texts[add_special_tokens][request] = text
         found: dict[Request, list[int]] = {}
         for add_special_tokens, own in texts.items():
-            # An error is one text's, and the library doesn't say which.
+            # The error is one text's, and the library doesn't tell which.
             with contextlib.suppress(Exception), room_to_encode(sum(map(len, own.values()))):
                 encodings = self.backend.encode_batch_fast(
                     list(own.values()), add_special_tokens=add_special_tokens
@@ -411,7 +409,7 @@ def _param(prompt: Prompt) -> str:
 
 
 def _start(request: Request) -> bool:
-    """Mark the request as being tokenized; False if it has ended already."""
+    """Mark the request as being tokenized; return False if it has ended already."""
     for sequence in request.sequences:
         if sequence.state is State.CREATED:
             sequence.move_to(State.TOKENIZING)
@@ -442,7 +440,7 @@ async def _hand_on(
 
 
 def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
-    """Which requests to prepare on the spot, and groups that are to share a thread each."""
+    """Return the requests to tokenize in the event loop, and groups that share a thread each."""
     here: list[Request] = []
     together: list[Request] = []
     alone: list[list[Request]] = []
@@ -460,7 +458,7 @@ def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
 
 
 def _batches(requests: list[Request]) -> list[list[Request]]:
-    """``requests`` in parts that take no longer than a few of them should wait for the others."""
+    """Split ``requests`` into batches, so that requests don't wait long for each other."""
     batches: list[list[Request]] = []
     room = 0
     for request in requests:

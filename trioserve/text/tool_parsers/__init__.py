@@ -1,4 +1,4 @@
-"""Tool calls: how each family of models writes them, read from text and held to by grammars."""
+"""Tool calls: their syntax in each family of models, parsed from text and enforced by grammars."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from trioserve.text.tool_parsers.xml import GLM, QWEN3_CODER, GlmParser, Qwen3Co
 from trioserve.text.tool_parsers.xml_writing import grammar_in, writer_in
 
 Calls = Sequence[tuple[str, str]]
-"""Names and arguments, these as JSON."""
+"""Names and arguments of calls, the arguments as JSON."""
 
 
 @attrs.frozen
 class Family:
-    """A way to write tool calls.
+    """A syntax of tool calls.
 
-    ``grammar`` takes how tools are to be used, the ids of tokens and the template's text. ``write``
-    gives an answer with calls. ``placeholder`` is what a model is shown in place of arguments, and
-    ``meaning`` what that is.
+    ``grammar`` takes a :class:`ToolUse`, the ids of tokens and the template's text. ``write``
+    renders an answer with calls. ``placeholder`` stands for arguments in a description for the
+    model, and ``meaning`` explains it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Family:
 
 
 def _objects(key: str, join: Callable[[Sequence[str]], str]) -> Callable[[Calls], str]:
-    """Return what writes each call as an object with its arguments under ``key``."""
+    """Return a function that writes each call as an object with its arguments under ``key``."""
 
     def write(calls: Calls) -> str:
         return join(
@@ -103,15 +103,16 @@ FAMILIES = {
 }
 
 _OTHER_TAG = re.compile(r"<tool_call>(?:\\n|\s)*<\w")
-"""A call that is written in tags of its own, which is no JSON object."""
+"""Call in tags of its own, which isn't a JSON object."""
 
 
 def family_of_template(template: str, *, knows_tools: bool) -> Family | None:
-    """The family whose calls a chat template prints; None for one that isn't known here.
+    """Return the family of the calls that a chat template prints; None for an unknown one.
 
     Args:
-        knows_tools: whether the template prints tools at all. For one that doesn't, the family is
-            ``json``: it has to be told of tools in words, and so can be told how to call them.
+        knows_tools: whether the template prints tools at all. If it doesn't, the family is
+            ``json``: a system message has to describe the tools, and can describe the calls as
+            well.
     """
     if not knows_tools:
         return FAMILIES["json"]

@@ -1,4 +1,4 @@
-"""Calls as JSON objects one after the other, in an array or alone."""
+"""Calls as JSON objects one after the other, alone or in an array."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ArrayParser(MarkedParser):
     _in_array = False
 
     def _objects(self, first: str, lead: str) -> bool:
-        """Expect what begins with ``first``, which has been read, if that is an array.
+        """Expect ``first``, which has been read, to begin an object or an array of calls.
 
-        Returns whether the character was taken.
+        Return whether the character was taken.
         """
         self._in_array = first == "["
         self._expect_call(lead + "[" if self._in_array else lead)

@@ -1,13 +1,13 @@
-"""What the parsers of all families have in common: pieces in, events out.
+"""The base of all tool parsers: pieces of text in, events out.
 
-A parser is a state machine whose states are methods. A state takes the text and a position, does
-what it can, and returns the position up to which the text is dealt with; where it stays the same
-state at the same position it needs more text, and what is left is kept for the next piece. That is
-never more than a part of a marker, so all work is linear in the text.
+A parser is a state machine, and its states are methods. A state takes the text and a position, does
+its work, and returns the position up to which the text is done. If neither state nor position
+changes, it needs more text, and the rest is kept for the next piece. The rest is at most a part of
+a marker, so all work is linear in the text.
 
-What turns out not to be a call is given back as text. A call that breaks inside its arguments has
-been streamed by then: what follows, up to where the call would have ended, belongs to them too, so
-that a client gets what the model wrote and sees for itself that it is no JSON.
+Text that turns out not to be a call is returned as text. A call that breaks inside its arguments
+has been streamed by then, so the rest up to the call's end belongs to the arguments too: the client
+gets what the model wrote, and sees that it isn't valid JSON.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ State = Callable[[str, int], int]
 
 
 class ToolParser(Protocol):
-    """Turns the text of one answer into events. Pure: no I/O, and no exception for any text."""
+    """Parser of one answer's text into events. Pure: no I/O, and no exception for any text."""
 
     def feed(self, text: str) -> list[Event]:
-        """The events of the next piece of the answer."""
+        """Return the events of the next piece of the answer."""
         ...
 
     def finish(self) -> list[Event]:
-        """The events of what was still held back when the answer ended."""
+        """Return the events of the text held back at the end of the answer."""
         ...
 
 
 def new_call_id() -> str:
-    """An id for a call that no other call has."""
+    """Return a new id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def find_marker(text: str, start: int, markers: Collection[str]) -> tuple[int, str | None]:
-    """Where the first of ``markers`` begins, and which it is.
+    """Return the start of the first of ``markers``, and the marker.
 
-    Without one, where the longest part of one begins that the text ends with (else its end), and
-    None.
+    If there is none, return the start of the longest part of a marker at the text's end (or the
+    text's length), and None.
     """
     if not any(marker[0] in text for marker in markers):
-        return len(text), None  # As it is for most pieces of most answers.
+        return len(text), None  # so it is for most pieces of most answers
     found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     if found:
         return min(found)
@@ -60,17 +60,17 @@ def find_marker(text: str, start: int, markers: Collection[str]) -> tuple[int, s
 
 
 class MarkedParser(abc.ABC):
-    """The machinery; a family adds the states in which its markers are looked for.
+    """Base of the parsers; a family adds the states that look for its markers.
 
     Args:
         names: the functions that may be called; a call of another one is text.
         new_id: gives the id of each call.
-        free: whether no grammar held the answer. Then calls are also found where, and as, no
-            grammar lets them stand.
+        free: whether the answer was written without a grammar. If so, calls are also found in
+            places and forms that a grammar would rule out.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """What the family writes around its calls; special tokens in some models."""
+    """Markers that the family writes around its calls; special tokens in some models."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class MarkedParser(abc.ABC):
         self._state: State = self._start
         self._rest = ""
         self._lead = ""
-        """Text before the current call that is given back with it if it is none."""
+        """Text before the current call, returned with it if it isn't a call."""
         self._scanner = CallScanner(self._names)
         self._num_calls = 0
         self._space: list[str] = []
@@ -99,7 +99,7 @@ class MarkedParser(abc.ABC):
         return cls([tool.name for tool in tools], free=free)
 
     def feed(self, text: str) -> list[Event]:
-        """The events of the next piece of the answer."""
+        """Return the events of the next piece of the answer."""
         text, position = self._rest + text, 0
         while position < len(text):
             before = position, self._state
@@ -110,7 +110,7 @@ class MarkedParser(abc.ABC):
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """The events of what was still held back when the answer ended."""
+        """Return the events of the text held back at the end of the answer."""
         rest, self._rest = self._rest, ""
         if self._state == self._broken_arguments:
             self._add_arguments(rest)
@@ -131,18 +131,18 @@ class MarkedParser(abc.ABC):
 
     @abc.abstractmethod
     def _start(self, text: str, position: int) -> int:
-        """At the beginning of the answer."""
+        """Handle the beginning of the answer."""
 
     @abc.abstractmethod
     def _text(self, text: str, position: int) -> int:
-        """In text that is no call."""
+        """Handle text outside of calls."""
 
     @abc.abstractmethod
     def _after_call(self, text: str, position: int) -> int:
-        """Behind the object that was a call."""
+        """Handle the text behind a call's object."""
 
     def _call(self, text: str, position: int) -> int:
-        """In an object that may be a call."""
+        """Handle an object that may be a call."""
         scanner, arguments = self._scanner, list[str]()
         had_started = scanner.started
         end = scanner.scan(text, position, arguments)
@@ -161,11 +161,11 @@ class MarkedParser(abc.ABC):
         return end
 
     def _broken_arguments(self, text: str, position: int) -> int:
-        """Behind the point at which the arguments ceased to be JSON."""
+        """Handle the text behind the point where the arguments ceased to be JSON."""
         self._add_arguments(text[position:])
         return len(text)
 
-    # -- what states do ----------------------------------------------------------------------
+    # -- actions of states ---------------------------------------------------------------------
 
     def _become(self, state: State, lead: str = "") -> None:
         self._state = state

@@ -11,25 +11,25 @@ from trioserve.text.tool_parsers.values import ValueScanner, skip_space
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
-"""What an object that is a call may have: any other key shows that it is none."""
+"""Keys of a call's object; any other key shows that it isn't a call."""
 
 
 @attrs.define(eq=False)
 class CallScanner:
-    """Follows one object through its pieces, and gives its arguments out as they come.
+    """Scanner of one object that may be a call; it returns the arguments as they come.
 
-    Nothing is given out before the name is known to be one of ``names`` and the arguments have
-    begun: until then ``raw`` holds all that was read, to be given back where it turns out to be no
-    call. An object whose arguments come first is held until its name comes; one without arguments
-    is a call with ``{}``, unless it ``needs_arguments``. Arguments in a string are held until its
-    end: if it is the text of a JSON object, as Granite 4 writes it, that object is given out.
+    Arguments are returned once the name is one of ``names`` and the arguments have begun. Until
+    then ``raw`` holds all text read so far, in case it isn't a call. If the arguments come first,
+    the object is held until its name comes. Without arguments it is a call with ``{}``, unless
+    ``needs_arguments``. A string of arguments is held until its end; if it contains a JSON object,
+    as Granite 4 writes it, the object is returned.
     """
 
     names: Collection[str]
     needs_arguments: bool = False
     name: str | None = None
     started: bool = False
-    """Whether it is a call for sure, and what ``scan`` puts out are its arguments."""
+    """True if it is certainly a call, so that the output of ``scan`` is its arguments."""
     done: bool = False
     broken: bool = False
     _expected: str = "object"
@@ -46,21 +46,21 @@ class CallScanner:
 
     @property
     def raw(self) -> str:
-        """All that was read so far, while it hasn't ``started``."""
+        """All text read so far, while it hasn't ``started``."""
         return "".join(self._raw)
 
     @property
     def unread(self) -> str:
-        """A string of arguments as far as it was read, while it hasn't ended."""
+        """The part of a string of arguments read so far, while the string hasn't ended."""
         return "".join(self._string) if self.in_arguments and self._in_string else ""
 
     @property
     def in_arguments(self) -> bool:
-        """Whether the arguments have begun and not ended."""
+        """True if the arguments have begun and not ended."""
         return self._expected == "arguments"
 
     def scan(self, text: str, start: int, arguments: list[str]) -> int:
-        """Go on at ``start``, up to where it is ``done`` or ``broken``; returns the end.
+        """Continue at ``start`` until the object is ``done`` or ``broken``; return the end.
 
         Pieces of the arguments are appended to ``arguments``.
         """
@@ -158,12 +158,12 @@ class CallScanner:
 
 
 def _serialized(pieces: list[str]) -> str:
-    """Return the JSON object whose text a JSON string holds, or else the string as it stands."""
+    """Return the JSON object inside a JSON string, or else the string as it stands."""
     text = _decoded(pieces)
     if text is not None and text.lstrip().startswith("{"):
         try:
             json.loads(text)
-            text.encode()  # An escape may be half of a character, which can't be sent.
+            text.encode()  # an escape may be half of a character, which can't be sent
         except (ValueError, RecursionError):
             pass
         else:
@@ -172,7 +172,7 @@ def _serialized(pieces: list[str]) -> str:
 
 
 def _decoded(pieces: list[str]) -> str | None:
-    """The string that a JSON string stands for; None if it is no good one."""
+    """Return the value of a JSON string; None if it is invalid."""
     try:
         value = json.loads("".join(pieces), strict=False)
     except ValueError:

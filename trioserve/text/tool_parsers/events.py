@@ -1,4 +1,4 @@
-"""What a tool parser makes of an answer: text, and calls of functions with their arguments."""
+"""The events of a tool parser: text, and calls of functions with their arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Grammars of answers with tool calls, one for each family, as Lark in llguidance's dialect.
 
-What a call consists of is fixed to the letter, as chat templates print it, but for the arguments,
-which are JSON of their schema. Where calls are optional, a lazy rule takes the text before a call
-up to its marker: from there on the answer can only be a call.
+A call is fixed to the letter, as chat templates print it, except for its arguments, which are JSON
+of their schema. Where calls are optional, a lazy rule takes the text before a call up to its
+marker: from there on the answer can only be a call.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def hermes_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
-    """``<tool_call>{…}</tool_call>``, several in a row or between texts."""
+    """Return the grammar of ``<tool_call>{…}</tool_call>``, several in a row or between texts."""
     body = f"GAP? object GAP? {literal('</tool_call>', token_of)}"
     return tagged_grammar(use, token_of, body, TEXT + _objects(use, "arguments"))
 
 
 def tagged_grammar(use: ToolUse, token_of: TokenOf, body: str, rules: str) -> str:
-    """Calls that begin with ``<tool_call>``, several in a row or between texts.
+    """Return the grammar of calls that begin with ``<tool_call>``, several in a row or between
+    texts.
 
     Args:
         body: matches the rest of a call.
-        rules: what ``body`` is made of, and :data:`TEXT`.
+        rules: the rules used by ``body``, and :data:`TEXT`.
     """
     rules = f"{HEADER}{GAP}{rules}call: {literal(_TOOL_CALL, token_of)} {body}\n"
     calls = "call (GAP? call)*" if use.parallel else "call"
@@ -41,7 +42,9 @@ def tagged_grammar(use: ToolUse, token_of: TokenOf, body: str, rules: str) -> st
 
 
 def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
-    """``{…}; {…}`` as the whole answer, perhaps behind the tag, where the model has one."""
+    """Return the grammar of ``{…}; {…}`` as the whole answer, maybe behind the tag if the model has
+    one.
+    """
     tag = token_of("<|python_tag|>")
     several = 'object (";" GAP? object)*' if use.parallel else "object"
     rules = HEADER + GAP + _objects(use, "parameters") + f"objects: {several}\n"
@@ -56,7 +59,9 @@ def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
 
 
 def mistral_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
-    """An array behind the marker, or ``name[ARGS]{…}`` where the template prints that."""
+    """Return the grammar of an array behind the marker, or of ``name[ARGS]{…}``, as the template
+    prints it.
+    """
     marker, args = literal(_MARKER, token_of), literal("[ARGS]", token_of)
     if "[ARGS]" in template:
         names = [
@@ -81,7 +86,7 @@ def mistral_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
 
 
 def json_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
-    """An object as the whole answer, or a list of them."""
+    """Return the grammar of an object, or a list of them, as the whole answer."""
     rules = HEADER + GAP + _objects(use, "arguments")
     calls = 'object | "[" object ("," GAP? object)* "]"' if use.parallel else "object"
     if use.required:
@@ -92,7 +97,7 @@ def json_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
 
 
 def _objects(use: ToolUse, key: str) -> str:
-    """The rule ``object``: a call as a JSON object whose arguments are called ``key``."""
+    """Return the rule ``object``: a call as a JSON object with its arguments under ``key``."""
     rules = []
     for number, tool in enumerate(use.tools):
         begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
@@ -109,7 +114,9 @@ def _arguments(use: ToolUse) -> str:
 
 
 def _schema_rule(tool: Tool, required: bool) -> str:
-    """The arguments' JSON: of their schema where it has to be, of any object otherwise."""
+    """Return the rule of the arguments: by their schema if that is required, otherwise any
+    object.
+    """
     if not (tool.strict or required):
         return json_rule(_ANY_OBJECT)
     schema = tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}

@@ -1,7 +1,6 @@
 """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, SmolLM3.
 
-Models that are to make several calls also write them in one pair of tags, as an array or with
-commas between them.
+Models also write several calls in one pair of tags, as an array or with commas between them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class HermesParser(MarkedParser):
         return first
 
     def _after_comma(self, text: str, position: int) -> int:
-        """Expect another call; or else the comma was text."""
+        """Expect another call; otherwise the comma is text."""
         first = skip_space(text, position)
         self._lead += text[position:first]
         if first == len(text):
@@ -68,7 +67,7 @@ class HermesParser(MarkedParser):
         return first
 
     def _up_to_close(self, text: str, position: int) -> int:
-        """Look for the closing tag; models forget it, or close one brace too many."""
+        """Find the closing tag; models forget it, or close one brace too many."""
         at, marker = find_marker(text, position, [_CLOSE, _OPEN])
         self._add_text(text[position:at])
         if marker is None:

@@ -35,7 +35,7 @@ class Llama3Parser(MarkedParser):
         if marker is None:
             return at
         if marker == "{":
-            # Text may show an object with no more than a name, which calls nothing.
+            # An object with only a name, shown in text, isn't a call.
             self._expect_call("", needs_arguments=True)
             return at
         self._expect_call(_TAG)
@@ -55,7 +55,7 @@ class Llama3Parser(MarkedParser):
         return first + 1
 
     def _after_separator(self, text: str, position: int) -> int:
-        """Expect another call, perhaps with a tag of its own; or else the separator was text."""
+        """Expect another call, perhaps with a tag of its own; otherwise the separator is text."""
         first = skip_space(text, position)
         self._add_text(text[position:first])
         if first == len(text):

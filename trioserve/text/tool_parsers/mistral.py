@@ -22,12 +22,12 @@ _MAX_HEAD_CHARACTERS = 256
 
 
 def mistral_call_id() -> str:
-    """An id as the templates of Mistral's models insist on: nine letters and digits."""
+    """Return an id in the form that Mistral's templates require: nine letters and digits."""
     return secrets.token_hex(5)[:9]
 
 
 class MistralParser(ArrayParser):
-    """Calls behind the marker, which is a special token of its own."""
+    """Parser of calls behind the marker, which is a special token."""
 
     markers = (_MARKER, _ARGS, _CALL_ID)
 
@@ -63,7 +63,7 @@ class MistralParser(ArrayParser):
         return first
 
     def _head(self, text: str, position: int) -> int:
-        """The name, and what comes between it and the arguments."""
+        """Handle the name, and what comes between it and the arguments."""
         match = _HEAD_CHARACTERS.match(text, position)
         assert match is not None
         self._lead += match[0]
@@ -84,7 +84,7 @@ class MistralParser(ArrayParser):
         return len(self._lead) > len(_MARKER) + _MAX_HEAD_CHARACTERS
 
     def _bare_arguments(self, text: str, position: int) -> int:
-        """The arguments of a call whose name came before them."""
+        """Handle the arguments of a call with its name before them."""
         end = self._arguments.scan(text, position)
         self._add_arguments(text[position:end])
         if self._arguments.broken:

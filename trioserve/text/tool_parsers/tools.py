@@ -1,4 +1,4 @@
-"""What a model may call, and how its answer is to use that."""
+"""The tools that a model may call, and the constraints on its answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_PARAMETERS: dict[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
-"""The schema of a function that says nothing of its arguments."""
+"""The schema of a function without a description of its arguments."""
 
 
 @attrs.frozen
@@ -25,9 +25,9 @@ class Tool:
 
 @attrs.frozen(kw_only=True)
 class ToolUse:
-    """Which functions an answer may call, and whether it has to.
+    """The functions that an answer may call, and whether it has to call one.
 
-    ``parallel``: several calls in one answer are fine. ``answer`` is the Lark grammar of an answer
+    ``parallel`` allows several calls in one answer. ``answer`` is the Lark grammar of an answer
     without calls, where that isn't free either.
     """
 
@@ -38,15 +38,15 @@ class ToolUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the functions."""
+        """The names of the functions."""
         return frozenset(tool.name for tool in self.tools)
 
     @property
     def is_free(self) -> bool:
-        """Whether the model may answer whatever it wants to."""
+        """True if the answer is unconstrained."""
         return not (self.required or self.answer or self.is_strict) and self.parallel
 
     @property
     def is_strict(self) -> bool:
-        """Whether the arguments of some function have to follow their schema."""
+        """True if the arguments of some function have to follow their schema."""
         return any(tool.strict for tool in self.tools)

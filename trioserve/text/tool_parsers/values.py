@@ -1,4 +1,6 @@
-"""Where a JSON value ends, in text that comes in pieces: every character is looked at once."""
+"""Scanner for the end of a JSON value, in text that comes in pieces. It reads each
+character once.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ import attrs
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _BETWEEN = re.compile(r"[\s\w+\-.,:]*")
-"""What may stand between the strings and brackets of an array or an object."""
+"""Characters between the strings and brackets of an array or an object."""
 _SCALAR = re.compile(r"[\w+\-.]*")
 _CLOSING = {"{": "}", "[": "]"}
 
 
 def skip_space(text: str, start: int) -> int:
-    """The position of the first character from ``start`` on that is no JSON white space."""
+    """Return the position of the first character from ``start`` on that isn't JSON white space."""
     match = _SPACE.match(text, start)
     assert match is not None
     return match.end()
@@ -23,12 +25,11 @@ def skip_space(text: str, start: int) -> int:
 
 @attrs.define(eq=False)
 class ValueScanner:
-    """Follows one JSON value through its pieces, by its brackets and strings.
+    """Scanner of one JSON value, by its brackets and strings.
 
-    It tells where the value ends, and not whether each of its literals is a good one: ``broken`` is
-    set where a value can't go on, at a bracket that doesn't match or a character that stands in no
-    JSON outside of strings. A number or literal ends with the character behind it, so at the end of
-    the text it isn't ``done``.
+    It finds the value's end, and doesn't check literals: ``broken`` is set at a bracket that
+    doesn't match or a character that JSON has only inside strings. A number or literal ends with
+    the character behind it, so at the end of the text it isn't ``done``.
     """
 
     done: bool = False
@@ -40,7 +41,7 @@ class ValueScanner:
     _escaped: bool = False
 
     def scan(self, text: str, start: int) -> int:
-        """Go on at ``start``; returns the end of what belongs to the value."""
+        """Continue at ``start``; return the end of the value's part of ``text``."""
         position = start
         while position < len(text) and not (self.done or self.broken):
             position = self._step(text, position)

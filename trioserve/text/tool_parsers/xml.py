@@ -10,8 +10,8 @@
     </function>                       </tool_call>
     </tool_call>
 
-Strings stand there as they are, other values as JSON. The arguments are given out as a JSON object:
-a string as it comes, another value once it is whole.
+Strings stand there unquoted, other values as JSON. The arguments are returned as a JSON object: a
+string as it comes, another value once it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_NAME_CHARACTERS = 256
 
 @attrs.frozen(kw_only=True)
 class TagStyle:
-    """What stands between the parts of a call, to the letter as chat templates print it.
+    """The text between the parts of a call, to the letter as chat templates print it.
 
     A parser ignores the white space at the ends of most of these.
     """
@@ -68,17 +68,17 @@ GLM = TagStyle(
 
 
 class TaggedParser(MarkedParser):
-    """The states that both have in common.
+    """States common to both forms.
 
     Args:
-        schemas: of the functions' arguments, by the functions' names.
+        schemas: schemas of the functions' arguments, by the functions' names.
     """
 
     style: ClassVar[TagStyle]
     opens: ClassVar[tuple[str, ...]] = (_OPEN,)
-    """What a call begins with."""
+    """Text that a call begins with."""
     name_ends: ClassVar[tuple[str, ...]]
-    """What ends a function's name; all but the last are left for what follows."""
+    """Texts that end a function's name; all but the last are left for what follows."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class TaggedParser(MarkedParser):
         self._num_values = 0
         self._schema: Mapping[str, Any] = {}
         self._value: list[str] = []
-        """A value that isn't given out as it comes."""
+        """Value that is held until it is complete."""
         self._space_at_end = ""
-        """What may be the white space before the closing tag of a string."""
+        """Text that may be the white space before a string's closing tag."""
         self._value_begun = False
         self._key_mark = self.style.before_key.strip()
         self._value_mark = self.style.before_value.strip()
@@ -105,17 +105,17 @@ class TaggedParser(MarkedParser):
         self._end_mark = self.style.after_values.split("\n")[0]
         self._value_ends: tuple[str, ...] = (self._value_end,)
         if free:
-            # Models forget closing tags. A string may hold any of these, but hardly in a line's
-            # first place.
+            # Models forget closing tags. A string may hold any of these, but hardly at the
+            # beginning of a line.
             others = (self._key_mark, self._end_mark, _CLOSE)
             self._value_ends += tuple(f"\n{mark}" for mark in others)
 
     def finish(self) -> list[Event]:
-        """The events of what was still held back when the answer ended."""
+        """Return the events of the text held back at the end of the answer."""
         if self._state in (self._between, self._in_key, self._before_value, self._in_value):
             if self._state == self._in_value:
                 self._add_arguments("".join(self._value).strip())
-            self._rest = ""  # Part of a tag, at most.
+            self._rest = ""  # at most a part of a tag
             self._become(self._text)
         return super().finish()
 
@@ -145,7 +145,7 @@ class TaggedParser(MarkedParser):
         return at
 
     def _between(self, text: str, position: int) -> int:
-        """In front of a key or the end; whatever else stands there says nothing."""
+        """Expect a key or the end; skip other text."""
         at, marker = find_marker(text, position, (self._key_mark, self._end_mark, _CLOSE))
         if marker is None:
             return at
@@ -197,7 +197,7 @@ class TaggedParser(MarkedParser):
         return at + len(marker) if marker == self._value_end else at
 
     def _after_call(self, text: str, position: int) -> int:
-        """Up to the closing tag; models forget it."""
+        """Expect the closing tag; models forget it."""
         at, marker = find_marker(text, position, (_CLOSE, *self.opens))
         piece = text[position:at]
         visible = piece.rstrip()
@@ -210,7 +210,7 @@ class TaggedParser(MarkedParser):
         self._become(self._text)
         return at + len(marker) if marker == _CLOSE else at
 
-    # -- what states do ----------------------------------------------------------------------
+    # -- actions of states ---------------------------------------------------------------------
 
     def _begin_call(self, name: str) -> None:
         self._add_call(name)
@@ -218,7 +218,7 @@ class TaggedParser(MarkedParser):
         self._become(self._between)
 
     def _give_value(self, piece: str) -> None:
-        """Give out a piece of a string, but for the line breaks at its ends; keep other values."""
+        """Return a piece of a string, but for the line breaks at its ends; keep other values."""
         if not is_text(self._schema):
             self._value.append(piece)
             return
@@ -232,12 +232,12 @@ class TaggedParser(MarkedParser):
 
     @property
     def _name_start(self) -> int:
-        """Where in what came before the call is certain the name begins."""
+        """The start of the name in the text before the call is certain."""
         return len(_OPEN)
 
 
 class Qwen3CoderParser(TaggedParser):
-    """``<function=…>`` in tags, anywhere in the answer; the outer tag may be left out."""
+    """Parser of ``<function=…>`` in tags, anywhere in the answer; the outer tag may be missing."""
 
     style = QWEN3_CODER
     markers = (_OPEN, _CLOSE, "<function=", "</function>", "<parameter=", "</parameter>")
@@ -276,7 +276,7 @@ class Qwen3CoderParser(TaggedParser):
 
 
 class GlmParser(TaggedParser):
-    """``<arg_key>`` and ``<arg_value>`` in a tag, anywhere in the answer."""
+    """Parser of ``<arg_key>`` and ``<arg_value>`` in a tag, anywhere in the answer."""
 
     style = GLM
     markers = (_OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

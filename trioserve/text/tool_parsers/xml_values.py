@@ -1,4 +1,4 @@
-"""Values that stand in tags: which of them are plain strings, and what JSON the others are."""
+"""Values in tags: plain strings by their schema, or JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_DEPTH = 8
-"""How deep alternatives of a schema are looked into."""
+"""The depth to which a schema's alternatives are searched."""
 _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (bool, ("boolean",)),
     (int, ("integer", "number")),
@@ -21,10 +21,10 @@ _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (type(None), ("null",)),
 )
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""What models write for JSON's words, and these."""
+"""Other words that models write for JSON's."""
 _CONTAINERS = frozenset(("array", "object"))
 _MAX_LITERAL_CHARACTERS = 20_000
-"""Of a Python literal that is read: the parser takes hundreds of bytes for each."""
+"""The longest Python literal that is read: the parser takes hundreds of bytes per character."""
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -50,9 +50,9 @@ def is_text(schema: Mapping[str, Any]) -> bool:
 def as_json(text: str, schema: Mapping[str, Any]) -> str:
     """Return the JSON of a value that stands in a tag.
 
-    It is what the text says as JSON if the schema allows such a value, and a string otherwise. An
-    array or object is also read from JSON with escaped quotes, as GLM writes it at times, and from
-    a Python literal.
+    The text is read as JSON if the schema allows such a value, and is a string otherwise. An array
+    or object is also read from JSON with escaped quotes, as GLM writes it at times, and from a
+    Python literal.
     """
     stripped = text.strip()
     stripped = _PYTHON_WORDS.get(stripped, stripped)
@@ -72,7 +72,7 @@ _NOTHING = object()
 
 
 def _read(text: str) -> Any:
-    """Return the value of a JSON text that every client can read; ``_NOTHING`` of another."""
+    """Return the value of a JSON text that every client can read; ``_NOTHING`` for another text."""
     try:
         return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -91,10 +91,10 @@ def _finite(text: str) -> float:
 
 
 def _repaired(text: str) -> str:
-    """Return the JSON of an array or object that was written another way; empty if it is none."""
+    """Return the JSON of an array or object in another notation; empty if it can't be read."""
     try:
         unescaped = str(json.loads(f'"{text}"'))
-        unescaped.encode()  # An escape may be half of a character, which can't be sent.
+        unescaped.encode()  # an escape may be half of a character, which can't be sent
     except (ValueError, RecursionError):
         unescaped = ""
     if unescaped != text and _read(unescaped) is not _NOTHING:
@@ -103,7 +103,7 @@ def _repaired(text: str) -> str:
         return ""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Of escapes in strings that Python doesn't know.
+            warnings.simplefilter("ignore")  # of escapes in strings that Python doesn't know
             value = ast.literal_eval(text)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         written.encode()
@@ -113,7 +113,7 @@ def _repaired(text: str) -> str:
 
 
 def escaped(text: str, *, quote: bool = False) -> str:
-    """Return ``text`` as it stands in JSON, with its quotes or without."""
+    """Return ``text`` escaped for JSON, with its quotes or without."""
     written = json.dumps(text, ensure_ascii=False)
     return written if quote else written[1:-1]
 

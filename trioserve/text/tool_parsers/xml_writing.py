@@ -1,4 +1,4 @@
-"""Calls with a tag around each argument, as they are written: to the letter, and as a grammar."""
+"""Calls with a tag around each argument, written to the letter, and their grammars."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OPEN = "<tool_call>"
 
 
 def writer_in(style: TagStyle) -> Callable[[Sequence[tuple[str, str]]], str]:
-    """Return what writes calls, names and arguments as JSON, in ``style``."""
+    """Return a function that writes calls, names and JSON arguments, in ``style``."""
     return functools.partial(_written, style)
 
 
 def grammar_in(style: TagStyle) -> Callable[[ToolUse, TokenOf, str], str]:
-    """Return what makes the grammar of an answer with calls in ``style``."""
+    """Return a function that makes the grammar of an answer with calls in ``style``."""
     return functools.partial(_grammar, style)
 
 
@@ -38,7 +38,7 @@ def _call(style: TagStyle, name: str, arguments: str) -> str:
         values = json.loads(arguments)
     except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, dict):  # What a model once wrote, and a client sends back.
+    if not isinstance(values, dict):  # a model's invalid arguments that a client sends back
         values = {"arguments": arguments}
     parts = [style.before_name, name, style.after_name]
     for key, value in values.items():
@@ -66,7 +66,7 @@ class _Rules:
         self._break, self._mark, self._after = break_, mark, after
 
     def shared(self) -> str:
-        """Any text up to the end of a value, and any argument."""
+        """Return the rules for any text up to the end of a value, and for any argument."""
         style = self._style
         any_argument = " ".join(
             [
@@ -81,7 +81,7 @@ class _Rules:
         return f"{until}any_argument: {any_argument}\n"
 
     def body(self, number: int, tool: Tool, required: bool) -> str:
-        """The rule of a call of ``tool``, behind the tag that it begins with."""
+        """Return the rule of a call of ``tool``, behind the tag that it begins with."""
         style = self._style
         begin = style.before_name.removeprefix(_OPEN) + tool.name + style.after_name
         properties = tool.parameters.get("properties")
@@ -95,7 +95,7 @@ class _Rules:
     def _arguments(
         self, number: int, tool: Tool, properties: dict[str, Any]
     ) -> tuple[list[str], list[str]]:
-        """What a call has, in the order of the schema, and the rules that are used for it."""
+        """Return a call's arguments in the order of the schema, and the rules that they use."""
         wanted = tool.parameters.get("required")
         needed = set(wanted) if isinstance(wanted, list) else set()
         names, rules = [], []
@@ -110,7 +110,9 @@ class _Rules:
         return names, rules
 
     def _value(self, schema: Any, strict: bool) -> list[str]:
-        """A value and the mark behind it. A string is free, but for one out of a list."""
+        """Return a value and the mark behind it. A string is free unless its schema lists
+        values.
+        """
         end = self._spelled(self._break + self._mark)
         choices = schema.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
