@@ -17,11 +17,13 @@ from trioserve import DeadlineExceeded, Engine, EngineConfig
 from trioserve.config import ServerConfig
 from trioserve.http import create_app
 from trioserve.http.api.app import App
+from trioserve.http.api.openai.chat.preparation import ChatPreparation
 from trioserve.protocol import wire
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import State
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
+from trioserve.text.tokenizer_task import TokenizerTask
 from trioserve.workers import Link
 
 Clock = trio.testing.MockClock
@@ -95,12 +97,12 @@ def stuck_threads(engine: Engine) -> Iterator[None]:
     """Encoding of long texts takes for ever, as long as the block lasts."""
     release = threading.Event()
 
-    def encode(requests: Any) -> Any:
+    def encode(_task: TokenizerTask, requests: Any) -> Any:
         release.wait(30)
         return [[1] for _ in requests]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.tokenizer, "_all_ids_or_errors", encode)
+        patch.setattr(TokenizerTask, "_all_ids_or_errors", encode)
         try:
             yield
         finally:
@@ -290,7 +292,7 @@ async def test_what_comes_before_and_after_the_engine_counts_too(
             assert trio.current_time() - start == pytest.approx(LIMIT)
             assert answer.status == 504
             assert answer.error["code"] == "deadline_exceeded"
-        monkeypatch.setattr("trioserve.http.chat.preparation.ChatPreparation._constrain", for_ever)
+        monkeypatch.setattr(ChatPreparation, "_constrain", for_ever)
         for streams in (True, False):
             body = {**chat, "timeout": LIMIT, "stream": streams}
             answer = await ask(app, "/v1/chat/completions", body)

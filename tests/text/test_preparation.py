@@ -38,13 +38,16 @@ from trioserve.text.preparation import (
     LONG_BYTES,
     MAX_CALLS,
     MAX_CALLS_OF_TENANT,
-    MAX_EXTRA_ARGS_BYTES,
-    MAX_EXTRA_ARGS_DEPTH,
     MAX_LONG_CALLS,
     MAX_QUESTIONS,
     MAX_VERDICT_BYTES,
     MAX_WORKERS_LOST,
     Preparation,
+)
+from trioserve.text.prepare_call import (
+    MAX_EXTRA_ARGS_BYTES,
+    MAX_EXTRA_ARGS_DEPTH,
+    question_of,
 )
 
 Clock = trio.testing.MockClock
@@ -632,7 +635,7 @@ async def test_a_caller_that_leaves_leaves_nothing_behind(
         request = await reach(case)
         leave(request)
         await trio.testing.wait_all_tasks_blocked()
-        key = preparation._question_of(request.params, "").key  # type: ignore[union-attr]
+        key = question_of(request.params, "").key  # type: ignore[union-attr]
         assert key not in case.stage._open
         num_calls = len([call for call in case.worker.calls if call["grammar"][1] == "a"])
         if not case.worker.attached:

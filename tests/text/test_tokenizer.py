@@ -29,7 +29,8 @@ from trioserve.requests.request import (
 from trioserve.requests.request import Sequence as RequestSequence
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.tokenizer import INLINE_CHARACTERS, MAX_THREADS, Tokenizer
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer_task import INLINE_CHARACTERS, MAX_THREADS, TokenizerTask
 
 TEMPLATE = ChatTemplate(
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
@@ -73,7 +74,7 @@ class Running:
 async def start(nursery: trio.Nursery, tokenizer: Tokenizer) -> Running:
     requests, inbox = trio.open_memory_channel[Request](math.inf)
     submit, prepared = trio.open_memory_channel[Request](math.inf)
-    nursery.start_soon(tokenizer.run, inbox, submit)
+    nursery.start_soon(TokenizerTask(tokenizer).run, inbox, submit)
     return Running(requests, prepared)
 
 

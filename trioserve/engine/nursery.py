@@ -46,6 +46,7 @@ from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.preparation import Preparation
+from trioserve.text.tokenizer_task import TokenizerTask
 from trioserve.workers.socket_folder import sweep_socket_folders
 from trioserve.workers.supervisor import OnProgress, Supervisor, Workers
 
@@ -300,9 +301,9 @@ async def run_tasks(
     detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
     async with open_tasks(on_failure) as tasks:
         if preparation is None:
-            tasks.start_soon(model.tokenizer.run, tokenizer_inbox, to_backend)
+            tasks.start_soon(TokenizerTask(model.tokenizer).run, tokenizer_inbox, to_backend)
         else:
-            tasks.start_soon(model.tokenizer.run, tokenizer_inbox, to_preparation)
+            tasks.start_soon(TokenizerTask(model.tokenizer).run, tokenizer_inbox, to_preparation)
             tasks.start_soon(preparation.run, preparation_inbox, to_backend)
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)

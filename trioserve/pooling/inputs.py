@@ -22,7 +22,7 @@ Inputs = str | Sequence[int | str | Pair | Sequence[int | str] | TokensPrompt]
 
 INLINE_CHARACTERS = 2000
 """Characters that are encoded at once, because a thread would take longer; see
-:mod:`trioserve.text.tokenizer`.
+:mod:`trioserve.text.tokenizer_task`.
 """
 MAX_THREADS = 2
 

@@ -28,14 +28,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
-import msgspec
 import trio
 
 from trioserve._util.channels import all_waiting, pass_on
@@ -46,10 +43,10 @@ from trioserve.protocol.errors import (
     WorkerLost,
     WorkerSentAway,
 )
-from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import Request
 from trioserve.requests.tenants import excess
 from trioserve.text.fair_turns import FairTurns
+from trioserve.text.prepare_call import Question, question_of, read_answer, refusal_of
 
 MAX_CALLS = 3
 """The most calls at a time. The others' time to answer doesn't run while they wait for a permit."""
@@ -69,12 +66,6 @@ MAX_VERDICTS = 512
 MAX_VERDICT_BYTES = 128 << 20
 """Total size of what the worker has compiled. The worker keeps twice as many grammars, of twice the
 bytes.
-"""
-MAX_EXTRA_ARGS_BYTES = 256 << 10
-"""Limit of ``extra_args`` as MessagePack: the worker gets them with every output."""
-MAX_EXTRA_ARGS_DEPTH = 64
-"""The deepest nesting of maps and lists. A value at MessagePack's own limit couldn't be part of a
-plan.
 """
 MAX_WORKERS_LOST = 2
 
@@ -98,32 +89,10 @@ class PreparingWorker(Protocol):
 
 
 @attrs.define(eq=False)
-class _Question:
-    """A question to the worker, for every request in ``waiting``."""
-
-    key: bytes
-    num_bytes: int
-    arguments: dict[str, Any]
-    tenant: str
-    """Tenant of the first request."""
-    waiting: dict[Request, None] = attrs.field(factory=dict)
-    """Requests that wait for the answer, in the order of their arrival."""
-    nursery: trio.Nursery | None = None
-    """Nursery of the tasks that watch the requests, while the question is open."""
-
-    @property
-    def param(self) -> str:
-        for name in ("grammar", "extra_args"):
-            if self.arguments[name]:
-                return name
-        return "logits_processors"
-
-
-@attrs.define(eq=False)
 class _Call:
     """A call to the worker in flight, or its outcome: a verdict or an error, once it is done."""
 
-    question: _Question
+    question: Question
     is_suspect: bool
     """True if a worker was lost during an earlier call of this question."""
     has_turn: bool = False
@@ -161,7 +130,7 @@ class Preparation:
         self._worker = worker
         self._timeout = timeout
         self._observe_grammar = observe_grammar
-        self._open: dict[bytes, _Question] = {}
+        self._open: dict[bytes, Question] = {}
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._verdict_bytes = 0
         self._calls: dict[bytes, _Call] = {}
@@ -196,7 +165,7 @@ class Preparation:
     ) -> None:
         """Pass ``request`` on, reject it, or let it wait for an answer."""
         try:
-            question = _question_of(request.params, request.tenant)
+            question = question_of(request.params, request.tenant)
         except InvalidRequest as error:
             request.reject(error)
             return
@@ -235,7 +204,7 @@ class Preparation:
         self._verdicts.move_to_end(key)
         return verdict
 
-    async def _settle(self, question: _Question, submit: trio.MemorySendChannel[Request]) -> None:
+    async def _settle(self, question: Question, submit: trio.MemorySendChannel[Request]) -> None:
         """Ask, then pass the waiting requests on; stop when none waits any more."""
         answered = False
         error: Exception | None = None
@@ -255,7 +224,7 @@ class Preparation:
             for request in question.waiting:
                 await _hand_on(request, error, submit)
 
-    async def _watch(self, question: _Question, request: Request) -> None:
+    async def _watch(self, question: Question, request: Request) -> None:
         """Remove ``request`` from the question if it ends before the answer comes."""
         await request.admitted.wait()
         del question.waiting[request]
@@ -265,16 +234,16 @@ class Preparation:
             assert question.nursery is not None
             question.nursery.cancel_scope.cancel()
 
-    def _join(self, question: _Question, request: Request) -> None:
+    def _join(self, question: Question, request: Request) -> None:
         question.waiting[request] = None
         if question.nursery is not None:
             question.nursery.start_soon(self._watch, question, request)
 
-    def _close(self, question: _Question) -> None:
+    def _close(self, question: Question) -> None:
         if self._open.get(question.key) is question:
             del self._open[question.key]
 
-    async def _answer(self, question: _Question) -> Exception | None:
+    async def _answer(self, question: Question) -> Exception | None:
         """Ask until a worker answers; return the error if the answer is one."""
         num_lost = 0
         while num_lost <= MAX_WORKERS_LOST:
@@ -291,7 +260,7 @@ class Preparation:
             f"{question.param}"
         )
 
-    async def _ask(self, question: _Question, *, is_suspect: bool) -> InvalidRequest | None:
+    async def _ask(self, question: Question, *, is_suspect: bool) -> InvalidRequest | None:
         """Ask once, or wait for a call in flight with the same question.
 
         Raises:
@@ -306,13 +275,13 @@ class Preparation:
         if call.verdict is not None:
             return call.verdict.refusal
         self._observe(question, "timeout", self._timeout)
-        return _refusal(
+        return refusal_of(
             f"the request's {question.param} takes longer than {self._timeout:g} s to prepare "
             "(--grammar-timeout)",
             question.param,
         )
 
-    async def _start(self, question: _Question, is_suspect: bool) -> _Call:
+    async def _start(self, question: Question, is_suspect: bool) -> _Call:
         """Start a call when it has a permit and a worker is attached; it then runs by itself."""
         if is_suspect:
             await self._suspects_turn.acquire_on_behalf_of(question)
@@ -336,7 +305,7 @@ class Preparation:
         try:
             with patience:
                 answer = await self._worker.call("prepare", question.arguments)
-                refusal, num_bytes = _read(answer)
+                refusal, num_bytes = read_answer(answer)
                 call.verdict = _Verdict(refusal, number, max(num_bytes, question.num_bytes))
         except (EngineError, WorkerLost) as error:
             call.error = error
@@ -362,7 +331,7 @@ class Preparation:
             self._suspects_turn.release_on_behalf_of(call.question)
         call.done.set()
 
-    def _remember(self, question: _Question, verdict: _Verdict) -> None:
+    def _remember(self, question: Question, verdict: _Verdict) -> None:
         if question.key in self._verdicts:
             self._verdict_bytes -= self._verdicts.pop(question.key).num_bytes
         self._verdicts[question.key] = verdict
@@ -371,74 +340,10 @@ class Preparation:
             _, dropped = self._verdicts.popitem(last=False)
             self._verdict_bytes -= dropped.num_bytes
 
-    def _observe(self, question: _Question, outcome: str, seconds: float) -> None:
+    def _observe(self, question: Question, outcome: str, seconds: float) -> None:
         grammar = question.arguments["grammar"]
         if grammar is not None:
             self._observe_grammar(grammar[0], outcome, seconds)
-
-
-def _question_of(params: SamplingParams, tenant: str) -> _Question | None:
-    """Return the question to ask about ``params``, None if there is none.
-
-    Raises:
-        InvalidRequest: they can't be sent to the worker.
-    """
-    grammar, extra_args = params.grammar, params.extra_args
-    if grammar is None and not extra_args and not params.logits_processors:
-        return None
-    encoded = []
-    as_list = None if grammar is None else [grammar.kind, grammar.text]
-    for name, value in (("grammar", as_list), ("extra_args", extra_args)):
-        try:
-            encoded.append(msgspec.msgpack.encode(value, order="deterministic"))
-            plain = msgspec.msgpack.decode(encoded[-1])
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise _refusal(f"{name} can't be sent to the worker: {error}", name) from error
-    if len(encoded[1]) > MAX_EXTRA_ARGS_BYTES:
-        raise _refusal(
-            f"extra_args must have at most {MAX_EXTRA_ARGS_BYTES} bytes as MessagePack, "
-            f"got {len(encoded[1])}",
-            "extra_args",
-        )
-    if _nests_deeper(plain, MAX_EXTRA_ARGS_DEPTH):
-        message = f"extra_args may have {MAX_EXTRA_ARGS_DEPTH} maps and lists in one another"
-        raise _refusal(message, "extra_args")
-    processors = list(params.logits_processors)
-    whole = b"".join([*encoded, msgspec.msgpack.encode(processors)])
-    arguments = {"grammar": as_list, "extra_args": extra_args}
-    if processors:
-        arguments["logits_processors"] = processors
-    return _Question(hashlib.sha256(whole).digest(), len(whole), arguments, tenant)
-
-
-def _nests_deeper(value: Any, most: int) -> bool:
-    """Return whether maps and lists are nested more than ``most`` deep."""
-    level = [value]
-    for _ in range(most):
-        maps = [each.values() for each in level if isinstance(each, dict)]
-        lists = [each for each in level if isinstance(each, list)]
-        level = list(itertools.chain(*maps, *lists))
-    return any(isinstance(each, (dict, list)) for each in level)
-
-
-def _read(answer: Any) -> tuple[InvalidRequest | None, int]:
-    """Return an answer's refusal, None on success, and the bytes of the compiled grammar.
-
-    Raises:
-        EngineError: the answer is malformed.
-    """
-    match answer:
-        case None:
-            return None, 0
-        case int(num_bytes):
-            return None, num_bytes
-        case {"error": str(message), "param": str(param)}:
-            return _refusal(message, param), 0
-    raise EngineError(f"prepare: the worker answered {answer!r}")
-
-
-def _refusal(message: str, param: str) -> InvalidRequest:
-    return InvalidRequest(message, param=param)
 
 
 async def _hand_on(

@@ -24,13 +24,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from trioserve.text.regex_syntax import (
+from trioserve.text.regex_syntax import RegexError
+from trioserve.text.regex_tree import (
     Alternation,
     Assertion,
     CharacterSet,
     Concatenation,
     Node,
-    RegexError,
     Repetition,
     is_word,
 )

@@ -15,13 +15,22 @@ groups, possessive repetition, verbs and fuzzy matching.
 
 from __future__ import annotations
 
-import enum
-import functools
 import re
-import unicodedata
-from collections.abc import Callable
 
 import attrs
+
+from trioserve.text.regex_tree import (
+    EMPTY,
+    NAMED_CLASSES,
+    Alternation,
+    Assertion,
+    Category,
+    CharacterSet,
+    Concatenation,
+    Node,
+    Repetition,
+    forms_of,
+)
 
 MAX_DEPTH = 50
 MAX_COUNT = 9999
@@ -30,87 +39,6 @@ MAX_COUNT = 9999
 
 class RegexError(ValueError):
     """The text isn't a regex, or not a supported one."""
-
-
-class Assertion(enum.Enum):
-    """A condition on the characters before and behind a place."""
-
-    START = enum.auto()
-    LINE_START = enum.auto()
-    END = enum.auto()
-    LINE_END = enum.auto()
-    BOUNDARY = enum.auto()
-    NO_BOUNDARY = enum.auto()
-
-
-@attrs.frozen
-class Category:
-    """A named class of characters: ``d``, ``w``, ``s`` or a Unicode category."""
-
-    name: str
-    negated: bool = False
-
-    def __contains__(self, character: str) -> bool:
-        test = _TESTS.get(self.name)
-        if test is None:
-            inside = unicodedata.category(character).startswith(self.name)
-        else:
-            inside = test(character)
-        return inside is not self.negated
-
-
-@attrs.frozen
-class CharacterSet:
-    """The characters that one place of a pattern accepts."""
-
-    singles: frozenset[str] = frozenset()
-    ranges: tuple[tuple[str, str], ...] = ()
-    categories: tuple[Category, ...] = ()
-    negated: bool = False
-    ignores_case: bool = False
-
-    def __contains__(self, character: str) -> bool:
-        forms = _forms(character) if self.ignores_case else (character,)
-        return any(map(self._has, forms)) is not self.negated
-
-    def _has(self, character: str) -> bool:
-        return (
-            character in self.singles
-            or any(low <= character <= high for low, high in self.ranges)
-            or any(character in category for category in self.categories)
-        )
-
-
-@attrs.frozen
-class Concatenation:
-    """Nodes one after another; an empty one is the empty text."""
-
-    parts: tuple[Node, ...]
-
-
-@attrs.frozen
-class Alternation:
-    """Alternative nodes."""
-
-    options: tuple[Node, ...]
-
-
-@attrs.frozen
-class Repetition:
-    """A node ``least`` to ``most`` times; None is any number of times."""
-
-    part: Node
-    least: int
-    most: int | None
-
-
-Node = CharacterSet | Assertion | Concatenation | Alternation | Repetition
-_EMPTY = Concatenation(())
-
-
-def is_word(character: str) -> bool:
-    """Return whether ``\\w`` accepts ``character``."""
-    return character.isalnum() or character == "_"
 
 
 def parse(pattern: str) -> Node:
@@ -122,11 +50,6 @@ def parse(pattern: str) -> Node:
     return _Parser(pattern).parse()
 
 
-_TESTS: dict[str, Callable[[str], bool]] = {
-    "d": str.isdecimal,
-    "w": is_word,
-    "s": str.isspace,
-}
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ASSERTIONS = {
@@ -159,16 +82,6 @@ _UNSUPPORTED_GROUPS = (
     (re.compile(r">"), "an atomic group"),
     (re.compile(r"\|"), "a branch reset"),
 )
-
-
-@functools.lru_cache(maxsize=4096)
-def _forms(character: str) -> frozenset[str]:
-    """Return the characters equal to ``character`` but for case, itself included."""
-    forms = {character}
-    for _ in range(2):
-        forms |= {other for form in forms for other in (form.lower(), form.upper())}
-        forms = {form for form in forms if len(form) == 1}
-    return frozenset(forms)
 
 
 @attrs.frozen
@@ -241,7 +154,7 @@ class _Parser:
             if self._skip_blank(flags) or self._skip_comment():
                 continue
             part = self._repeated(self._atom(flags), flags)
-            if part != _EMPTY:
+            if part != EMPTY:
                 parts.append(part)
         return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
@@ -275,7 +188,7 @@ class _Parser:
         self._skip("?")  # lazy or not, the first end of a match is the same
         if self._counts() is not None:
             raise RegexError(f"multiple repeat at position {self._place}")
-        return _EMPTY if node == _EMPTY or counts[1] == 0 else Repetition(node, *counts)
+        return EMPTY if node == EMPTY or counts[1] == 0 else Repetition(node, *counts)
 
     def _counts(self) -> tuple[int, int | None] | None:
         """Take the repetition behind an atom; None without one."""
@@ -371,7 +284,7 @@ class _Parser:
         if character in _UNSUPPORTED_ESCAPES:
             self._place -= 1
             raise self._unsupported(_UNSUPPORTED_ESCAPES[character] + f", \\{character}")
-        if character.lower() in _TESTS:
+        if character.lower() in NAMED_CLASSES:
             return Category(character.lower(), negated=character.isupper())
         if character in "pP":
             return self._unicode_category(negated=character == "P")
@@ -423,7 +336,7 @@ class _Parser:
             ranges.append((low, high))
         self._place += 1
         if flags.i:
-            singles.update(*map(_forms, singles))
+            singles.update(*map(forms_of, singles))
         return CharacterSet(
             frozenset(singles), tuple(ranges), tuple(categories), negated, ignores_case=flags.i
         )
@@ -443,4 +356,4 @@ class _Parser:
 def _literal(character: str, flags: _Flags) -> CharacterSet:
     if not flags.i:
         return CharacterSet(frozenset(character))
-    return CharacterSet(_forms(character), ignores_case=True)
+    return CharacterSet(forms_of(character), ignores_case=True)

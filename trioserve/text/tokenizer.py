@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import tokenizers
-import trio
 
-from trioserve._util.channels import all_waiting, pass_on
 from trioserve.model_files.native import panics_raised
-from trioserve.protocol.errors import ContextTooLong, EngineError, InvalidRequest, QueueFull
-from trioserve.requests.prompt_size import (
-    characters_of,
-    characters_of_contents,
-    characters_of_roles,
-)
-from trioserve.requests.request import ChatPrompt, Prompt, Request, State, TextPrompt, TokensPrompt
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
+from trioserve.requests.prompt_size import characters_of_contents, characters_of_roles
+from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import TokenLogprob
 from trioserve.text.bounded_encoder import BoundedEncoder, cut
 from trioserve.text.chat_template import ChatTemplate
-from trioserve.text.guarded import room_to_encode
 from trioserve.text.incremental import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from trioserve.text.template_bounds import BeyondBounds
 from trioserve.text.template_processes import TemplateProcesses
 
-INLINE_CHARACTERS = 2000
-BATCH_CHARACTERS = 100_000
-"""Characters of a batch, about 20 ms on one core: its requests wait no longer for each other."""
-MAX_THREADS = 2
-"""Number of threads. It is low, because a batch is spread over the cores anyway, and the worker
-needs them too.
-"""
 MAX_BAD_WORD_CHARACTERS = 8192
 """The most characters of bad words. They are encoded in the event loop when a request comes in:
 about 4 ms.
 """
-
-IdsOrError = list[int] | InvalidRequest | BeyondBounds
 
 
 class Tokenizer:
@@ -68,13 +51,16 @@ class Tokenizer:
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         """The largest id of the tokenizer plus one; the model's own vocabulary may differ."""
-        self._encoder = BoundedEncoder(backend, longest_token=max(map(len, vocab), default=1))
+        self.encoder = BoundedEncoder(backend, longest_token=max(map(len, vocab), default=1))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._bytes = TokenBytes.of(backend)
         self._visible_bytes = None if self._bytes is None else self._bytes.hiding(self.special_ids)
         self._texts: dict[int, str] = {}
-        self._templates = TemplateProcesses()
+        self.templates = TemplateProcesses()
+        """Processes for slow templates; :class:`~trioserve.text.tokenizer_task.TokenizerTask` runs
+        them.
+        """
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``: 20 µs for 100 characters, 2 ms for 10,000.
@@ -82,16 +68,16 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text can't be encoded, or has more than :attr:`max_characters`.
         """
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def bound(self, max_model_len: int) -> None:
         """Set the most tokens that a prompt may have; the worker tells it when it is ready."""
-        self._encoder.max_model_len = max_model_len
+        self.encoder.max_model_len = max_model_len
 
     @property
     def max_characters(self) -> int:
         """The most characters of a text that is encoded."""
-        return self._encoder.max_characters
+        return self.encoder.max_characters
 
     def token_of(self, text: str) -> int | None:
         """Return the id of the token spelled ``text``, special and added ones included."""
@@ -177,19 +163,19 @@ class Tokenizer:
         if isinstance(prompt, TokensPrompt):
             ids = self._checked(prompt)
             return ids if keep is None else cut(ids, keep, cut_side)
-        text, add_special_tokens = self._text(prompt)
-        return self._ids_of(text, add_special_tokens, keep, cut_side, _param(prompt))
+        text, add_special_tokens = self.text_of(prompt)
+        return self.ids_of(text, add_special_tokens, keep, cut_side, param_of(prompt))
 
-    def _ids_of(
+    def ids_of(
         self, text: str, add_special_tokens: bool, keep: int | None, cut_side: str, param: str
     ) -> list[int]:
         """Return the ids of ``text``; see :meth:`prompt_ids`."""
         try:
             if keep is None:
-                self._encoder.check_length(text, param)
+                self.encoder.check_length(text, param)
                 ids = self.encode(text, add_special_tokens=add_special_tokens)
             else:
-                ids = self._encoder.encode_part(text, keep, cut_side, add_special_tokens)
+                ids = self.encoder.encode_part(text, keep, cut_side, add_special_tokens)
         except ContextTooLong:
             raise
         except InvalidRequest as error:
@@ -248,13 +234,20 @@ class Tokenizer:
         try:
             return self._template().render_within_bounds(prompt)
         except BeyondBounds:
-            return await self._render_beyond(prompt)
+            return await self.render_in_process(prompt)
 
-    async def _render_beyond(self, prompt: ChatPrompt) -> str:
-        """Render in a process, unless the text would be too long to encode as a whole."""
-        characters = characters_of_contents(prompt) + characters_of_roles(prompt)
-        self._encoder.check_characters(characters, "messages")
-        return await self._templates.render(self._template(), prompt)
+    async def render_in_process(self, prompt: ChatPrompt, *, is_cut: bool = False) -> str:
+        """Return the text of a chat, rendered in a process.
+
+        Raises:
+            ContextTooLong: the text would be too long to encode as a whole, and isn't to be cut.
+            InvalidRequest: as for :meth:`render`.
+            EngineError: the engine is closed.
+        """
+        if not is_cut:
+            characters = characters_of_contents(prompt) + characters_of_roles(prompt)
+            self.encoder.check_characters(characters, "messages")
+        return await self.templates.render(self._template(), prompt)
 
     def _template(self) -> ChatTemplate:
         if self.chat_template is None:
@@ -272,7 +265,7 @@ class Tokenizer:
         """
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
-        return characters_of_contents(prompt) // self._encoder.characters_per_token
+        return characters_of_contents(prompt) // self.encoder.characters_per_token
 
     def _decode_with_special(self, ids: Sequence[int]) -> str:
         with panics_raised():
@@ -288,184 +281,14 @@ class Tokenizer:
                 )
         return list(prompt.token_ids)
 
-    def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, bool]:
+    def text_of(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, bool]:
         """Return the text to encode, and whether the tokenizer adds its special tokens."""
         if isinstance(prompt, TextPrompt):
             return prompt.text, prompt.add_special_tokens
         # A template writes the special tokens itself.
         return self._template().render_within_bounds(prompt), False
 
-    async def run(
-        self,
-        requests: trio.MemoryReceiveChannel[Request],
-        submit: trio.MemorySendChannel[Request],
-    ) -> None:
-        """Set ``prompt_ids`` of each request and send it on, or reject it.
 
-        This ends when ``requests`` is closed and everything was sent on, and then closes
-        ``submit``. When it is cancelled it ends at once; running threads are abandoned, and their
-        results are dropped.
-        """
-        limiter = trio.CapacityLimiter(MAX_THREADS)
-        async with submit, trio.open_nursery() as owner:
-            owner.start_soon(self._templates.run)
-            async with trio.open_nursery() as nursery:
-                async for first in requests:
-                    waiting = [first, *all_waiting(requests)]
-                    here, groups = _sort([request for request in waiting if _start(request)])
-                    for group in groups:
-                        nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
-                    for request in here:
-                        result = self._ids_or_error(request)
-                        if isinstance(result, BeyondBounds):
-                            nursery.start_soon(self._prepare_beyond, request, submit, limiter)
-                        else:
-                            await _hand_on(request, result, submit)
-            owner.cancel_scope.cancel()
-
-    async def _prepare_in_thread(
-        self,
-        requests: list[Request],
-        submit: trio.MemorySendChannel[Request],
-        limiter: trio.CapacityLimiter,
-    ) -> None:
-        async with limiter:
-            wanted = [request for request in requests if not request.ended]
-            results = await trio.to_thread.run_sync(
-                self._all_ids_or_errors, wanted, abandon_on_cancel=True
-            )
-        async with trio.open_nursery() as nursery:
-            for request, result in zip(wanted, results, strict=True):
-                if isinstance(result, BeyondBounds):
-                    nursery.start_soon(self._prepare_beyond, request, submit, limiter)
-                else:
-                    await _hand_on(request, result, submit)
-
-    async def _prepare_beyond(
-        self,
-        request: Request,
-        submit: trio.MemorySendChannel[Request],
-        limiter: trio.CapacityLimiter,
-    ) -> None:
-        """Have a process render a chat, and a thread encode its text."""
-        keep, side = request.max_prompt_tokens, request.params.truncation_side
-        assert isinstance(request.prompt, ChatPrompt)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_when_ended, request, nursery.cancel_scope)
-            try:
-                if keep is None:
-                    text = await self._render_beyond(request.prompt)
-                else:
-                    text = await self._templates.render(self._template(), request.prompt)
-                ids = await trio.to_thread.run_sync(
-                    lambda: self._ids_of(text, False, keep, side, "messages"),
-                    abandon_on_cancel=True,
-                    limiter=limiter,
-                )
-            except (InvalidRequest, EngineError) as error:
-                request.reject(error)
-            else:
-                await _hand_on(request, ids, submit)
-            nursery.cancel_scope.cancel()
-
-    def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
-        together = self._ids_of_batch(requests) if len(requests) > 1 else {}
-        return [together.get(request) or self._ids_or_error(request) for request in requests]
-
-    def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        """Return the ids of requests that can be encoded as one batch, which spreads over the
-        cores.
-
-        Requests to be truncated or refused aren't among them.
-        """
-        texts: dict[bool, dict[Request, str]] = {False: {}, True: {}}
-        for request in requests:
-            if request.max_prompt_tokens is None and not isinstance(request.prompt, TokensPrompt):
-                with contextlib.suppress(InvalidRequest, BeyondBounds):
-                    text, add_special_tokens = self._text(request.prompt)
-                    self._encoder.check_length(text, _param(request.prompt))
-                    texts[add_special_tokens][request] = text
-        found: dict[Request, list[int]] = {}
-        for add_special_tokens, own in texts.items():
-            # The error is one text's, and the library doesn't tell which.
-            with contextlib.suppress(Exception), room_to_encode(sum(map(len, own.values()))):
-                encodings = self.backend.encode_batch_fast(
-                    list(own.values()), add_special_tokens=add_special_tokens
-                )
-                ids = [encoding.ids for encoding in encodings]
-                found.update(zip(own, ids, strict=True))
-        return found
-
-    def _ids_or_error(self, request: Request) -> IdsOrError:
-        keep, side = request.max_prompt_tokens, request.params.truncation_side
-        try:
-            return self.prompt_ids(request.prompt, keep=keep, cut_side=side)
-        except (InvalidRequest, BeyondBounds) as error:
-            return error
-
-
-def _param(prompt: Prompt) -> str:
+def param_of(prompt: Prompt) -> str:
+    """Return the name of the request's field that holds ``prompt``."""
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-
-
-def _start(request: Request) -> bool:
-    """Mark the request as being tokenized; return False if it has ended already."""
-    for sequence in request.sequences:
-        if sequence.state is State.CREATED:
-            sequence.move_to(State.TOKENIZING)
-    return not request.ended
-
-
-async def _cancel_when_ended(request: Request, scope: trio.CancelScope) -> None:
-    await request.admitted.wait()
-    scope.cancel()
-
-
-async def _hand_on(
-    request: Request,
-    result: list[int] | InvalidRequest,
-    submit: trio.MemorySendChannel[Request],
-) -> None:
-    if request.ended:
-        return
-    if isinstance(result, InvalidRequest):
-        request.reject(result)
-        return
-    try:
-        request.tokenized(result)
-    except QueueFull as error:
-        request.reject(error)
-        return
-    await pass_on(submit, request)
-
-
-def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
-    """Return the requests to tokenize in the event loop, and groups that share a thread each."""
-    here: list[Request] = []
-    together: list[Request] = []
-    alone: list[list[Request]] = []
-    room = INLINE_CHARACTERS
-    for request in requests:
-        weight = characters_of(request.prompt)
-        if weight <= room:
-            room -= weight
-            here.append(request)
-        elif weight <= INLINE_CHARACTERS:
-            together.append(request)
-        else:
-            alone.append([request])
-    return here, [*_batches(together), *alone]
-
-
-def _batches(requests: list[Request]) -> list[list[Request]]:
-    """Split ``requests`` into batches, so that requests don't wait long for each other."""
-    batches: list[list[Request]] = []
-    room = 0
-    for request in requests:
-        weight = characters_of(request.prompt)
-        if weight > room:
-            batches.append([])
-            room = BATCH_CHARACTERS
-        batches[-1].append(request)
-        room -= weight
-    return batches

@@ -26,7 +26,8 @@ from trioserve.http.api.utilities.schemas import (
     TokenizerInfo,
 )
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.text.tokenizer import INLINE_CHARACTERS, Tokenizer
+from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer_task import INLINE_CHARACTERS
 
 MAX_THREADS = 2
 """Threads for tokenizing; few, as in the engine, because the worker needs the cores, too."""

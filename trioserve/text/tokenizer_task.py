@@ -1,0 +1,214 @@
+"""The task that turns prompts into token ids.
+
+The task takes all waiting requests and tokenizes them together. Encoding takes about a fifth of a
+millisecond for 1,000 characters, and ``encode_batch_fast`` lets other threads run meanwhile. A
+thread costs 60 µs, and milliseconds when the loop is busy. So short prompts are encoded in the
+event loop, up to ``INLINE_CHARACTERS`` in one go. Other short ones share a thread, and a long
+prompt has a thread to itself, so that it delays no other. ``tokenizers`` spreads a thread's batch
+over the cores (``bench.engine.tokenizing`` measures it).
+
+A chat is rendered where it is encoded, if that takes bounded time and memory. Otherwise a child of
+the task waits for a process to render it (:mod:`~trioserve.text.template_processes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import trio
+
+from trioserve._util.channels import all_waiting, pass_on
+from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
+from trioserve.requests.prompt_size import characters_of
+from trioserve.requests.request import ChatPrompt, Request, State, TokensPrompt
+from trioserve.text.guarded import room_to_encode
+from trioserve.text.template_bounds import BeyondBounds
+from trioserve.text.tokenizer import Tokenizer, param_of
+
+INLINE_CHARACTERS = 2000
+BATCH_CHARACTERS = 100_000
+"""Characters of a batch, about 20 ms on one core: its requests wait no longer for each other."""
+MAX_THREADS = 2
+"""Number of threads. It is low, because a batch is spread over the cores anyway, and the worker
+needs them too.
+"""
+
+IdsOrError = list[int] | InvalidRequest | BeyondBounds
+
+
+class TokenizerTask:
+    """Task that tokenizes requests with ``tokenizer``, and runs its template processes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def run(
+        self,
+        requests: trio.MemoryReceiveChannel[Request],
+        submit: trio.MemorySendChannel[Request],
+    ) -> None:
+        """Set ``prompt_ids`` of each request and send it on, or reject it.
+
+        This ends when ``requests`` is closed and everything was sent on, and then closes
+        ``submit``. When it is cancelled it ends at once; running threads are abandoned, and their
+        results are dropped.
+        """
+        limiter = trio.CapacityLimiter(MAX_THREADS)
+        async with submit, trio.open_nursery() as owner:
+            owner.start_soon(self._tokenizer.templates.run)
+            async with trio.open_nursery() as nursery:
+                async for first in requests:
+                    waiting = [first, *all_waiting(requests)]
+                    here, groups = _sort([request for request in waiting if _start(request)])
+                    for group in groups:
+                        nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
+                    for request in here:
+                        result = self._ids_or_error(request)
+                        if isinstance(result, BeyondBounds):
+                            nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                        else:
+                            await _hand_on(request, result, submit)
+            owner.cancel_scope.cancel()
+
+    async def _prepare_in_thread(
+        self,
+        requests: list[Request],
+        submit: trio.MemorySendChannel[Request],
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        async with limiter:
+            wanted = [request for request in requests if not request.ended]
+            results = await trio.to_thread.run_sync(
+                self._all_ids_or_errors, wanted, abandon_on_cancel=True
+            )
+        async with trio.open_nursery() as nursery:
+            for request, result in zip(wanted, results, strict=True):
+                if isinstance(result, BeyondBounds):
+                    nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                else:
+                    await _hand_on(request, result, submit)
+
+    async def _prepare_beyond(
+        self,
+        request: Request,
+        submit: trio.MemorySendChannel[Request],
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        """Have a process render a chat, and a thread encode its text."""
+        keep, side = request.max_prompt_tokens, request.params.truncation_side
+        assert isinstance(request.prompt, ChatPrompt)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_ended, request, nursery.cancel_scope)
+            try:
+                text = await self._tokenizer.render_in_process(
+                    request.prompt, is_cut=keep is not None
+                )
+                ids = await trio.to_thread.run_sync(
+                    lambda: self._tokenizer.ids_of(text, False, keep, side, "messages"),
+                    abandon_on_cancel=True,
+                    limiter=limiter,
+                )
+            except (InvalidRequest, EngineError) as error:
+                request.reject(error)
+            else:
+                await _hand_on(request, ids, submit)
+            nursery.cancel_scope.cancel()
+
+    def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
+        together = self._ids_of_batch(requests) if len(requests) > 1 else {}
+        return [together.get(request) or self._ids_or_error(request) for request in requests]
+
+    def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
+        """Return the ids of requests that can be encoded as one batch, which spreads over the
+        cores.
+
+        Requests to be truncated or refused aren't among them.
+        """
+        texts: dict[bool, dict[Request, str]] = {False: {}, True: {}}
+        for request in requests:
+            if request.max_prompt_tokens is None and not isinstance(request.prompt, TokensPrompt):
+                with contextlib.suppress(InvalidRequest, BeyondBounds):
+                    text, add_special_tokens = self._tokenizer.text_of(request.prompt)
+                    self._tokenizer.encoder.check_length(text, param_of(request.prompt))
+                    texts[add_special_tokens][request] = text
+        found: dict[Request, list[int]] = {}
+        for add_special_tokens, own in texts.items():
+            # The error is one text's, and the library doesn't tell which.
+            with contextlib.suppress(Exception), room_to_encode(sum(map(len, own.values()))):
+                encodings = self._tokenizer.backend.encode_batch_fast(
+                    list(own.values()), add_special_tokens=add_special_tokens
+                )
+                ids = [encoding.ids for encoding in encodings]
+                found.update(zip(own, ids, strict=True))
+        return found
+
+    def _ids_or_error(self, request: Request) -> IdsOrError:
+        keep, side = request.max_prompt_tokens, request.params.truncation_side
+        try:
+            return self._tokenizer.prompt_ids(request.prompt, keep=keep, cut_side=side)
+        except (InvalidRequest, BeyondBounds) as error:
+            return error
+
+
+def _start(request: Request) -> bool:
+    """Mark the request as being tokenized; return False if it has ended already."""
+    for sequence in request.sequences:
+        if sequence.state is State.CREATED:
+            sequence.move_to(State.TOKENIZING)
+    return not request.ended
+
+
+async def _cancel_when_ended(request: Request, scope: trio.CancelScope) -> None:
+    await request.admitted.wait()
+    scope.cancel()
+
+
+async def _hand_on(
+    request: Request,
+    result: list[int] | InvalidRequest,
+    submit: trio.MemorySendChannel[Request],
+) -> None:
+    if request.ended:
+        return
+    if isinstance(result, InvalidRequest):
+        request.reject(result)
+        return
+    try:
+        request.tokenized(result)
+    except QueueFull as error:
+        request.reject(error)
+        return
+    await pass_on(submit, request)
+
+
+def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
+    """Return the requests to tokenize in the event loop, and groups that share a thread each."""
+    here: list[Request] = []
+    together: list[Request] = []
+    alone: list[list[Request]] = []
+    room = INLINE_CHARACTERS
+    for request in requests:
+        weight = characters_of(request.prompt)
+        if weight <= room:
+            room -= weight
+            here.append(request)
+        elif weight <= INLINE_CHARACTERS:
+            together.append(request)
+        else:
+            alone.append([request])
+    return here, [*_batches(together), *alone]
+
+
+def _batches(requests: list[Request]) -> list[list[Request]]:
+    """Split ``requests`` into batches, so that requests don't wait long for each other."""
+    batches: list[list[Request]] = []
+    room = 0
+    for request in requests:
+        weight = characters_of(request.prompt)
+        if weight > room:
+            batches.append([])
+            room = BATCH_CHARACTERS
+        batches[-1].append(request)
+        room -= weight
+    return batches
