@@ -278,8 +278,8 @@ async def test_what_comes_before_and_after_the_engine_counts_too(
 
     async with open_fake_engine() as engine:
         app = app_over(engine)
-        for module in ("chat", "completions", "native"):
-            monkeypatch.setattr(f"trioserve.http.{module}.endpoint.run_if_long", for_ever)
+        for module in ("openai.chat", "openai.completions", "sglang"):
+            monkeypatch.setattr(f"trioserve.http.api.{module}.endpoint.run_if_long", for_ever)
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
         native = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
         for path, body in (
