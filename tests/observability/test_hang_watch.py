@@ -58,8 +58,8 @@ def test_a_hang_is_told_while_it_lasts(told: Told, monkeypatch: pytest.MonkeyPat
         watch.beat()
         told.hang_until(3)  # and the next one
     (line, *_) = told.lines
-    assert "hang_until (tests/observability/test_hang_watch.py:" in line
-    assert "test_a_hang_is_told_while_it_lasts (tests/observability/test_hang_watch.py:" in line
+    assert "hang_until (observability/test_hang_watch.py:" in line
+    assert "test_a_hang_is_told_while_it_lasts (observability/test_hang_watch.py:" in line
     assert len(line) < 10_000
     assert not watchers()
 
@@ -120,5 +120,5 @@ def test_the_servers_task_watches(told: Told) -> None:
     started = time.monotonic()
     trio.run(main)
     assert time.monotonic() - started >= hang_watch.HANGS_AFTER
-    assert "hang_until (tests/observability/test_hang_watch.py:" in told.lines[0]
+    assert "hang_until (observability/test_hang_watch.py:" in told.lines[0]
     assert not watchers()

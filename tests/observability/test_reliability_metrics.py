@@ -9,7 +9,8 @@ from tests.support.http_stub import Call, StubEngine, client_of
 from tests.support.metric_samples import samples, value
 from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
-from trioserve.observability.metrics.recorder import MAX_ERROR_CODES, REFUSALS
+from trioserve.observability.metrics.counters import REFUSALS
+from trioserve.observability.metrics.recorder import MAX_ERROR_CODES
 from trioserve.protocol.errors import QueueFull, WorkerLost
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker

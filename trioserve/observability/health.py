@@ -1,4 +1,4 @@
-"""How an engine is, in one word."""
+"""The health of an engine, in one word."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Patient(Protocol):
-    """What is asked of an engine."""
+    """The properties of an engine that its health depends on."""
 
     @property
     def healthy(self) -> bool: ...
@@ -19,7 +19,7 @@ class Patient(Protocol):
 
 
 def health_word(engine: Patient) -> str:
-    """How ``engine`` is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+    """Return the health of ``engine``: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
     if engine.healthy:
         return "ok"
     if engine.draining:

@@ -1,8 +1,7 @@
 """Logging: structlog events on the standard loggers, and their setup for the command line.
 
 As a library, trioserve only emits: an event goes to the standard logger of its name as one line of
-text, and the program around it decides what becomes of that. :func:`setup_logging` is for a program
-that is all ours.
+text, and the program decides where it goes. :func:`setup_logging` is for trioserve's own programs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import structlog
 from trioserve.protocol.log_output import WORKER_LOG, StderrHandler, escaped
 
 ASKED_FOR = "trioserve.dump"
-"""The logger of what somebody asked to see: it is logged whatever the level is."""
+"""Name of the logger for explicitly requested output, which is logged at every level."""
 
 Renderer = Callable[[Any, str, dict[str, Any]], str]
 
@@ -26,12 +25,14 @@ Renderer = Callable[[Any, str, dict[str, Any]], str]
 def _to_record(
     _: Any, __: str, event: structlog.typing.EventDict
 ) -> tuple[tuple[str], dict[str, Any]]:
-    """The arguments of a standard logger's method: a line of text, the event's fields beside it."""
+    """Return the arguments of a standard logger's method: a line of text, with the event's
+    fields.
+    """
     standard = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
     name = str(event.pop("event", ""))
     text = " ".join([name, *(f"{key}={value!r}" for key, value in event.items())])
     extra = {"event": name, "fields": dict(event)}
-    # A percent sign in the text is no placeholder, because there are no arguments.
+    # Without arguments, a percent sign in the text isn't a placeholder.
     return (text,), {**standard, "extra": extra}
 
 
@@ -44,7 +45,9 @@ _PROCESSORS: list[Any] = [
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A structlog logger over the standard logger ``name``: ``log.info("event", key=value)``."""
+    """Return a structlog logger over the standard logger ``name``: ``log.info("event",
+    key=value)``.
+    """
     logger = structlog.wrap_logger(
         logging.getLogger(name),
         processors=_PROCESSORS,
@@ -55,7 +58,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 class _Formatter(logging.Formatter):
-    """Renders our events with their fields, and other libraries' messages alike."""
+    """Formatter of trioserve's events with their fields, and of other libraries' messages."""
 
     def __init__(self, timestamp: structlog.typing.Processor, renderer: Renderer) -> None:
         super().__init__()
@@ -84,13 +87,13 @@ def _console_renderer() -> Renderer:
     )
 
     def render(_: Any, level: str, event: dict[str, Any]) -> str:
-        # An exception becomes text first, so that what its message quotes is escaped, too.
+        # An exception becomes text first, so that its message is escaped, too.
         event = dict(structlog.processors.format_exc_info(None, level, event))
         shown = {
             key: escaped(value, keep="\n\t") if isinstance(value, str) else value
             for key, value in event.items()
         }
-        # A dump is ours, and many lines; in other texts a line's end might be a client's.
+        # A dump is trusted and has many lines; in other texts a client may have put the line's end.
         tasks = shown.pop("tasks", None) if shown["logger"] == ASKED_FOR else None
         line = str(console(None, level, shown))
         return line if tasks is None else f"{line}\n{tasks}"
@@ -104,10 +107,10 @@ def _render_json(_: Any, level: str, event: dict[str, Any]) -> str:
 
 
 def setup_logging(level: str = "info", log_format: str = "auto") -> None:
-    """Send every log of this process and its workers to stderr. A library leaves this to its user.
+    """Send every log of this process and its workers to stderr. A library must not call this.
 
     Args:
-        level: the least level of trioserve's own events. Other libraries' start at "warning".
+        level: the lowest level of trioserve's own events. Other libraries' start at "warning".
         log_format: ``console``, ``json``, or ``auto``: console on a terminal, else json.
     """
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())

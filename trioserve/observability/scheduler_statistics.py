@@ -1,4 +1,4 @@
-"""What the scheduler counts, and whom it tells."""
+"""The scheduler's counters, and the interface of their observer."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ from trioserve.requests.request import Sequence
 
 
 class Observer(Protocol):
-    """Is told what happens as it happens; neither blocks nor fails. Times are in seconds."""
+    """Observer of the scheduler's events; no method blocks or fails. Times are in seconds."""
 
     def observe_step(self, num_tokens: int) -> None:
-        """A step has prefilled and sampled ``num_tokens`` tokens together."""
+        """Record a step that prefilled and sampled ``num_tokens`` tokens together."""
 
     def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
+        """Record that ``sequence`` got ``num_tokens`` tokens at ``now``, before its times are
+        updated.
+        """
 
     def observe_gaps(self, gaps: npt.NDArray[np.float64]) -> None:
-        """So many tokens came, each so many seconds after the last one of its sequence.
+        """Record tokens, by the seconds since the last token of their sequence.
 
         The tokens that a sequence got in one step share the time since the step before evenly.
 
-        None of them is the first of its sequence, or the first since a worker was lost.
+        A sequence's first token isn't among them, nor is the first after the loss of a worker.
         """
 
 
 @attrs.define(kw_only=True)
 class Counters:
-    """Totals since the scheduler was made; they only grow."""
+    """Totals since the start of the scheduler; they only grow."""
 
     num_steps: int = 0
     """Plans that have been acknowledged."""
     num_tokens_computed: int = 0
     """Tokens that those plans computed, recomputation included."""
     num_prefill_tokens: int = 0
-    """Those of them that weren't just the newest token of an output."""
+    """The part of them that wasn't the newest token of an output."""
     num_tokens_sampled: int = 0
     """Tokens accepted into outputs."""
     num_corrupted: int = 0
-    """Requests that were ended because their logits held NaN."""
+    """Requests that ended because their logits held NaN."""
     num_preemptions: int = 0
-    """Sequences that had to give up their pages. A worker's death isn't counted."""
+    """Sequences that were preempted. A worker's death isn't counted."""
     prefix_cache_queries: int = 0
-    """Tokens that sequences held when they got a slot."""
+    """Tokens of sequences when they got a slot."""
     prefix_cache_hits: int = 0
-    """Those of them that needed no computation, because their pages were cached."""
+    """The part of them that needed no computation, because their pages were cached."""
     pages_evicted: int = 0
-    """Cached pages whose content was lost to others. Those of an emptied cache aren't counted."""
+    """Cached pages that were evicted. Those of a flushed cache aren't counted."""
     pages_offloaded: int = 0
-    """Cached pages that were copied to the host, for their room on the device was needed."""
+    """Cached pages that were copied to the host's memory to make room on the device."""
     pages_onloaded: int = 0
-    """Pages that were copied back from there."""
+    """Pages that were copied back from the host's memory."""
     step_us: int = 0
     """Microseconds in which workers' devices computed steps."""
     idle_us: int = 0
-    """Microseconds in which they computed nothing though there was something to compute.
+    """Microseconds in which the devices were idle although there was work.
 
-    Between steps, and within them while data was copied or a mask was made.
+    This includes time between steps, and time within steps for copies or masks.
     """
     launch_us: int = 0
     """Microseconds that workers took to queue steps on their devices."""
@@ -69,11 +71,11 @@ class Counters:
     def count_step(
         self, result: wire.StepResult, num_tokens: int, num_decodes: int, *, had_work: bool
     ) -> None:
-        """A plan that computed ``num_tokens`` tokens has been acknowledged by ``result``.
+        """Count a plan of ``num_tokens`` tokens that ``result`` acknowledges.
 
-        ``num_decodes`` of them were the newest of an output.
-        ``had_work`` says whether somebody wanted to be computed when the step before it had ended:
-        only then has the worker lost the time in between.
+        ``num_decodes`` of them were the newest of an output. ``had_work`` tells whether there was
+        work when the step before ended; without work, the time between the steps doesn't count as
+        idle.
         """
         self.num_steps += 1
         self.num_tokens_computed += num_tokens
@@ -87,7 +89,7 @@ class Counters:
 
 @attrs.frozen(kw_only=True)
 class SchedulerStatistics(Counters):
-    """Where the scheduler stands now, and its counters as they are now."""
+    """The state of the scheduler, and a copy of its counters."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -95,12 +97,12 @@ class SchedulerStatistics(Counters):
     pages_free: int = 0
     pages_cached: int = 0
     pages_held: int = 0
-    """Pages of running sequences, and those that a plan in flight still names."""
+    """Pages of running sequences, and of plans in flight."""
     pages_total: int = 0
     host_pages_cached: int = 0
-    """Places in the host's memory that hold what was offloaded."""
+    """Pages in the host's memory that hold offloaded content."""
     host_pages_total: int = 0
     running_adapters: tuple[str, ...] = ()
     """Names of the adapters of running sequences."""
     waiting_adapters: tuple[str, ...] = ()
-    """Those of waiting ones, of which some may run, too."""
+    """Names of the adapters of waiting sequences; some may run as well."""

@@ -1,4 +1,4 @@
-"""What a server's processes do at SIGUSR1."""
+"""The handler of SIGUSR1 in a server's processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _dump_log = get_logger(ASKED_FOR)
 
 @contextlib.contextmanager
 def dumping_tasks(place: int = 0) -> Iterator[None]:
-    """At SIGUSR1, log all tasks and their stacks; processes that belong to this one show theirs.
+    """Log all tasks and their stacks at SIGUSR1; child processes log theirs.
 
-    Also while Python code holds up the event loop: this is no signal for a task to receive.
+    This works while Python code blocks the event loop, because the handler isn't a trio task.
 
     Args:
-        place: when it is this process's turn to write, among those that write to one log: a dump
-            is long, and pieces of several would mix.
+        place: the position of this process among those that write to one log. They write one after
+            the other, since pieces of long dumps would mix.
     """
 
     def write(tasks: str) -> None:
@@ -39,7 +39,8 @@ def dumping_tasks(place: int = 0) -> Iterator[None]:
         except Exception as error:
             tasks = f"there is no dump: {error!r}"
         ask_others()
-        # Not in this thread: it may have been interrupted in the middle of a write to the log.
+        # in another thread, because the signal may have interrupted this one while it wrote to the
+        # log
         context = contextvars.copy_context()
         _thread.start_new_thread(context.run, (write, tasks))
 

@@ -1,4 +1,4 @@
-"""What an engine is doing at one moment, in numbers."""
+"""The statistics of an engine at one moment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trioserve.observability.scheduler_statistics import SchedulerStatistics
 
 @attrs.frozen
 class EngineStatistics:
-    """What an engine is doing at this moment.
+    """The statistics of an engine at one moment.
 
-    ``num_tokenizing`` outputs are asked for by requests that are not yet in the queue;
-    ``num_streams`` scopes are open; ``stream_bytes`` of output wait for slow readers;
-    ``num_sessions`` are open; ``front_end_restarts`` front ends were replaced, where there are any;
-    ``memory_released`` says that the worker is away with its memory.
+    ``num_tokenizing`` outputs belong to requests that are not yet in the queue; ``num_streams``
+    streams are open; ``stream_bytes`` of output wait for slow readers; ``num_sessions`` sessions
+    are open; ``front_end_restarts`` front ends were replaced, if there are any; ``memory_released``
+    is true while the worker's memory is released.
     """
 
     scheduler: SchedulerStatistics
@@ -27,7 +27,7 @@ class EngineStatistics:
     memory_released: bool = False
 
     def summary(self) -> str:
-        """The numbers in a few lines, for people."""
+        """Return the numbers in a few readable lines."""
         scheduler = self.scheduler
         return (
             f"requests open: {self.num_streams}; outputs on their way to the line: "

@@ -1,16 +1,16 @@
-"""Every task of this trio program with its stack, as text: for when it seems to do nothing.
+"""Every task of this trio program with its stack, as text, to find out why nothing moves.
 
-A dump is a tree. A task's stack is printed outermost call first, as in a traceback, and its
-nurseries below it, one level in. Tasks of one nursery that are alike, stacks and children too, are
-printed once, with their number. A task is one of:
+A dump is a tree. A task's stack is printed with the outermost call first, as in a traceback, and
+its nurseries below it, one level in. Equal tasks of one nursery, with equal stacks and children,
+are printed once, with their number. A task is one of:
 
-``running``    the one that asked for the dump, or that a signal interrupted
-``ready``      about to go on, once the tasks before it have had their turn
-``waiting``    for what the last line of its stack says
-``cancelled``  as ``waiting``, and it is to leave: it sits in a cleanup, or is about to leave
+``running``    the task that requested the dump, or that a signal interrupted
+``ready``      scheduled to run after other tasks
+``waiting``    for the call in the last line of its stack
+``cancelled``  as ``waiting``, with a cancellation that it hasn't left yet
 
-Below the tree are the stacks of the process's other threads. Parts of the program may put a few
-lines on top of every dump by :func:`reporting`, and have other processes show theirs.
+Below the tree are the stacks of the process's other threads. Parts of the program may add lines to
+the top of every dump by :func:`reporting`, and have other processes log theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import attrs
 import trio
 
 MAX_STACKS = 10_000
-"""Tasks whose stacks are read; those beyond are counted."""
+"""The most tasks with stacks; the rest are only counted."""
 MAX_LINES = 4_000
 MAX_COLUMNS = 200
 _MAX_INDENT = 40
@@ -40,7 +40,7 @@ Call = tuple[str, int, str]
 
 @attrs.frozen(eq=False)
 class _Part:
-    """A part of the program that has something to say in a dump."""
+    """A part of the program that adds lines to a dump."""
 
     report: Callable[[], str]
     ask: Callable[[], None]
@@ -55,9 +55,9 @@ _parts: trio.lowlevel.RunVar[tuple[_Part, ...]] = trio.lowlevel.RunVar(
 def reporting(
     report: Callable[[], str], *, ask: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Have dumps in this trio program begin with what ``report`` returns, while the block lasts.
+    """Have dumps in this trio program begin with the result of ``report``, during the block.
 
-    ``ask`` is called by :func:`ask_others`.
+    :func:`ask_others` calls ``ask``.
     """
     part = _Part(report, ask)
     _parts.set((*_parts.get(), part))
@@ -68,21 +68,21 @@ def reporting(
 
 
 def ask_others() -> None:
-    """Have the processes that belong to this program show what they do, where they log.
+    """Have the child processes of this program log their tasks.
 
-    As safe as :func:`dump_tasks`. Where trio doesn't run, there are none.
+    This is as safe as :func:`dump_tasks`. Outside of trio it does nothing.
     """
     with contextlib.suppress(RuntimeError):
         for part in _parts.get():
-            with contextlib.suppress(OSError):  # it may have ended just now
+            with contextlib.suppress(OSError):  # the process may have ended just now
                 part.ask()
 
 
 def dump_tasks() -> str:
-    """The tree of all tasks, ending in a line break.
+    """Return the tree of all tasks, ending in a line break.
 
-    For trio's thread: any task, or a signal handler that interrupted one. It only reads, so it is
-    safe at any time; 10,000 tasks take a fraction of a second.
+    Call this in trio's thread: in any task, or in a signal handler that interrupted one. It only
+    reads, so it is safe at any time; 10,000 tasks take a fraction of a second.
 
     Raises:
         RuntimeError: trio doesn't run in this thread.
@@ -101,21 +101,21 @@ def dump_tasks() -> str:
 def _safely(report: Callable[[], str]) -> str:
     try:
         return report()
-    except Exception as error:  # the tasks are wanted most of all when all else has failed
+    except Exception as error:  # the tasks are needed most when other parts have failed
         return f"a report failed: {error!r}"
 
 
-# ---- what there is
+# ---- the tree
 
 
 @attrs.define(eq=False)
 class _Node:
-    """A task as it is now. ``shape`` is equal for those that print alike."""
+    """A task at this moment. ``shape`` is equal for tasks that print alike."""
 
     name: str
     state: str
     deadline: float
-    """Seconds until the nearest deadline around what it waits for."""
+    """Seconds until the nearest deadline around the task's wait."""
     stack: tuple[Call, ...]
     nests: list[_Nest] = attrs.field(factory=list)
     shape: int = 0
@@ -123,7 +123,7 @@ class _Node:
 
 @attrs.define(eq=False)
 class _Nest:
-    """A nursery and its tasks; those that are alike come together in ``groups``."""
+    """A nursery and its tasks; ``groups`` has equal tasks together."""
 
     state: str
     children: list[_Node] = attrs.field(factory=list)
@@ -131,7 +131,7 @@ class _Nest:
 
 
 def _collect(root: trio.lowlevel.Task) -> tuple[list[_Node], int]:
-    """Every task, parents first, and how many more there are than are looked at."""
+    """Return every task, parents first, and the number of tasks beyond the limit."""
     nodes: list[_Node] = []
     num_left_out = 0
     left: list[tuple[trio.lowlevel.Task, _Nest | None]] = [(root, None)]
@@ -155,7 +155,7 @@ def _collect(root: trio.lowlevel.Task) -> tuple[list[_Node], int]:
 
 
 def order_of(task: trio.lowlevel.Task) -> int:
-    """A number that is larger for tasks that were started later."""
+    """Return a number that is larger for tasks that were started later."""
     number: int = getattr(task, "_counter", 0)
     return number
 
@@ -167,7 +167,7 @@ def _look_at(task: trio.lowlevel.Task) -> _Node:
 
 
 def state_of(task: trio.lowlevel.Task) -> str:
-    """One of the words that the module's text explains."""
+    """Return one of the states that the module's text explains."""
     if task is _current_task():
         return "running"
     if getattr(getattr(task, "_cancel_status", None), "effectively_cancelled", False):
@@ -183,7 +183,7 @@ def _seconds_left(task: trio.lowlevel.Task) -> float:
 def _current_task() -> trio.lowlevel.Task | None:
     try:
         return trio.lowlevel.current_task()
-    except RuntimeError:  # between two tasks: a signal interrupted trio itself
+    except RuntimeError:  # a signal interrupted trio between two tasks
         return None
 
 
@@ -194,9 +194,9 @@ def _waiting_stack(task: trio.lowlevel.Task) -> tuple[Call, ...]:
             code = frame.f_code
             calls.append((code.co_filename, line, code.co_qualname))
     except (AttributeError, TypeError):
-        # A coroutine that isn't Python's own, or one that has just ended, tells no more.
+        # A coroutine that isn't Python's own, or that has just ended, has no further frames.
         pass
-    # What was called of trio is told, but not what that calls in turn.
+    # The dump shows the call into trio, but not trio's inner calls.
     while len(calls) > 1 and _is_trios(calls[-1]) and _is_trios(calls[-2]):
         calls.pop()
     return tuple(calls)
@@ -207,13 +207,13 @@ def _is_trios(call: Call) -> bool:
 
 
 def _running_stack(task: trio.lowlevel.Task) -> tuple[Call, ...]:
-    """From the task's function down to whoever called :func:`dump_tasks`."""
+    """Return the calls from the task's function down to the caller of :func:`dump_tasks`."""
     calls = _thread_stack(sys._getframe(), getattr(task.coro, "cr_frame", None))
     return tuple(call for call in calls if call[0] != __file__)
 
 
 def _thread_stack(frame: FrameType | None, outermost: FrameType | None = None) -> list[Call]:
-    """``frame`` and the calls around it, up to ``outermost`` if that is among them."""
+    """Return ``frame`` and the calls around it, up to ``outermost`` if that is among them."""
     calls: list[Call] = []
     while frame is not None:
         calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
@@ -231,11 +231,11 @@ def _state_of_nursery(nursery: trio.Nursery) -> str:
     return ", ".join(words)
 
 
-# ---- who is alike
+# ---- equal tasks
 
 
 def _fold(nodes: list[_Node]) -> None:
-    """Give every node its shape, and put the alike of each nursery in a group."""
+    """Set the shape of every node, and group the equal nodes of each nursery."""
     shapes: dict[object, int] = {}
     for node in reversed(nodes):  # children before their parents
         for nest in node.nests:
@@ -287,7 +287,7 @@ def _task_lines(group: list[_Node]) -> list[str]:
 
 
 def _threads() -> list[str]:
-    """The other threads of this process."""
+    """Return the other threads of this process as text."""
     lines: list[str] = []
     for ident, frame in sorted(sys._current_frames().items()):
         if ident != threading.get_ident() and len(lines) < MAX_LINES:
@@ -305,6 +305,6 @@ def _stack_lines(stack: Iterable[Call]) -> list[str]:
 
 
 def _short(file: str) -> str:
-    """``file`` without the folder that Python would import it from."""
+    """Return ``file`` relative to the folder that Python imports it from."""
     folders = [folder for folder in sys.path if folder and file.startswith(f"{folder}/")]
     return file[max(map(len, folders), default=-1) + 1 :]

@@ -1,12 +1,11 @@
-"""Spans of requests, by OpenTelemetry: one for each, made when it has ended, below its caller's.
+"""OpenTelemetry spans: one for each request, made at its end, below its caller's span.
 
-The names of a span's attributes are vLLM's, which are OpenTelemetry's for generative models where
-those exist. Spans leave by OTLP over HTTP in a thread of the SDK's own, in batches. A collector
-that can't be reached is told of in the log, and its spans are dropped; no request waits for it.
+The attributes have vLLM's names, which are OpenTelemetry's for generative models if those exist. A
+thread of the SDK sends spans by OTLP over HTTP, in batches. If a collector can't be reached, the
+log says so and its spans are dropped; no request waits for it.
 
-The SDK is an extra, ``otel``, and is imported only where spans are asked for. What else
-it can be told (headers, certificates, sampling, the service's name) are its standard environment
-variables.
+The SDK is the extra ``otel``, and is imported only if spans are enabled. Its standard environment
+variables set further options (headers, certificates, sampling, the service's name).
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 FLUSH_SECONDS = 5.0
-"""How long the collector has to take the last spans when an engine closes."""
+"""Seconds that the collector has for the last spans when an engine closes."""
 CANCELLED_FLUSH_SECONDS = 0.5
-"""The same where the engine's own scope was cancelled, or interrupted: somebody is in a hurry."""
+"""Seconds for the last spans if the engine was cancelled or interrupted."""
 
 _log = get_logger("trioserve.tracing")
 
@@ -45,15 +44,15 @@ Attributes = dict[str, str | int | float | list[str]]
 
 @attrs.frozen(kw_only=True)
 class EndedTexts:
-    """A request for what an encoder says of texts, when it has ended. Times are on trio's clock."""
+    """A finished request for embeddings or the like. Times are on trio's clock."""
 
     id: str
     count: int
-    """Of its texts."""
+    """Number of texts."""
     num_tokens: int
-    """Of all of them together; 0 if they weren't tokenized."""
+    """Tokens of all texts together; 0 if they weren't tokenized."""
     reason: str
-    """Why it ended: ``stop`` if all texts are computed, ``abort`` or ``error``."""
+    """Reason of the end: ``stop`` if all texts are computed, ``abort`` or ``error``."""
     error: Exception | None
     arrived: float
     finished: float
@@ -63,13 +62,13 @@ class EndedTexts:
 
 @attrs.define(eq=False)
 class Tracing:
-    """Makes the spans. Without a tracer it makes none."""
+    """Maker of spans. Without a tracer it makes none."""
 
     tracer: Tracer | None = None
     model_name: str = ""
 
     def request_ended(self, request: Request) -> None:
-        """Make the span of ``request``, whose times are complete. Never blocks."""
+        """Make the span of ``request``; its times are complete. Never blocks."""
         if self.tracer is not None:
             self._make_span(
                 {"traceparent": request.traceparent, "tracestate": request.tracestate},
@@ -102,17 +101,18 @@ class Tracing:
 
         Args:
             carrier: the caller's trace context, by the names of W3C's headers.
-            began: when, in seconds on trio's clock.
-            ended: the same; None for now.
-            attributes: makes them, where the span is wanted.
-            failure: the type of what went wrong: a message may quote what the request said.
+            began: the start in seconds on trio's clock.
+            ended: the end on the same clock; None for now.
+            attributes: function that returns the attributes; it is called only if the span is
+                sampled.
+            failure: the type of an error; its message may quote the request, so it is left out.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         assert self.tracer is not None
-        # An empty context: the parent is the caller's span, not what else this thread is tracing.
+        # An empty context: the parent is the caller's span, not another span of this thread.
         context = TraceContextTextMapPropagator().extract(carrier, context=Context())
         now, clock = time.time_ns(), trio.current_time()
         span = self.tracer.start_span(
@@ -160,7 +160,7 @@ class Tracing:
 
 
 def _latencies(request: Request) -> Attributes:
-    """The times that have come, in seconds."""
+    """Return the times that are known, in seconds."""
     times = request.times
     spans = {
         "time_in_queue": (times.queued, times.first_scheduled),
@@ -178,7 +178,7 @@ def _latencies(request: Request) -> Attributes:
 
 
 def _failure_of(request: Request) -> str | None:
-    """The type of its error; None where nothing went wrong."""
+    """Return the type of the request's error; None without an error."""
     finishes = [sequence.finish for sequence in request.sequences if sequence.finish is not None]
     errors = [request.rejection, *(finish.error for finish in finishes)]
     error = next((error for error in errors if error is not None), None)
@@ -190,11 +190,11 @@ def _failure_of(request: Request) -> str | None:
 
 @contextlib.asynccontextmanager
 async def open_tracing(endpoint: str | None) -> AsyncIterator[Tracing]:
-    """What makes an engine's spans, for as long as the block lasts; they are sent when it ends.
+    """Open the tracing of an engine for the block; the spans are sent at its end.
 
     Args:
-        endpoint: the collector's URL; without a path it gets ``/v1/traces``. None for that of
-            ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, and for no spans where that isn't set.
+        endpoint: the collector's URL; ``/v1/traces`` is added if it has no path. None for the value
+            of ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, and for no spans if that isn't set.
 
     Raises:
         InvalidRequest: an endpoint is given, and the SDK isn't installed.
@@ -224,14 +224,14 @@ async def open_tracing(endpoint: str | None) -> AsyncIterator[Tracing]:
         limit = CANCELLED_FLUSH_SECONDS if hurried else FLUSH_SECONDS
         taken = False
         try:
-            # Who gets into a hurry only now, as by a second signal, doesn't wait at all.
+            # A second signal in the meantime ends the wait at once.
             with trio.move_on_after(limit, shield=hurried):
                 await trio.to_thread.run_sync(provider.shutdown, abandon_on_cancel=True)
                 taken = True
         finally:
             if not taken:
                 _log.warning("the last spans weren't taken in time", endpoint=url, seconds=limit)
-                # What it has begun it gives up now, and then the threads end that were abandoned.
+                # This makes the exporter give up, so that its abandoned threads end.
                 exporter.shutdown()
 
 
@@ -241,10 +241,10 @@ def _with_path(endpoint: str) -> str:
 
 
 def _open_provider(url: str) -> tuple[TracerProvider, SpanExporter]:
-    """A provider, and what it sends to ``url`` with. Imports the SDK, which takes a moment.
+    """Return a provider, and its exporter to ``url``. This imports the SDK, which is slow.
 
     Raises:
-        ImportError: it isn't installed.
+        ImportError: the SDK isn't installed.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource

@@ -1,4 +1,4 @@
-"""The engine as it is right now, for whoever watches; it costs nothing while nobody does.
+"""Live snapshots of an engine; without a subscription they cost nothing.
 
 ::
 
@@ -6,9 +6,8 @@
         async for picture in pictures:
             print(picture.counts.running, picture.rates.generated_tokens_per_s)
 
-A :class:`Snapshot` is made of what the engine keeps anyway, when it is asked for. Only what would
-be gone by then is recorded, as long as somebody watches: the newest steps, and the requests that
-end.
+A :class:`Snapshot` is made on demand from the engine's own state. While a subscription is open, the
+newest steps and finished requests are recorded for it, too.
 """
 
 from __future__ import annotations

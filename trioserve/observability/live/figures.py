@@ -1,4 +1,4 @@
-"""Rates and latencies: what lies between two looks at counters that run anyway."""
+"""Rates and latencies, as differences between two readings of the counters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.scheduler.iterations import Iteration
 
 LATENCY_SECONDS = 60.0
-"""How far latencies look back."""
+"""Seconds that latencies look back."""
 _BETWEEN = 1.0
-"""Seconds between looks that are kept for that."""
+"""Seconds between readings that are kept for latencies."""
 _BOUNDS = {
     "time_to_first_token": FIRST_TOKEN_SECONDS,
     "inter_token_latency": INTER_TOKEN_SECONDS,
@@ -32,16 +32,16 @@ _BOUNDS = {
 
 @attrs.frozen
 class Tally:
-    """What metrics have counted that a picture tells: totals, by the names of their attributes."""
+    """Totals from the metrics that a snapshot uses, by the names of their attributes."""
 
     generation_tokens: int
     finished: Mapping[str, int]
-    """Outputs by why they ended."""
+    """Outputs by the reason of their end."""
     histograms: Mapping[str, Sequence[int]]
 
     @classmethod
     def of(cls, metrics: Metrics) -> Tally:
-        """Of one process."""
+        """Return the totals of one process."""
         return cls(
             metrics.generation_tokens,
             dict(metrics.finished),
@@ -50,7 +50,7 @@ class Tally:
 
     @classmethod
     def of_snapshot(cls, snapshot: MetricsSnapshot) -> Tally:
-        """Of what several processes have counted together."""
+        """Return the totals of several processes together."""
         empty = {name: [0] * (len(bounds) + 1) for name, bounds in _BOUNDS.items()}
         told = {name: snapshot.histograms[name][0] for name in _BOUNDS.keys() & snapshot.histograms}
         return cls(
@@ -62,7 +62,7 @@ class Tally:
 
 @attrs.frozen
 class Look:
-    """The counters at one moment on trio's clock."""
+    """A reading of the counters at one moment of trio's clock."""
 
     time: float
     scheduler: SchedulerStatistics
@@ -70,7 +70,9 @@ class Look:
 
 
 def rates_of(before: Look, after: Look, iterations: Sequence[Iteration]) -> Rates:
-    """What was done between two looks; ``iterations`` are steps of that time, not always all."""
+    """Return the rates between two readings; ``iterations`` are steps of that time, maybe
+    not all.
+    """
     seconds = after.time - before.time
     if seconds <= 0:
         return Rates()
@@ -100,7 +102,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def latency_of(before: Look, after: Look) -> Latency:
-    """How long things took that were counted between two looks."""
+    """Return the latencies that were observed between two readings."""
 
     def quantiles(name: str) -> Quantiles | None:
         was, is_ = before.tally.histograms[name], after.tally.histograms[name]
@@ -119,9 +121,11 @@ def latency_of(before: Look, after: Look) -> Latency:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """The value that ``share`` of all observations are not above, as Prometheus reckons it.
+    """Return the value that a ``share`` of all observations don't exceed, as Prometheus computes
+    it.
 
-    Within a bucket observations count as evenly spread; past the last bound, as at it.
+    Observations are assumed to spread evenly within a bucket; past the last bound, the bound
+    counts.
     """
     rank = share * sum(counts)
     seen = 0
@@ -136,12 +140,14 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 @attrs.define(eq=False)
 class Lately:
-    """Looks of the last :data:`LATENCY_SECONDS`, one for each second or so."""
+    """Readings of the last :data:`LATENCY_SECONDS`, about one for each second."""
 
     _looks: deque[Look] = attrs.field(init=False, factory=deque)
 
     def add(self, look: Look) -> Look:
-        """Keep ``look``; the oldest that isn't too old, which is itself at first."""
+        """Add ``look``; return the oldest reading that isn't too old, which at first is
+        ``look``.
+        """
         looks = self._looks
         if not looks or look.time >= looks[-1].time + _BETWEEN:
             looks.append(look)

@@ -1,4 +1,4 @@
-"""What pictures are taken of, and whoever takes one after the other."""
+"""The sources of snapshots, and subscriptions to them."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from trioserve.workers.supervisor import WorkerLife
 
 DEFAULT_REQUESTS = 200
 MAX_REQUESTS = 1000
-"""Requests in a picture."""
+"""The most requests in a snapshot."""
 DEFAULT_NODES = 300
 MAX_NODES = 2000
-"""Nodes of the prefix tree in a picture."""
+"""The most nodes of the prefix tree in a snapshot."""
 MAX_STEPS = 50
-"""Steps in a picture."""
+"""The most steps in a snapshot."""
 MAX_WATCHERS = 16
-"""Who may watch one engine at a time: each costs it some time for every picture."""
+"""The most subscriptions to one engine: each snapshot takes some of its time."""
 STAY_SECONDS = 10.0
-"""How long a request stays in pictures that has ended."""
+"""Seconds for which a finished request stays in snapshots."""
 
 Departure = tuple[float, RequestRow]
-"""When a request was over, on trio's clock, and what it was then."""
+"""Time of a request's end on trio's clock, and its row at that time."""
 
 
 def unix_offset() -> float:
-    """What Unix time is ahead of trio's clock."""
+    """Return the difference of Unix time and trio's clock."""
     return time.time() - trio.current_time()
 
 
@@ -100,7 +100,7 @@ class Monitor:
     departures: Feed[Request]
     """Requests as they end. They are published while a subscription is open."""
     open_requests: Callable[[], Iterator[Request]]
-    """Those that are open, the newest first."""
+    """Open requests, the newest first."""
     statistics: Callable[[], EngineStatistics]
     tally: Callable[[], Tally]
     health: Callable[[], str]
@@ -109,7 +109,7 @@ class Monitor:
 
     @classmethod
     def of(cls, engine: MonitoredEngine) -> Monitor:
-        """Return the monitor of an engine whose scheduler is in this process."""
+        """Return the monitor of an engine with its scheduler in this process."""
         (scheduler,) = engine.schedulers
         return cls(
             scheduler=scheduler,
@@ -123,7 +123,9 @@ class Monitor:
         )
 
     def row_of(self, request: Request, offset: float, *, is_over: bool = False) -> RequestRow:
-        """``request`` as it is now; ``offset`` is what Unix time is ahead of trio's clock."""
+        """Return the row of ``request`` now; ``offset`` is the difference of Unix time and trio's
+        clock.
+        """
         return request_row(
             request,
             adapter_name=self.scheduler.adapters.name_of,
@@ -134,14 +136,14 @@ class Monitor:
 
     @contextlib.contextmanager
     def watched(self, *, requests: int, nodes: int) -> Iterator[SnapshotSubscription]:
-        """Somebody who takes pictures, for as long as the block lasts.
+        """Open a subscription for the block.
 
         Args:
-            requests: most requests in a picture, up to :data:`MAX_REQUESTS`.
-            nodes: most nodes of the prefix tree, up to :data:`MAX_NODES`.
+            requests: the most requests in a snapshot, up to :data:`MAX_REQUESTS`.
+            nodes: the most nodes of the prefix tree, up to :data:`MAX_NODES`.
 
         Raises:
-            WatcherLimit: :data:`MAX_WATCHERS` do already.
+            WatcherLimit: :data:`MAX_WATCHERS` subscriptions are open already.
         """
         if self.departures.num_readers >= MAX_WATCHERS:
             raise WatcherLimit(f"{MAX_WATCHERS} watch the engine already; that is the limit")
@@ -154,9 +156,9 @@ class Monitor:
 
 
 class Departures:
-    """The rows of requests that ended since they were taken last, the newest of them.
+    """The newest rows of requests that ended since the last snapshot.
 
-    A row is made in the moment of the end: later the request's pages are no longer known.
+    A row is made at the request's end: later its pages are unknown.
     """
 
     def __init__(self, monitor: Monitor, max_rows: int) -> None:
@@ -186,7 +188,7 @@ class Departures:
 
 
 class SnapshotSubscription:
-    """Takes pictures of ``monitor``, each of which tells what has happened since the one before."""
+    """A subscription to ``monitor``; each snapshot covers the time since the one before."""
 
     def __init__(
         self,
@@ -203,15 +205,15 @@ class SnapshotSubscription:
         self._max_nodes = max_nodes
         self._lately = Lately()
         self._ended: deque[Departure] = deque(maxlen=max_requests)
-        """Those that are to be shown for a while, oldest first."""
+        """Finished requests that are still shown, oldest first."""
         self._look = self._look_at(monitor.statistics())
         self._lately.add(self._look)
 
     def take(self, processes: Sequence[TaskNode] | None = None) -> Snapshot:
-        """A picture of this moment. Never blocks.
+        """Return a snapshot of this moment. Never blocks.
 
         Args:
-            processes: the tasks of the other processes, where there are any.
+            processes: the tasks of the other processes, if there are any.
 
         Raises:
             EngineError: the engine is closed.
@@ -254,7 +256,7 @@ class SnapshotSubscription:
         running = () if core is None else (each.sequence.request for each in core.running)
         shown = shown_requests(running, monitor.open_requests(), self._max_requests)
         rows = [monitor.row_of(each, offset) for each in shown]
-        # Those that are over get what room the others leave, but always a quarter.
+        # Finished requests get the room that the others leave, but always a quarter.
         room = max(self._max_requests - len(rows), self._max_requests // 4)
         ended = [row for _, row in self._ended][max(len(self._ended) - room, 0) :]
         rows = [*rows[: self._max_requests - len(ended)], *ended]

@@ -1,4 +1,4 @@
-"""The prefix tree as a picture shows it: runs of pages, and no more of them than asked for."""
+"""The prefix tree in a snapshot: a limited number of runs of pages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import Node
 
 PAGES_FOR_EACH = 8
-"""Pages that are looked at for each node that is asked for. A longer run than there are pages for
-is cut, and the rest of it left out."""
+"""Pages to look at for each requested node. Past this number, a run is cut and its rest
+left out.
+"""
 
 
 def prefix_of(cache: PrefixCache, most: int) -> Prefix:
-    """At most ``most`` runs of pages, those nearest to the roots first."""
+    """Return at most ``most`` runs of pages, those nearest to the roots first."""
     pool = cache.pool
 
     def look_of(node: Node) -> tuple[int, bool]:

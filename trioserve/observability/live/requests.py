@@ -1,4 +1,4 @@
-"""Requests as a picture shows them: where each is, how far it has come, and when it got there."""
+"""Requests in a snapshot: state, progress and times."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def request_row(
     now: float,
     is_over: bool = False,
 ) -> RequestRow:
-    """The row of ``request``.
+    """Return the row of ``request``.
 
     Args:
         request: of this process.
-        adapter_name: what the adapter of that number is called.
-        offset: what Unix time is ahead of trio's clock.
+        adapter_name: the name of the adapter with that number.
+        offset: the difference of Unix time and trio's clock.
         now: the time on trio's clock.
-        is_over: whether nobody waits for it any more; if it hadn't ended, that is its abort.
+        is_over: whether the caller has left; a request that hadn't ended counts as aborted.
     """
     sequences = request.sequences
     first = next((each for each in sequences if each.state is not State.FINISHED), sequences[0])
@@ -65,10 +65,10 @@ def request_row(
 def _timeline(
     request: Request, sequence: Sequence, ended: float | None
 ) -> Iterator[tuple[State, float]]:
-    """States and when they began, on trio's clock.
+    """Yield states and their beginnings, on trio's clock.
 
-    The times that every request keeps tell the straight way. What a sequence went through since it
-    first lost its slot, it keeps itself.
+    The request's own times give the usual course. A sequence that lost its slot records its later
+    states itself.
     """
     times = request.times
     detours = sequence.detours or ()
@@ -88,21 +88,21 @@ def _timeline(
 
 
 def newest_first(groups: Iterable[Iterable[Request]]) -> Iterator[Request]:
-    """All requests of ``groups``, in each of which the newest comes first."""
+    """Yield all requests of ``groups``, each of which has the newest first."""
     return heapq.merge(*groups, key=lambda request: -request.times.arrived)
 
 
 def shown_requests(
     running: Iterable[Request], open_requests: Iterable[Request], most: int
 ) -> list[Request]:
-    """At most ``most`` requests, the newest first: those that run, and the newest of the others.
+    """Return at most ``most`` requests, the newest first: running ones, then the newest others.
 
-    Looks at no more than twice as many.
+    At most twice as many are looked at.
 
     Args:
         running: those that hold slots; one may come several times.
         open_requests: all, the newest first.
-        most: how many.
+        most: the limit.
     """
     chosen = dict.fromkeys(itertools.islice(running, most))
     for request in itertools.islice(open_requests, most):

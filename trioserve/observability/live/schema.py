@@ -1,7 +1,7 @@
-"""What a picture of an engine holds: counts, states and times, and never a prompt, text or key.
+"""The contents of a snapshot: counts, states and times, and never a prompt, text or key.
 
-Times are Unix seconds, durations seconds unless a name says otherwise, tokens and pages counts. A
-field that isn't known, or that nothing happened for, is null.
+Times are Unix seconds, durations are seconds unless a name says otherwise, and tokens and pages are
+counts. A field without a value is null.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Grows when a field goes or changes its meaning; new fields may come at any time."""
+"""Version of the schema. It grows when a field goes or changes its meaning; new fields may come at
+any time.
+"""
 
 Timeline = list[tuple[str, float]]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """What doesn't change while somebody watches."""
+    """The facts that don't change during a subscription."""
 
     model: str
     version: str
-    """Of trioserve."""
+    """Version of trioserve."""
     schema: int = SCHEMA
     max_model_len: int
     max_num_seqs: int
@@ -47,13 +49,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in a page of the KV cache."""
     device: str
     started: float
-    """When the process that answers began to serve."""
+    """Start of the answering process."""
     front_ends: int
-    """Processes that do HTTP; 1 where the engine's own does."""
+    """Number of processes that serve HTTP; 1 for the engine's own."""
     may_control: bool
-    """Whether whoever watches may use the routes that control the server."""
+    """True if the client may use the routes that control the server."""
     lora: list[str]
-    """The adapters that are loaded."""
+    """Adapters that are loaded."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,25 +65,25 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """``starting``, ``running``, ``restarting`` or ``released`` (its memory was given back)."""
     restarts: int
-    """Workers that were replaced."""
+    """Number of workers that were replaced."""
     since: float
-    """When it came to that state."""
+    """Beginning of that state."""
     last_death: str | None
-    """Why the last one was lost."""
+    """Reason of the last worker's loss."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Outputs by their states now, and of those that ended how they did."""
+    """Outputs by their present states, and totals of finished ones."""
 
     tokenizing: int
     waiting: int
     running: int
     preempted: int
     streams: int
-    """Requests that are open."""
+    """Open requests."""
     sessions: int
     finished_total: int
-    """Since the start, however they ended; the two below are among them."""
+    """Finished outputs since the start, in any way; the two below are among them."""
     aborted_total: int
     errors_total: int
 
@@ -92,33 +94,33 @@ class Pages(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     free: int
     cached: int
-    """Nobody holds them; they are kept for what they contain."""
+    """Pages that no request holds, kept for their content."""
     held: int
     host_total: int
-    """Places for pages in the host's memory."""
+    """Total pages in the host's memory."""
     host_used: int
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done since the last picture; the first one has nothing to tell."""
+    """Rates since the last snapshot; null in the first one."""
 
     generated_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
-    """Tokens that were computed and not just generated; after a preemption of the output, too."""
+    """Prompt tokens computed, and output tokens recomputed after a preemption."""
     requests_per_s: float = 0.0
     """Outputs that ended."""
     steps_per_s: float = 0.0
     gpu_idle_share: float | None = None
-    """Of the time in which there was something to compute, the part in which the worker waited."""
+    """Share of the time with work in which the worker was idle."""
     step_ms: float | None = None
     batch_rows: float | None = None
-    """Sequences in a step, on average."""
+    """Average number of sequences in a step."""
     cache_hit_share: float | None = None
-    """Of the tokens of sequences that got a slot, the part that was found in the prefix cache."""
+    """Share of the tokens of sequences that got a slot which the prefix cache had."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Of durations in seconds, as exact as the bounds of the metric's histogram allow."""
+    """Quantiles of durations in seconds, as exact as the histogram's bounds allow."""
 
     p50: float
     p90: float
@@ -126,66 +128,69 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Over the last minute, or since somebody watches if that is less; null if there were none."""
+    """Latencies over the last minute, or since the first subscription if that is shorter; null
+    without any.
+    """
 
     ttft: Quantiles | None = None
-    """Until the first token."""
+    """Time to the first token."""
     itl: Quantiles | None = None
-    """From one token to the next."""
+    """Time between two tokens."""
     queue: Quantiles | None = None
-    """Until the first step, of requests that ended."""
+    """Time until the first step, of requests that ended."""
     e2e: Quantiles | None = None
-    """From beginning to end."""
+    """Time from beginning to end."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. What several outputs of one prompt have is counted together."""
+    """A request. Numbers of its several outputs are added up."""
 
     id: str
     state: str
-    """``tokenizing`` (on its way to the queue), ``waiting``, ``prefill``, ``decode``, ``preempted``
-    or ``finished``: that of the first output that hasn't ended."""
+    """State of the first output that hasn't ended: ``tokenizing`` (on its way to the queue),
+    ``waiting``, ``prefill``, ``decode``, ``preempted`` or ``finished``.
+    """
     finish_reason: str | None
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, those that were found in the prefix cache."""
+    """Tokens of the prompt that the prefix cache had."""
     computed_tokens: int
-    """Those whose keys and values are there now; 0 without a slot."""
+    """Tokens that have their keys and values computed now; 0 without a slot."""
     output_tokens: int
     max_tokens: int | None
-    """Most tokens that the output may have; null while that isn't known."""
+    """The most tokens that the output may have; null while that is unknown."""
     outputs: int
     pages: int
-    """In its block tables; one that outputs share counts for each."""
+    """Pages in its block tables; a page shared by outputs counts for each."""
     priority: int
     adapter: str | None
     timeline: Timeline
-    """States and when they began, in order."""
+    """States and their beginnings, in order."""
 
 
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of pages in the prefix tree, each the only one behind the page before it."""
+    """A run of pages in the prefix tree without branches."""
 
     id: int
-    """Of its first page; the same from picture to picture while that stays where it is."""
+    """Id of the first page, equal in all snapshots while the page stays in its place."""
     parent: int | None
     pages: int
     users: int
-    """Sequences that hold them; 0 if they are only cached."""
+    """Sequences that hold the pages; 0 if they are only cached."""
     on_host: bool
-    """Whether they are in the host's memory."""
+    """True if the pages are in the host's memory."""
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefix tree, as much of it as was asked for: parents first, newest branches first."""
+    """A part of the prefix tree: parents first, newest branches first."""
 
     nodes: list[PrefixNode]
     num_left_out: int
-    """Pages that are in no node."""
+    """Pages outside of these nodes."""
 
 
 class TaskNode(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks of one nursery that look alike, and those below them."""
+    """Equal tasks of one nursery, and the tasks below them."""
 
     name: str
     state: str
@@ -193,26 +198,26 @@ class TaskNode(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 1
     children: list[TaskNode] = []
     num_left_out: int = 0
-    """Tasks below that weren't looked at."""
+    """Tasks below that were left out."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the worker."""
+    """A step of the worker."""
 
     number: int
     at: float
-    """When its result came."""
+    """Time of its result."""
     rows_prefill: int
     rows_decode: int
     tokens: int
-    """That it computed."""
+    """Tokens that it computed."""
     ms: float
     idle_ms: float
-    """That the worker waited before, while there was something to compute."""
+    """Milliseconds before it in which the worker was idle although there was work."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine at one moment."""
+    """A snapshot of an engine."""
 
     now: float
     health: str
@@ -225,10 +230,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     rates: Rates
     latency: Latency
     requests: list[RequestRow]
-    """The newest first; those that have ended stay for ten seconds. Where there are more than were
-    asked for, those that run come before those that wait."""
+    """Requests, the newest first; finished ones stay for ten seconds. Past the limit, running ones
+    come before waiting ones.
+    """
     num_requests_left_out: int
     prefix: Prefix
     tasks: TaskNode
     steps: Annotated[list[Step], msgspec.Meta(max_length=50)]
-    """Those since the last picture, the newest of them, oldest first."""
+    """The newest steps since the last snapshot, oldest first."""

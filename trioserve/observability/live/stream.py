@@ -1,4 +1,4 @@
-"""Pictures of an engine of this process, one after the other."""
+"""Streams of snapshots of an engine in this process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trioserve.observability.live.schema import Hello, Snapshot
 from trioserve.protocol.version import __version__
 
 DEFAULT_INTERVAL = 0.5
-"""Seconds between two pictures."""
+"""Seconds between two snapshots."""
 
 
 @attrs.define(eq=False)
 class SnapshotStream:
-    """Pictures, an async iterator: the first at once, each later one when its time has come.
+    """An async iterator of snapshots: the first at once, each later one at its time.
 
-    Whoever is slower than that gets fewer, and each is of the moment in which it is asked for.
+    A slow reader gets fewer snapshots, and each is of the moment in which it is requested.
     """
 
     _watcher: SnapshotSubscription
@@ -37,7 +37,7 @@ class SnapshotStream:
         return self
 
     async def __anext__(self) -> Snapshot:
-        """The next picture. Cancelling it loses nothing.
+        """Return the next snapshot. Cancelling this loses nothing.
 
         Raises:
             EngineError: the engine is closed.
@@ -48,7 +48,7 @@ class SnapshotStream:
 
 
 def due_after(due: float, interval: float) -> float:
-    """When the next picture is due after one that was at ``due``, and is taken now."""
+    """Return the time of the next snapshot if the last one was due at ``due`` and is taken now."""
     now = trio.current_time()
     return due + interval if due + interval > now else now + interval
 
@@ -64,13 +64,13 @@ async def watch(
     """Watch ``engine``: ``async with watch(engine) as snapshots``, then ``async for``.
 
     Args:
-        engine: of this process.
-        interval: seconds between two pictures.
-        requests: most requests in a picture.
-        nodes: most nodes of the prefix tree in one.
+        engine: an engine of this process.
+        interval: seconds between two snapshots.
+        requests: the most requests in a snapshot.
+        nodes: the most nodes of the prefix tree in a snapshot.
 
     Raises:
-        WatcherLimit: as many watch it as may.
+        WatcherLimit: the limit of subscriptions is reached.
     """
     with subject_of(engine).watched(requests=requests, nodes=nodes) as watcher:
         await trio.lowlevel.checkpoint()
@@ -78,14 +78,14 @@ async def watch(
 
 
 def subject_of(engine: MonitoredEngine) -> Monitor:
-    """Return the monitor of ``engine``, whose scheduler has to be in this process."""
+    """Return the monitor of ``engine``; its scheduler has to be in this process."""
     return Monitor.of(engine)
 
 
 def hello_of(
     engine: MonitoredEngine, *, model: str, started: float, front_ends: int, may_control: bool
 ) -> Hello:
-    """What stays as it is while somebody watches ``engine``."""
+    """Return the facts about ``engine`` that don't change during a subscription."""
     ready = engine.ready
     return Hello(
         model=model,

@@ -1,7 +1,7 @@
-"""The tree of trio's tasks as a picture shows it: names and states, those that look alike as one.
+"""The tree of trio's tasks in a snapshot: names and states, with equal tasks as one.
 
-It tells no stacks: reading one costs more than all else, and they are for operators
-(:mod:`trioserve.observability.task_dump`).
+It has no stacks: reading them costs more than the rest of a snapshot. Operators get them from
+:mod:`trioserve.observability.task_dump`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.task_dump import order_of, state_of
 
 MAX_TASKS = 500
-"""Tasks that are looked at, those nearest to the root first."""
+"""The most tasks to look at, those nearest to the root first."""
 MAX_IN_NURSERY = 50
-"""Tasks of one nursery that are looked at: a server has one for each of its connections."""
+"""The most tasks of one nursery to look at: a server has one for each connection."""
 
 
 @attrs.define(eq=False)
@@ -35,7 +35,7 @@ def task_tree(
     most: int = MAX_TASKS,
     most_in_nursery: int = MAX_IN_NURSERY,
 ) -> TaskNode:
-    """The tasks below ``root``, which is all of the trio program that runs by default."""
+    """Return the tasks below ``root``, by default those of the whole trio program."""
     root = root or trio.lowlevel.current_root_task()
     assert root is not None, "trio runs"
     seen = [_Seen(root)]
@@ -64,7 +64,7 @@ def task_tree(
 
 
 def _folded(nodes: list[TaskNode]) -> list[TaskNode]:
-    """``nodes`` with those that are alike as one, where the first of them was."""
+    """Return ``nodes`` with equal ones merged, in the place of the first."""
     kinds: dict[bytes, list[TaskNode]] = {}
     for node in nodes:
         kinds.setdefault(msgspec.msgpack.encode(node), []).append(node)

@@ -1,9 +1,9 @@
-"""What an engine tells Prometheus: vLLM's names, types and labels, under a prefix of one's choice.
+"""An engine's metrics for Prometheus: vLLM's names, types and labels, with a configurable prefix.
 
-``histogram`` and ``recorder`` count, in plain Python objects, so that observing a token costs well
-under a microsecond. ``definitions`` is the one table of all metrics, each with how it is read, in
-the terms of ``definition``; ``exposition`` turns it into Prometheus' samples when somebody scrapes.
-``loop_lag`` is the task that measures how late the event loop is.
+``counters`` has the counted values as plain Python objects, and ``recorder`` counts: observing a
+token takes well under a microsecond. ``definitions`` is the table of all metrics, and
+``definition`` is a row of it. ``exposition`` makes Prometheus' samples of the table at a scrape.
+``loop_lag`` is the task that measures the event loop's lag.
 """
 
 from __future__ import annotations

@@ -1,51 +1,48 @@
-"""What one metric is, and what it is read from."""
+"""The definition of a metric, and the source of its value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import attrs
 
+from trioserve.observability.metrics.counters import MetricCounters, Watched
 from trioserve.observability.metrics.histogram import Histogram
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
 
-if TYPE_CHECKING:
-    from trioserve.observability.metrics.recorder import Metrics, Watched
-
 COMMON_LABELS = ("model_name", "engine")
-"""On every metric but those of HTTP, which isn't the engine's."""
+"""Labels of every metric except those of HTTP, which don't belong to an engine."""
 
 
 @attrs.frozen
 class Scrape:
-    """What metrics are read from, at one moment."""
+    """The values at one moment that metrics are read from."""
 
-    metrics: Metrics
+    metrics: MetricCounters
     watched: Watched | None
     _statistics: EngineStatistics | None
 
     @property
     def engine(self) -> Watched:
-        """The engine that is watched."""
+        """The watched engine."""
         assert self.watched is not None
         return self.watched
 
     @property
     def statistics(self) -> EngineStatistics:
-        """That engine's."""
+        """The statistics of the watched engine."""
         assert self._statistics is not None
         return self._statistics
 
     @property
     def scheduler(self) -> SchedulerStatistics:
-        """The scheduler's part of the statistics."""
+        """The statistics of the engine's scheduler."""
         return self.statistics.scheduler
 
     @property
     def num_deferred(self) -> int:
-        """Requests on their way to the scheduler's queue."""
+        """The number of requests on their way to the scheduler's queue."""
         return self.statistics.num_tokenizing
 
 
@@ -55,10 +52,11 @@ Samples = Iterable[tuple[tuple[str, ...], Value]]
 
 @attrs.frozen(kw_only=True)
 class Definition:
-    """One metric. ``name`` is without the prefix and, for a counter, without ``_total``.
+    """A metric. ``name`` is without the prefix and, for a counter, without ``_total``.
 
-    ``labels`` come after :data:`COMMON_LABELS`, unless ``common`` is false. ``read`` gives a value
-    for each combination of their values. One with ``watching`` is there only while an engine runs.
+    ``labels`` come after :data:`COMMON_LABELS`, unless ``common`` is false. ``read`` returns a
+    value for each combination of label values. A metric with ``watching`` exists only while an
+    engine runs.
     """
 
     name: str
@@ -82,11 +80,13 @@ class Definition:
 
 
 Define = Callable[[str, str, Callable[[Scrape], Value], str], Definition]
-"""Of a group, a name, how the value is read, and help."""
+"""Function that defines a metric from its group, its name, a function that reads it, and
+its help.
+"""
 
 
 def _single(kind: str, *, watching: bool = False) -> Define:
-    """How a metric is defined that has one value."""
+    """Return a function that defines a metric with a single value."""
 
     def define(group: str, name: str, read: Callable[[Scrape], Value], help: str) -> Definition:
         return Definition(
@@ -105,5 +105,5 @@ counter = _single("counter")
 gauge = _single("gauge")
 histogram = _single("histogram")
 engine_counter = _single("counter", watching=True)
-"""One that is read from the watched engine, as the next."""
+"""Counter that is read from the watched engine."""
 engine_gauge = _single("gauge", watching=True)

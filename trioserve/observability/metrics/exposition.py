@@ -1,9 +1,8 @@
-"""From the table of definitions to Prometheus' families, when a scrape asks."""
+"""Prometheus' metric families, made from the table of definitions at a scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import attrs
 from prometheus_client.core import (
@@ -14,25 +13,23 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from trioserve.observability.metrics.counters import MetricCounters
 from trioserve.observability.metrics.definition import Definition, Scrape, Value
 from trioserve.observability.metrics.definitions import DEFINITIONS
 from trioserve.observability.metrics.histogram import Histogram
 
-if TYPE_CHECKING:
-    from trioserve.observability.metrics.recorder import Metrics
-
 ENGINE = "0"
-"""The label that tells several engines of one server apart; there is one."""
+"""Value of the label for one of several engines of a server; there is one."""
 
 
 @attrs.define(eq=False)
 class Exposition(Collector):
-    """A collector over one engine's metrics. Those of a running engine need one that is watched."""
+    """Collector of one engine's metrics. The metrics of a running engine need a watched one."""
 
-    metrics: Metrics
+    metrics: MetricCounters
 
     def collect(self) -> Iterable[Metric]:
-        """Every family of the table, in its order."""
+        """Yield every family of the table, in its order."""
         metrics = self.metrics
         scrape = Scrape(metrics, metrics.watched, metrics.statistics())
         for definition in DEFINITIONS:

@@ -1,7 +1,7 @@
-"""A thread that tells of a hung event loop while it hangs, with the stack of the thread it runs in.
+"""A thread that logs a hang of the event loop, with the stack of the loop's thread.
 
-The loop can't say so itself before it goes on. The thread can't either while C code holds the
-interpreter's lock: the loop's own line about its lag is all there is of that.
+The loop itself can log only afterwards. While C code holds the interpreter's lock, this thread
+can't run either; then the later line about the loop's lag is the only trace.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import attrs
 from trioserve.observability.logs import get_logger
 
 HANGS_AFTER = 2.0
-"""Seconds without a sign of life after which the loop hangs."""
+"""Seconds without a beat after which the loop counts as hanging."""
 AGAIN_AFTER = 10.0
-"""Seconds until the next line, which double with each line about the same hang."""
+"""Seconds until the next line; they double with each line about the same hang."""
 MAX_FRAMES = 20
 
 _log = get_logger("trioserve.loop")
@@ -58,7 +58,7 @@ class HangWatch:
         self._thread.join()
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Record that the loop is alive."""
         self._alive_at = self._clock()
 
     def _run(self) -> None:
@@ -70,7 +70,7 @@ class HangWatch:
             due = alive_at + self.hangs_after
             if due > now:
                 continue
-            if was_late:  # All threads stood still, as when the machine slept.
+            if was_late:  # all threads stood still, as when the machine slept
                 due = now + self.hangs_after
                 continue
             if alive_at != told_of:

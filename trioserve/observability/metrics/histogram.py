@@ -1,4 +1,4 @@
-"""Counts by size, and the bounds that are used. They hold all of vLLM's, and some finer ones."""
+"""Histograms and their bounds: all of vLLM's bounds, and some finer ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 @attrs.define(eq=False)
 class Histogram:
-    """Counts of observations by upper bound; the last count is of those past every bound."""
+    """Counts of observations by upper bound; the last count is of larger ones."""
 
     bounds: tuple[float, ...]
     counts: list[int] = attrs.field(init=False)
@@ -53,12 +53,12 @@ class Histogram:
         self.total += float(values.sum())
 
     def observe_span(self, start: float | None, end: float | None) -> None:
-        """Count the time from ``start`` to ``end``, unless one of them hasn't come."""
+        """Count the time from ``start`` to ``end``, unless one of them is missing."""
         if start is not None and end is not None:
             self.observe(end - start)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it) pairs, the last one of everything."""
+        """Return pairs of an upper bound and the observations up to it; the last pair has all."""
         pairs: list[tuple[str, float]] = []
         seen = 0
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):

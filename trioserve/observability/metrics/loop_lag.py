@@ -1,7 +1,7 @@
-"""How late the event loop is: a task that sleeps, and looks how much too long it slept.
+"""The lag of the event loop, measured by a task that sleeps and compares the time.
 
-Whoever holds the loop up (a slow callback, a garbage collection, a busy machine) shows up here, and
-nowhere else: it delays every token and every new connection alike.
+Slow callbacks, garbage collections and a busy machine show up here, and nowhere else: they delay
+every token and every new connection.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trioserve.observability.metrics.histogram import LOOP_LAG_SECONDS, Histogra
 INTERVAL = 0.1
 """Seconds between two measurements."""
 WINDOW = 15.0
-"""Seconds that a peak stays visible: as long as Prometheus usually waits between two scrapes."""
+"""Seconds that a peak stays visible: the usual time between two scrapes of Prometheus."""
 WARN_AFTER = 1.0
-"""Seconds of lag that are told in the log."""
+"""Seconds of lag that are logged."""
 WARN_INTERVAL = 10.0
-"""Seconds between two such lines, at least."""
+"""The least seconds between two such log lines."""
 
 _log = get_logger("trioserve.loop")
 
 
 @attrs.define(eq=False)
 class LoopLag:
-    """The measurements: all of them as a histogram, the newest for their peak."""
+    """Measurements of the lag: a histogram of all, and the newest ones for their peak."""
 
     histogram: Histogram = attrs.field(factory=lambda: Histogram(LOOP_LAG_SECONDS))
     _recent: deque[float] = attrs.field(factory=lambda: deque(maxlen=round(WINDOW / INTERVAL)))
@@ -41,19 +41,19 @@ class LoopLag:
         return max(self._recent, default=0.0)
 
     def observe(self, seconds: float) -> None:
-        """The loop was late by ``seconds``."""
+        """Record a lag of ``seconds``."""
         self.histogram.observe(seconds)
         self.remember(seconds)
 
     def remember(self, seconds: float) -> None:
-        """Count ``seconds`` for the peak alone, as one that was measured elsewhere."""
+        """Count ``seconds`` for the peak alone; another process measured it."""
         self._recent.append(seconds)
 
 
 async def measure_loop_lag(lag: LoopLag) -> None:
-    """The task: measure ten times a second. For servers: it would keep a virtual clock busy.
+    """Measure the lag ten times a second. Servers run this: it would keep a virtual clock busy.
 
-    While the loop hangs, a thread says so.
+    While the loop hangs, a thread logs it.
     """
     last_warning = -math.inf
     with HangWatch() as watch:

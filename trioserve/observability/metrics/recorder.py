@@ -1,41 +1,22 @@
-"""What is counted as it happens. Gauges aren't: they are read from the engine by a scrape."""
+"""Counters that are updated as events happen. A scrape reads gauges from the engine instead."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sized
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from trioserve.config import EngineConfig
+from trioserve.observability.metrics.counters import DEFAULT_PREFIX, MetricCounters, Watched
 from trioserve.observability.metrics.exposition import Exposition
-from trioserve.observability.metrics.histogram import (
-    FIRST_TOKEN_SECONDS,
-    INTER_TOKEN_SECONDS,
-    NUM_OUTPUTS,
-    REQUEST_SECONDS,
-    REQUEST_TOKENS,
-    SHORT_SECONDS,
-    STEP_TOKENS,
-    TOKENS_PER_SECOND,
-    Histogram,
-)
-from trioserve.observability.metrics.loop_lag import LoopLag
-from trioserve.observability.statistics import EngineStatistics
-from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, State
 
-DEFAULT_PREFIX = "trioserve"
 MAX_ERROR_CODES = 100
-"""Codes of errors that are told apart, so that they stay bounded, whatever raises them."""
+"""The most error codes that are counted separately."""
 OTHER = "other"
-REFUSALS = ("deadline_exceeded", "draining", "key_limit", "queue_full", "shutting_down")
-"""Codes that are shown from the start, because somebody may want to be told of the first."""
 
 _STAGES = {
     State.WAITING: "waiting",
@@ -46,25 +27,13 @@ _STAGES = {
 
 
 def _stage(state: State, request: Request) -> str:
-    """Where an output was that finished in ``state``, as one of ``ABORT_STAGES``."""
+    """Return the stage of an output that finished in ``state``, one of ``ABORT_STAGES``."""
     if state in _STAGES:
         return _STAGES[state]
     return "preparing" if request.prompt_ids else "tokenizing"
 
 
-class Watched(Protocol):
-    """What a scrape needs of an engine."""
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def ready(self) -> wire.Ready: ...
-
-    def statistics(self) -> EngineStatistics: ...
-
-
-class Metrics:
+class Metrics(MetricCounters):
     """The counters of one engine, and the registry that exposes them.
 
     Each engine has a registry of its own, so two engines in one program don't meet. The hooks
@@ -76,46 +45,11 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, prefix: str = DEFAULT_PREFIX) -> None:
-        self.model_name = model_name
-        self.prefix = prefix
-        self.prompt_tokens: int = 0
-        self.cached_prompt_tokens: int = 0
-        self.generation_tokens: int = 0
-        self.finished: collections.Counter[str] = collections.Counter()
-        self.aborts: collections.Counter[str] = collections.Counter()
-        self.num_rejected: int = 0
-        self.integrity_violations: int = 0
-        self.grammars: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.worker_losses: collections.Counter[str] = collections.Counter()
-        self.replacement_seconds: Histogram = Histogram(REQUEST_SECONDS)
-        self.interruption_seconds: Histogram = Histogram(REQUEST_SECONDS)
+        super().__init__(model_name, prefix)
         self._interrupted_at: float | None = None
-        """When a worker was lost whose requests have got no token since."""
-        self.http_errors: collections.Counter[str] = collections.Counter(dict.fromkeys(REFUSALS, 0))
-        self.connections: Sized = ()
-        """The HTTP server's open connections."""
-        self.http_responses: collections.Counter[tuple[str, str, int]] = collections.Counter()
-        self.time_to_first_token: Histogram = Histogram(FIRST_TOKEN_SECONDS)
-        self.inter_token_latency: Histogram = Histogram(INTER_TOKEN_SECONDS)
-        self.time_per_output_token: Histogram = Histogram(INTER_TOKEN_SECONDS)
-        self.tokens_per_second: Histogram = Histogram(TOKENS_PER_SECOND)
-        self.iteration_tokens: Histogram = Histogram(STEP_TOKENS)
-        self.e2e_latency: Histogram = Histogram(REQUEST_SECONDS)
-        self.queue_time: Histogram = Histogram(REQUEST_SECONDS)
-        self.prefill_time: Histogram = Histogram(REQUEST_SECONDS)
-        self.decode_time: Histogram = Histogram(REQUEST_SECONDS)
-        self.inference_time: Histogram = Histogram(REQUEST_SECONDS)
-        self.request_prompt_tokens: Histogram = Histogram(REQUEST_TOKENS)
-        self.request_prefill_tokens: Histogram = Histogram(REQUEST_TOKENS)
-        self.request_generation_tokens: Histogram = Histogram(REQUEST_TOKENS)
-        self.request_most_generation_tokens: Histogram = Histogram(REQUEST_TOKENS)
-        self.request_max_tokens: Histogram = Histogram(REQUEST_TOKENS)
-        self.request_n: Histogram = Histogram(NUM_OUTPUTS)
-        self.grammar_seconds: Histogram = Histogram(SHORT_SECONDS)
-        self.loop_lag: LoopLag = LoopLag()
+        """Time at which a worker was lost, until one of its requests gets a token again."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(Exposition(self))
-        self.watched: Watched | None = None
 
     def watch(self, engine: Watched) -> None:
         """Read the gauges from ``engine`` at every scrape."""
@@ -130,7 +64,9 @@ class Metrics:
         self.iteration_tokens.observe(num_tokens)
 
     def observe_tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """``sequence`` got ``num_tokens`` tokens at ``now``; its times are as they were before."""
+        """Record that ``sequence`` got ``num_tokens`` tokens at ``now``, before its times are
+        updated.
+        """
         request = sequence.request
         if self._interrupted_at is not None:
             self._went_on(request, self._interrupted_at, now)
@@ -148,16 +84,16 @@ class Metrics:
         self.generation_tokens += len(gaps)
 
     def _count_prompt(self, request: Request) -> None:
-        """The prompt of ``request`` has been computed."""
+        """Count the computed prompt of ``request``."""
         num_tokens = len(request.prompt_ids)
         self.prompt_tokens += num_tokens
         self.cached_prompt_tokens += request.num_cached_tokens
         self.request_prefill_tokens.observe(num_tokens - request.num_cached_tokens)
 
     def request_finished(self, request: Request, sequence: Sequence, finish: Finish) -> None:
-        """Nothing more will be delivered of ``sequence``; ``request.times`` is complete.
+        """Record the end of ``sequence``; ``request.times`` is complete.
 
-        What is the prompt's is counted with the last of the request's sequences.
+        The prompt is counted with the last of the request's sequences.
         """
         ended = all(sibling.delivered for sibling in request.sequences)
         if request.rejection is not None and finish.reason is FinishReason.ERROR:
@@ -179,7 +115,7 @@ class Metrics:
     def _request_ended(self, request: Request, finish: Finish) -> None:
         times, params = request.times, request.params
         if times.first_token is None and finish.reason in (FinishReason.LENGTH, FinishReason.STOP):
-            # Only the prompt was asked for.
+            # The request was for its prompt only.
             self._count_prompt(request)
         self.request_prompt_tokens.observe(len(request.prompt_ids))
         self.request_n.observe(params.n)
@@ -194,13 +130,14 @@ class Metrics:
         self.inference_time.observe_span(times.first_scheduled, times.last_token)
 
     def observe_texts(self, count: int, num_tokens: int, reason: str, seconds: float) -> None:
-        """A request for the vectors of ``count`` texts has ended.
+        """Record the end of a request for the vectors of ``count`` texts.
 
         Args:
-            count: each counts as an output.
-            num_tokens: of all texts together.
-            reason: why it ended: ``stop`` if all vectors are there, ``abort`` or ``error``.
-            seconds: since it came.
+            count: the number of texts; each counts as an output.
+            num_tokens: the tokens of all texts together.
+            reason: the reason of the end: ``stop`` if all vectors are there, ``abort`` or
+                ``error``.
+            seconds: the time since its arrival.
         """
         self.finished[reason] += count
         self.e2e_latency.observe(seconds)
@@ -210,18 +147,18 @@ class Metrics:
             self.request_prompt_tokens.observe(num_tokens)
 
     def observe_grammar(self, kind: str, outcome: str, seconds: float) -> None:
-        """The worker has tried to compile a grammar, or had it already.
+        """Record that the worker compiled a grammar, or had it already.
 
         Args:
             kind: a :class:`~trioserve.protocol.grammar.Grammar`'s kind.
             outcome: ``ok``, ``refused`` or ``timeout``.
-            seconds: how long it took.
+            seconds: the time it took.
         """
         self.grammars[kind, outcome] += 1
         self.grammar_seconds.observe(seconds)
 
     def worker_lost(self, loss: WorkerLost) -> None:
-        """A worker was lost; who was running waits for the next one."""
+        """Record the loss of a worker; running requests wait for the next one."""
         self.worker_losses[loss.reason] += 1
         statistics = self.statistics()
         has_work = statistics is not None and statistics.scheduler.num_waiting > 0
@@ -229,28 +166,26 @@ class Metrics:
             self._interrupted_at = trio.current_time()
 
     def _went_on(self, request: Request, interrupted_at: float, now: float) -> None:
-        """The first token since a worker was lost; none of those that waited may be left."""
+        """Record a request's first token after the loss of a worker, if it was running then."""
         self._interrupted_at = None
         if request.times.queued is not None and request.times.queued <= interrupted_at:
             self.interruption_seconds.observe(now - interrupted_at)
 
     def worker_replaced(self, seconds: float) -> None:
-        """The next worker is attached, ``seconds`` after the last one was lost."""
+        """Record that the next worker is attached, ``seconds`` after the loss of the last one."""
         self.replacement_seconds.observe(seconds)
 
     def observe_error(self, code: str) -> None:
-        """An HTTP request was answered with an error, or ended by one."""
+        """Record an HTTP request that was answered with an error, or ended by one."""
         known = code in self.http_errors or len(self.http_errors) < MAX_ERROR_CODES
         self.http_errors[code if known else OTHER] += 1
 
     def observe_response(self, method: str, route: str, status: int) -> None:
-        """An HTTP request ended; ``route`` is a known path or one word for all others."""
+        """Record the end of an HTTP request; ``route`` is a known path or one word for all
+        others.
+        """
         self.http_responses[method, route, status] += 1
 
-    def statistics(self) -> EngineStatistics | None:
-        """The watched engine's counts of this moment; None while nothing is watched."""
-        return None if self.watched is None else self.watched.statistics()
-
     def render(self) -> bytes:
-        """Everything in Prometheus' text format, of the type ``CONTENT_TYPE_LATEST``."""
+        """Return all metrics in Prometheus' text format, of the type ``CONTENT_TYPE_LATEST``."""
         return generate_latest(self.registry)

@@ -1,7 +1,7 @@
-"""What one process has counted, as a message, and the sum over several processes.
+"""The counts of one process as a message, and their sum over several processes.
 
-Whatever is an attribute of :class:`~trioserve.observability.metrics.recorder.Metrics` and of a type
-that can be added up is part of it, by its name.
+Every attribute of :class:`~trioserve.observability.metrics.recorder.Metrics` of a type that can be
+added up is included, by its name.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from trioserve.observability.metrics.loop_lag import LoopLag
 from trioserve.observability.metrics.recorder import Metrics
 
 Key = tuple[str | int, ...]
-"""What a counter counts by; a word by itself stands alone in it."""
+"""Key of a counter; a single word is a tuple of one."""
 
 
 @attrs.frozen(kw_only=True)
 class MetricsSnapshot:
-    """Everything that one process has counted up to now."""
+    """The counts of one process up to now."""
 
     numbers: dict[str, int] = attrs.field(factory=dict)
     counters: dict[str, list[tuple[Key, int]]] = attrs.field(factory=dict)
     histograms: dict[str, tuple[list[int], float]] = attrs.field(factory=dict)
     """Counts by bound, and the sum."""
     peaks: dict[str, float] = attrs.field(factory=dict)
-    """Of what is measured again and again, the worst of late."""
+    """Recent peaks of repeated measurements."""
     num_connections: int = 0
 
     @property
     def lasting(self) -> MetricsSnapshot:
-        """What of it remains true when the process is gone."""
+        """The part that remains valid after the process has gone."""
         return attrs.evolve(self, peaks={}, num_connections=0)
 
 
 def snapshot_of(metrics: Metrics) -> MetricsSnapshot:
-    """What ``metrics`` has counted."""
+    """Return the counts of ``metrics``."""
     snapshot = MetricsSnapshot(num_connections=len(metrics.connections))
     for name, value in vars(metrics).items():
         match value:
@@ -58,7 +58,7 @@ def snapshot_of(metrics: Metrics) -> MetricsSnapshot:
 
 
 def add_up(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
-    """All of them together: sums, and of peaks the highest."""
+    """Return the total of ``snapshots``: sums, and the highest peaks."""
     numbers: collections.Counter[str] = collections.Counter()
     counters: dict[str, collections.Counter[Key]] = {}
     histograms: dict[str, tuple[list[int], float]] = {}
@@ -85,7 +85,7 @@ def add_up(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
 
 
 def filled(snapshot: MetricsSnapshot, *, model_name: str, prefix: str) -> Metrics:
-    """Metrics that have counted just what ``snapshot`` says."""
+    """Return metrics with the counts of ``snapshot``."""
     metrics = Metrics(model_name, prefix)
     metrics.watch_connections(range(snapshot.num_connections))
     for name, number in snapshot.numbers.items():

@@ -1,0 +1,249 @@
+"""Definitions of the metrics of an engine's parts: cache, worker, failures and HTTP."""
+
+from __future__ import annotations
+
+from trioserve.observability.metrics.definition import (
+    Definition,
+    Scrape,
+    counter,
+    engine_counter,
+    engine_gauge,
+    gauge,
+    histogram,
+)
+from trioserve.protocol.grammar import GRAMMAR_KINDS
+
+GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")
+
+LOSS_REASONS = ("killed", "crashed", "hung", "failed")
+
+
+def _cache_config(scrape: Scrape) -> dict[str, object]:
+    config, ready = scrape.engine.config, scrape.engine.ready
+    return {
+        "block_size": ready.page_size,
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "num_gpu_blocks": ready.num_pages,
+        "num_gpu_blocks_override": config.num_gpu_blocks_override,
+    }
+
+
+CACHE = (
+    engine_gauge(
+        "cache",
+        "kv_cache_usage_perc",
+        lambda s: s.scheduler.pages_held / max(s.scheduler.pages_total, 1),
+        "Share of the KV cache's pages that requests hold, from 0 to 1",
+    ),
+    Definition(
+        name="kv_cache_pages",
+        kind="gauge",
+        help="Pages by state: `held` by requests, `cached` for later prompts, or `free`",
+        group="cache",
+        labels=("state",),
+        watching=True,
+        read=lambda s: [
+            (("held",), s.scheduler.pages_held),
+            (("cached",), s.scheduler.pages_cached),
+            (("free",), s.scheduler.pages_free),
+        ],
+    ),
+    engine_counter(
+        "cache",
+        "prefix_cache_queries",
+        lambda s: s.scheduler.prefix_cache_queries,
+        "Tokens looked up in the prefix cache",
+    ),
+    engine_counter(
+        "cache",
+        "prefix_cache_hits",
+        lambda s: s.scheduler.prefix_cache_hits,
+        "Tokens found in the prefix cache",
+    ),
+    engine_counter(
+        "cache",
+        "kv_cache_evicted_pages",
+        lambda s: s.scheduler.pages_evicted,
+        "Cached pages that were evicted to make room",
+    ),
+    engine_counter(
+        "cache",
+        "kv_cache_offloaded_pages",
+        lambda s: s.scheduler.pages_offloaded,
+        "Cached pages that were copied to the host's memory",
+    ),
+    engine_counter(
+        "cache",
+        "kv_cache_onloaded_pages",
+        lambda s: s.scheduler.pages_onloaded,
+        "Pages that were copied back from the host's memory",
+    ),
+    Definition(
+        name="kv_cache_host_pages",
+        kind="gauge",
+        help="Pages in the host's memory by state: `cached` for later prompts, or `free`",
+        group="cache",
+        labels=("state",),
+        watching=True,
+        read=lambda s: [
+            (("cached",), s.scheduler.host_pages_cached),
+            (("free",), s.scheduler.host_pages_total - s.scheduler.host_pages_cached),
+        ],
+    ),
+    engine_gauge("cache", "sessions", lambda s: s.statistics.num_sessions, "Open sessions"),
+    counter("cache", "mm_cache_queries", lambda _: 0, "Media looked up; none is served"),
+    counter("cache", "mm_cache_hits", lambda _: 0, "Media found; none is served"),
+    Definition(
+        name="cache_config_info",
+        kind="gauge",
+        help="1; the labels tell the KV cache's options and size",
+        group="cache",
+        labels=(
+            *("block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"),
+            *("kv_cache_memory_bytes", "num_gpu_blocks", "num_gpu_blocks_override"),
+        ),
+        watching=True,
+        read=lambda s: [(tuple(str(value) for value in _cache_config(s).values()), 1)],
+    ),
+)
+
+
+WORKER = (
+    engine_counter("worker", "worker_steps", lambda s: s.scheduler.num_steps, "Steps computed"),
+    engine_counter(
+        "worker",
+        "worker_step_seconds",
+        lambda s: s.scheduler.step_us / 1e6,
+        "Time in which the device computed steps",
+    ),
+    engine_counter(
+        "worker",
+        "worker_idle_seconds",
+        lambda s: s.scheduler.idle_us / 1e6,
+        "Time in which the device was idle although there was work: between steps, and in steps "
+        "while data was copied",
+    ),
+    engine_counter(
+        "worker",
+        "worker_launch_seconds",
+        lambda s: s.scheduler.launch_us / 1e6,
+        "Time that the worker took to queue steps on a GPU; if it is as long as the steps, the "
+        "GPU waits for kernel launches",
+    ),
+    engine_gauge(
+        "worker",
+        "worker_plans_in_flight",
+        lambda s: s.scheduler.plans_in_flight,
+        "Steps sent to the worker that have no result yet",
+    ),
+    engine_counter(
+        "worker",
+        "worker_restarts",
+        lambda s: s.statistics.worker_restarts,
+        "Workers started in place of a dead one",
+    ),
+    Definition(
+        name="engine_sleep_state",
+        kind="gauge",
+        help="1 for the state that the engine is in: `weights_offloaded` while its memory is "
+        "released; `discard_all` doesn't occur, because weights always come back by themselves",
+        group="worker",
+        labels=("sleep_state",),
+        watching=True,
+        read=lambda s: [
+            (("awake",), int(not s.statistics.memory_released)),
+            (("weights_offloaded",), int(s.statistics.memory_released)),
+            (("discard_all",), 0),
+        ],
+    ),
+    Definition(
+        name="grammar_compilations",
+        kind="counter",
+        help="JSON schemas, expressions and grammars that a worker was asked to compile",
+        group="worker",
+        labels=("kind", "outcome"),
+        read=lambda s: [
+            ((kind, outcome), s.metrics.grammars[kind, outcome])
+            for kind in GRAMMAR_KINDS
+            for outcome in GRAMMAR_OUTCOMES
+        ],
+    ),
+    histogram(
+        "worker",
+        "grammar_compilation_seconds",
+        lambda s: s.metrics.grammar_seconds,
+        "Time that a worker took to compile a grammar",
+    ),
+)
+
+RELIABILITY = (
+    Definition(
+        name="worker_losses",
+        kind="counter",
+        help="Workers lost: `killed` from outside, `crashed`, `hung` past the watchdog's time, or "
+        "`failed`: reported a fatal error or sent an invalid message",
+        group="reliability",
+        labels=("reason",),
+        read=lambda s: [((reason,), s.metrics.worker_losses[reason]) for reason in LOSS_REASONS],
+    ),
+    histogram(
+        "reliability",
+        "worker_replacement_seconds",
+        lambda s: s.metrics.replacement_seconds,
+        "From a worker's loss until the next one is ready",
+    ),
+    histogram(
+        "reliability",
+        "worker_interruption_seconds",
+        lambda s: s.metrics.interruption_seconds,
+        "From a worker's loss to the next token, if requests were waiting for one",
+    ),
+    engine_counter(
+        "reliability",
+        "front_end_restarts",
+        lambda s: s.statistics.front_end_restarts,
+        "Front ends started in place of one that died or hung, with several front ends",
+    ),
+    counter(
+        "reliability",
+        "integrity_violations",
+        lambda s: s.metrics.integrity_violations,
+        "Checks of the idle engine that found an error; each is a bug, and is logged",
+    ),
+    Definition(
+        name="http_errors",
+        kind="counter",
+        help="Errors sent to clients, by code, errors in streams included",
+        group="reliability",
+        labels=("code",),
+        common=False,
+        read=lambda s: [((code,), count) for code, count in sorted(s.metrics.http_errors.items())],
+    ),
+    gauge(
+        "reliability", "http_connections", lambda s: len(s.metrics.connections), "Open connections"
+    ),
+)
+
+HTTP = (
+    Definition(
+        name="http_requests",
+        kind="counter",
+        help="HTTP requests that ended, by status (499: the client left)",
+        group="http",
+        labels=("method", "route", "status"),
+        common=False,
+        read=lambda s: [
+            ((method, route, str(status)), count)
+            for (method, route, status), count in sorted(s.metrics.http_responses.items())
+        ],
+    ),
+    engine_gauge(
+        "http",
+        "stream_bytes",
+        lambda s: s.statistics.stream_bytes,
+        "Bytes of output that wait for slow readers",
+    ),
+)
