@@ -19,7 +19,7 @@ OnBatch = Callable[[list[list[int]]], None]
 
 
 def fake_vector(ids: Ints, type_ids: Ints, size: int) -> npt.NDArray[np.float32]:
-    """[size]: what a fake encoder says of a text with these ids and type ids."""
+    """Return a fake encoder's vector [size] of a text with these ids and type ids."""
     seed = [*np.asarray(ids).tolist(), -1 % 2**32, *np.asarray(type_ids).tolist()]
     return np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
 
@@ -27,7 +27,7 @@ def fake_vector(ids: Ints, type_ids: Ints, size: int) -> npt.NDArray[np.float32]
 def fake_encoder_config(
     task: ModelTask = "embed", *, labels: tuple[str, ...] = ("no", "yes"), max_length: int = 512
 ) -> EncoderConfig:
-    """An encoder of 16 dimensions, or of ``labels``, for a vocabulary of 256."""
+    """Return an encoder with 16 dimensions, or with ``labels``, for a vocabulary of 256."""
     is_classifier = task == "classify"
     return EncoderConfig(
         family="bert",
@@ -57,12 +57,12 @@ def fake_encoder(
     call_time: float = 0.0,
     **options: Any,
 ) -> FakeWorker:
-    """A worker that answers the call ``encode``, one after the other.
+    """Return a worker that answers the calls ``encode`` one after the other.
 
     Args:
-        config: of the encoder.
-        on_batch: is called with the ids of the texts of each call; may raise
-            :class:`~trioserve.testing.WorkerDies`, or anything else for a call that fails.
+        config: the encoder's configuration.
+        on_batch: called with the ids of the texts of each call; may raise
+            :class:`~trioserve.testing.WorkerDies`, or another error for a call that fails.
         call_time: seconds that a call takes.
         options: other arguments of :class:`~trioserve.testing.FakeWorker`.
     """

@@ -1,9 +1,9 @@
 """A whole engine over a fake worker: everything but the process, the socket and the model.
 
-Meant for tests, ours and users'. Tokenizer, scheduler, detokenizer, supervisor and every rule of
-the engine are the real ones; the worker is a :class:`~trioserve.testing.FakeWorker`, its link two
-memory channels. All waiting is by trio's clock, so a test on a virtual clock takes no time and
-always happens in the same order::
+This is for tests, trioserve's own and users'. Tokenizer, scheduler, detokenizer, supervisor and
+every rule of the engine are the real ones; the worker is a :class:`~trioserve.testing.FakeWorker`,
+its link two memory channels. All waiting is by trio's clock, so a test on a virtual clock takes no
+time and always happens in the same order::
 
     async def test_my_app(autojump_clock):
         async with open_fake_engine() as engine:
@@ -51,7 +51,7 @@ FAKE_CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """A tokenizer of 256 tokens, one for each byte."""
+    """Return a tokenizer of 256 tokens, one for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(letters)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -70,15 +70,16 @@ async def open_fake_engine(
     open_worker: OpenWorker | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """An engine whose model is called ``fake``, for as long as the block lasts.
+    """Open an engine with a model called ``fake``, for the block.
 
     Args:
         make_worker: makes the first worker and, after each death, the next one.
-        tokenizer: of at least the worker's vocabulary (default: :func:`byte_tokenizer`).
+        tokenizer: a tokenizer of at least the worker's vocabulary (default:
+            :func:`byte_tokenizer`).
         eos_token_ids: tokens that end a sequence by themselves.
-        generation_defaults: sampling parameters of requests that bring none.
-        open_worker: opens each worker's life in place of ``make_worker``, for tests that want a
-            hand in it: usually something around :func:`run_fake_worker`.
+        generation_defaults: default sampling parameters of requests.
+        open_worker: opens each worker's life in place of ``make_worker``; usually a wrapper of
+            :func:`run_fake_worker`.
         options: fields of :class:`~trioserve.EngineConfig`.
 
     Raises:
@@ -116,12 +117,12 @@ async def open_fake_encoder(
     open_worker: OpenWorker | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """An engine that embeds or classifies, called ``fake``, for as long as the block lasts.
+    """Open an engine called ``fake`` that embeds or classifies, for the block.
 
     Args:
-        task: what it does with texts.
+        task: the encoder's task.
         make_worker: makes workers (default: :func:`~trioserve.testing.fake_encoder.fake_encoder`).
-        encoder_config: of the model (default: of
+        encoder_config: the model's configuration (default: of
             :func:`~trioserve.testing.fake_encoder.fake_encoder_config`).
         open_worker: as for :func:`open_fake_engine`.
         options: fields of :class:`~trioserve.EngineConfig`.
@@ -145,7 +146,7 @@ async def open_fake_encoder(
 
 
 def fake_encoder_model(shape: EncoderConfig) -> LoadedModel:
-    """What an engine needs of an encoder of that ``shape``."""
+    """Return the loaded model of an encoder of that ``shape``."""
     backend = byte_tokenizer()
     return LoadedModel(
         name="fake",
@@ -160,15 +161,15 @@ def fake_encoder_model(shape: EncoderConfig) -> LoadedModel:
 async def run_fake_worker(
     worker: FakeWorker, config: EngineConfig, *, killed: trio.Event | None = None
 ) -> AsyncIterator[tuple[Link, wire.Ready]]:
-    """A fake worker's life; its death cancels the block, as a real worker's does.
+    """Run a fake worker for the block; its death cancels the block, as a real worker's does.
 
     Args:
         worker: the worker.
-        config: whose bounds it is told.
-        killed: ends it at once when it is set, whatever it does.
+        config: the source of the worker's limits.
+        killed: an event that ends the worker at once.
 
     Raises:
-        WorkerLost: it died.
+        WorkerLost: the worker died.
     """
     ready = _within(worker.ready(), config)
     engine_side, worker_side = memory_link_pair()
@@ -192,7 +193,7 @@ async def run_fake_worker(
     except BaseExceptionGroup as group:
         error = sole_exception(group)
     if lost and (error is None or isinstance(error, WorkerLost)):
-        # Whoever was at the link noticed only that it is closed.
+        # The user of the link noticed only that it is closed.
         from_outside = killed is not None and killed.is_set()
         raise WorkerLost("the fake worker ended", from_outside=from_outside)
     if error is not None:
@@ -205,7 +206,7 @@ async def _cancel_when_set(event: trio.Event, scope: trio.CancelScope) -> None:
 
 
 def _within(ready: wire.Ready, config: EngineConfig) -> wire.Ready:
-    """A worker is told the engine's bounds when it starts, and keeps to them."""
+    """Return ``ready`` within the engine's limits, which a worker gets at its start."""
     asked = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

@@ -1,6 +1,6 @@
-"""What a :class:`~trioserve.testing.FakeWorker` has for a model: pure functions of tokens.
+"""The model of a :class:`~trioserve.testing.FakeWorker`: pure functions of tokens.
 
-So a test can say what has to come out, whatever the plans were that it came out of.
+So a test can tell the expected tokens, whatever plans compute them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 
 TokenFunction = Callable[[list[int], SamplerParams], int]
-"""Makes the next token of all the tokens before it and the sequence's parameters. ``NO_TOKEN`` or
-``NAN_LOGITS`` of :mod:`trioserve.protocol.sampling` is none."""
+"""Function that returns the next token from all tokens before it and the sequence's parameters.
+``NO_TOKEN`` or ``NAN_LOGITS`` of :mod:`trioserve.protocol.sampling` stands for none.
+"""
 
 
 def hashed_token(vocab_size: int) -> TokenFunction:
-    """A function whose tokens look random, depend on every token before them, and on the seed."""
+    """Return a function with random-looking tokens that depend on every token before, and on the
+    seed.
+    """
 
     def token(context: list[int], sampler: SamplerParams) -> int:
         start = zlib.crc32(f"{sampler.seed}/{sampler.sequence_index}".encode())
@@ -30,19 +33,21 @@ def hashed_token(vocab_size: int) -> TokenFunction:
 
 
 def draw(function: TokenFunction, context: list[int], sampler: SamplerParams) -> int:
-    """The token that ``function`` makes, or one of those allowed in its place, if it is one."""
+    """Return the token of ``function``, or an allowed one in its place."""
     token = function(context, sampler)
     allowed = wire.ints(sampler.allowed_token_ids)
     return int(allowed[token % len(allowed)]) if len(allowed) and token >= 0 else token
 
 
 def fake_logprob(token: int, rank: int) -> float:
-    """The log-probability that a fake worker reports for the alternative ``rank`` to ``token``."""
+    """Return the log-probability that a fake worker reports for the alternative ``rank`` to
+    ``token``.
+    """
     return -(1 + token % 8) / 8 - rank
 
 
 def fake_logprobs(context: Sequence[int], vocab_size: int) -> npt.NDArray[np.float32]:
-    """[vocab_size]: a likeness of raw log-probabilities of what may follow ``context``."""
+    """Return fake raw log-probabilities [vocab_size] of the token after ``context``."""
     mixed = np.arange(vocab_size, dtype=np.uint32) * np.uint32(2654435761)
     mixed ^= np.uint32(zlib.crc32(wire.from_ints(list(context))))
     mixed *= np.uint32(2246822519)
@@ -55,7 +60,7 @@ def fake_logprobs(context: Sequence[int], vocab_size: int) -> npt.NDArray[np.flo
 def prompt_piece(
     slot: int, tokens: Sequence[int], start: int, stop: int, sampler: SamplerParams, vocab_size: int
 ) -> wire.PromptPiece:
-    """What :func:`fake_logprobs` says of ``tokens[start:stop]``, as ``sampler`` asks for it."""
+    """Return the :func:`fake_logprobs` of ``tokens[start:stop]`` that ``sampler`` asks for."""
     num_top = min(sampler.prompt_logprobs, vocab_size)
     rows = [fake_logprobs(tokens[:position], vocab_size) for position in range(start, stop)]
     own = [row[token] for row, token in zip(rows, tokens[start:stop], strict=True)]

@@ -1,11 +1,11 @@
-"""A worker without a model, whose pages hold tokens.
+"""A worker without a model; its pages hold tokens.
 
 :class:`FakeWorker` takes the same plans as the real one and answers them with tokens that a
-function of yours makes of everything before them. It is strict: a plan that breaks the rules of
-:mod:`trioserve.protocol.wire` raises. In place of keys and values its pages hold the tokens
-themselves, each with a digest of everything before it. A token is made only of what is read back
-through the sequence's block table, so a page that was recycled too early, shared wrongly or never
-computed fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
+function of yours computes from all tokens before them. It is strict: a plan that breaks the rules
+of :mod:`trioserve.protocol.wire` raises. In place of keys and values its pages hold the tokens
+themselves, each with a digest of everything before it. A token is computed only from the pages in
+the sequence's block table, so a page that was recycled too early, shared wrongly or never computed
+fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
 
 Everything waits by trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
 takes no time. The scheduler by itself, on such a worker::
@@ -53,15 +53,17 @@ Accepted = Callable[[list[int]], int]
 """Says how many drafts are accepted after these tokens; those at most that there are."""
 
 Script = Callable[[int, wire.Plan], None]
-"""Is called with the number of steps done so far and the next plan; may raise what follows."""
+"""Function that is called with the number of steps done and the next plan; may raise the errors
+below.
+"""
 
 
 class WorkerDies(Exception):
-    """Raised by a script: the worker ends here, without an answer."""
+    """A script raises this to end the worker here, without an answer."""
 
 
 class StepFails(Exception):
-    """Raised by a script: the plan fails. ``slot`` is to blame, unless it is -1."""
+    """A script raises this to fail the plan. ``slot`` caused it, unless it is -1."""
 
     def __init__(self, message: str, *, slot: int = -1, fatal: bool = False) -> None:
         super().__init__(message)
@@ -80,20 +82,21 @@ class _Slot:
     adapter: int
     prompt_logprobs_from: int
     sum_of_tokens: int = 0
-    """Of those that were computed, for a prompt that is pooled."""
+    """Sum of the computed tokens, for a prompt that is pooled."""
     stopped: bool = False
-    """It drew a stop id, there was nothing to draw, or nobody wants it any more."""
+    """True once it drew a stop id, had no token to draw, or was dropped."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class FakeWorker:
-    """A worker whose model is a function. Takes plans, gives results; no task, no clock.
+    """A worker with a function as its model. It takes plans and returns results, without task or
+    clock.
 
     Args:
-        num_pages, num_host_pages, page_size: its page pool, and places on the host.
-        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: what it says in ``Ready``.
-        token: makes the next token (default: :func:`hashed_token`), -1 if there is none to draw.
-            Where ``allowed_token_ids`` leaves it out, one of those stands in for it.
+        num_pages, num_host_pages, page_size: its page pool, and pages on the host.
+        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: its values in ``Ready``.
+        token: returns the next token (default: :func:`hashed_token`), -1 for none. If
+            ``allowed_token_ids`` excludes the token, an allowed one takes its place.
         step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
         computes_past_stop: whether a row that comes after a stop id is computed for nothing and
             gives a token, or gives none. A worker may do either.
@@ -101,14 +104,14 @@ class FakeWorker:
         accepted: says of a row that has drafted tokens how many of them are accepted (default:
             none). In the pages, the rejected ones are tokens that no sequence has.
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
-        max_loras, max_cpu_loras: the adapters that it computes together, and holds. An adapter is
-            any path whose last part doesn't begin with ``bad``; it adds :func:`adapter_shift` to
-            each token.
-        calls: what it answers to a call, by name: functions of the arguments. ``prepare``, which
-            asks whether it can serve a grammar, is answered with "yes" unless it is given here.
-        call_time: seconds that :func:`serve_fake` takes for a call, or a function of it that says
-            so; steps go on meanwhile.
-        calls_in_turn: whether they don't, nor do other calls. A call may then be the worker's death
+        max_loras, max_cpu_loras: the most adapters in one plan, and loaded. An adapter is any path
+            with a last part that doesn't begin with ``bad``; it adds :func:`adapter_shift` to each
+            token.
+        calls: answers to calls, by name: functions of the arguments. Without one, ``prepare``,
+            which checks a grammar, succeeds.
+        call_time: seconds that :func:`serve_fake` takes for a call, or a function of it; steps go
+            on meanwhile.
+        calls_in_turn: whether steps and other calls wait for a call. A call may then end the worker
             (:class:`WorkerDies`).
     """
 
@@ -134,17 +137,17 @@ class FakeWorker:
     calls_in_turn: bool = False
     num_steps: int = attrs.field(init=False, default=0)
     weights: str = attrs.field(init=False, default="")
-    """What it was told to compute with. Tokens don't depend on it, but what its pages hold does."""
+    """The weights to compute with. They change what the pages hold, but not the tokens."""
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     adapters: dict[int, str] = attrs.field(init=False, factory=dict)
-    """The folders of those that are loaded, by number."""
+    """Folders of the loaded adapters, by number."""
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
     _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
     _tokens: Ints = attrs.field(init=False, repr=False)
-    """[all pages * page_size]: the token at each place, -1 where nothing is."""
+    """[all pages * page_size]: the token at each place, -1 for none."""
     _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
-    """[all pages * page_size]: the digest of each place's token and everything before it."""
+    """[all pages * page_size]: the digest of each place's token and all tokens before it."""
 
     def __attrs_post_init__(self) -> None:
         size = (self.num_pages + self.num_host_pages) * self.page_size
@@ -152,7 +155,7 @@ class FakeWorker:
         self._digests = np.zeros(size, dtype=np.uint64)
 
     def ready(self, **changes: Any) -> wire.Ready:
-        """What a worker like this says once its model is loaded."""
+        """Return the message of a worker like this once its model is loaded."""
         ready = wire.Ready(
             model_checksum="",
             device="cpu",
@@ -171,14 +174,14 @@ class FakeWorker:
         return attrs.evolve(ready, **changes)
 
     def reset(self, message: wire.Reset) -> None:
-        """Forget every slot; plans are welcome again."""
+        """Forget every slot, and accept plans again."""
         self.slots.clear()
         self._dropped.clear()
         self._failed = False
         self._next_plan = message.next_plan
 
     def drop(self, message: wire.Drop) -> None:
-        """Nothing more is wanted of a slot that is open, or that a plan on its way opens."""
+        """Stop computing for a slot that is open, or that a plan in flight opens."""
         slot = self.slots.get(message.slot)
         if slot is not None and slot.generation == message.generation:
             slot.stopped = True
@@ -186,10 +189,10 @@ class FakeWorker:
             self._dropped.add((message.slot, message.generation))
 
     def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
-        """Run one plan.
+        """Run a plan.
 
         Raises:
-            WorkerDies: the script says so.
+            WorkerDies: the script raised it.
             AssertionError: the plan breaks a rule.
         """
         if self._failed:
@@ -237,7 +240,7 @@ class FakeWorker:
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
             assert 0 < slot.prompt_length <= len(slot.tokens)
             if slot.prompt_logprobs_from != -1:
-                assert opened.sampler.prompt_logprobs >= 0, "nobody asked for log-probabilities"
+                assert opened.sampler.prompt_logprobs >= 0, "no row asked for log-probabilities"
                 assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
         used = {slot.adapter for slot in self.slots.values()} - {0}
         assert len(used) <= self.max_loras, "too many adapters are computed together"
@@ -246,7 +249,7 @@ class FakeWorker:
         self._copy(wire.ints(plan.copies).reshape(-1, 2))
 
     def _copy(self, copies: Ints) -> None:
-        """Copy pages; what they came from holds nothing of use any more."""
+        """Copy pages; the sources hold no valid content afterwards."""
         for source, destination in copies.tolist():
             assert (source < self.num_pages) != (destination < self.num_pages), "on one side"
             for column in (self._tokens, self._digests):
@@ -302,7 +305,7 @@ class FakeWorker:
         return [token]
 
     def _piece(self, number: int, count: int) -> wire.PromptPiece | None:
-        """The log-probabilities of prompt tokens that a row of ``count`` tokens gets to."""
+        """Return the log-probabilities of prompt tokens in a row of ``count`` tokens."""
         slot = self.slots[number]
         if slot.prompt_logprobs_from == -1:
             return None
@@ -313,9 +316,11 @@ class FakeWorker:
         return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
 
     def _pool(self, number: int, count: int) -> wire.PooledPrompt | None:
-        """The vector of a prompt that a row of ``count`` tokens completes, if one is wanted.
+        """Return the vector of a prompt that a row of ``count`` tokens completes, if it is to be
+        pooled.
 
-        In place of hidden states it is made of the tokens themselves: their mean, or the last one.
+        The vector is computed from the tokens in place of hidden states: their mean, or the last
+        one.
         """
         slot = self.slots[number]
         stop = slot.computed + count
@@ -334,16 +339,16 @@ class FakeWorker:
         assert len(slot.pages) * self.page_size >= stop, "a sequence runs past its pages"
         for other in self.slots.values():
             if other is not slot:
-                assert written.isdisjoint(other.pages), "a page is written that somebody else has"
+                assert written.isdisjoint(other.pages), "a page of another sequence is written"
 
     def _places(self, slot: _Slot, length: int) -> npt.NDArray[np.int64]:
-        """Where the first ``length`` tokens of ``slot`` are stored."""
+        """Return the places of the first ``length`` tokens of ``slot``."""
         position = np.arange(length)
         pages = np.array(slot.pages)[position // self.page_size]
         return pages * self.page_size + position % self.page_size
 
     def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
-        """The context of ``slot`` as its pages hold it."""
+        """Return the context of ``slot`` from its pages."""
         tokens = self._tokens[places]
         assert np.array_equal(self._digests[places], self._origin(slot) + _digests(tokens, 0)), (
             "a page was computed after other tokens than those that stand before it, or with "
@@ -386,19 +391,21 @@ class FakeWorker:
         )
 
     def seconds_for(self, plan: wire.Plan) -> float:
-        """How long a step is to take."""
+        """Return the seconds that a step takes."""
         return self.step_time(plan) if callable(self.step_time) else self.step_time
 
     def seconds_for_call(self, call: wire.Call) -> float:
-        """How long a call is to take."""
+        """Return the seconds that a call takes."""
         return self.call_time(call) if callable(self.call_time) else self.call_time
 
     def _origin(self, slot: _Slot) -> np.uint64:
-        """What the digests of a sequence begin with: by weights, and by adapter."""
+        """Return the start of a sequence's digests, which depends on the weights and the
+        adapter.
+        """
         return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
 
     def swap_weights(self, weights: str) -> None:
-        """Compute with ``weights``, whatever they are, from the next step on."""
+        """Compute with ``weights`` from the next step on."""
         assert not self.slots, "weights are exchanged under a sequence that is open"
         self.weights = weights
 
@@ -434,7 +441,7 @@ class FakeWorker:
 
 
 def adapter_shift(path: str) -> int:
-    """What an adapter from the folder at ``path`` adds to each token that is drawn."""
+    """Return the number that an adapter from the folder ``path`` adds to each token."""
     return zlib.crc32(path.encode()) % 97 + 1
 
 
@@ -448,7 +455,7 @@ def _list(column: bytes) -> list[int]:
 
 
 def _digests(tokens: Ints, start: int) -> npt.NDArray[np.uint64]:
-    """What each of ``tokens``, the first at position ``start``, adds to the digest; summed up."""
+    """Return the digests' increments of ``tokens``, the first at position ``start``, summed up."""
     position = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
     weights = (position * np.uint64(0x9E3779B97F4A7C15)) ^ (position << np.uint64(23))
     terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights
@@ -457,10 +464,10 @@ def _digests(tokens: Ints, start: int) -> npt.NDArray[np.uint64]:
 
 
 async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
-    """The worker's loop: answer what comes in order, until told to quit, its death or the end.
+    """Answer messages in order, until told to quit, the worker's death or the link's end.
 
-    The link is closed when this returns, so the other end notices. Plans that wait in the buffer
-    are run one after the other, ``worker.step_time`` for each.
+    The link is closed at the end, so the other end notices. Plans that wait in the buffer are run
+    one after the other, with ``worker.step_time`` for each.
     """
     try:
         async with trio.open_nursery() as nursery:

@@ -32,14 +32,14 @@ class MemoryLink:
         self.send_nowait(message)
 
     def send_nowait(self, message: wire.Message) -> None:
-        """The same without a checkpoint."""
+        """Send ``message`` without a checkpoint."""
         try:
             self._to_peer.send_nowait(wire.encode(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise WorkerLost("the link is closed") from None
 
     async def receive(self) -> wire.Message:
-        """The next message; what was sent before a close is still received.
+        """Return the next message; messages sent before a close are still received.
 
         Raises:
             WorkerLost: an end is closed.
@@ -50,7 +50,7 @@ class MemoryLink:
             raise WorkerLost("the link is closed") from None
 
     def receive_waiting(self) -> list[wire.Message]:
-        """What has been sent and not received yet, without waiting for more."""
+        """Return the messages that are there, without waiting for more."""
         found: list[wire.Message] = []
         with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
             while True:
@@ -58,13 +58,13 @@ class MemoryLink:
         return found
 
     def close(self) -> None:
-        """Both ends notice. Idempotent."""
+        """Close both ends. Idempotent."""
         self._to_peer.close()
         self._from_peer.close()
 
 
 def memory_link_pair() -> tuple[MemoryLink, MemoryLink]:
-    """Two ends of a link: the engine's and the worker's."""
+    """Return two ends of a link: the engine's and the worker's."""
     to_worker, from_engine = trio.open_memory_channel[bytes](math.inf)
     to_engine, from_worker = trio.open_memory_channel[bytes](math.inf)
     return MemoryLink(to_worker, from_worker), MemoryLink(to_engine, from_engine)

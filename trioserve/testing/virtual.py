@@ -1,21 +1,19 @@
-"""Runs of trio that happen the same way each time: virtual time, and an order drawn from a seed.
+"""Deterministic runs of trio: virtual time, and an order of events drawn from a seed.
 
 :func:`run_virtual` is :func:`trio.run` for tests. Its clock stands still while any task can run,
 and jumps to the next deadline when none can, so a minute of waiting takes no time. Tasks that can
-run at the same moment run in an order that is drawn from ``seed``: another seed, another
-interleaving. Nothing is left to chance, so what fails once fails again with the same seed::
+run at the same moment run in an order drawn from ``seed``. A run is deterministic, so a failure
+repeats with the same seed::
 
     def test_my_app():
         for seed in range(100):
             run_virtual(my_scenario, seed=seed)
 
-Functions that a program hands to ``trio.to_thread.run_sync`` run on trio's own thread, after a
-while of virtual time, so that a thread can't bring chance in either. What is left for the program
-to do: no clock but trio's, no randomness but a seeded generator's, no order taken from a set of
-objects, whose hashes are their addresses.
+Functions that a program hands to ``trio.to_thread.run_sync`` run on trio's own thread, after some
+virtual time, so that threads are deterministic, too. The program must use only trio's clock and
+seeded generators, and must not depend on the order of a set of objects with addresses as hashes.
 
-This leans on parts of trio that aren't public. :func:`check_trio` says whether they are still what
-they were.
+This depends on private parts of trio; :func:`check_trio` checks them.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from trio._core import _run
 T = TypeVar("T")
 
 LONGEST_THREAD = 0.02
-"""Seconds of virtual time that a function takes at most which is meant for a thread."""
+"""The most seconds of virtual time that a function in a thread takes."""
 
 WHAT_IS_LEANED_ON = (
     "if _ALLOW_DETERMINISTIC_SCHEDULING:",
@@ -45,14 +43,14 @@ WHAT_IS_LEANED_ON = (
     'runner.instruments.call("before_task_step", task)',
     'runner.instruments.call("after_task_step", task)',
 )
-"""Lines of trio's event loop that the order of events comes from."""
+"""Lines of trio's event loop that determine the order of events."""
 
 
 def check_trio() -> None:
-    """Assert that trio still has what a virtual run needs.
+    """Assert that trio still has the parts that a virtual run needs.
 
     Raises:
-        AssertionError: it hasn't; the message says where to look.
+        AssertionError: it doesn't; the message says where to look.
     """
     advice = (
         f"trio {trio.__version__} has changed: see unrolled_run() in trio/_core/_run.py and "
@@ -77,12 +75,12 @@ def run_virtual(
     instruments: Sequence[trio.abc.Instrument] = (),
     on_idle: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run ``function(*args)`` in virtual time, in the order of events that ``seed`` gives.
+    """Run ``function(*args)`` in virtual time, in the order of events drawn from ``seed``.
 
     Args:
-        function: what :func:`trio.run` would be given.
+        function: the function that :func:`trio.run` would take.
         args: its arguments.
-        seed: of the order in which tasks run, and of how long threads take.
+        seed: the seed of the order of tasks and of the time of threads.
         instruments: as for :func:`trio.run`.
         on_idle: called whenever no task can run, before time jumps. Must not raise.
     """
@@ -93,7 +91,7 @@ def run_virtual(
         on_idle()
         jump()
 
-    # Rather than counting on a rate of 0: there is no other clock at all.
+    # There is no real clock at all, rather than one with a rate of 0.
     clock._real_clock = lambda: 0.0
     clock._autojump = jump_after_a_look  # type: ignore[method-assign]
     before = _run._r.getstate()
@@ -110,7 +108,7 @@ def run_virtual(
 
 @contextlib.contextmanager
 def _without_threads(choose: random.Random) -> Iterator[None]:
-    """What is meant for a thread runs here, when its time is over."""
+    """Run functions that are meant for a thread here, after some virtual time."""
 
     async def run_sync(
         function: Callable[..., Any],
@@ -132,7 +130,7 @@ def _without_threads(choose: random.Random) -> Iterator[None]:
 
 
 class CancelAtCheckpoint(trio.abc.Instrument):
-    """Counts the checkpoints of a block, and cancels it at the one that was asked for.
+    """Instrument that counts a block's checkpoints and cancels the block at one of them.
 
     ::
 
@@ -145,13 +143,13 @@ class CancelAtCheckpoint(trio.abc.Instrument):
 
     Args:
         number: the checkpoint, counted from 1; None to count only.
-        when_woken: cancel when what the task waited for has come and the task is about to run, so
-            that the two race; else when it has just begun to wait.
+        when_woken: cancel when the task's wait is over and it is about to run, so that both race;
+            else when it has just begun to wait.
     """
 
     def __init__(self, number: int | None = None, *, when_woken: bool = False) -> None:
         self.count = 0
-        """Checkpoints that the block has come to."""
+        """Number of checkpoints in the block so far."""
         self._number = number
         self._when_woken = when_woken
         self._task: trio.lowlevel.Task | None = None
@@ -159,7 +157,7 @@ class CancelAtCheckpoint(trio.abc.Instrument):
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[trio.CancelScope]:
-        """The block, in the task whose checkpoints count."""
+        """Count the checkpoints of the current task in the block."""
         with trio.CancelScope() as scope:
             self._scope, self._task = scope, trio.lowlevel.current_task()
             try:
@@ -168,14 +166,14 @@ class CancelAtCheckpoint(trio.abc.Instrument):
                 self._scope = self._task = None
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        """The task has come to a checkpoint."""
+        """Record that the task has come to a checkpoint."""
         if task is self._task:
             self.count += 1
             if not self._when_woken:
                 self._cancel_if_due()
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        """The task leaves a checkpoint."""
+        """Record that the task leaves a checkpoint."""
         if task is self._task and self._when_woken:
             self._cancel_if_due()
 

@@ -1,18 +1,17 @@
-"""Whole lives of an engine, drawn from seeds, in virtual time, with every invariant looked at.
+"""Simulated lives of an engine, drawn from seeds, in virtual time, with every invariant checked.
 
-A :class:`Scenario` says beforehand all that happens in one life: the engine's options, what its
-workers are like and what befalls them, who comes when, asks for what, reads how slowly and leaves
-how. :func:`simulate` runs it: the real engine, with fake workers over memory channels, on a clock
-that jumps. What must be true is checked after each step of the engine, at each chunk that a client
-gets, whenever nothing can run, and at the end. Nothing is left to chance, so a seed that fails
-fails again::
+A :class:`Scenario` describes one life in advance: the engine's options, its workers and their
+faults, and each client's arrival, request, speed and end. :func:`simulate` runs it: the real
+engine, with fake workers over memory channels, on a clock that jumps. Invariants are checked after
+each step of the engine, at each chunk that a client gets, whenever no task can run, and at the end.
+A run is deterministic, so a failing seed fails again::
 
     python -m trioserve.testing.simulation --seconds 60
     python -m trioserve.testing.simulation --seed 4711 --trace
 
-Reading order: ``scenario`` (what can happen), ``draw`` (how it is chosen), ``world`` (it happens),
-``watch`` (what plans and results may say), ``expected`` and ``judge`` (what clients have to get),
-``shrink`` (a smaller scenario with the same fault), ``command`` (the command line).
+Reading order: ``scenario`` (possible events), ``draw`` (their random choice), ``world`` (the run),
+``watch`` (checks of plans and results), ``expected`` and ``judge`` (checks of clients' results),
+``shrink`` (a smaller scenario with the same failure), ``command`` (the command line).
 """
 
 from __future__ import annotations

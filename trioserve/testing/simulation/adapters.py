@@ -1,8 +1,7 @@
-"""Adapters that come and go while clients use them, and books of which are there.
+"""Adapters that are loaded and unloaded while clients use them, and a record of which are there.
 
-An adapter is known from the call that loads it on, may be named by requests from that call's end to
-the call that unloads it, and is gone when that one ends. Loads of one name are told apart: each has
-a number of its own.
+A load makes an adapter known. Requests may name it from the end of that call until the unload
+begins, and it is gone when the unload ends. Each load of a name has a number of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from trioserve.testing.simulation.scenario import AdapterChange
 from trioserve.testing.simulation.trace import Trace, Violation
 
 PATIENCE = 5.0
-"""Seconds that a client waits for an adapter before it asks for it anyway."""
+"""Seconds that a client waits for an adapter before it requests it anyway."""
 
 
 @attrs.define(eq=False)
@@ -35,21 +34,21 @@ class AdapterBooks:
     """The adapters of one scenario.
 
     Args:
-        trace: is told what happens.
-        may_lose_workers: whether a load may end with the worker.
+        trace: gets the events.
+        may_lose_workers: whether a load may fail with the worker.
     """
 
     _trace: Trace
     _may_lose_workers: Callable[[], bool]
     num_open: int = attrs.field(init=False, default=0)
-    """Loads and unloads that have begun and not come to their end."""
+    """Loads and unloads in progress."""
     _num_loads: int = attrs.field(init=False, default=0)
     _by_name: dict[str, _Load] = attrs.field(init=False, factory=dict)
     _of_client: dict[int, _Load] = attrs.field(init=False, factory=dict)
     _changed: trio.Event = attrs.field(init=False, factory=trio.Event)
 
     async def change(self, engine: Engine, change: AdapterChange) -> None:
-        """Do what ``change`` says when its time has come.
+        """Carry out ``change`` at its time.
 
         Raises:
             Violation: it doesn't end as it must.
@@ -65,7 +64,7 @@ class AdapterBooks:
         self._trace.note(f"end of {change.what} adapter {change.name} {change.path}")
 
     async def unload_all(self, engine: Engine) -> None:
-        """Unload whatever may be named."""
+        """Unload every adapter."""
         for name in list(self._by_name):
             await self._unload(engine, name)
 
@@ -111,13 +110,15 @@ class AdapterBooks:
         return load if load is not None and load.is_there else None
 
     async def wait_for(self, name: str) -> None:
-        """Wait until requests may name the adapter, but not for ever."""
+        """Wait until requests may name the adapter, up to :data:`PATIENCE`."""
         with trio.move_on_after(PATIENCE):
             while self._there(name) is None:
                 await self._changed.wait()
 
     def begin(self, client: int, name: str) -> str:
-        """A client is about to name an adapter: the path that it is from, "" if there is none."""
+        """Record that a client is about to name an adapter; return the adapter's path, ""
+        for none.
+        """
         load = self._there(name)
         if load is None:
             return ""
@@ -125,16 +126,20 @@ class AdapterBooks:
         return load.path
 
     def key_of(self, client: int) -> int:
-        """What is the same for clients with the same load of an adapter, 0 for none."""
+        """Return a number that is equal for clients with the same load of an adapter, 0 for
+        none.
+        """
         load = self._of_client.get(client)
         return 0 if load is None else load.number
 
     def is_gone(self, client: int) -> bool:
-        """Whether the adapter of a client's request was unloaded, and the engine has said so."""
+        """Return whether the adapter of a client's request was unloaded, and that call has
+        ended.
+        """
         load = self._of_client.get(client)
         return load is not None and load.is_gone
 
     def may_be_missed(self, client: int, name: str) -> bool:
-        """Whether a client may be told that its adapter isn't there."""
+        """Return whether a client may get the error that its adapter isn't there."""
         load = self._of_client.get(client)
         return bool(name) and (self._there(name) is None if load is None else load.is_leaving)

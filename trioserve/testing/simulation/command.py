@@ -23,7 +23,7 @@ PROGRESS_INTERVAL = 10.0
 
 @attrs.define
 class Totals:
-    """What a number of seeds came to."""
+    """Totals over a number of seeds."""
 
     num_seeds: int = 0
     num_requests: int = 0
@@ -34,10 +34,10 @@ class Totals:
     outcomes: collections.Counter[str] = attrs.field(factory=collections.Counter)
     faults: collections.Counter[str] = attrs.field(factory=collections.Counter)
     failed: list[int] = attrs.field(factory=list)
-    """Seeds of scenarios in which an invariant didn't hold."""
+    """Seeds of scenarios that violated an invariant."""
 
     def add(self, report: Report) -> None:
-        """One more."""
+        """Add a report."""
         self.num_seeds += 1
         self.num_requests += len(report.scenario.clients)
         self.num_steps += report.num_steps
@@ -61,9 +61,9 @@ def run_seeds(seeds: Iterator[int], *, seconds: float, jobs: int = 1) -> Iterato
     """Run seeds, each of them twice, until the time is over.
 
     Args:
-        seeds: which ones.
-        seconds: how long.
-        jobs: processes to do it in.
+        seeds: the seeds.
+        seconds: the time.
+        jobs: the number of processes.
     """
     deadline = time.monotonic() + seconds
     bounded = itertools.takewhile(lambda _: time.monotonic() < deadline, seeds)
@@ -78,12 +78,12 @@ def run_seeds(seeds: Iterator[int], *, seconds: float, jobs: int = 1) -> Iterato
 
 def _run_seed(seed: int) -> Report:
     report = simulate(draw_scenario(seed))
-    # Only its length counts from here on, and it may have to go from one process to another.
+    # Only the trace's length is needed from here on, and reports are sent between processes.
     return report if report.violation is not None else report.without_trace()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit status, 1 if an invariant didn't hold."""
+    """Run the command; return the exit status, 1 if an invariant didn't hold."""
     options = _parser().parse_args(arguments)
     if options.seed is not None:
         return _replay(options)
@@ -151,7 +151,7 @@ def _listing(scenario: Scenario) -> list[str]:
 
 
 def _describe(report: Report) -> str:
-    """What is wrong, the last things that happened, and the command that shows it again."""
+    """Return the violation, the last events, and the command that repeats it."""
     scenario = report.scenario
     whole = draw_scenario(scenario.seed)
     clients = ",".join(str(client.number) for client in scenario.clients)
@@ -169,5 +169,5 @@ def _describe(report: Report) -> str:
 
 
 def run() -> None:
-    """The command line."""
+    """Run the command line."""
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Scenarios drawn from a seed. What can go wrong is made likely: little memory, short queues."""
+"""Scenarios drawn from a seed. Faults are made likely: little memory, short queues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CROWDED = 0.2
 FIRST_RAGGED = 1000
 """The first seed of those of which half have workers whose rows bring several tokens."""
 REFUSED_GRAMMAR = "refused"
-"""The text of a grammar that no worker compiles."""
+"""Text of a grammar that every worker refuses."""
 
 _ALPHABETS = ("ab", "abc .", "ab\u00e9", "a\U0001f600 ", "\u00e9\U0001f600\u4e2d", "abcdefgh!")
 _EOS = "!"
@@ -38,7 +38,7 @@ _SECONDS = (0.0, STEP / 2, STEP, 3 * STEP, 10 * STEP, 1.0)
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """The scenario that is called ``seed``."""
+    """Return the scenario of ``seed``."""
     choose = random.Random(seed)
     worker = _worker(choose)
     count = choose.choice((1, 2, 3, 5, 8, 12, 20))
@@ -49,7 +49,8 @@ def draw_scenario(seed: int) -> Scenario:
     faults = _faults(choose)
     options = _options(choose)
     if choose.random() < POISONED:
-        # One that ends every worker it comes to. It has to be found before the engine gives up.
+        # A client that kills every worker that runs it. The engine has to find it before it gives
+        # up.
         poisoned = choose.randrange(count)
         clients[poisoned] = _poisonous(clients[poisoned])
         faults = []
@@ -96,7 +97,7 @@ def _worker(choose: random.Random) -> WorkerKind:
 
 
 def _with_host_pages(choose: random.Random, worker: WorkerKind) -> WorkerKind:
-    """Half of the workers have some memory of the host, most of them too little."""
+    """Give half of the workers some host memory, mostly too little."""
     if choose.random() < 0.5:
         return worker
     return attrs.evolve(worker, num_host_pages=choose.choice((1, 4, worker.num_pages, 1000)))
@@ -149,7 +150,8 @@ def _prompt(choose: random.Random) -> Any:
     text = beginning + "".join(choose.choices("abc", k=choose.choice((0, 0, 1, 5))))
     match choose.randrange(8):
         case 0:
-            return (text * 2500)[: choose.randint(2001, 2500)]  # encoded in a thread
+            # long enough to be encoded in a thread
+            return (text * 2500)[: choose.randint(2001, 2500)]
         case 1:
             return ({"role": "user", "content": text},)
         case 2 | 3 | 4:
@@ -159,7 +161,7 @@ def _prompt(choose: random.Random) -> Any:
 
 
 def _crowd(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
-    """The same clients with one beginning to all their prompts, which come at once or nearly."""
+    """Return the same clients with a common beginning of their prompts, at nearly the same time."""
     beginning = "".join(choose.choices("ab", k=choose.randint(4, 30)))
     return [
         attrs.evolve(
@@ -254,7 +256,7 @@ def _with_tenants(choose: random.Random, clients: list[SimulatedClient]) -> list
 
 
 def _with_retention(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
-    """Some of the same clients say what their pages are worth."""
+    """Return the same clients, some with retention of their pages."""
     if choose.random() < 0.7:
         return clients
     return [
@@ -281,7 +283,7 @@ def _duration(choose: random.Random) -> int | None:
 
 
 def _with_sessions(choose: random.Random, clients: list[SimulatedClient]) -> list[SimulatedClient]:
-    """The same clients, whose requests are turns of sessions where they can be."""
+    """Return the same clients, with their requests as turns of sessions where possible."""
     if choose.random() < 0.7:
         return clients
     timeout = choose.choice((None, None, 3 * STEP, 30 * STEP))
@@ -314,7 +316,7 @@ def _poisonous(client: SimulatedClient) -> SimulatedClient:
 def _with_adapters(
     choose: random.Random, clients: list[SimulatedClient], span: float, options: dict[str, Any]
 ) -> tuple[tuple[AdapterChange, ...], list[SimulatedClient]]:
-    """Adapters that come and go, and the same clients, of which some have one."""
+    """Return changes of adapters, and the same clients, some with an adapter."""
     if choose.random() < 0.65:
         return (), clients
     options["enable_lora"] = True
@@ -332,7 +334,7 @@ def _with_adapters(
 
 
 def _comings(choose: random.Random, name: str, span: float) -> list[AdapterChange]:
-    """How the adapter of one name comes and goes, and another of that name after it."""
+    """Return the changes of one adapter name, with another adapter of that name afterwards."""
     at = choose.choice((0.0, 0.0, choose.uniform(0, span)))
     changes = [AdapterChange(at=at, what="load", name=name, path=f"/{name}/first")]
     if choose.random() < 0.15:

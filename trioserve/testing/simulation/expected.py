@@ -1,7 +1,7 @@
-"""What a client has to get: worked out alone, from the model's function and the rules as written.
+"""The expected output of a client, computed alone from the model's function and the written rules.
 
-Nothing of the engine is used. It is slow and plain: every token after the whole context, every
-stop string looked for at every character.
+It uses no code of the engine, and is slow and plain: every token is computed from the whole
+context, and every stop string is searched for at every character.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from trioserve.testing.fake_worker import adapter_shift
 from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 
 NUM_TOKENS = 256
-"""Of the vocabulary: one for each byte."""
+"""Size of the vocabulary: one token for each byte."""
 
 
 @attrs.frozen(kw_only=True)
 class ExpectedOutput:
-    """One output of a request that nothing befalls."""
+    """The output of a request without faults."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
-    """``error`` where the model had no token to draw."""
+    """The end; ``error`` if the model had no token to draw."""
     stop_reason: int | str | None = None
     logprobs: tuple[float, ...] = ()
     asked: tuple[tuple[float, ...], ...] = ()
@@ -37,7 +37,7 @@ class ExpectedOutput:
 
 @functools.cache
 def _bytes_of_tokens() -> tuple[int, ...]:
-    """The byte that each token of :func:`trioserve.testing.fake_engine.byte_tokenizer` stands for.
+    """Return the byte of each token of :func:`trioserve.testing.fake_engine.byte_tokenizer`.
 
     Its vocabulary is GPT-2's alphabet in order: printable bytes stand for themselves, all others
     for the characters from 256 on.
@@ -53,12 +53,12 @@ def _token_of_byte() -> dict[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def ids_of(text: str) -> tuple[int, ...]:
-    """The tokens of a text."""
+    """Return the tokens of a text."""
     return tuple(_token_of_byte()[byte] for byte in text.encode())
 
 
 def prompt_ids_of(client: SimulatedClient) -> list[int]:
-    """The tokens of the prompt, cut as the request asks."""
+    """Return the tokens of the prompt, truncated as the request asks."""
     prompt: Any = client.prompt
     if isinstance(prompt, str):
         ids = list(ids_of(prompt))
@@ -76,12 +76,12 @@ def prompt_ids_of(client: SimulatedClient) -> list[int]:
 def expected_outputs(
     scenario: Scenario, client: SimulatedClient, adapter: str = ""
 ) -> list[ExpectedOutput]:
-    """What each of the client's outputs is, with the adapter from that folder, if it has one."""
+    """Return the client's outputs, computed with the adapter from that folder, if it has one."""
     return [_output(scenario, client, adapter, index) for index in range(client.num_outputs)]
 
 
 def text_of(tokens: Iterable[int]) -> str:
-    """The text of tokens after which nothing comes."""
+    """Return the text of all tokens of an output."""
     return bytes(map(_bytes_of_tokens().__getitem__, tokens)).decode("utf-8", "replace")
 
 
@@ -135,7 +135,9 @@ def _output(
 
 
 def _cut(tokens: list[int], reason: str, client: SimulatedClient) -> tuple[int, str, str | None]:
-    """How many of ``tokens`` belong to the output, its text, and the stop string that ended it."""
+    """Return how many of ``tokens`` belong to the output, its text, and the stop string that ended
+    it.
+    """
     params = client.params
     stops: Iterable[str] = params.get("stop", ())
     include = params.get("include_stop_str_in_output", False)

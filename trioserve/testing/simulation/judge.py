@@ -1,4 +1,4 @@
-"""Whether what a client got is what it had to get, and whether an error was due."""
+"""The judge of clients' results: whether each is as expected, and each error has a reason."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from trioserve.testing.simulation.watch import Books
 
 @attrs.define(eq=False)
 class Circumstances:
-    """What may be the reason of an error."""
+    """Possible reasons of an error."""
 
     scenario: Scenario
     books: Books
     adapters: AdapterBooks
     ended: bool = False
-    """The scenario's end has come: draining, abort or cancellation."""
+    """True once the scenario's end has begun: draining, abort or cancellation."""
 
     @property
     def failed(self) -> bool:
-        """Whether so many workers died that the engine may give up."""
+        """True if enough workers died that the engine may give up."""
         limit: int = self.scenario.options["max_worker_restarts"]
         never_there = self.books.num_ready == 0 and self.books.deaths > 0
         too_many = self.books.deaths_without_progress > limit and not self.scenario.is_poisoned
@@ -55,19 +55,19 @@ class Circumstances:
 
 @attrs.define(eq=False)
 class Visit:
-    """One client's use of the engine, from its coming to its going."""
+    """One client's use of the engine, from its arrival to its end."""
 
     client: SimulatedClient
     circumstances: Circumstances
     adapter: str = ""
-    """The folder of the adapter that it has."""
+    """Folder of its adapter."""
     entered_at: float | None = None
     left: bool = False
     num_request_ends: int = 0
     flushed: set[int] = attrs.field(factory=set)
-    """Outputs whose last chunk has to be followed by an error."""
+    """Outputs with an error that has to follow their last chunk."""
     chunks: list[list[Chunk]] = attrs.field(init=False)
-    """For each output."""
+    """Chunks of each output."""
     expected: list[ExpectedOutput] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -79,36 +79,36 @@ class Visit:
         self.expected = expected_outputs(scenario, self.client, self.adapter)
 
     def compute_with(self, adapter: str) -> None:
-        """The client names the adapter that is from this folder, "" for none."""
+        """Expect outputs with the adapter from this folder, "" for none."""
         self.adapter = adapter
         self._expect()
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The tokens of its prompt, and of what comes before it in a session."""
+        """Tokens of its prompt, with those before it in a session."""
         return prompt_ids_of(self.client)
 
     def go_on_from(self, prefix: list[int]) -> None:
-        """The client's request is a turn that goes on from ``prefix``."""
+        """Expect a turn that continues ``prefix``."""
         prompt = (*prefix, *prompt_ids_of(self.client))
         self.client = attrs.evolve(self.client, prompt=prompt)
         self._expect()
 
     def is_over(self, index: int) -> bool:
-        """Whether nothing more may be computed for an output."""
+        """Return whether no more tokens of an output may be computed."""
         own = self.chunks[index]
         ended = bool(own) and own[-1].finish_reason is not None
         return self.left or self.num_request_ends > 0 or ended
 
     @property
     def num_chunks(self) -> int:
-        """How many have come."""
+        """Number of chunks received."""
         return sum(map(len, self.chunks))
 
-    # ---- what it gets
+    # ---- chunks
 
     def take(self, chunk: Chunk) -> None:
-        """A chunk has come."""
+        """Check a chunk."""
         own, expected = self.chunks[chunk.index], self.expected[chunk.index]
         self._demand(not own or own[-1].finish_reason is None, "nothing comes after the end", chunk)
         unflushed = chunk.index not in self.flushed
@@ -119,7 +119,7 @@ class Visit:
         self._demand(
             tokens == expected.token_ids[: len(tokens)], "tokens are those of the model", tokens
         )
-        # Before an error comes what was held back, a part of a character too.
+        # An error comes after all held-back text, even part of a character.
         if not expected.text.startswith(text):
             self.flushed.add(chunk.index)
             flushed_well = text == text_of(tokens) and chunk.finish_reason is None
@@ -145,7 +145,7 @@ class Visit:
             self._demand(asked == wanted, "log-probabilities are of the ids asked for", asked)
 
     def check_whole(self, stream: GenerationStream) -> None:
-        """The stream has come to its end."""
+        """Check the end of a complete stream."""
         self._demand(not self.flushed, "text is the tokens' less the stop")
         for own in self.chunks:
             finals = [chunk for chunk in own if chunk.finish_reason is not None]
@@ -171,10 +171,10 @@ class Visit:
             ]
             self._demand(got == due, "the prompt's log-probabilities are complete", got)
 
-    # ---- how it ended
+    # ---- ends
 
     def check_error(self, error: BaseException, now: float) -> None:
-        """The client got ``error``: there must be a reason."""
+        """Check that the client's ``error`` has a reason."""
         client, around = self.client, self.circumstances
         reasons: dict[type[BaseException], bool] = {
             DeadlineExceeded: abs(now - self._deadline()) < 1e-6,
@@ -195,12 +195,12 @@ class Visit:
         raise Violation("errors are trioserve's own", repr(error)) from error
 
     def check_left_in_time(self, now: float) -> None:
-        """It is out of the block, for whatever reason."""
+        """Check that the client left the block in time."""
         late = now - self._deadline()
         self._demand(late < 1e-6, "a deadline ends a request in any stage", f"{late:g} s late")
 
     def check_ends(self, outcome: str) -> None:
-        """It is gone: the engine must have said so once, unless it was refused at the door."""
+        """Check that the engine reported the request's end once, unless it refused the request."""
         refused = outcome in (
             *("QueueFull", "Draining", "EngineError", "InvalidRequest", "AdapterNotFound"),
         )
@@ -210,7 +210,7 @@ class Visit:
         )
 
     def _deadline(self) -> float:
-        """The moment in which the client's time is over."""
+        """Return the end of the client's time."""
         timeout = self.client.timeout
         if timeout is None:
             timeout = self.circumstances.scenario.options.get("default_timeout")
@@ -224,7 +224,7 @@ class Visit:
         most_tokens: float = scenario.options.get("max_num_queued_tokens") or math.inf
         tokens = outputs = 0
         for each in scenario.clients:
-            # A tenant may take half of what the others leave: what it takes counts twice for it.
+            # A tenant may take half of what the others leave, so its own share counts twice.
             weight = 2 if self.client.tenant and each.tenant == self.client.tenant else 1
             num_tokens = self._most_prompt_tokens(each) + each.params["max_tokens"]
             tokens += weight * num_tokens * each.num_outputs
@@ -273,7 +273,9 @@ class Visit:
         )
 
     def _may_be_blamed(self) -> bool:
-        """Where there is somebody to find, nobody else may be blamed."""
+        """Return whether the client may be blamed: with a culprit among the clients, no
+        other may.
+        """
         return self.client.poisonous or not self.circumstances.scenario.is_poisoned
 
     def _demand(self, holds: bool, invariant: str, detail: object = "") -> None:

@@ -1,4 +1,4 @@
-"""What happens in one simulated life of an engine: all of it chosen beforehand, from one seed."""
+"""The events in one simulated life of an engine, all chosen in advance from one seed."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ _MAX_CLIENTS = 1000
 
 @attrs.frozen(kw_only=True)
 class Departure:
-    """How a client leaves before its output has ended."""
+    """A client's departure before its output has ended."""
 
     how: str
-    """``chunks``: after so many chunks; ``error``: the same, by an exception of its own; ``time``:
-    so many seconds after it came; ``checkpoint``: at the so-manieth checkpoint of its block."""
+    """The way: ``chunks``: after so many chunks; ``error``: likewise, by an exception of its own;
+    ``time``: so many seconds after its arrival; ``checkpoint``: at that checkpoint of its block.
+    """
     at: float
     when_woken: bool = False
-    """At that checkpoint: when what it waited for has come, instead of when it begins to wait."""
+    """True to leave at the end of that checkpoint's wait, instead of its beginning."""
 
 
 @attrs.frozen(kw_only=True)
 class SessionUse:
-    """A client's request is a turn of a session."""
+    """A request as a turn of a session."""
 
     number: int
-    """Which session."""
+    """Number of the session."""
     how: str
-    """``last``: it goes on from the last turn; ``anew``: from none; ``replace``: from none, and
-    all others are forgotten."""
+    """Start of the turn: ``last``: the last turn; ``anew``: from scratch; ``replace``: from
+    scratch, and all other turns are forgotten.
+    """
     offset: int | None = None
-    """How many tokens are kept of what came before."""
+    """Number of earlier tokens to keep."""
     timeout: float | None = None
-    """Seconds without a turn after which the session is closed, if this client opens it."""
+    """Seconds without a turn until the session closes, if this client opens it."""
 
 
 @attrs.frozen(kw_only=True)
 class SimulatedClient:
-    """One caller of ``generate``."""
+    """A caller of ``generate``."""
 
     number: int
     arrives: float
@@ -55,30 +57,30 @@ class SimulatedClient:
     prompt: Any
     """Text, token ids or messages."""
     params: dict[str, Any]
-    """Fields of SamplingParams, with a seed that :func:`seed_of` made."""
+    """Fields of SamplingParams, with a seed from :func:`seed_of`."""
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
     retention: Retention | None = None
     session: SessionUse | None = None
     adapter: str = ""
-    """The name that it asks for when it is loaded, or after some time."""
+    """Name of the adapter that it requests once that is loaded, or after some time."""
     timeout: float | None = None
     leaves: Departure | None = None
     pause: float = 0.0
-    """Seconds that it takes over each chunk."""
+    """Seconds between the chunks that it reads."""
     poisonous: bool = False
-    """A worker that computes anything for it dies."""
+    """True if a worker that computes any of its tokens dies."""
 
     @property
     def num_outputs(self) -> int:
-        """How many outputs it asks for."""
+        """The number of outputs that it asks for."""
         return int(self.params.get("n", 1))
 
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """Something that befalls a worker.
+    """A fault of a worker.
 
     ======= =======================================================================================
     what    at
@@ -86,16 +88,16 @@ class Fault:
     loading the worker dies while it loads its model (seconds after its start)
     killed  from outside, at that many seconds after it was ready
     dies    in the step of that number (the worker's own count from 0)
-    fails   the plan of that step fails, and nobody is named
-    blames  the same, and the slot of one of its rows is named
-    fatal   the same, and the worker says that it can't go on
+    fails   the plan of that step fails, without a slot
+    blames  likewise, with the slot of one of its rows
+    fatal   likewise, and the worker can't go on
     hangs   that step never ends
     pauses  that step takes ``seconds`` more
     ======= =======================================================================================
     """
 
     worker: int
-    """Which one of the workers, from 0."""
+    """Number of the worker, from 0."""
     what: str
     at: float
     seconds: float = 0.0
@@ -103,21 +105,22 @@ class Fault:
 
 @attrs.frozen(kw_only=True)
 class Pause:
-    """Nothing is computed for a while, in a way that loses nothing."""
+    """A pause of computation that loses no request."""
 
     at: float
     """Seconds after the engine is up."""
     mode: str
     """``wait``, ``retract`` or ``in_place``; ``exchange wait`` and ``exchange retract``: weights
-    are exchanged in that mode; ``release``: the worker is sent away."""
+    are swapped in that mode; ``release``: the worker is stopped.
+    """
     seconds: float
     flushes: bool = False
-    """Whether the prefix cache is emptied meanwhile."""
+    """True if the prefix cache is flushed meanwhile."""
 
 
 @attrs.frozen(kw_only=True)
 class AdapterChange:
-    """Somebody has an adapter loaded or unloaded."""
+    """A load or unload of an adapter."""
 
     at: float
     """Seconds after the engine is up."""
@@ -125,52 +128,52 @@ class AdapterChange:
     """``load`` or ``unload``."""
     name: str
     path: str = ""
-    """The folder that it is loaded from. Workers refuse those called ``bad``."""
+    """Folder of the adapter. Workers refuse those called ``bad``."""
 
     @property
     def is_bad(self) -> bool:
-        """Whether it can't be loaded."""
+        """True if it can't be loaded."""
         return self.path.endswith("/bad")
 
 
 @attrs.frozen(kw_only=True)
 class WorkerKind:
-    """What the workers are like."""
+    """Properties of the workers."""
 
     num_pages: int
     page_size: int
     max_model_len: int
     max_num_batched_tokens: int
     alphabet: tuple[int, ...]
-    """The tokens that the model ever draws."""
+    """Tokens that the model can draw."""
     nothing_in: int = 0
-    """One draw in so many gives no token at all; 0 for never."""
+    """One draw in so many gives no token; 0 for never."""
     computes_past_stop: bool = False
     step_time: float = 0.01
     seconds_per_token: float = 0.0
     call_time: float = 0.0
     load_time: float = 0.1
     link_delay: float = 0.0
-    """Seconds that a message of the engine is under way."""
+    """Seconds that a message of the engine takes."""
     pages_after_loss: int | None = None
-    """Pages of every worker but the first, if they have fewer."""
+    """Pages of every worker but the first, if that is fewer."""
     num_host_pages: int = 0
     """Places for pages in the host's memory."""
     max_row_tokens: int = 1
     """The most tokens that a row of a result brings."""
 
     def pages_of(self, worker: int) -> int:
-        """The pages of one of the workers."""
+        """Return the pages of one of the workers."""
         later = self.num_pages if self.pages_after_loss is None else self.pages_after_loss
         return later if worker else self.num_pages
 
     @property
     def fewest_pages(self) -> int:
-        """The pages of the smallest of them."""
+        """The pages of the smallest worker."""
         return min(self.pages_of(0), self.pages_of(1))
 
     def token_function(self) -> TokenFunction:
-        """The model: tokens depend on all that is before them, the seed and the output's index."""
+        """Return the model: tokens depend on all tokens before, the seed and the output's index."""
         alphabet, nothing_in = self.alphabet, self.nothing_in
 
         def token(context: list[int], sampler: SamplerParams) -> int:
@@ -190,22 +193,24 @@ def num_accepted(context: list[int]) -> int:
 
 
 def seed_of(kind: int, client: int) -> int:
-    """A request's seed: clients of one ``kind`` get the same tokens, and can be told apart."""
+    """Return a request's seed. Clients of one ``kind`` get equal tokens, but the seed tells them
+    apart.
+    """
     return kind * _MAX_CLIENTS + client
 
 
 def client_of(sampler: SamplerParams) -> int:
-    """The client whose seed it is."""
+    """Return the client with this seed."""
     return sampler.seed % _MAX_CLIENTS
 
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """Everything that is to happen. ``seed`` gives the order of events as well."""
+    """The events of a simulation. ``seed`` determines their order as well."""
 
     seed: int
     options: dict[str, Any]
-    """Of the engine."""
+    """Options of the engine."""
     worker: WorkerKind
     clients: tuple[SimulatedClient, ...]
     faults: tuple[Fault, ...] = ()
@@ -213,14 +218,15 @@ class Scenario:
     adapters: tuple[AdapterChange, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ends: str = "idle"
-    """``idle``: when all clients are done; ``drain``: the same, and nobody is admitted after
-    ``ends_at``; ``abort``: all that is open is aborted then, too; ``cancel``: the engine's scope
-    is cancelled then."""
+    """The end: ``idle``: when all clients are done; ``drain``: likewise, with no admissions after
+    ``ends_at``; ``abort``: all open requests are aborted then, too; ``cancel``: the engine's scope
+    is cancelled then.
+    """
     ends_at: float = 0.0
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether one of the clients ends workers."""
+        """True if one of the clients kills workers."""
         return any(client.poisonous for client in self.clients)
 
     def only(
@@ -230,7 +236,9 @@ class Scenario:
         pauses: Collection[int] | None = None,
         adapters: Collection[int] | None = None,
     ) -> Scenario:
-        """The same with these clients, by number, these of all else, by place; None: all."""
+        """Return the scenario with only these clients, faults, pauses and adapters, by index; None
+        for all.
+        """
         kept = [each for each in self.clients if clients is None or each.number in clients]
         return attrs.evolve(
             self,

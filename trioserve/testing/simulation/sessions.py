@@ -1,7 +1,7 @@
-"""Clients whose requests are turns of sessions, and what each session's history has to be.
+"""Clients with turns of sessions as requests, and the expected history of each session.
 
-A client's prompt is known only when it comes: what it goes on from depends on who ended before. So
-its outputs are worked out then.
+A client's prompt is known only at its arrival, as it continues a turn that ended before. So its
+expected outputs are computed then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trioserve.testing.simulation.trace import Violation
 
 @attrs.define(eq=False)
 class _Book:
-    """One session, and all tokens up to the end of each of its turns, by their ids, in order."""
+    """A session, and all tokens up to the end of each of its turns, by the turns' ids, in order."""
 
     session: Session
     tokens: dict[str, list[int]] = attrs.field(factory=dict)
@@ -39,14 +39,14 @@ class SessionBooks:
 
     _books: dict[int, _Book] = attrs.field(init=False, factory=dict)
     _parents: dict[int, str | None] = attrs.field(init=False, factory=dict)
-    """Which turn each client's turn goes on from."""
+    """The turn that each client's turn continues."""
 
     def begin(
         self, engine: Engine, visit: Visit, use: SessionUse, **options: Any
     ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
-        """The turn of a client that has come, which now knows what it has to get."""
+        """Start the turn of an arrived client, and tell it the expected outputs."""
         book = self._books.get(use.number)
-        if book is None or book.session.is_closed:  # It may have timed out.
+        if book is None or book.session.is_closed:  # it may have timed out
             timeout = math.inf if use.timeout is None else use.timeout
             book = self._books[use.number] = _Book(
                 engine.sessions.open(f"session {use.number}", timeout=timeout)
@@ -68,7 +68,7 @@ class SessionBooks:
         return generation
 
     def note_chunk(self, visit: Visit, use: SessionUse) -> None:
-        """The client has got a chunk: if it was the last, its turn is kept, and only then."""
+        """Record a client's chunk; a turn is kept if this was its last chunk."""
         if visit.chunks[0][-1].finish_reason not in ("stop", "length"):
             return
         number = visit.client.number
@@ -81,10 +81,10 @@ class SessionBooks:
             book.tokens[str(number)] = [*visit.prompt_ids, *output]
 
     def end(self, visit: Visit, use: SessionUse) -> None:
-        """The client has left its block.
+        """Check the session's turns after the client has left its block.
 
         Raises:
-            Violation: its session keeps something else than the turns that have ended well.
+            Violation: its session has other turns than those that ended well.
         """
         if visit.client.number in self._parents:
             del self._parents[visit.client.number]

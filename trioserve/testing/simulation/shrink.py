@@ -1,4 +1,4 @@
-"""A smaller scenario in which the same goes wrong."""
+"""Reduction of a scenario to a smaller one with the same failure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trioserve.testing.simulation.world import Report, simulate
 
 
 def shrink(report: Report, *, most_runs: int = 300) -> Report:
-    """Leave out clients and faults as long as the same invariant doesn't hold.
+    """Leave out clients and faults as long as the same invariant is violated.
 
     Args:
-        report: of a run with a violation.
-        most_runs: how often to try at most.
+        report: the report of a run with a violation.
+        most_runs: the most runs.
     """
     assert report.violation is not None
     smallest = report
@@ -38,7 +38,7 @@ def shrink(report: Report, *, most_runs: int = 300) -> Report:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """The scenario with half of its clients, and without one of its clients or of what happens."""
+    """Yield the scenario with half of its clients, and without one client or event."""
     numbers = [client.number for client in scenario.clients]
     half = len(numbers) // 2
     if half > 1:

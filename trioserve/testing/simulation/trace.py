@@ -1,4 +1,4 @@
-"""What happened in a simulation, line by line, and what was found to be wrong."""
+"""The trace of a simulation, line by line, and its violations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import trio
 
 
 class Violation(AssertionError):
-    """Something happened that must not.
+    """An event that violates an invariant.
 
     Attributes:
-        invariant: which of the invariants doesn't hold, in a few words.
+        invariant: the violated invariant, in a few words.
     """
 
     def __init__(self, invariant: str, detail: str = "") -> None:
@@ -22,14 +22,14 @@ class Violation(AssertionError):
 
 @attrs.define(eq=False)
 class Trace:
-    """Lines with their virtual times. Two runs of one scenario must give equal ones."""
+    """Lines with their virtual times. Two runs of one scenario must have equal traces."""
 
     lines: list[str] = attrs.field(factory=list)
 
     def note(self, event: str) -> None:
-        """Something happened now."""
+        """Record an event at this moment."""
         self.lines.append(f"{trio.current_time():.9f} {event}")
 
     def digest(self) -> str:
-        """A hash of all of it."""
+        """Return a hash of the trace."""
         return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()

@@ -1,8 +1,8 @@
-"""Whether everybody gets in when it is his turn, as far as the plans show it.
+"""Check of the order in which outputs get slots, by the plans.
 
-Of those who lost their slot to others and have tokens to come, none may be overtaken by somebody
-new. That is demanded where nothing else may change the order: arrival counts (``fcfs``), prefixes
-aren't shared, and the worker has had no accident, after which suspects are tried in small numbers.
+A new output must not overtake one that was preempted and has tokens to come. The check applies only
+if no other rule changes the order: requests run by arrival (``fcfs``), prefixes aren't shared, and
+the worker had no fault, after which suspects run in small numbers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ Row = tuple[int, int]
 
 @attrs.define(eq=False)
 class TurnRecord:
-    """Who has been in, and how many tokens each has got."""
+    """The outputs that have had a slot, and the number of tokens of each."""
 
     is_due: Callable[[Row, int], bool]
-    """Whether an output that has so many tokens has more to come, is still wanted, and waits for
-    nothing but a slot."""
+    """Function that returns whether an output with so many tokens has more to come, is still
+    wanted, and waits only for a slot.
+    """
     enabled: bool
     _num_tokens: dict[Row, int] = attrs.field(factory=dict)
     _out: dict[Row, None] = attrs.field(factory=dict)
-    """Those that have been in and are not any more."""
+    """Outputs that had a slot and lost it."""
 
     def opened(self, rows: list[Row]) -> None:
-        """One plan lets these in."""
+        """Record that a plan opens slots for these outputs."""
         new = [row for row in rows if row not in self._num_tokens]
         for row in rows:
             self._out.pop(row, None)
@@ -41,17 +42,17 @@ class TurnRecord:
             is_due = self.is_due(row, self._num_tokens[row])
             if self.enabled and strangers and is_due:
                 raise Violation(
-                    "who was preempted comes in before who is new", f"{row} after {strangers}"
+                    "a preempted output comes before a new one", f"{row} after {strangers}"
                 )
 
     def closed(self, row: Row) -> None:
-        """A plan puts this one out."""
+        """Record that a plan closes an output's slot."""
         self._out[row] = None
 
     def sampled(self, row: Row, num_tokens: int) -> None:
-        """A result has so many tokens for it."""
+        """Record a result of so many tokens for an output."""
         self._num_tokens[row] = self._num_tokens.get(row, 0) + num_tokens
 
     def accident(self) -> None:
-        """A worker was lost, or a plan failed: from now on others rules count as well."""
+        """Record the loss of a worker or a failed plan: other rules apply from now on."""
         self.enabled = False

@@ -1,8 +1,8 @@
-"""Looks at every plan and result on their way, and keeps books of its own about them.
+"""Checks of every plan and result on its way, with records of their own.
 
-Here is known what each plan in flight may touch, and whose rows they are, from the messages alone.
-So it is noticed when a page or a slot is handed on too early, when something is computed for
-somebody who has left, and when somebody comes in before his turn.
+The records have the pages that each plan in flight may touch, and the owners of its rows, from the
+messages alone. So they reveal a page or slot that is reused too early, a computation for a request
+that has ended, and an output that gets a slot out of order.
 """
 
 from __future__ import annotations
@@ -45,44 +45,44 @@ class _PlanInFlight:
 
 @attrs.define(eq=False)
 class Books:
-    """What is known of one scenario from its messages, over all of its workers."""
+    """The records of one scenario's messages, over all of its workers."""
 
     trace: Trace
     depth: int
     page_size: int
     is_over: Callable[[Row], bool]
-    """Whether nothing more is to be computed for an output."""
+    """Function that returns whether no more tokens are to be computed for an output."""
     adapter_is_gone: Callable[[int], bool]
-    """Whether the adapter of a client's request was unloaded."""
+    """Function that returns whether the adapter of a client's request was unloaded."""
     after_step: Callable[[], None]
     """Called when the engine has made a plan or taken a message."""
     report: Callable[[Exception], None]
-    """Is told of what is wrong."""
+    """Called with a violation."""
     turns: TurnRecord
     sharing: Sharing
     slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
     may_be_blamed: set[int] = attrs.field(factory=set)
-    """Clients that were alone in flight when something failed, or that a worker named."""
+    """Clients that were alone in flight at a failure, or that a worker named."""
     is_quiet: bool = False
-    """Whether the engine has said that nothing is computed."""
+    """True once the engine has reported that no computation is in flight."""
     since_flush: set[int] | None = None
-    """Pages handed out since the prefix cache was emptied last; None if it never was."""
+    """Pages handed out since the last flush of the prefix cache; None before the first."""
     num_unanswered: int = 0
-    """Plans without an answer. A worker answers each, those too that it refuses."""
+    """Plans without an answer. A worker also answers the plans that it refuses."""
     adapter_calls: set[int] = attrs.field(factory=set)
-    """Numbers of calls to load or unload an adapter that have no answer yet."""
+    """Numbers of unanswered calls to load or unload an adapter."""
     num_steps: int = 0
     num_tokens: int = 0
     steps_of_worker: int = 0
     num_ready: int = 0
-    """Workers that were there."""
+    """Number of workers so far."""
     deaths: int = 0
     deaths_without_progress: int = 0
     num_failures: int = 0
 
     def worker_ready(self) -> None:
-        """A new worker knows nothing."""
+        """Record a new worker, which has no state."""
         self.num_ready += 1
         self._forget()
 
@@ -93,7 +93,7 @@ class Books:
         self.steps_of_worker = self.num_unanswered = 0
 
     def worker_lost(self) -> None:
-        """It has died, or will be replaced for what it did."""
+        """Record that the worker died, or will be replaced."""
         self._suspect([row for plan in self.in_flight for row in plan.rows])
         self.turns.accident()
         self.deaths += 1
@@ -103,23 +103,23 @@ class Books:
         self._forget()
 
     def _suspect(self, rows: list[Row]) -> None:
-        """Something failed that concerns ``rows``."""
+        """Record ``rows`` as possible causes of a failure."""
         clients = {client for client, _ in rows}
         if len(clients) == 1:
             self.may_be_blamed |= clients
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """What is found to be wrong is no exception to the engine, which must not deal with it."""
+        """Report a violation in the block, without an exception in the engine."""
         try:
             yield
         except Exception as error:
             self.report(error)
 
-    # ---- what the engine says
+    # ---- the engine's messages
 
     def on_send(self, message: wire.Message) -> None:
-        """The engine has made ``message`` this very moment."""
+        """Check ``message``, which the engine has just made."""
         if isinstance(message, wire.Plan):
             self._on_plan(message)
         elif isinstance(message, wire.Reset):
@@ -157,10 +157,10 @@ class Books:
             raise Violation("nothing is computed in a pause", f"plan {plan.number}")
         for row, _ in rows:
             if self.is_over(row):
-                raise Violation("nothing is computed for who has left", f"output {row}")
+                raise Violation("nothing is computed for a client that has left", f"output {row}")
             if self.adapter_is_gone(row[0]):
                 raise Violation(
-                    "an adapter leaves when nobody is computed with it", f"output {row}"
+                    "an adapter leaves when no output uses it", f"output {row}"
                 )
         drafting = {slot for slot, count in counts if count > 1 and self.slots[slot].has_output}
         if any(slot in each.drafting for each in self.in_flight for slot, _ in counts):
@@ -186,7 +186,7 @@ class Books:
         sampler = opened.sampler
         row = client_of(sampler), sampler.sequence_index
         if any(other.row == row for other in self.slots.values()):
-            raise Violation("nobody has two slots", f"output {row}")
+            raise Violation("an output has one slot", f"output {row}")
         self.sharing.opened(opened, row[0])
         pages = wire.ints(opened.pages).tolist()
         shared = opened.computed // self.page_size
@@ -198,7 +198,7 @@ class Books:
             self.slots[opened.slot].pages.append(page)
 
     def _check_page_is_fresh(self, slot: int, page: int) -> None:
-        """Nobody may be touching the page that ``slot`` is going to write."""
+        """Check that no plan in flight touches the page that ``slot`` is going to write."""
         if self.since_flush is not None:
             self.since_flush.add(page)
         mine = self.slots[slot].generation
@@ -213,10 +213,10 @@ class Books:
             if page in open_slot.pages:
                 raise Violation("no page is held twice", f"page {page}, slots {other} and {slot}")
 
-    # ---- what the worker says
+    # ---- the worker's messages
 
     def on_receive(self, message: wire.Message) -> None:
-        """The engine takes ``message`` next."""
+        """Check ``message``, which the engine takes next."""
         if isinstance(message, wire.StepResult):
             plan = self.in_flight.popleft()
             self.num_unanswered -= 1
@@ -256,9 +256,9 @@ def _pairs(*columns: bytes) -> list[tuple[int, int]]:
 
 @attrs.define(eq=False)
 class WatchedLink:
-    """The engine's end of a link, with :class:`Books` in the middle.
+    """The engine's end of a link, with checks by :class:`Books`.
 
-    Every message of the engine is ``delay`` seconds under way.
+    Each message of the engine takes ``delay`` seconds.
     """
 
     _link: Link
@@ -266,7 +266,7 @@ class WatchedLink:
     _delay: float
 
     async def send(self, message: wire.Message) -> None:
-        """Send ``message``, as the link does."""
+        """Send ``message`` through the link."""
         with self._books.blaming():
             self._books.on_send(message)
             self._books.after_step()
@@ -275,7 +275,7 @@ class WatchedLink:
         await self._link.send(message)
 
     async def receive(self) -> wire.Message:
-        """The next message, as the link gives it."""
+        """Return the next message from the link."""
         with self._books.blaming():
             self._books.after_step()
         try:

@@ -1,4 +1,4 @@
-"""Fake workers, one after the other, and all that befalls them."""
+"""Fake workers, one after the other, with their faults."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class SimulatedWorkers:
     _scenario: Scenario
     _books: Books
     current: FakeWorker | None = attrs.field(init=False, default=None)
-    """The one that is there."""
+    """The present worker."""
     _num_opened: int = attrs.field(init=False, default=0)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
-        """The next worker's life, as the supervisor opens it."""
+        """Run the next worker, as the supervisor opens it."""
         number = self._num_opened
         self._num_opened += 1
         kind = self._scenario.worker
@@ -110,7 +110,7 @@ def _prepare(arguments: Any) -> Any:
 
 
 class _Luck:
-    """What happens in the steps of one worker."""
+    """The faults in the steps of one worker."""
 
     def __init__(self, scenario: Scenario, books: Books, number: int, faults: list[Fault]) -> None:
         self._kind = scenario.worker
@@ -121,12 +121,12 @@ class _Luck:
         }
         self._poison = {client.number for client in scenario.clients if client.poisonous}
         self._clients: dict[int, int] = {}
-        """By slot."""
+        """Clients by slot."""
         self._slow: dict[int, float] = {}
-        """More seconds than usual, by plan."""
+        """Additional seconds by plan."""
 
     def script(self, step: int, plan: wire.Plan) -> None:
-        """The worker begins step ``step``, and may not come to its end."""
+        """Begin step ``step``, which may fail."""
         self._clients.update({each.slot: client_of(each.sampler) for each in plan.opened})
         slots = wire.ints(plan.row_slots).tolist()
         if any(self._clients[slot] in self._poison for slot in slots):
@@ -148,7 +148,7 @@ class _Luck:
                 raise StepFails("out of luck", fatal=fault.what == "fatal")
 
     def step_time(self, plan: wire.Plan) -> float:
-        """Seconds that the step takes."""
+        """Return the seconds that the step takes."""
         num_tokens = int(wire.ints(plan.row_counts).sum())
         usual = self._kind.step_time + num_tokens * self._kind.seconds_per_token
         return usual + self._slow.get(plan.number, 0.0)

@@ -1,4 +1,4 @@
-"""One scenario, run: the real engine, fake workers that have bad luck, and clients that check."""
+"""The run of one scenario: the real engine, fake workers with faults, and clients that check."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from trioserve.testing.simulation.workers import SimulatedWorkers
 from trioserve.testing.virtual import CancelAtCheckpoint, run_virtual
 
 HORIZON = 10_000.0
-"""Seconds after which whoever isn't done is stuck."""
+"""Seconds after which a client that isn't done is stuck."""
 MAX_TASK_STEPS = 100_000
-"""What goes on for so long without coming to an end never does."""
+"""Steps of tasks after which a run counts as endless."""
 SMALL_BUDGET = 1 << 20
-"""Bytes of unread output in all: with fewer, slow readers are ended to make room."""
+"""Bytes of unread output in all; a smaller limit ends slow readers to make room."""
 SETTLING = 200.0
-"""Seconds after the last client in which everything has to come to rest."""
+"""Seconds after the last client until everything has to be idle."""
 
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """What came of one run."""
+    """The result of a run."""
 
     scenario: Scenario
     violation: Violation | None
@@ -47,18 +47,18 @@ class Report:
     num_steps: int
     num_tokens: int
     num_checkpoints: int
-    """Of the first client that counts them: where it could have left."""
+    """Checkpoints of the first client that counts them: places where it could have left."""
     workers_lost: int
     outcomes: dict[str, int]
-    """How many clients ended how."""
+    """Number of clients by their ends."""
 
     def without_trace(self) -> Report:
-        """The same in little memory."""
+        """Return the report without its trace, to save memory."""
         return attrs.evolve(self, trace=Trace())
 
 
 def simulate(scenario: Scenario) -> Report:
-    """Run ``scenario`` twice. That both runs are the same is one of the invariants."""
+    """Run ``scenario`` twice, and check that both runs are the same."""
     first, second = run_scenario(scenario), run_scenario(scenario)
     if first.digest == second.digest:
         return first
@@ -69,7 +69,7 @@ def simulate(scenario: Scenario) -> Report:
 
 
 class _LeftByError(Exception):
-    """A client's own."""
+    """A client's own error."""
 
 
 def run_scenario(scenario: Scenario) -> Report:
@@ -104,7 +104,7 @@ def _first_error(error: BaseException) -> BaseException:
 
 
 class _StepLimit(trio.abc.Instrument):
-    """Counts the steps of all tasks, and ends a run that goes round in circles."""
+    """Instrument that counts the steps of all tasks, and ends an endless run."""
 
     def __init__(self, world: _World) -> None:
         self._world = world
@@ -125,7 +125,7 @@ class _World:
         self.engine: Engine | None = None
         self.num_checkpoints = 0
         self.pausing = trio.Lock()
-        """Held during a pause: the engine knows only one at a time."""
+        """Held during a pause: the engine has only one at a time."""
         self.outcomes: dict[str, int] = {}
         self.adapters = AdapterBooks(self.trace, self._may_lose_workers)
         self.books = Books(
@@ -166,33 +166,33 @@ class _World:
     def _is_due(self, row: Row, num_tokens: int) -> bool:
         client, index = row
         visit = self.visits[client]
-        # An output's error is the end of all of the request's.
+        # An output's error ends all outputs of its request.
         may_fail = any(each.finish_reason == "error" for each in visit.expected)
         unfinished = num_tokens < len(visit.expected[index].token_ids)
-        # Once it has lost its slot, one with a grammar waits until the worker has that again.
+        # A preempted sequence with a grammar waits until the worker has compiled it again.
         has_grammar = visit.client.params.get("grammar") is not None
-        # The end of one that makes room for others' chunks is delivered after it has its effect.
+        # An output ended to make room for others' chunks takes effect before its end is delivered.
         budget = self.scenario.options.get("max_total_stream_bytes", SMALL_BUDGET)
         may_be_evicted = budget < SMALL_BUDGET and visit.client.pause > 0
         is_over = self.around.ended or may_fail or may_be_evicted or visit.is_over(index)
         return unfinished and not has_grammar and not is_over
 
-    # ---- what must be true
+    # ---- invariants
 
     def report(self, error: Exception) -> None:
-        """Keep the first thing that is wrong, and end the run."""
+        """Record the first violation, and end the run."""
         if self.violation is None:
             self.violation = _as_violation(error)
             self.trace.note(f"VIOLATION {self.violation}")
             self.scope.cancel()
 
     def check(self) -> None:
-        """The engine's own invariants, after each step."""
+        """Check the engine's own invariants, after each step."""
         if self.engine is not None:
             self.engine.check_integrity()
 
     def check_idle(self) -> None:
-        """Nobody can run, and time is about to jump."""
+        """Check the idle engine: no task can run, and time is about to jump."""
         if self.engine is None or self.violation is not None:
             return
         try:
@@ -209,7 +209,7 @@ class _World:
             return
         busy = now.scheduler.num_running + now.scheduler.num_waiting
         if busy and not self.scenario.worker.link_delay:
-            raise Violation("who can be computed is computed", f"{busy} outputs, no plan")
+            raise Violation("outputs that can be computed are computed", f"{busy} outputs, no plan")
         slots = self.workers.current.slots
         if not now.num_streams and not self.scenario.worker.link_delay and slots:
             raise Violation("the worker is told of each slot that closes", f"{slots}")
@@ -235,7 +235,7 @@ class _World:
 
     async def _run_all(self) -> None:
         try:
-            # The clients are outside: they outlive the engine, and are told of its end.
+            # Clients are outside: they outlive the engine and see its end.
             async with trio.open_nursery() as clients:
                 await self._run_engine(clients)
         except BaseExceptionGroup as group:
@@ -271,7 +271,7 @@ class _World:
             self._check_failure(error)
 
     async def _wait_until_done(self, engine: Engine) -> None:
-        """Until all clients are gone, and everything has come to rest."""
+        """Wait until all clients have left, and everything is idle."""
         await self.all_gone.wait()
         self.sessions.close()
         await trio.sleep(SETTLING)
@@ -290,7 +290,7 @@ class _World:
         engine.check_integrity()
 
     async def _unload_all(self, engine: Engine) -> None:
-        """All adapters go, and then the worker knows of none."""
+        """Unload all adapters, and check that the worker has none."""
         if not self.scenario.adapters:
             return
         if self.adapters.num_open:
@@ -302,7 +302,7 @@ class _World:
             raise Violation("no adapter is left", f"{held}, {engine.adapters}")
 
     def _check_failure(self, error: Exception) -> None:
-        """The engine has failed: only too many deaths may be the reason."""
+        """Check an engine failure: only too many deaths of workers may cause it."""
         self.trace.note(f"the engine failed: {error}")
         limit = self.scenario.options["max_worker_restarts"]
         if not self.around.failed:
@@ -315,12 +315,12 @@ class _World:
         await trio.sleep(pause.at)
         async with self.pausing:
             self.trace.note(f"pause: {pause.mode}")
-            # Who lost the slot may come after somebody for whom there was one.
+            # A preempted output may run after another one that found a free slot.
             self.books.turns.accident()
             try:
                 await self._keep_quiet(engine, pause)
             except TrioserveError as error:
-                # The worker, or the engine, has come to its end meanwhile.
+                # The worker or the engine has ended meanwhile.
                 self.trace.note(f"the pause fails: {error!r}")
             self.trace.note("the pause ends")
 
@@ -417,7 +417,7 @@ class _World:
                 self.num_checkpoints = counter.count
 
     async def _use(self, engine: Engine, visit: Visit) -> str:
-        """Ask for the output and read it; how it ended."""
+        """Request the output and read it; return how it ended."""
         client = visit.client
         generation = self._generation(engine, visit)
         visit.entered_at = trio.current_time()
@@ -435,7 +435,7 @@ class _World:
                         return "left"
                     await trio.sleep(client.pause)
                 visit.check_whole(stream)
-                # The end stays the end.
+                # A second read gives the same end.
                 with contextlib.suppress(trio.EndOfChannel):
                     visit.take(await stream.receive())
                 return "whole"
@@ -476,7 +476,7 @@ class _World:
 
 @contextlib.contextmanager
 def _logs_into(trace: Trace) -> Iterator[None]:
-    """What the engine logs becomes a part of the trace, and goes nowhere else."""
+    """Redirect the engine's log to the trace during the block."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
