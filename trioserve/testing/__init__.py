@@ -5,14 +5,10 @@ Everything is public; the rest of trioserve doesn't import it.
 """
 
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.fake_model import fake_logprob, fake_logprobs, hashed_token
-from trioserve.testing.fake_worker import (
-    FakeWorker,
-    StepFails,
-    WorkerDies,
-    adapter_shift,
-    serve_fake,
-)
+from trioserve.testing.fake_faults import StepFails, WorkerDies
+from trioserve.testing.fake_loop import serve_fake
+from trioserve.testing.fake_model import adapter_shift, fake_logprob, fake_logprobs, hashed_token
+from trioserve.testing.fake_worker import FakeWorker
 from trioserve.testing.memory_link import MemoryLink, memory_link_pair
 
 __all__ = [

@@ -36,7 +36,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
-from trioserve.testing.fake_worker import FakeWorker, serve_fake
+from trioserve.testing.fake_loop import serve_fake
+from trioserve.testing.fake_worker import FakeWorker
 from trioserve.testing.memory_link import memory_link_pair
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer

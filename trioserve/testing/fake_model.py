@@ -77,3 +77,17 @@ def prompt_piece(
         top_logprobs=wire.from_floats(np.concatenate(top_logprobs)),
         ids_logprobs=wire.from_floats(np.concatenate(asked)),
     )
+
+
+def adapter_shift(path: str) -> int:
+    """Return the number that an adapter from the folder ``path`` adds to each token."""
+    return zlib.crc32(path.encode()) % 97 + 1
+
+
+def digests_of(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.uint64]:
+    """Return the digests' increments of ``tokens``, the first at position ``start``, summed up."""
+    position = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
+    weights = (position * np.uint64(0x9E3779B97F4A7C15)) ^ (position << np.uint64(23))
+    terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights
+    sums: npt.NDArray[np.uint64] = np.cumsum(terms, dtype=np.uint64)
+    return sums

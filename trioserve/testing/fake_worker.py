@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
@@ -31,44 +30,25 @@ import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import trio
 
-from trioserve._util.exception_groups import sole_exception
 from trioserve.protocol import wire
-from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.sampling import SamplerParams
+from trioserve.testing.fake_faults import Script, StepFails, WorkerDies
 from trioserve.testing.fake_model import (
     TokenFunction,
+    adapter_shift,
+    digests_of,
     draw,
     fake_logprob,
     fake_logprobs,
     hashed_token,
     prompt_piece,
 )
-from trioserve.testing.memory_link import MemoryLink
 
 Ints = npt.NDArray[np.int32]
 
 Accepted = Callable[[list[int]], int]
-"""Says how many drafts are accepted after these tokens; those at most that there are."""
-
-Script = Callable[[int, wire.Plan], None]
-"""Function that is called with the number of steps done and the next plan; may raise the errors
-below.
-"""
-
-
-class WorkerDies(Exception):
-    """A script raises this to end the worker here, without an answer."""
-
-
-class StepFails(Exception):
-    """A script raises this to fail the plan. ``slot`` caused it, unless it is -1."""
-
-    def __init__(self, message: str, *, slot: int = -1, fatal: bool = False) -> None:
-        super().__init__(message)
-        self.slot = slot
-        self.fatal = fatal
+"""Function that returns how many drafted tokens are accepted after a context."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -98,11 +78,10 @@ class FakeWorker:
         token: returns the next token (default: :func:`hashed_token`), -1 for none. If
             ``allowed_token_ids`` excludes the token, an allowed one takes its place.
         step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
-        computes_past_stop: whether a row that comes after a stop id is computed for nothing and
-            gives a token, or gives none. A worker may do either.
-        max_row_tokens: the most tokens that a row brings, as ``Ready`` says it.
-        accepted: says of a row that has drafted tokens how many of them are accepted (default:
-            none). In the pages, the rejected ones are tokens that no sequence has.
+        computes_past_stop: whether a row after a stop id is computed and gives a token, or gives
+            none. A worker may do either.
+        max_row_tokens: the most tokens of a row, as in ``Ready``.
+        accepted: returns how many of a row's drafted tokens are accepted (default: none). In the pages, the rejected ones are tokens that no sequence has.
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
         max_loras, max_cpu_loras: the most adapters in one plan, and loaded. An adapter is any path
             with a last part that doesn't begin with ``bad``; it adds :func:`adapter_shift` to each
@@ -291,7 +270,7 @@ class FakeWorker:
         before = self._digests[places[start - 1]] if start else self._origin(slot)
         tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
         self._tokens[places[start:]] = tokens
-        self._digests[places[start:]] = before + _digests(tokens, start)
+        self._digests[places[start:]] = before + digests_of(tokens, start)
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
@@ -350,7 +329,7 @@ class FakeWorker:
     def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
         """Return the context of ``slot`` from its pages."""
         tokens = self._tokens[places]
-        assert np.array_equal(self._digests[places], self._origin(slot) + _digests(tokens, 0)), (
+        assert np.array_equal(self._digests[places], self._origin(slot) + digests_of(tokens, 0)), (
             "a page was computed after other tokens than those that stand before it, or with "
             "other weights or another adapter"
         )
@@ -368,7 +347,7 @@ class FakeWorker:
         for slot, tokens in zip(slots, given, strict=True):
             num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
             for place, token in enumerate(tokens, len(slot.tokens) - len(tokens)):
-                # A likeness of log-probabilities: the token is the most probable, by its number.
+                # Fake log-probabilities: the token is the most probable, by its number.
                 logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
                 top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
                 asked.append(fake_logprobs(slot.tokens[:place], self.vocab_size)[ids])
@@ -440,11 +419,6 @@ class FakeWorker:
         return wire.Reply(number=call.number, result=msgspec.msgpack.encode(result))
 
 
-def adapter_shift(path: str) -> int:
-    """Return the number that an adapter from the folder ``path`` adds to each token."""
-    return zlib.crc32(path.encode()) % 97 + 1
-
-
 def _offsets(rows: Sequence[Sized]) -> bytes:
     return wire.from_ints([0, *itertools.accumulate(map(len, rows))])
 
@@ -452,65 +426,3 @@ def _offsets(rows: Sequence[Sized]) -> bytes:
 def _list(column: bytes) -> list[int]:
     values: list[int] = wire.ints(column).tolist()
     return values
-
-
-def _digests(tokens: Ints, start: int) -> npt.NDArray[np.uint64]:
-    """Return the digests' increments of ``tokens``, the first at position ``start``, summed up."""
-    position = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
-    weights = (position * np.uint64(0x9E3779B97F4A7C15)) ^ (position << np.uint64(23))
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights
-    sums: npt.NDArray[np.uint64] = np.cumsum(terms, dtype=np.uint64)
-    return sums
-
-
-async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
-    """Answer messages in order, until told to quit, the worker's death or the link's end.
-
-    The link is closed at the end, so the other end notices. Plans that wait in the buffer are run
-    one after the other, with ``worker.step_time`` for each.
-    """
-    try:
-        async with trio.open_nursery() as nursery:
-            await _answer_messages(worker, link, nursery)
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        error = sole_exception(group)
-        if not isinstance(error, (WorkerLost, WorkerDies)):
-            raise error from None
-    finally:
-        link.close()
-
-
-async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
-    ahead: deque[wire.Message] = deque()
-    while True:
-        match ahead.popleft() if ahead else await link.receive():
-            case wire.Plan() as plan:
-                for message in link.receive_waiting():
-                    if isinstance(message, wire.Drop):
-                        worker.drop(message)
-                    else:
-                        ahead.append(message)
-                answer = worker.step(plan)
-                await trio.sleep(worker.seconds_for(plan))
-                await link.send(answer)
-            case wire.Drop() as drop:
-                worker.drop(drop)
-            case wire.Reset() as reset:
-                worker.reset(reset)
-            case wire.Call() as call if worker.calls_in_turn:
-                await trio.sleep(worker.seconds_for_call(call))
-                await link.send(worker.answer(call))
-            case wire.Call() as call if worker.seconds_for_call(call):
-                nursery.start_soon(_answer_late, worker, link, call)
-            case wire.Call() as call:
-                await link.send(worker.answer(call))
-            case wire.Quit():
-                return
-            case message:
-                raise AssertionError(f"a worker got {type(message).__name__}")
-
-
-async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
-    await trio.sleep(worker.seconds_for_call(call))
-    await link.send(worker.answer(call))

@@ -9,14 +9,15 @@ A run is deterministic, so a failing seed fails again::
     python -m trioserve.testing.simulation --seconds 60
     python -m trioserve.testing.simulation --seed 4711 --trace
 
-Reading order: ``scenario`` (possible events), ``draw`` (their random choice), ``world`` (the run),
-``watch`` (checks of plans and results), ``expected`` and ``judge`` (checks of clients' results),
-``shrink`` (a smaller scenario with the same failure), ``command`` (the command line).
+Reading order: ``scenario`` (possible events), ``draw`` (their random choice), ``world`` and ``run``
+(the run), ``watch`` (checks of plans and results), ``expected`` and ``judge`` (checks of clients'
+results), ``shrink`` (a smaller scenario with the same failure), ``command`` (the command line).
 """
 
 from __future__ import annotations
 
 from trioserve.testing.simulation.draw import draw_scenario
+from trioserve.testing.simulation.run import Report, run_scenario, simulate
 from trioserve.testing.simulation.scenario import (
     Departure,
     Fault,
@@ -26,7 +27,6 @@ from trioserve.testing.simulation.scenario import (
 )
 from trioserve.testing.simulation.shrink import shrink
 from trioserve.testing.simulation.trace import Trace, Violation
-from trioserve.testing.simulation.world import Report, run_scenario, simulate
 
 __all__ = [
     "Departure",

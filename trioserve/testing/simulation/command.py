@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from trioserve.testing.simulation.draw import draw_scenario
+from trioserve.testing.simulation.run import Report, simulate
 from trioserve.testing.simulation.scenario import Scenario
 from trioserve.testing.simulation.shrink import shrink
-from trioserve.testing.simulation.world import Report, simulate
 
 COMMAND = "python -m trioserve.testing.simulation"
 PROGRESS_INTERVAL = 10.0

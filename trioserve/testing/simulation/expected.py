@@ -14,8 +14,7 @@ from typing import Any
 import attrs
 
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.testing.fake_model import draw, fake_logprob, fake_logprobs
-from trioserve.testing.fake_worker import adapter_shift
+from trioserve.testing.fake_model import adapter_shift, draw, fake_logprob, fake_logprobs
 from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 
 NUM_TOKENS = 256

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import attrs
 
+from trioserve.testing.simulation.run import Report, simulate
 from trioserve.testing.simulation.scenario import Scenario
-from trioserve.testing.simulation.world import Report, simulate
 
 
 def shrink(report: Report, *, most_runs: int = 300) -> Report:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+from collections.abc import Iterator
 
 import attrs
 import trio
@@ -33,3 +36,40 @@ class Trace:
     def digest(self) -> str:
         """Return a hash of the trace."""
         return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+
+def as_violation(error: Exception) -> Violation:
+    """Return ``error`` as a violation."""
+    if isinstance(error, Violation):
+        return error
+    if isinstance(error, AssertionError):
+        violation = Violation(str(error) or "an assertion of the engine's holds")
+    else:
+        violation = Violation("nothing fails but what is said to", repr(error))
+    violation.__cause__ = error
+    return violation
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error in an exception group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@contextlib.contextmanager
+def logs_into(trace: Trace) -> Iterator[None]:
+    """Redirect the engine's log to the trace during the block."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            trace.note(f"log: {record.getMessage()}")
+
+    logger, handler = logging.getLogger("trioserve"), Handler()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates

@@ -159,9 +159,7 @@ class Books:
             if self.is_over(row):
                 raise Violation("nothing is computed for a client that has left", f"output {row}")
             if self.adapter_is_gone(row[0]):
-                raise Violation(
-                    "an adapter leaves when no output uses it", f"output {row}"
-                )
+                raise Violation("an adapter leaves when no output uses it", f"output {row}")
         drafting = {slot for slot, count in counts if count > 1 and self.slots[slot].has_output}
         if any(slot in each.drafting for each in self.in_flight for slot, _ in counts):
             raise Violation("a sequence waits until its length is known", f"plan {plan.number}")

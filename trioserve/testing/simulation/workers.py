@@ -14,7 +14,8 @@ from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.testing.fake_engine import run_fake_worker
-from trioserve.testing.fake_worker import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.fake_faults import StepFails, WorkerDies
+from trioserve.testing.fake_worker import FakeWorker
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
 from trioserve.testing.simulation.scenario import Fault, Scenario, client_of, num_accepted
 from trioserve.testing.simulation.watch import Books, WatchedLink

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -20,107 +19,36 @@ from trioserve.testing.simulation.judge import Circumstances, Visit
 from trioserve.testing.simulation.scenario import Pause, Scenario, SimulatedClient
 from trioserve.testing.simulation.sessions import SessionBooks
 from trioserve.testing.simulation.sharing import Sharing
-from trioserve.testing.simulation.trace import Trace, Violation
+from trioserve.testing.simulation.trace import (
+    Trace,
+    Violation,
+    as_violation,
+    first_error,
+    logs_into,
+)
 from trioserve.testing.simulation.turns import Row, TurnRecord
 from trioserve.testing.simulation.watch import Books
 from trioserve.testing.simulation.workers import SimulatedWorkers
-from trioserve.testing.virtual import CancelAtCheckpoint, run_virtual
+from trioserve.testing.virtual import CancelAtCheckpoint
 
 HORIZON = 10_000.0
 """Seconds after which a client that isn't done is stuck."""
-MAX_TASK_STEPS = 100_000
-"""Steps of tasks after which a run counts as endless."""
 SMALL_BUDGET = 1 << 20
 """Bytes of unread output in all; a smaller limit ends slow readers to make room."""
 SETTLING = 200.0
 """Seconds after the last client until everything has to be idle."""
 
 
-@attrs.frozen(kw_only=True)
-class Report:
-    """The result of a run."""
-
-    scenario: Scenario
-    violation: Violation | None
-    trace: Trace
-    digest: str
-    num_steps: int
-    num_tokens: int
-    num_checkpoints: int
-    """Checkpoints of the first client that counts them: places where it could have left."""
-    workers_lost: int
-    outcomes: dict[str, int]
-    """Number of clients by their ends."""
-
-    def without_trace(self) -> Report:
-        """Return the report without its trace, to save memory."""
-        return attrs.evolve(self, trace=Trace())
-
-
-def simulate(scenario: Scenario) -> Report:
-    """Run ``scenario`` twice, and check that both runs are the same."""
-    first, second = run_scenario(scenario), run_scenario(scenario)
-    if first.digest == second.digest:
-        return first
-    pairs = zip(first.trace.lines, second.trace.lines, strict=False)
-    where = next((f"{one!r} and {other!r}" for one, other in pairs if one != other), "the length")
-    violation = Violation("the same seed gives the same run", where)
-    return attrs.evolve(first, violation=first.violation or violation)
-
-
 class _LeftByError(Exception):
     """A client's own error."""
 
 
-def run_scenario(scenario: Scenario) -> Report:
-    """Run ``scenario`` once."""
-    world = _World(scenario)
-    try:
-        run_virtual(
-            world.run,
-            seed=scenario.seed,
-            instruments=[world.steps],
-            on_idle=world.check_idle,
-        )
-    except BaseExceptionGroup as group:
-        raise _first_error(group) from group
-    return Report(
-        scenario=scenario,
-        violation=world.violation,
-        trace=world.trace,
-        digest=world.trace.digest(),
-        num_steps=world.books.num_steps,
-        num_tokens=world.books.num_tokens,
-        num_checkpoints=world.num_checkpoints,
-        workers_lost=world.books.deaths,
-        outcomes=dict(sorted(world.outcomes.items())),
-    )
+class World:
+    """One scenario and everything that takes part in it."""
 
-
-def _first_error(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-class _StepLimit(trio.abc.Instrument):
-    """Instrument that counts the steps of all tasks, and ends an endless run."""
-
-    def __init__(self, world: _World) -> None:
-        self._world = world
-        self._count = 0
-
-    def before_task_step(self, _: trio.lowlevel.Task) -> None:
-        self._count += 1
-        if self._count == MAX_TASK_STEPS:
-            self._world.report(Violation("everything comes to an end", "steps without end"))
-
-
-class _World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.trace = Trace()
-        self.steps = _StepLimit(self)
         self.violation: Violation | None = None
         self.engine: Engine | None = None
         self.num_checkpoints = 0
@@ -182,7 +110,7 @@ class _World:
     def report(self, error: Exception) -> None:
         """Record the first violation, and end the run."""
         if self.violation is None:
-            self.violation = _as_violation(error)
+            self.violation = as_violation(error)
             self.trace.note(f"VIOLATION {self.violation}")
             self.scope.cancel()
 
@@ -219,7 +147,7 @@ class _World:
     async def run(self) -> None:
         tasks_before = trio.lowlevel.current_statistics().tasks_living
         try:
-            with self.scope, _logs_into(self.trace):
+            with self.scope, logs_into(self.trace):
                 with trio.move_on_after(HORIZON) as horizon:
                     await self._run_all()
                 if horizon.cancelled_caught:
@@ -239,7 +167,7 @@ class _World:
             async with trio.open_nursery() as clients:
                 await self._run_engine(clients)
         except BaseExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_error(group) from None
 
     async def _run_engine(self, clients: trio.Nursery) -> None:
         try:
@@ -465,39 +393,8 @@ class _World:
 
     def _leaves_now(self, visit: Visit) -> bool:
         leaves = visit.client.leaves
-        if leaves is None or leaves.how not in ("chunks", "error"):
-            return False
-        if visit.num_chunks < leaves.at:
+        if leaves is None or leaves.how not in ("chunks", "error") or visit.num_chunks < leaves.at:
             return False
         if leaves.how == "error":
             raise _LeftByError
         return True
-
-
-@contextlib.contextmanager
-def _logs_into(trace: Trace) -> Iterator[None]:
-    """Redirect the engine's log to the trace during the block."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            trace.note(f"log: {record.getMessage()}")
-
-    logger, handler = logging.getLogger("trioserve"), Handler()
-    propagates, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
-
-
-def _as_violation(error: Exception) -> Violation:
-    if isinstance(error, Violation):
-        return error
-    if isinstance(error, AssertionError):
-        violation = Violation(str(error) or "an assertion of the engine's holds")
-    else:
-        violation = Violation("nothing fails but what is said to", repr(error))
-    violation.__cause__ = error
-    return violation

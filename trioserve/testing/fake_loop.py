@@ -1,0 +1,67 @@
+"""The loop of a fake worker: it answers the messages of a link."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import trio
+
+from trioserve._util.exception_groups import sole_exception
+from trioserve.protocol import wire
+from trioserve.protocol.errors import WorkerLost
+from trioserve.testing.fake_faults import WorkerDies
+from trioserve.testing.fake_worker import FakeWorker
+from trioserve.testing.memory_link import MemoryLink
+
+
+async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
+    """Answer messages in order, until told to quit, the worker's death or the link's end.
+
+    The link is closed at the end, so the other end notices. Plans that wait in the buffer are run
+    one after the other, with ``worker.step_time`` for each.
+    """
+    try:
+        async with trio.open_nursery() as nursery:
+            await _answer_messages(worker, link, nursery)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = sole_exception(group)
+        if not isinstance(error, (WorkerLost, WorkerDies)):
+            raise error from None
+    finally:
+        link.close()
+
+
+async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
+    ahead: deque[wire.Message] = deque()
+    while True:
+        match ahead.popleft() if ahead else await link.receive():
+            case wire.Plan() as plan:
+                for message in link.receive_waiting():
+                    if isinstance(message, wire.Drop):
+                        worker.drop(message)
+                    else:
+                        ahead.append(message)
+                answer = worker.step(plan)
+                await trio.sleep(worker.seconds_for(plan))
+                await link.send(answer)
+            case wire.Drop() as drop:
+                worker.drop(drop)
+            case wire.Reset() as reset:
+                worker.reset(reset)
+            case wire.Call() as call if worker.calls_in_turn:
+                await trio.sleep(worker.seconds_for_call(call))
+                await link.send(worker.answer(call))
+            case wire.Call() as call if worker.seconds_for_call(call):
+                nursery.start_soon(_answer_late, worker, link, call)
+            case wire.Call() as call:
+                await link.send(worker.answer(call))
+            case wire.Quit():
+                return
+            case message:
+                raise AssertionError(f"a worker got {type(message).__name__}")
+
+
+async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
+    await trio.sleep(worker.seconds_for_call(call))
+    await link.send(worker.answer(call))
