@@ -191,11 +191,11 @@ CALL = {"role": "assistant", "tool_calls": [{"id": "1"}]}
 @pytest.mark.parametrize(
     ("messages", "endpoint", "reason"),
     [
-        ([USER, CALL], "completions", "a message whose content is no text can be sent to a chat"),
+        ([USER, CALL], "completions", "a message with no text can be sent to a chat"),
         (
             [{"role": "user", "content": [{"type": "text"}]}],
             "completions",
-            "a message whose content is no text can be sent to a chat",
+            "a message with no text can be sent to a chat",
         ),
         ([USER, "hi"], "auto", "a message must be an object with a role; got 'hi'"),
         ([{"content": "hi"}], "auto", "a message must be an object with a role; got "),

@@ -1,22 +1,21 @@
-"""The load generator: requests in closed and open loops, and the figures that come out of them.
+"""The load generator: requests in closed and open loops, and figures of their results.
 
 =================  ===========================================================================
 module             what is in it
 =================  ===========================================================================
-work               what is asked: conversations, turns, and when a client leaves
-datasets           makers of such work: synthetic lengths, shared prefixes, chats, JSON
-sharegpt, traces   the same from files
-arrivals           when it is asked
-target             who is asked, as the loops see it
-client, embedded   the two kinds: a server over HTTP, and an engine in this process
+work               conversations, turns, and departures of clients
+datasets           makers of work: synthetic lengths, shared prefixes, chats, JSON
+sharegpt, traces   work from files
+arrivals           times of requests
+target             the interface of a server for the loops
+client, embedded   its two kinds: a server over HTTP, and an engine in this process
 loop               the runs
-records, figures   what became of each request, and of all
+records, figures   the results of each request, and of a run
 report             a table, JSON, plots and a page
 =================  ===========================================================================
 
-The client reads HTTP with a small parser of its own and all sockets from one task. A client library
-in front would cost more per event than the server does, and on a small machine both share the
-cores.
+The client has a small HTTP parser of its own and reads all sockets in one task. A client library
+would cost more per event than the server does, and on a small machine both share the cores.
 """
 
 from __future__ import annotations

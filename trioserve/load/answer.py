@@ -1,4 +1,4 @@
-"""An OpenAI-compatible stream's events, as they come, into a record."""
+"""The events of an OpenAI-compatible stream, read into a record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trioserve.load.records import Record
 
 
 class EventDelta(msgspec.Struct, gc=False):
-    """What an event adds to a message."""
+    """The new part of a message in an event."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same; some servers send both."""
+    """Another name of the field before; some servers send both."""
 
 
 class EventChoice(msgspec.Struct, gc=False):
@@ -49,20 +49,20 @@ class StreamEvent(msgspec.Struct, gc=False):
 
 
 DECODING_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON from elsewhere may raise."""
+"""Errors that decoding JSON from a server may raise."""
 
 decode_event = msgspec.json.Decoder(StreamEvent).decode
-"""An event's data, taken apart. Raises :data:`DECODING_ERRORS`."""
+"""Function that decodes an event's data. Raises :data:`DECODING_ERRORS`."""
 
 
 def error_text(error: Any) -> str:
-    """What the ``error`` of an answer says, an object with a message or something else."""
+    """Return the text of an answer's ``error``, an object with a message or another value."""
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 @attrs.define(eq=False)
 class AnswerEvents:
-    """Server-sent events out of bytes that are cut anywhere; only their data matters here."""
+    """Reader of server-sent events in bytes that are cut anywhere; only their data matters here."""
 
     record: Record
     _rest: bytes = b""
@@ -72,25 +72,25 @@ class AnswerEvents:
 
     @property
     def complete(self) -> bool:
-        """Whether the server has said that this is all: ``[DONE]``, or why it stopped."""
+        """True if the server has marked the end: ``[DONE]``, or a finish reason."""
         return self._done or self.record.finish_reason is not None
 
     def feed(self, data: bytes, now: float) -> int:
-        """Take the bytes that came at ``now``; gives the number of events with a choice so far.
+        """Take the bytes that came at ``now``; return the number of events with a choice so far.
 
         Raises:
-            msgspec.DecodeError: an event's data isn't what such a server sends.
-            UnicodeDecodeError: it isn't even text.
+            msgspec.DecodeError: an event's data is malformed.
+            UnicodeDecodeError: it isn't text.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # The format used here has one line of data to an event.
+            # An event has one line of data in this format.
             if line.startswith(b"data:"):
                 self._note(line[5:].strip(), now)
         return len(self.record.chunks)
 
     def close(self) -> None:
-        """Put the text that has come so far into the record, and the reasoning."""
+        """Put the text and the reasoning so far into the record."""
         self.record.text = "".join(self._texts)
         self.record.reasoning = "".join(self._reasonings)
 

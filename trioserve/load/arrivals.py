@@ -1,7 +1,7 @@
-"""When requests arrive: drawn before a run from a seed, so that runs are alike.
+"""Times of arrival of requests, drawn before a run from a seed, so that runs are comparable.
 
-Arrivals are seconds from the beginning of a run, in ascending order. Whoever sends late delays
-nobody: the others' times stand.
+Arrivals are seconds from the beginning of a run, in ascending order. A late request doesn't delay
+the later ones.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import random
 from collections.abc import Sequence
 
 ARRIVALS = ("poisson", "constant")
-"""The processes that :func:`arrivals` knows."""
+"""Names of the processes for :func:`arrivals`."""
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """``count`` arrivals of a Poisson process of ``rate`` a second, the last one at count / rate.
+    """Return ``count`` arrivals of a Poisson process of ``rate`` a second, the last at count /
+    rate.
 
     Gaps are exponential and then scaled so that all arrivals take exactly ``count / rate`` seconds,
-    as vLLM's tool does: without that, the rate that is offered would itself vary by
-    ``1 / sqrt(count)`` from seed to seed.
+    as vLLM's tool does. Otherwise the offered rate itself would vary by ``1 / sqrt(count)`` from
+    seed to seed.
 
     Raises:
         ValueError: no arrivals, or a rate that isn't above 0.
@@ -35,7 +36,7 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def constant_arrivals(count: int, rate: float) -> list[float]:
-    """``count`` arrivals, one every ``1 / rate`` seconds, the first at once.
+    """Return ``count`` arrivals, one every ``1 / rate`` seconds, the first at once.
 
     Raises:
         ValueError: no arrivals, or a rate that isn't above 0.
@@ -45,7 +46,7 @@ def constant_arrivals(count: int, rate: float) -> list[float]:
 
 
 def arrivals(process: str, count: int, rate: float, seed: int) -> list[float]:
-    """Arrivals of the process of that name, one of :data:`ARRIVALS`.
+    """Return the arrivals of the process of that name, one of :data:`ARRIVALS`.
 
     Raises:
         ValueError: no arrivals, a rate that isn't above 0, or an unknown process.
@@ -58,7 +59,7 @@ def arrivals(process: str, count: int, rate: float, seed: int) -> list[float]:
 
 
 def scaled_arrivals(timestamps: Sequence[float], speed: float) -> list[float]:
-    """A trace's ``timestamps`` (seconds, any origin, ascending) from 0 on, ``speed`` times as fast.
+    """Return a trace's ``timestamps`` (seconds, ascending) from 0 on, ``speed`` times as fast.
 
     Raises:
         ValueError: no timestamps, descending ones, or a speed that isn't above 0.

@@ -1,4 +1,4 @@
-"""Requests over HTTP/1.1: bytes out, events in, and the time at which each came."""
+"""A client for HTTP/1.1 that records the time of each event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trioserve.load.work import Cancel
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """A server's completions endpoint and what every request to it says.
+    """A server's completions endpoint, and the common fields of all requests.
 
     ``path`` is ``/v1/completions`` or ``/v1/chat/completions``; ``fields`` are joined into every
     body. ``timeout`` is in seconds, for one request.
@@ -51,17 +51,17 @@ class Target:
 
     @property
     def chat(self) -> bool:
-        """Whether it takes messages; else it takes a prompt."""
+        """True if it takes messages, false if it takes a prompt."""
         return self.path.endswith("/chat/completions")
 
     def request(self, fields: Mapping[str, Any]) -> bytes:
-        """A whole request, as bytes."""
+        """Return a whole request as bytes."""
         body = msgspec.json.encode({**self.fields, **fields, "stream": True})
         return b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
 
     @contextlib.asynccontextmanager
     async def senders(self) -> AsyncIterator[Sender]:
-        """What sends to it for as long as the block lasts. Leaving it closes the connections."""
+        """Yield senders of requests to it. Leaving the block closes the connections."""
         hub = Hub()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hub.run)
@@ -93,7 +93,7 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether its connection is open, as far as it knows."""
+        """True while its connection is open, as far as it knows."""
         return self._stream is not None
 
     async def send(self, fields: Mapping[str, Any]) -> Record:
@@ -105,9 +105,9 @@ class Client:
     async def ask(
         self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
     ) -> None:
-        """As :meth:`trioserve.load.target.Sender.ask` says, one request at a time.
+        """Send a request as :meth:`trioserve.load.target.Sender.ask` describes, one at a time.
 
-        The time begins here, so making the connection is a part of it.
+        The time starts here, so it includes making the connection.
         """
         cancel = cancel or Cancel()
         exchange = Exchange(record, cancel.events)
@@ -132,10 +132,10 @@ class Client:
                 await self.close()
 
     async def _exchange(self, request: bytes, exchange: Exchange) -> None:
-        """Ask on the connection that there is; on a new one if it proves to have ended.
+        """Send on the present connection; on a new one if the present one has ended.
 
-        Some servers close a connection behind an answer and don't say so (llama.cpp's does, after a
-        stream), or while it is idle. What they haven't read they haven't begun.
+        Some servers close a connection after an answer without saying so (llama.cpp's does, after a
+        stream), or while it is idle. A request that the server hasn't read hasn't begun.
         """
         if self._stream is not None and not _has_ended(self._stream):
             exchange.connection_was_used = True
@@ -153,7 +153,7 @@ class Client:
         try:
             await self._read_answer(stream, request, exchange)
         except (OSError, trio.BrokenResourceError):
-            # A reset, where the request was under way when the server closed.
+            # The server closed the connection while the request was being sent.
             if not exchange.goes_unanswered():
                 raise
 
@@ -178,7 +178,7 @@ class Client:
 
 
 def _has_ended(stream: trio.abc.Stream) -> bool:
-    """Whether the server has closed an idle connection, or says something that nobody asked for."""
+    """Return whether the server has closed an idle connection, or sent unexpected bytes."""
     inner = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
     if not isinstance(inner, trio.SocketStream):
         return False
@@ -188,7 +188,7 @@ def _has_ended(stream: trio.abc.Stream) -> bool:
 
 
 class _Pool:
-    """Any number of clients; a connection that is free is used again."""
+    """A pool of any number of clients; free connections are used again."""
 
     def __init__(self, target: Target, hub: Hub) -> None:
         self._target = target
@@ -209,6 +209,6 @@ class _Pool:
 
 
 async def send(target: Target, fields: Mapping[str, Any]) -> Record:
-    """One request on a connection of its own."""
+    """Send one request on a connection of its own."""
     async with Client(target) as client:
         return await client.send(fields)

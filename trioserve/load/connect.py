@@ -1,4 +1,4 @@
-"""Ways to a server: the URL that a user gives, taken apart, and connections to it."""
+"""Connections to a server, and the URL that a user gives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDINGS = ("/chat/completions", "/completions", "/models")
 
 @attrs.frozen
 class Address:
-    """Where an OpenAI-compatible server is."""
+    """The address of an OpenAI-compatible server."""
 
     tls: bool
     host: str
@@ -27,7 +27,7 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """What the Host header says."""
+        """Value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         standard = self.port == (443 if self.tls else 80)
         return host if standard else f"{host}:{self.port}"
@@ -38,17 +38,17 @@ class Address:
         return f"http{'s' if self.tls else ''}://{self.authority}"
 
     def connect(self, context: ssl.SSLContext | None = None) -> Connect:
-        """Connections to it; ``context`` where it has TLS."""
+        """Return a function that connects to it, by TLS with ``context`` if the URL says so."""
         if self.tls:
             return over_tls(self.host, self.port, context or ssl.create_default_context())
         return _tcp(self.host, self.port)
 
 
 def parse_url(url: str) -> Address:
-    """The address that ``url`` names: ``http(s)://host[:port]``, with or without ``/v1`` behind.
+    """Return the address in ``url``: ``http(s)://host[:port]``, with or without ``/v1``.
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: it isn't such a URL.
     """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -65,10 +65,10 @@ def parse_url(url: str) -> Address:
 
 
 def over_tcp(base_url: str) -> Connect:
-    """Connections to ``http://host:port``.
+    """Return a function that connects to ``http://host:port``.
 
     Raises:
-        ValueError: ``base_url`` is no such address.
+        ValueError: ``base_url`` isn't such an address.
     """
     parts = urlsplit(base_url)
     if parts.scheme != "http" or parts.hostname is None:
@@ -84,7 +84,9 @@ def _tcp(host: str, port: int) -> Connect:
 
 
 def over_tls(host: str, port: int, context: ssl.SSLContext) -> Connect:
-    """Connections with TLS; the name in the certificate must be ``host`` if ``context`` says so."""
+    """Return a function that connects by TLS; ``context`` decides whether the certificate is
+    checked for ``host``.
+    """
 
     async def connect() -> trio.abc.Stream:
         stream = trio.SSLStream(
@@ -108,7 +110,7 @@ async def _open(host: str, port: int) -> trio.SocketStream:
 
 
 def tls_context(ca_file: Path | None = None, *, insecure: bool = False) -> ssl.SSLContext:
-    """What certificates to trust: the system's, those of ``ca_file``, or any.
+    """Return a TLS context that trusts the system's certificates, those of ``ca_file``, or any.
 
     Raises:
         OSError: the file can't be read.
@@ -122,9 +124,9 @@ def tls_context(ca_file: Path | None = None, *, insecure: bool = False) -> ssl.S
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong with a connection, with the system's own word for it."""
+    """Return the reason of a connection's failure, in the system's words."""
     while not str(error) and error.__cause__ is not None:
-        error = error.__cause__  # trio has no text of its own for what TLS refuses
+        error = error.__cause__  # trio has no text of its own for TLS errors
     if isinstance(error, ssl.SSLError):
         return _tls_reason(error)
     inner: BaseException = error

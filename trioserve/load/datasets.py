@@ -1,4 +1,4 @@
-"""Synthetic work: lengths as asked for, shared prefixes, chats, answers with a form.
+"""Synthetic work: given lengths, shared prefixes, chats, structured answers.
 
 Everything is drawn from a seed, so the same arguments give the same requests.
 """
@@ -20,9 +20,10 @@ from trioserve.load.work import Cancel, Conversation, Turn
 
 @attrs.frozen(kw_only=True)
 class Lengths:
-    """Numbers of tokens, drawn as vLLM's random data set does.
+    """Numbers of tokens, drawn as in vLLM's random data set.
 
-    Evenly from ``floor(n * (1 - range_ratio))`` to ``ceil(n * (1 + range_ratio))``, at least 1.
+    The distribution is uniform from ``floor(n * (1 - range_ratio))`` to ``ceil(n * (1 +
+    range_ratio))``, at least 1.
     """
 
     input_tokens: int
@@ -34,7 +35,7 @@ class Lengths:
             raise ValueError("lengths are at least 1, and a range ratio is from 0 to below 1")
 
     def draw(self, chooser: random.Random) -> tuple[int, int]:
-        """One pair: tokens in, tokens out."""
+        """Return one pair: input tokens and output tokens."""
         return self._around(self.input_tokens, chooser), self._around(self.output_tokens, chooser)
 
     def _around(self, tokens: int, chooser: random.Random) -> int:
@@ -46,16 +47,16 @@ class Lengths:
 def random_prompts(
     texts: Texts, count: int, lengths: Lengths, *, prefix_tokens: int = 0, seed: int = 0
 ) -> list[Conversation]:
-    """``count`` prompts of random words, after a prefix that all share if it has any tokens."""
+    """Return ``count`` prompts of random words, after a common prefix if it has any tokens."""
     return shared_prefixes(texts, count, lengths, groups=1, prefix_tokens=prefix_tokens, seed=seed)
 
 
 def shared_prefixes(
     texts: Texts, count: int, lengths: Lengths, *, groups: int, prefix_tokens: int, seed: int = 0
 ) -> list[Conversation]:
-    """Prompts that begin with one of ``groups`` prefixes, taken in turns.
+    """Return prompts that begin with one of ``groups`` prefixes, taken in turns.
 
-    ``lengths`` are those of what is different behind the prefix.
+    ``lengths`` are those of the different rest.
     """
     chooser = random.Random(seed)
     prefixes = [texts.make(prefix_tokens, chooser) if prefix_tokens else "" for _ in range(groups)]
@@ -68,7 +69,7 @@ def shared_prefixes(
 
 
 def fixed_prompt(prompt: str, count: int, output_tokens: int) -> list[Conversation]:
-    """The same prompt again and again. A prefix cache makes it cheap."""
+    """Return the same prompt ``count`` times. A prefix cache makes it cheap."""
     return [_one(Turn(prompt=prompt, max_tokens=output_tokens))] * count
 
 
@@ -82,11 +83,10 @@ def chats(
     pause: float = 0.0,
     seed: int = 0,
 ) -> list[Conversation]:
-    """``count`` conversations of ``turns`` turns, each sent with the history and its answers.
+    """Return ``count`` conversations of ``turns`` turns, each sent with all turns before it.
 
-    ``lengths`` are those of one turn's own message and answer; ``system_tokens`` of a system
-    message that all share; ``pause`` is the mean time that a user thinks, drawn from an exponential
-    distribution.
+    ``lengths`` are those of one turn's own message and answer; ``system_tokens`` of a common system
+    message; ``pause`` is the mean time between turns, exponentially distributed.
     """
     chooser = random.Random(seed)
     system = texts.make(system_tokens, chooser) if system_tokens else None
@@ -128,7 +128,7 @@ _TASKS: tuple[tuple[str, dict[str, Any]], ...] = (
 def structured(
     count: int, output_tokens: int, *, schema: Mapping[str, Any] | None = None, seed: int = 0
 ) -> list[Conversation]:
-    """Questions whose answers have to follow a JSON schema: ``schema``, or one of three in turns.
+    """Return questions with answers that follow ``schema``, or one of three JSON schemas in turns.
 
     An answer that ends by itself is valid if it is JSON.
     """
@@ -179,14 +179,14 @@ def with_cancellations(
     events: tuple[int, int] | None = None,
     seed: int = 0,
 ) -> list[Conversation]:
-    """``work``, in which each request is left early with a probability of ``rate``.
+    """Return ``work`` with requests that the client leaves early, with a probability of ``rate``.
 
     Args:
-        work: what is asked.
-        rate: from 0 to 1.
-        seconds: the client leaves so long after sending, drawn evenly from this range.
-        events: it leaves after so many events, drawn evenly from this range.
-        seed: of the draws.
+        work: the conversations.
+        rate: the probability, from 0 to 1.
+        seconds: range of the seconds after which the client leaves, drawn uniformly.
+        events: range of the events after which the client leaves, drawn uniformly.
+        seed: the seed of the draws.
 
     Raises:
         ValueError: neither ``seconds`` nor ``events`` is given, or both are.
@@ -207,7 +207,7 @@ def with_cancellations(
 
 
 def repeated(work: Sequence[Conversation], count: int) -> list[Conversation]:
-    """``count`` conversations: those of ``work``, from the beginning again where they run out."""
+    """Return ``count`` conversations: those of ``work``, repeated as needed."""
     return list(itertools.islice(itertools.cycle(work), count))
 
 

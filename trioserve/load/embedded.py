@@ -37,13 +37,13 @@ class EmbeddedTarget:
 
     @contextlib.asynccontextmanager
     async def senders(self) -> AsyncIterator[Sender]:
-        """Itself: an engine has no connections."""
+        """Yield itself: an engine has no connections."""
         yield self
 
     async def ask(
         self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
     ) -> None:
-        """As :meth:`trioserve.load.target.Sender.ask` says."""
+        """Send a request as :meth:`trioserve.load.target.Sender.ask` describes."""
         cancel = cancel or Cancel()
         leaves_after = math.inf if cancel.seconds is None else cancel.seconds
         record.started = trio.current_time()
@@ -92,10 +92,10 @@ async def _read(
 
 
 def _parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the fields of a request's body mean to an engine.
+    """Return the engine's arguments for the fields of a request's body.
 
     Raises:
-        InvalidRequest: one means nothing to it.
+        InvalidRequest: a field is unknown.
     """
     parameters: dict[str, Any] = {}
     for name, value in fields.items():

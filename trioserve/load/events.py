@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes that are cut anywhere, without any I/O."""
+"""A parser of server-sent events in bytes that are cut anywhere, without I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_EVENT_BYTES = 16 << 20
 
 @attrs.frozen
 class Event:
-    """One event: its name, ``message`` where it has none, and its data."""
+    """An event: its name, by default ``message``, and its data."""
 
     name: str
     data: bytes
@@ -19,7 +19,9 @@ class Event:
 
 @attrs.define(eq=False)
 class EventReader:
-    """The events of one body, in the format of the HTML standard; ids and comments are left out."""
+    """Parser of one body's events, in the format of the HTML standard; it skips ids and
+    comments.
+    """
 
     _rest: bytearray = attrs.field(factory=bytearray)
     _name: str = "message"
@@ -27,10 +29,10 @@ class EventReader:
     _num_bytes: int = 0
 
     def feed(self, data: bytes) -> list[Event]:
-        """The events that are whole with ``data``.
+        """Return the events that ``data`` completes.
 
         Raises:
-            InvalidAnswer: one is longer than any that is meant.
+            InvalidAnswer: an event is too long.
         """
         searched = len(self._rest)
         self._rest += data

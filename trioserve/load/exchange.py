@@ -1,4 +1,4 @@
-"""The answer to one request as it is read: bytes in, a record out. No I/O here."""
+"""The answer to one request, read from bytes into a record. No I/O here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from trioserve.load.records import Record
 from trioserve.load.response import InvalidAnswer, ResponseReader
 
 _MAX_TOLD = 500
-"""Bytes of a refusal's body that the record tells."""
+"""Bytes of a refusal's body that the record has."""
 
 
 @attrs.define(eq=False)
 class Exchange:
-    """Reads one answer into ``record``; leaves after ``max_events`` events if that isn't None."""
+    """Reader of one answer into ``record``; it leaves after ``max_events`` events, None for
+    never.
+    """
 
     record: Record
     max_events: int | None = None
     connection_was_used: bool = False
-    """Whether another answer came on the connection before."""
+    """True if there was an earlier answer on the connection."""
     unanswered: bool = False
-    """Whether a connection that was used ended without a byte of this answer."""
+    """True if a used connection ended without a byte of this answer."""
     reusable: bool = False
-    """Whether the connection may be used again, once all has been read."""
+    """True if the connection may be used again after the answer."""
     _response: ResponseReader = attrs.field(factory=ResponseReader)
     _answer: AnswerEvents = attrs.field(init=False)
     _begun: bool = False
@@ -34,7 +36,9 @@ class Exchange:
         self._answer = AnswerEvents(self.record)
 
     def receive(self, data: bytes, now: float) -> bool:
-        """Take what the connection gave at ``now`` (nothing: it has ended); True if that is all."""
+        """Take the bytes received at ``now``, none at the connection's end; return True at the
+        answer's end.
+        """
         if not data and self.goes_unanswered():
             return True
         self._begun = True
@@ -60,12 +64,12 @@ class Exchange:
         return self._response.ended
 
     def goes_unanswered(self) -> bool:
-        """The connection has ended: whether that means :attr:`unanswered`."""
+        """Record the connection's end, and return :attr:`unanswered`."""
         self.unanswered = self.connection_was_used and not self._begun
         return self.unanswered
 
     def close(self) -> None:
-        """Put the text that has come into the record, however the reading ended."""
+        """Put the text so far into the record, however the reading ended."""
         self._answer.close()
 
     def _finish(self) -> None:
@@ -78,7 +82,7 @@ class Exchange:
         elif record.error:
             return
         elif self._response.until_close and not self._answer.complete:
-            # The end of such an answer looks like the death of its server.
+            # The end of such an answer looks like the server's death.
             record.fail("connection lost", "the connection ended before the answer did")
         elif not record.chunks:
             record.fail("no tokens", "the stream held no tokens")

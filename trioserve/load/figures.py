@@ -24,7 +24,7 @@ from trioserve.load.records import Record, Run
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What a good request keeps to, in milliseconds; None for no limit."""
+    """Limits of a good request, in milliseconds; None for no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -33,7 +33,7 @@ class Limits:
 
 @attrs.frozen(kw_only=True)
 class Spread:
-    """A set of times in milliseconds; NaN all over where there is none."""
+    """Statistics of times in milliseconds; all NaN without any."""
 
     mean: float
     p50: float
@@ -43,7 +43,7 @@ class Spread:
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """What one run showed. Rates are per second of the whole run."""
+    """The results of one run. Rates are per second of the whole run."""
 
     concurrency: int | None
     completed: int
@@ -60,34 +60,35 @@ class Figures:
     tpot_ms: Spread
     e2e_ms: Spread
     rate: float | None = None
-    """Requests a second that were offered, in an open loop."""
+    """Offered requests a second, in an open loop."""
     cancelled: int = 0
     cached_tokens: int = 0
-    """Of the prompts' tokens, those that servers told they had cached."""
+    """Tokens of prompts that the servers reported as cached."""
     good_per_second: float | None = None
     """Requests a second that keep the limits; None without limits."""
     valid: float | None = None
-    """The share of answers with the form that was asked for, of those that weren't cut off."""
+    """Share of valid answers among those that weren't cut off."""
     errors: Mapping[str, int] = attrs.field(factory=dict)
-    """How many failed, by kind."""
+    """Number of failed requests by kind."""
     events: int = 0
-    """Events with a choice. Fewer than tokens where the server sends several at once."""
+    """Events with a choice. Fewer than tokens if the server sends several at once."""
     peak_tokens_per_second: int = 0
     """Events in the busiest whole second from the first request on."""
     peak_concurrency: int = 0
-    """Most requests that were running at once."""
+    """The most requests that ran at once."""
     lag_ms: Spread | None = None
-    """How late requests were sent, in an open loop: how long they waited before the bound of
-    ``concurrency``. Without a bound, more than a few ms say that the client was too slow."""
+    """Delays of requests in an open loop, before the limit of ``concurrency``. Without a limit,
+    more than a few ms mean that the client was too slow.
+    """
     resent: int = 0
-    """Requests that were sent twice, as the server closed a connection without an answer."""
+    """Requests that were sent twice, because the server closed a connection without an answer."""
 
 
 def figures_of(run: Run, limits: Limits | None = None) -> Figures:
-    """The figures of ``run``.
+    """Return the figures of ``run``.
 
     Raises:
-        ValueError: a server named no token counts, so nothing honest can be said.
+        ValueError: a server reported no token counts, so the figures would be guesses.
     """
     good = [record for record in run.records if not record.error and not record.cancelled]
     failed = [record for record in run.records if record.error]
@@ -145,7 +146,7 @@ def _latency(record: Record) -> float:
 
 
 def _tpot(record: Record) -> float:
-    """0 for an answer of one token, as goodput has it."""
+    """Return the time per output token; 0 for an answer of one token, as for goodput."""
     tokens = _counted(record.completion_tokens)
     return (record.chunks[-1] - record.chunks[0]) / (tokens - 1) if tokens > 1 else 0.0
 
@@ -167,7 +168,7 @@ def _busiest_second(good: Sequence[Record]) -> int:
 
 
 def _peak_concurrency(good: Sequence[Record]) -> int:
-    # One that ends in the moment in which another begins doesn't run beside it.
+    # A request that ends when another begins doesn't overlap with it.
     steps = sorted(
         [(record.started, 1) for record in good] + [(record.chunks[-1], -1) for record in good]
     )
@@ -179,7 +180,7 @@ def _peak_concurrency(good: Sequence[Record]) -> int:
 
 
 def spread_of(seconds: Sequence[float]) -> Spread:
-    """Mean and percentiles of times in seconds, in milliseconds."""
+    """Return mean and percentiles, in milliseconds, of times in seconds."""
     times = sorted(1000 * value for value in seconds)
     if not times:
         return Spread(mean=math.nan, p50=math.nan, p90=math.nan, p99=math.nan)
@@ -192,7 +193,7 @@ def spread_of(seconds: Sequence[float]) -> Spread:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as NumPy's default."""
+    """Interpolate linearly between the two nearest ranks, as NumPy does by default."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

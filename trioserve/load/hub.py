@@ -1,8 +1,8 @@
 """One task that reads many sockets.
 
-A task per connection that waits in ``receive_some`` costs, for each event, two system calls to set
-up the wait and two switches of tasks, more than reading it does. Here one wait serves all sockets
-that have become readable in the meantime.
+With a task per connection in ``receive_some``, each event takes two system calls to set up the wait
+and two task switches, more than reading it does. Here one wait serves all sockets that have become
+readable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Reading:
 
 
 class Hub:
-    """Reads the answers of any number of connections while :meth:`run` runs."""
+    """Reader of the answers of any number of connections while :meth:`run` runs."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -52,7 +52,7 @@ class Hub:
                         self._end(fd, reading)
 
     async def read(self, fd: int, exchange: Exchange) -> None:
-        """Read the socket ``fd`` into ``exchange`` until that has all.
+        """Read the socket ``fd`` into ``exchange`` until the answer is complete.
 
         Raises:
             OSError: the connection broke.

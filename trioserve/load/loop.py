@@ -1,9 +1,8 @@
-"""Runs: a closed loop of streams, or an open one of arrivals that were drawn beforehand.
+"""Runs: closed loops of streams, and open loops of arrivals drawn in advance.
 
-In a *closed loop* a fixed number of streams ask again as soon as they are answered, so the server
-sets the pace. In an *open loop* requests are sent at their times, however many are still running;
-this is what users do who don't wait for each other. Each request has a task of its own, so one that
-is late, slow or gone never delays another.
+In a *closed loop* a fixed number of streams send the next request after each answer, so the server
+sets the pace. In an *open loop* requests are sent at their times, however many are still running,
+as independent users would. Each request has a task of its own, so a slow one never delays another.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from trioserve.load.target import AnyTarget, Sender
 from trioserve.load.work import Conversation, request_fields, single
 
 Work = Sequence[Conversation | Mapping[str, Any]]
-"""Conversations; a map of a body's fields stands for one of a single request."""
+"""Conversations; a dict of a body's fields stands for a conversation of one request."""
 
 
 @attrs.define(eq=False)
 class Progress:
-    """The counts of a run, for whoever looks on while it goes."""
+    """The counts of a run in progress."""
 
     total: int = 0
-    """Requests that there will be, if no conversation ends early."""
+    """Total of requests, if no conversation ends early."""
     done: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -45,11 +44,11 @@ class Progress:
         return self._events + sum(len(record.chunks) for record in self._running.values())
 
     def begin(self, record: Record) -> None:
-        """A request is sent."""
+        """Count a sent request."""
         self._running[id(record)] = record
 
     def end(self, record: Record) -> None:
-        """It is over."""
+        """Count a finished request."""
         del self._running[id(record)]
         self._events += len(record.chunks)
         self.done += 1
@@ -90,13 +89,13 @@ async def open_loop(
     """Send each of ``requests`` at its time, and wait until all are answered.
 
     Args:
-        target: whom to ask.
-        requests: what to ask.
-        arrivals: for each, when its first turn is sent, in seconds from the beginning, ascending.
-        rate: what the run is to tell as its rate.
-        max_concurrency: most conversations at a time; the others wait, as before a gateway. Their
-            requests' times begin after that.
-        progress: is told what goes on.
+        target: the server or engine.
+        requests: the conversations.
+        arrivals: the times of their first turns, in seconds from the beginning, ascending.
+        rate: the rate to report.
+        max_concurrency: the most conversations at a time; the others wait, as before a gateway.
+            Their requests' times begin after that.
+        progress: gets the counts.
 
     Raises:
         ValueError: no requests, another number of arrivals, or a bound below 1.
@@ -129,7 +128,7 @@ def _conversations(requests: Work) -> list[Conversation]:
 
 @attrs.define(eq=False)
 class _Work:
-    """The conversations of a run, and the records of what was asked so far."""
+    """The conversations of a run, and the records of the requests so far."""
 
     chat: bool
     conversations: list[Conversation]
@@ -143,7 +142,7 @@ class _Work:
         return [self.records[place] for place in sorted(self.records)]
 
     async def converse(self, sender: Sender, number: int, scheduled: float | None) -> None:
-        """Go through all turns of a conversation, until one fails or is left."""
+        """Send all turns of a conversation, until one fails or is left."""
         conversation = self.conversations[number]
         answers: list[str] = []
         for place, turn in enumerate(conversation.turns):

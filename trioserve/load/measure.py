@@ -21,7 +21,7 @@ _USAGE = "(usage at the end of the stream): give --tokenizer"
 
 
 class MeasureError(TrioserveError):
-    """There is nothing to measure, or nothing that could be said of it."""
+    """The measurement is impossible, or its result would be a guess."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,13 +32,13 @@ class Point:
     concurrency: int | None = None
     arrivals: Sequence[float] | None = None
     rate: float | None = None
-    """What is told as the rate of arrivals; infinite where all come at once."""
+    """Rate of arrivals to report; infinite if all come at once."""
     repetition: int = 1
-    """Which one it is of several that are alike, from 1."""
+    """Number of the repetition of an equal measurement, from 1."""
 
     @property
     def label(self) -> str:
-        """What it is called in tables and plots."""
+        """Name in tables and plots."""
         again = "" if self.repetition == 1 else f" ({self.repetition})"
         if self.arrivals is None:
             return f"{self.concurrency} stream{'s' if self.concurrency != 1 else ''}{again}"
@@ -54,7 +54,7 @@ class Point:
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """What one measurement showed. ``series`` is who was asked, where several were."""
+    """The result of one measurement. ``series`` names the target, if there are several."""
 
     label: str
     run: Run
@@ -74,7 +74,7 @@ async def measure(
     """Run one point.
 
     Raises:
-        MeasureError: the server counts no tokens, and ``texts`` can't either.
+        MeasureError: the server doesn't count tokens, and ``texts`` can't either.
     """
     if point.arrivals is None:
         assert point.concurrency is not None
@@ -84,7 +84,7 @@ async def measure(
             target,
             point.work,
             point.arrivals,
-            # An infinite one is no number that a plot or JSON could show.
+            # Plots and JSON can't show an infinite number.
             rate=None if point.rate is None or math.isinf(point.rate) else point.rate,
             max_concurrency=point.concurrency,
             progress=progress,
@@ -94,13 +94,13 @@ async def measure(
 
 
 def count_tokens(run: Run, work: Sequence[Conversation], texts: Texts | None) -> None:
-    """Count the tokens of those answers whose server named no number.
+    """Count the tokens of answers without the server's own counts.
 
-    Of a prompt only the turn's own text is counted, not the history before it. Without a tokenizer
-    such an answer among others that were counted is a failure: it is the server's exception.
+    Of a prompt only the turn's own text is counted, not the history before it. Without a tokenizer,
+    such an answer fails if others had counts: it is the server's exception.
 
     Raises:
-        MeasureError: all would have to be guessed.
+        MeasureError: no answer has counts, and there is no tokenizer.
     """
     answered = [one for one in run.records if not one.error and not one.cancelled]
     uncounted = [one for one in answered if one.completion_tokens is None]
@@ -138,8 +138,8 @@ async def warm_up(
     """Send the first turn of each of ``work``, for a few tokens.
 
     Raises:
-        MeasureError: one failed, or the server counts no tokens and ``texts`` can't either, so that
-            the same would become of what follows.
+        MeasureError: one failed, or the server doesn't count tokens and ``texts`` can't either. The
+            measurement would fail likewise.
     """
     if not work:
         return

@@ -1,4 +1,4 @@
-"""A run's counts on a terminal while it goes."""
+"""The progress of a run, on a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import trio
 from trioserve.load.loop import Progress
 
 _INTERVAL = 0.25
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 
 
 class ProgressBar:
-    """A line on stderr that follows ``progress``; nothing where stderr is no terminal."""
+    """A line on stderr that follows ``progress``; nothing if stderr isn't a terminal."""
 
     def __init__(self, label: str, progress: Progress) -> None:
         self._progress = progress
@@ -28,7 +28,7 @@ class ProgressBar:
                 rich.progress.TextColumn("{task.fields[counts]}"),
                 rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True),
-                auto_refresh=False,  # which would take a thread
+                auto_refresh=False,  # would need a thread
                 transient=True,
             )
             self._task = self._bar.add_task(label, total=None, counts="")

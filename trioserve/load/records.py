@@ -1,4 +1,4 @@
-"""What became of one request, and of all requests of a run."""
+"""The records of one request and of a run's requests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import attrs
 
 @attrs.define(kw_only=True)
 class Record:
-    """What became of one request. Times are seconds on trio's clock.
+    """The result of one request. Times are seconds on trio's clock.
 
     ``chunks`` are the times of the events with a non-empty ``choices``, even if its text is empty;
-    ``first_text`` is that of the first with some text. ``token_ids`` are those that the server
-    told where it was asked to. The token counts are the server's own, None where it named none.
-    ``error`` is empty on success, and ``error_kind`` says in a word or two what sort it is.
+    ``first_text`` is the time of the first one with text. ``token_ids`` are reported by the server
+    on request. The token counts are the server's own, None without them. ``error`` is empty on
+    success, and ``error_kind`` is a short name of its kind.
     """
 
     started: float
@@ -20,7 +20,7 @@ class Record:
     first_text: float | None = None
     text: str = ""
     reasoning: str = ""
-    """What the server marked as reasoning, which isn't part of ``text``."""
+    """Text that the server marked as reasoning; it isn't part of ``text``."""
     token_ids: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -29,39 +29,39 @@ class Record:
     error: str = ""
     error_kind: str = ""
     cancelled: bool = False
-    """Whether the client left before the end, as it was told to. That is no error."""
+    """True if the client left before the end, as planned. This isn't an error."""
     resent: bool = False
-    """Whether it was sent twice: the server closed the first connection without an answer."""
+    """True if it was sent twice: the server closed the first connection without an answer."""
     scheduled: float | None = None
-    """When it was to be sent, where a schedule says so; ``started`` is when it was."""
+    """Scheduled time, if there is a schedule; ``started`` is the real one."""
     ended: float | None = None
-    """When the client had the last of it, or left."""
+    """Time of the last byte, or of the client's departure."""
     conversation: int = 0
-    """The place of its conversation in the run, from 0."""
+    """Index of its conversation in the run, from 0."""
     turn: int = 0
-    """Its place in the conversation, from 0."""
+    """Index in the conversation, from 0."""
     valid: bool | None = None
-    """Whether the answer has the form that was asked for; None where none was, or it is cut off."""
+    """True if the answer has the requested form; None without one, or if the answer is cut off."""
 
     def fail(self, kind: str, message: str) -> None:
-        """Note an error."""
+        """Record an error."""
         self.error_kind = kind
         self.error = message
 
     def leave(self) -> None:
-        """Note that the client left. What has failed before that counts as failed alone."""
+        """Record that the client left. A request that has failed before counts only as failed."""
         self.cancelled = not self.error
 
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """One record per request, in the order of the requests, and the seconds that all took."""
+    """One record per request, in the order of the requests, and the run's duration in seconds."""
 
     concurrency: int | None
-    """Most requests at a time; None for any number."""
+    """Limit of requests at a time; None for none."""
     records: list[Record]
     duration: float
     rate: float | None = None
-    """Requests a second that were offered; None for a closed loop."""
+    """Offered requests a second; None for a closed loop."""
     started: float = 0.0
-    """When it began, on trio's clock."""
+    """Start on trio's clock."""

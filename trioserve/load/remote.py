@@ -1,7 +1,7 @@
-"""A server over HTTP that is asked for one thing at a time: an answer, or its events as they come.
+"""A server over HTTP, for single requests: an answer, or its events as they come.
 
-For what people look at. The loops of a measurement have a client of their own, which costs less and
-notes when each piece came.
+This is for interactive commands. The loops of a measurement have a client of their own, which costs
+less and records the time of each event.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trioserve.load.response import InvalidAnswer, ResponseReader
 from trioserve.protocol.errors import TrioserveError, printable
 
 _TIMEOUT = 30.0
-"""Seconds for a connection and for a whole answer; events may take any time."""
+"""Seconds for a connection and for a whole answer; events have no limit."""
 _READ_SIZE = 65536
 _MAX_BYTES = 4 << 20
 _MAX_TOLD = 500
-"""Characters of a refusal that are passed on."""
+"""Characters of a refusal that are shown."""
 
 
 class RemoteError(TrioserveError):
-    """The server can't be reached, or what it says isn't understood. One line, for a terminal."""
+    """The server can't be reached, or its answer isn't understood. One line, for a terminal."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -54,7 +54,7 @@ class HttpAnswer:
 
     @property
     def refusal(self) -> str:
-        """What an answer that is none says for itself, in one line; empty where it says nothing."""
+        """Error text of an answer in one line; empty if it has none."""
         text = self.body.decode("utf-8", "replace")
         with contextlib.suppress(*DECODING_ERRORS):
             text = error_text(msgspec.json.decode(self.body, type=_ErrorBody).error)
@@ -68,20 +68,22 @@ class _ErrorBody(msgspec.Struct):
 
 @attrs.frozen(kw_only=True)
 class Remote:
-    """Where the server is and what every request to it says. Each request has its connection."""
+    """The address of a server and the headers of all requests. Each request has its own
+    connection.
+    """
 
     connect: Connect
     host: str
-    """What the Host header says."""
+    """Value of the Host header."""
     url: str
-    """What people are told."""
+    """URL to show to users."""
     headers: Mapping[str, str] = attrs.field(factory=dict)
 
     async def get(self, path: str) -> HttpAnswer:
-        """The answer to ``GET path``, whatever its status.
+        """Return the answer to ``GET path``, whatever its status.
 
         Raises:
-            RemoteError: it can't be had.
+            RemoteError: there is no answer.
         """
         with _told(self.url):
             with trio.fail_after(_TIMEOUT):
@@ -92,12 +94,12 @@ class Remote:
 
     @contextlib.asynccontextmanager
     async def events(self, path: str, body: Any = None) -> AsyncIterator[RemoteEvents]:
-        """The events of ``GET path``, or of ``POST path`` where there is a ``body`` for its JSON.
+        """Yield the events of ``GET path``, or of ``POST path`` with ``body`` as JSON.
 
-        Leaving the block closes the connection, which is how such an answer is stopped.
+        Leaving the block closes the connection, which stops the answer.
 
         Raises:
-            RemoteError: it can't be had; :class:`Refusal` where its status isn't 200.
+            RemoteError: there is no answer; :class:`Refusal` if its status isn't 200.
         """
         with _told(self.url):
             with trio.fail_after(_TIMEOUT):
@@ -116,10 +118,10 @@ class Remote:
             yield RemoteEvents(self.url, stream, response, first)
 
     def check(self, answer: HttpAnswer) -> None:
-        """Refuse an answer whose status isn't 200.
+        """Refuse an answer with a status other than 200.
 
         Raises:
-            Refusal: it isn't.
+            Refusal: the status isn't 200.
         """
         if answer.status == 200:
             return
@@ -140,7 +142,7 @@ class Remote:
 
 @attrs.define(eq=False)
 class RemoteEvents:
-    """The events of an answer, in the order in which they come. One task reads them."""
+    """The events of an answer, in their order. One task reads them."""
 
     _url: str
     _stream: trio.abc.Stream
@@ -154,7 +156,7 @@ class RemoteEvents:
         return self
 
     async def __anext__(self) -> Event:
-        """The next event.
+        """Return the next event.
 
         Raises:
             RemoteError: the connection was lost before the answer's end.
@@ -181,7 +183,7 @@ async def _read_answer(
 
 
 async def _receive(stream: trio.abc.Stream, response: ResponseReader, url: str) -> bytes:
-    """What comes next of the body; nothing where it was the head, or the end."""
+    """Return the next bytes of the body; none after the head or at the end."""
     data = bytes(await stream.receive_some(_READ_SIZE))
     try:
         return response.feed(data)
@@ -193,7 +195,7 @@ async def _receive(stream: trio.abc.Stream, response: ResponseReader, url: str) 
 
 @contextlib.contextmanager
 def _told(url: str) -> Iterator[None]:
-    """What goes wrong inside, as one line for a person."""
+    """Turn an error in the block into one line for a terminal."""
     try:
         yield
     except trio.TooSlowError as error:

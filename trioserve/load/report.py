@@ -1,4 +1,4 @@
-"""What a measurement tells: text for people, JSON for programs."""
+"""The report of a measurement: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SPREADS = (
     ("TPOT", "tpot_ms"),
     ("E2E", "e2e_ms"),
 )
-"""What figures there are of times, with what they are called."""
+"""Statistics of times, with their titles."""
 
 _LAG_TOLD_MS = 5.0
-"""Where one of a hundred requests is sent later than this, it is told."""
+"""Lag of the 99th percentile above which the report mentions it."""
 
 
 def figures_text(measured: Measured) -> str:
-    """The figures of one measurement, as some lines."""
+    """Return the figures of one measurement, as some lines."""
     figures = measured.figures
     lines = [
         f"{measured.label}: {figures.completed} requests in {figures.duration:.1f} s, "
@@ -78,7 +78,7 @@ def _spread_lines(figures: Figures) -> list[str]:
 
 
 def summary_rows(measured: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """A table with a row for each measurement: titles and cells."""
+    """Return a table with a row for each measurement: titles and cells."""
     titles = ["load", "failed", "requests/s", "tokens/s out", "TTFT p50 · p99 ms"]
     titles += ["ITL p50 · p99 ms", "TPOT p50 ms", "E2E p50 ms"]
     series = any(one.series for one in measured)
@@ -104,7 +104,7 @@ def summary_rows(measured: Sequence[Measured]) -> tuple[list[str], list[list[str
 
 
 def summary_text(measured: Sequence[Measured]) -> str:
-    """The same as text in columns."""
+    """Return the table as text in columns."""
     titles, rows = summary_rows(measured)
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     names = titles.index("load") + 1
@@ -117,7 +117,9 @@ def summary_text(measured: Sequence[Measured]) -> str:
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """This machine, and the versions of this project and of ``packages`` where they are there."""
+    """Return facts about this machine, and the versions of this project and of installed
+    ``packages``.
+    """
     machine = Machine()
     versions = {"trioserve": __version__, "python": platform.python_version()}
     for name in ("trio", "msgspec", *packages):
@@ -140,9 +142,9 @@ def environment(*packages: str) -> dict[str, Any]:
 def as_json(
     measured: Sequence[Measured], facts: Mapping[str, Any], *, records: bool = False
 ) -> bytes:
-    """Everything, as JSON: NaN is null. With ``records`` each request by itself, too.
+    """Return all figures as JSON, with null for NaN; ``records`` adds each request.
 
-    Their times are seconds from the beginning of the run.
+    The requests' times are seconds from the beginning of the run.
     """
     runs = []
     for one in measured:

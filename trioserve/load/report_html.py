@@ -30,13 +30,13 @@ def page(
     facts: Mapping[str, Any],
     title: str = "Benchmark",
 ) -> str:
-    """The whole page: a table of all measurements, plots, each in full, and how it was measured.
+    """Return the page: a table of all measurements, plots, all figures, and the circumstances.
 
     Args:
-        measured: what was measured.
-        drawn: plots of it.
-        facts: what goes with it, such as machine, versions and options; maps become tables.
-        title: of the page.
+        measured: the measurements.
+        drawn: plots of them.
+        facts: machine, versions, options and the like; dicts become tables.
+        title: the page's title.
     """
     parts = [f"<h1>{_text(title)}</h1>", _table(*summary_rows(measured))]
     parts += [_figure(plot) for plot in drawn]

@@ -23,16 +23,16 @@ from trioserve.load.records import Record, Run
 
 _DPI = 110
 _BUCKETS = 200
-"""Most steps of a timeline."""
+"""The most steps of a timeline."""
 _SHORTEST_STEP = 0.1
-"""Seconds. In less a batch's events come or don't, which tells nothing of their rate."""
+"""Seconds of the shortest step. In less time, a batch's events say nothing about their rate."""
 _WIDE = 8
-"""Loads that differ by more than this are shown on a logarithmic axis."""
+"""Ratio of loads above which the axis is logarithmic."""
 
 
 @attrs.define(eq=False)
 class Plot:
-    """A figure, the name of its file, and what it shows in a sentence."""
+    """A figure, the name of its file, and its description in a sentence."""
 
     name: str
     title: str
@@ -40,7 +40,7 @@ class Plot:
     _png: bytes = b""
 
     def png(self) -> bytes:
-        """The figure as a PNG file, drawn when it is first asked for."""
+        """Return the figure as a PNG file, drawn on first use."""
         if not self._png:
             data = io.BytesIO()
             FigureCanvasAgg(self.figure)
@@ -50,7 +50,7 @@ class Plot:
 
 
 def plots(measured: Sequence[Measured]) -> Iterator[Plot]:
-    """All that can be drawn of these measurements. Those without an answer are left out."""
+    """Yield all possible plots of these measurements, without those that have no answer."""
     shown = [one for one in measured if one.figures.completed]
     if len({_load_of(one) for one in shown}) > 1:
         yield load_plot(shown)
@@ -65,7 +65,7 @@ def save_plots(drawn: Iterable[Plot], folder: Path) -> list[Path]:
     """Write plots into ``folder`` as PNG, and return their paths.
 
     Raises:
-        OSError: that isn't possible.
+        OSError: the files can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -77,7 +77,7 @@ def save_plots(drawn: Iterable[Plot], folder: Path) -> list[Path]:
 
 
 def load_plot(measured: Sequence[Measured]) -> Plot:
-    """TTFT, ITL, end-to-end latency and throughput against concurrency or rate."""
+    """Plot TTFT, ITL, end-to-end latency and throughput against concurrency or rate."""
     open_loop = any(one.figures.rate is not None for one in measured)
     all_loads = sorted({_load_of(one) for one in measured})
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -121,7 +121,7 @@ def _label(axes: Axes, title: str, loads: Sequence[float], open_loop: bool, unit
 
 
 def distribution_plot(measured: Sequence[Measured], what: str, title: str) -> Plot:
-    """The share of times (``what`` is ``ttft`` or ``itl``) that are below each value."""
+    """Plot the share of times (``what`` is ``ttft`` or ``itl``) below each value."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for one in measured:
@@ -148,7 +148,7 @@ def _times(run: Run, what: str) -> list[float]:
 
 
 def timeline_plot(measured: Measured) -> Plot:
-    """Requests that run, and events a second, over the time of one measurement."""
+    """Plot the running requests and the events a second over one measurement."""
     run = measured.run
     step = max(run.duration / _BUCKETS, _SHORTEST_STEP)
     edges = np.arange(int(run.duration / step) + 2) * step
@@ -184,7 +184,7 @@ def _load_of(measured: Measured) -> float:
 
 
 def _series(measured: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
-    """By who was asked: what its lines are called begin with, and its points by load."""
+    """Return the label and the points of each series, by load."""
     names = dict.fromkeys(one.series for one in measured)
     return [
         (

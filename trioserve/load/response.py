@@ -1,9 +1,8 @@
-"""HTTP/1.1 responses out of bytes that are cut anywhere, without any I/O.
+"""A parser of HTTP/1.1 responses in bytes that are cut anywhere, without I/O.
 
-It reads what a server answers to a POST, and no more: the head, then a body that is chunked, of a
-length that the head names, or as long as the connection lasts. h11 does it all at a multiple of the
-cost, and on a small machine the client's share of the cores is the server's loss. The tests hold
-this reader against h11.
+It reads only answers to a POST: the head, then a body that is chunked, has a given length, or ends
+with the connection. h11 does it at a multiple of the cost, and on a small machine the client takes
+time from the server. The tests hold this reader against h11.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _UNTIL_CLOSE = -1
 
 
 class InvalidAnswer(Exception):
-    """The bytes are no valid answer."""
+    """The bytes aren't a valid answer."""
 
 
 @attrs.define(eq=False)
@@ -31,28 +30,28 @@ class ResponseReader:
 
     status: int = 0
     headers: dict[bytes, bytes] = attrs.field(factory=dict)
-    """By lower-case name; of several of one name the last."""
+    """Headers by lower-case name; the last one of several with a name."""
     ended: bool = False
     reusable: bool = False
-    """Whether the connection may be used for another request, once this has ended."""
+    """True if the connection may be used for another request after this one."""
     _rest: bytes = b""
-    """Bytes of a head, or of a line between chunks, that isn't whole yet."""
+    """Bytes of an incomplete head, or of an incomplete line between chunks."""
     _left: int = 0
     """Bytes of the body, or of the current chunk, that are still to come."""
     _chunked: bool = False
     _line: str = "size"
-    """What the next line between chunks is: ``size``, the ``end`` of a chunk, or a ``trailer``."""
+    """Kind of the next line between chunks: ``size``, the ``end`` of a chunk, or a ``trailer``."""
 
     @property
     def until_close(self) -> bool:
-        """Whether the body is as long as the connection lasts, so that nothing says it is whole."""
+        """True if the connection's end is the body's end, so that truncation can't be detected."""
         return self._left == _UNTIL_CLOSE
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes of the body in ``data``; empty data means that the connection has ended.
+        """Return the bytes of the body in ``data``; empty data means that the connection has ended.
 
         Raises:
-            InvalidAnswer: that is no response, or it isn't whole.
+            InvalidAnswer: the response is invalid or incomplete.
         """
         if not data:
             self._end_of_connection()
@@ -71,7 +70,7 @@ class ResponseReader:
         self.ended = True
 
     def _read_head(self, data: bytes) -> bytes:
-        """Take the head off ``data``, and interim (1xx) heads before it; give what follows."""
+        """Take the head off ``data``, and interim (1xx) heads before it; return the rest."""
         while True:
             end = re.search(rb"\r?\n\r?\n", data)
             if end is None:
@@ -126,7 +125,8 @@ class ResponseReader:
         if not self._left:
             self.ended = True
         if len(body) < len(data):
-            self.reusable = False  # more than was announced: who knows what comes next
+            # more bytes than announced: the state of the connection is unknown
+            self.reusable = False
         return body
 
     def _read_chunks(self, data: bytes) -> bytes:
@@ -155,7 +155,7 @@ class ResponseReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _take_line(self, line: bytes) -> None:
-        """A line that isn't part of the body, without its line feed."""
+        """Take a line between chunks, without its line feed."""
         if self._line == "end":
             if line != b"\r":
                 raise InvalidAnswer("a chunk is longer than it says")

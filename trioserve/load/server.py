@@ -1,4 +1,4 @@
-"""A server as ``trioserve bench`` finds it: its address, what it calls its model, how to ask it."""
+"""A server for ``trioserve bench``: its address, its model's name, and its software."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.load.remote import Remote, RemoteError
 
 @attrs.frozen(kw_only=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Facts about a server, from its own answers."""
 
     software: str
     """Its Server header."""
@@ -33,7 +33,7 @@ class _Models(msgspec.Struct):
 async def ask_models(
     connect: Connect, host: str, path: str, headers: Mapping[str, str], url: str
 ) -> ServerFacts:
-    """Ask ``GET path``; a server that doesn't have it lists no models.
+    """Ask ``GET path``; a server without this path lists no models.
 
     Raises:
         MeasureError: it can't be reached, or refuses.

@@ -19,14 +19,14 @@ from trioserve.protocol.errors import TrioserveError
 _USERS = ("human", "user")
 _MODELS = ("gpt", "chatgpt", "bing", "bard", "assistant", "model")
 
-# As vLLM's tool has it.
+# The limit of vLLM's tool.
 _FEWEST_TOKENS = 4
 _MOST_PROMPT_TOKENS = 1024
 _MOST_TOKENS = 2048
 
 
 class DataError(TrioserveError):
-    """A file of work can't be used; one line says why."""
+    """The file of work can't be used; one line says why."""
 
 
 class _Message(msgspec.Struct):
@@ -50,22 +50,22 @@ def load_sharegpt(
     output_tokens: int | None = None,
     seed: int = 0,
 ) -> list[Conversation]:
-    """``count`` conversations of the file, at random; some again where the file has fewer.
+    """Return ``count`` random conversations of the file; some repeat if the file has fewer.
 
-    Each begins with a user's message. Answers are asked to be as long as those in the file, or
-    ``output_tokens`` long. Conversations are left out as vLLM's tool does: a prompt or an answer of
+    Each begins with a user's message. Requested answers are as long as those in the file, or
+    ``output_tokens`` long. Conversations are left out as in vLLM's tool: a prompt or an answer of
     fewer than 4 tokens, a prompt of more than 1,024, both together of more than 2,048.
 
     Args:
         path: the file.
         texts: counts tokens.
-        count: how many conversations.
-        turns: most turns to take from each.
-        output_tokens: of every answer.
-        seed: of the order.
+        count: the number of conversations.
+        turns: the most turns of each.
+        output_tokens: the length of every answer; None for the file's.
+        seed: the seed of the order.
 
     Raises:
-        DataError: the file can't be read, or nothing in it can be used.
+        DataError: the file can't be read, or has no usable conversation.
     """
     found = list(_read(path))
     chooser = random.Random(seed)
@@ -100,7 +100,7 @@ def _read(path: Path) -> Iterator[_Conversation]:
 def _turns(
     messages: Sequence[_Message], texts: Texts, most: int, output_tokens: int | None
 ) -> list[Turn]:
-    """The first pairs of a user's message and its answer; none where the first doesn't fit."""
+    """Return the first pairs of a user's message and its answer; none if the first doesn't fit."""
     taken: list[Turn] = []
     for asked, answered in zip(messages[::2], messages[1::2], strict=False):
         speakers = (asked.speaker or asked.role, answered.speaker or answered.role)

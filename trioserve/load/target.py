@@ -1,4 +1,4 @@
-"""Whom a run asks: what the loops need of a server, whether it is far away or embedded."""
+"""The target of a run: the interface of a server, remote or embedded, for the loops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.load.work import Cancel
 
 
 class Sender(Protocol):
-    """What sends requests, any number at a time."""
+    """A sender of requests, any number at a time."""
 
     async def ask(
         self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
@@ -23,11 +23,11 @@ class Sender(Protocol):
 
 
 class AnyTarget(Protocol):
-    """A server."""
+    """A server as the target of a run."""
 
     @property
     def chat(self) -> bool:
-        """Whether it takes messages; else it takes a prompt."""
+        """True if it takes messages, false if it takes a prompt."""
 
     def senders(self) -> contextlib.AbstractAsyncContextManager[Sender]:
-        """What sends to it for as long as the block lasts. Leaving it closes what is open."""
+        """Yield a sender for the block. Leaving the block closes its connections."""

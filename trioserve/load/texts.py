@@ -1,4 +1,4 @@
-"""Texts of so many tokens, made of common words, no two alike."""
+"""Texts of a given number of tokens, made of common words, all different."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _MAX_TRIES = 20
 
 
 class Texts(Protocol):
-    """Makes texts and counts tokens."""
+    """Maker of texts that also counts tokens."""
 
     @property
     def exact(self) -> bool:
-        """Whether the counts are those of a tokenizer."""
+        """True if a tokenizer counts the tokens."""
 
     def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
-        """``prefix`` and ``tokens`` tokens of random words behind it."""
+        """Return ``prefix`` and ``tokens`` tokens of random words behind it."""
 
     def count(self, text: str) -> int:
-        """How many tokens a text has."""
+        """Return the number of tokens of a text."""
 
 
 @attrs.frozen
@@ -45,11 +45,13 @@ class CountedTexts:
 
     @property
     def exact(self) -> bool:
-        """Yes."""
+        """True: a tokenizer counts the tokens."""
         return True
 
     def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
-        """``prefix`` and ``tokens`` tokens of random words behind it, encoded as one text."""
+        """Return ``prefix`` and ``tokens`` tokens of random words behind it, encoded as one
+        text.
+        """
         size = self.count(prefix) + tokens
         text = prefix
         for _ in range(_MAX_TRIES):
@@ -60,11 +62,11 @@ class CountedTexts:
                 text = self.tokenizer.decode(ids, skip_special_tokens=False)
             if text.startswith(prefix) and self.count(text) == size:
                 break
-        # A tokenizer whose texts don't come back as they were is rare; then it is nearly as long.
+        # With a rare tokenizer that doesn't round-trip, the text has nearly the right length.
         return text
 
     def count(self, text: str) -> int:
-        """How many tokens a text has, without those that a tokenizer adds around it."""
+        """Return the number of tokens of a text, without special tokens."""
         return len(self._ids(text))
 
     def _ids(self, text: str) -> list[int]:
@@ -74,18 +76,18 @@ class CountedTexts:
 
 @attrs.frozen
 class GuessedTexts:
-    """Texts of about the length, where there is no tokenizer: a common word is mostly one token."""
+    """Texts of an approximate length, without a tokenizer: a common word is mostly one token."""
 
     @property
     def exact(self) -> bool:
-        """No."""
+        """False: the counts are guesses."""
         return False
 
     def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
-        """``prefix`` and as many random words as there are to be tokens."""
+        """Return ``prefix`` and ``tokens`` random words."""
         words = " ".join(chooser.choices(_WORDS, k=tokens))
         return f"{prefix} {words}" if prefix else words.capitalize()
 
     def count(self, text: str) -> int:
-        """A guess: four characters are a token, in English."""
+        """Return a guess: four characters of English are a token."""
         return -(-len(text) // 4)

@@ -63,10 +63,10 @@ class TraceRow:
 
 
 def load_trace(path: Path, *, unit: str = "auto", most: int | None = None) -> list[TraceRow]:
-    """The requests of the file, sorted by time; the first ``most`` of them.
+    """Return the requests of the file, sorted by time; the first ``most`` of them.
 
     Raises:
-        DataError: the file can't be read or is no trace; the message names the line.
+        DataError: the file can't be read or isn't a trace; the message names the line.
     """
     rows: list[TraceRow] = []
     for number, fields in enumerate(_read(path), 1):
@@ -81,7 +81,9 @@ def load_trace(path: Path, *, unit: str = "auto", most: int | None = None) -> li
 
 
 def trace_work(rows: list[TraceRow], texts: Texts, *, seed: int = 0) -> list[Conversation]:
-    """A conversation of one turn for each row, its prompt of random words unless the row has it."""
+    """Return a conversation of one turn for each row, with random words unless the row has a
+    prompt.
+    """
     return [
         Conversation(turns=(_turn(row, number, texts, seed),)) for number, row in enumerate(rows)
     ]
@@ -160,7 +162,7 @@ def _seconds(fields: Mapping[str, Any], unit: str) -> float:
         number = float(given)
     except ValueError:
         date = datetime.fromisoformat(str(given).strip())
-        # Dates that don't say where: in this machine's zone, an hour of the year would be missing.
+        # Dates without a zone are UTC: this machine's zone may lack an hour of the year.
         return (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp()
     in_ms = unit == "ms" or (unit == "auto" and "input_length" in fields)
     return number / 1000 if in_ms else number

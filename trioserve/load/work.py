@@ -1,6 +1,6 @@
-"""What is to be asked: conversations of one or more turns, independent of who is asked.
+"""The work of a run: conversations of one or more turns, independent of the target.
 
-A :class:`Conversation` is sent turn by turn. Each turn's request holds the whole history, with the
+A :class:`Conversation` is sent turn by turn. Each turn's request has the whole history, with the
 answers as they came. Most data sets have conversations of one turn.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import attrs
 
 Form = Callable[[str], bool]
-"""Whether an answer's text has the form that was asked for."""
+"""Function that returns whether an answer's text has the requested form."""
 
 
 @attrs.frozen(kw_only=True)
 class Cancel:
-    """When a client leaves: so many seconds after sending, or once it has so many events."""
+    """A client's departure: so many seconds after sending, or after so many events."""
 
     seconds: float | None = None
     events: int | None = None
@@ -27,8 +27,8 @@ class Cancel:
 class Turn:
     """One request of a conversation.
 
-    Exactly one of ``prompt`` (text or token ids) and ``messages`` (a chat's) is what is new in it;
-    neither is needed where ``fields`` holds the whole request. ``fields`` are further fields of the
+    Exactly one of ``prompt`` (text or token ids) and ``messages`` (of a chat) is its new part;
+    neither is needed if ``fields`` has the whole request. ``fields`` are further fields of the
     request's body.
     """
 
@@ -37,37 +37,37 @@ class Turn:
     max_tokens: int | None = None
     fields: Mapping[str, Any] = attrs.field(factory=dict)
     pause: float = 0.0
-    """Seconds between the last answer and this request: the user thinks."""
+    """Seconds between the last answer and this request."""
     cancel: Cancel | None = None
     form: Form | None = None
 
 
 @attrs.frozen(kw_only=True)
 class Conversation:
-    """Turns that are sent one after the other; a failure or a client's leaving ends it."""
+    """Turns that are sent one after the other; a failure or the client's departure ends it."""
 
     turns: tuple[Turn, ...]
 
 
 def single(fields: Mapping[str, Any]) -> Conversation:
-    """A conversation of one request, whose body's own fields are ``fields``."""
+    """Return a conversation of one request with the body ``fields``."""
     return Conversation(turns=(Turn(fields=fields),))
 
 
 def request_fields(
     conversation: Conversation, turn: int, answers: Sequence[str], *, chat: bool
 ) -> dict[str, Any]:
-    """The fields of the body of one of the conversation's requests.
+    """Return the fields of the body of one of the conversation's requests.
 
     Args:
-        conversation: what it is a part of.
-        turn: which one, from 0.
-        answers: the texts that the turns before it were answered with.
-        chat: whether it goes to a chat endpoint. To others a history is one text.
+        conversation: the conversation.
+        turn: the index of its turn, from 0.
+        answers: the answers to the turns before it.
+        chat: whether the target is a chat endpoint. Other endpoints get a history as one text.
 
     Raises:
-        ValueError: a message is none, or token ids, a history of messages or a message without a
-            text can't be asked of this endpoint.
+        ValueError: a message is malformed; or this endpoint doesn't take token ids, a history of
+            messages, or a message without a text.
     """
     current = conversation.turns[turn]
     fields: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _prompt(history: Sequence[Turn], answers: Sequence[str]) -> str | list[int]:
 
 
 def _message(given: Any) -> Mapping[str, Any]:
-    """``given``, which may be anything where it comes from a file."""
+    """Return ``given`` if it is a message; a file may have any value there."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ValueError(f"a message must be an object with a role; got {str(given)[:60]!r}")
     return given
@@ -122,5 +122,5 @@ def _message(given: Any) -> Mapping[str, Any]:
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if not isinstance(content, str):
-        raise ValueError("a message whose content is no text can be sent to a chat endpoint only")
+        raise ValueError("a message with no text can be sent to a chat endpoint only")
     return content

@@ -1,4 +1,6 @@
-"""What is in a model's folder or GGUF file: no torch, no trio, used by both sides."""
+"""The readers of a model's folder or GGUF file, used by both processes. They need neither torch nor
+trio.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hash that tells a model's weights from others', in milliseconds."""
+"""A hash that distinguishes models by their weights, in milliseconds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SAMPLE_BYTES = 4096
 
 
 class Checksum:
-    """Of the files added, in their order.
+    """Hash of the files added, in their order.
 
     It covers the headers (names, shapes and types of all tensors), the files' sizes, and a few
-    kilobytes out of each file; it is no proof against tampering.
+    kilobytes of each file; it doesn't detect tampering.
     """
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add_folder(self, folder: Path) -> None:
-        """Add the config.json and the safetensors files in ``folder``, or the one that it is.
+        """Add the config.json and the safetensors files in ``folder``, or that file itself.
 
         Raises:
             ModelLoadError: weights are missing or have no header.
@@ -33,7 +33,7 @@ class Checksum:
             self.add_file(path, 8 + len(read_header_bytes(path)))
 
     def add_file(self, path: Path, header_bytes: int) -> None:
-        """Add a file of weights whose first ``header_bytes`` are its header."""
+        """Add a file of weights; its first ``header_bytes`` are its header."""
         size = path.stat().st_size
         self._digest.update(size.to_bytes(8, "little"))
         with path.open("rb") as file:
@@ -43,5 +43,5 @@ class Checksum:
                 self._digest.update(file.read(_SAMPLE_BYTES))
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
+        """Return 32 hexadecimal digits."""
         return self._digest.hexdigest()

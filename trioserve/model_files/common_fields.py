@@ -1,4 +1,4 @@
-"""What every family's config.json says in the same words."""
+"""The fields of config.json that all families share."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def architecture_of(values: Mapping[str, Any]) -> str | None:
-    """The class that config.json names first; None if it names none."""
+    """Return the class that config.json names first; None if it names none."""
     named = values.get("architectures") or []
     return str(named[0]) if isinstance(named, list) and named else None
 
 
 def refuse_quantized(fields: Fields) -> None:
-    """Weights in a number format of some quantization library aren't served.
+    """Refuse weights in the number format of a quantization library.
 
     Raises:
-        ModelLoadError: these are in one.
+        ModelLoadError: the weights are in one.
     """
     quantization = fields.get("quantization_config")
     if quantization is not None:
@@ -37,7 +37,7 @@ def refuse_quantized(fields: Fields) -> None:
 
 
 def dtype_of(fields: Fields, folder: Path) -> str:
-    """The weights' number format: as config.json says, or else as the first tensor has it."""
+    """Return the weights' number format: that of config.json, or else that of the first tensor."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     if named is not None:
         return str(named).removeprefix("torch.")
@@ -49,7 +49,7 @@ def dtype_of(fields: Fields, folder: Path) -> str:
 
 
 def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
-    """One id, several or none."""
+    """Return one id, several or none."""
     value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
@@ -59,7 +59,9 @@ def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
 
 
 def ids_that_end(fields: Fields, folder: Path) -> tuple[int, ...]:
-    """The ids that end a sequence, in config.json or generation_config.json, each once."""
+    """Return the ids that end a sequence in config.json or generation_config.json, without
+    duplicates.
+    """
     path = folder / "generation_config.json"
     generation = Fields(path, read_object(path, required=False), {})
     both = (*token_ids(fields, "eos_token_id"), *token_ids(generation, "eos_token_id"))

@@ -1,4 +1,4 @@
-"""The shape of a decoder model, in one class, whichever file format it came from."""
+"""The shape of a decoder model, in one class for all file formats."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import attrs
 from trioserve.protocol.errors import ModelLoadError
 
 MAX_LAYERS = 4096
-"""More than any model has, and few enough for what is made for each layer before its weights."""
+"""Limit of layers: more than any model has, and few enough for work per layer before loading."""
 MAX_EXPERTS = 1 << 16
-"""Of all layers together, likewise."""
+"""Limit of the experts of all layers together."""
 MAX_SIZE = 2**31 - 1
-"""Of any other count: they are 32-bit integers in messages and kernels."""
+"""Limit of any other count: messages and kernels have 32-bit integers."""
 MAX_NUMBER = 1e15
-"""Of RoPE's base, factors and the like: products of two of them are still finite."""
+"""Limit of RoPE's base, factors and the like: products of two of them are still finite."""
 
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched past the length the model was trained at.
+    """The scaling of rotary frequencies beyond the length of training.
 
     ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``factors``; fields that a kind
     doesn't use keep their defaults. Formulas: Llama 3's from its reference code; YaRN's from Peng
-    et al. 2023 (arXiv:2309.00071). ``factors`` is what GGUF files hold: each of the
-    ``head_dim // 2`` inverse frequencies is divided by its own number in ``frequency_factors``.
+    et al. 2023 (arXiv:2309.00071). ``factors`` is the form of GGUF files: each of the ``head_dim //
+    2`` inverse frequencies is divided by its own number in ``frequency_factors``.
     """
 
     kind: str
@@ -45,21 +45,22 @@ class RopeScaling:
 
 @attrs.frozen(kw_only=True)
 class ExpertsConfig:
-    """Layers whose MLP is one of many for each token: a mixture of experts.
+    """Layers with a mixture of experts: many MLPs, of which each token uses a few.
 
-    A router's logits become probabilities over all experts of a layer. Those of the ``per_token``
-    most probable compute the token, and their results are added up, each times its probability.
+    A router's logits become probabilities over all experts of a layer. The ``per_token`` most
+    probable experts compute the token, and their results are added up, weighted by their
+    probabilities.
     """
 
     count: int
     """Experts of a layer."""
     per_token: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     normalized: bool
-    """Whether the probabilities of a token's experts are scaled to a sum of 1."""
+    """True if the probabilities of a token's experts are scaled to a sum of 1."""
     layers: tuple[bool, ...]
-    """Which layers have experts; the others have one MLP."""
+    """Layers with experts; the others have one MLP."""
 
 
 @attrs.frozen(kw_only=True)
@@ -86,25 +87,26 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     has_head: bool = True
-    """False for a model that was trained to embed texts and has nothing that makes logits: its
-    table of tokens stands in, so that what computes needn't know."""
+    """False for a model that was trained to embed texts and has no output matrix. Its table of
+    tokens stands in for it, so that computing needs no special case.
+    """
     qkv_bias: bool = False
     output_bias: bool = False
-    """Whether the attention's output projection has a bias."""
+    """True if the attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
     experts: ExpertsConfig | None = None
-    """None where every layer has one MLP."""
+    """None if every layer has one MLP."""
     windows: tuple[int | None, ...] = ()
     rope_layers: tuple[bool, ...] = ()
     dtype: str = "bfloat16"
-    """The number format that the file names for its weights."""
+    """Number format of the weights, as the file names it."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """The intermediate sizes of its MLPs and of its experts, each once."""
+        """The intermediate sizes of its MLPs and of its experts, without duplicates."""
         sizes = (
             self.intermediate_size if experts is None else experts.intermediate_size
             for experts in map(self.experts_of, range(self.num_layers))
@@ -112,16 +114,16 @@ class ModelConfig:
         return tuple(dict.fromkeys(sizes))
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts that a layer has, None where it has one MLP."""
+        """Return the experts of a layer, None if it has one MLP."""
         has_them = self.experts is not None and self.experts.layers[layer]
         return self.experts if has_them else None
 
 
 def check_config(config: ModelConfig, path: Path) -> None:
-    """Refuse a shape that contradicts itself, of which the computation would know nothing to make.
+    """Refuse a contradictory shape, which no computation could use.
 
     Raises:
-        ModelLoadError: it does; the message names the numbers.
+        ModelLoadError: the shape contradicts itself; the message names the numbers.
     """
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     if heads % kv_heads:

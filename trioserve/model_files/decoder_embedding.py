@@ -1,4 +1,4 @@
-"""Decoders that were trained to embed texts: what their folders say of it.
+"""Decoders that were trained to embed texts: the description in their folders.
 
 Qwen3-Embedding and its like have sentence-transformers' files beside a decoder's. Others were saved
 as a bare model, without the weights that make logits.
@@ -15,23 +15,23 @@ from trioserve.model_files.sentence_modules import MODULES, read_sentence_module
 from trioserve.protocol.errors import ModelLoadError
 
 DecoderPooling = Literal["last", "mean"]
-"""The hidden state of a text's last token, or the mean of all."""
+"""Pooling of a text: the hidden state of its last token, or the mean of all."""
 
 
 @attrs.frozen(kw_only=True)
 class DecoderEmbedding:
-    """How a decoder's hidden states become an embedding, unless a request says otherwise."""
+    """The embedding of a decoder's hidden states, unless a request overrides it."""
 
     pooling: DecoderPooling = "last"
     normalize: bool = True
-    """Whether it is made as long as 1."""
+    """True to scale it to length 1."""
 
 
 def read_decoder_embedding(folder: Path, hidden_size: int) -> DecoderEmbedding | None:
-    """What sentence-transformers' files in ``folder`` say, None if they aren't there.
+    """Return the embedding in sentence-transformers' files in ``folder``, None without such files.
 
     Raises:
-        ModelLoadError: one is missing or damaged, or a step isn't served.
+        ModelLoadError: one is missing or damaged, or a step isn't supported.
     """
     steps = read_sentence_modules(folder, hidden_size)
     if steps is None:

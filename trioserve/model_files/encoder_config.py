@@ -7,14 +7,15 @@ from typing import Literal
 import attrs
 
 EncoderTask = Literal["embed", "classify"]
-"""What a model is for: a vector for a text, or a score for each label."""
+"""Task of a model: a vector for a text, or a score for each label."""
 
 Pooling = Literal["cls", "mean", "last", "max"]
-"""How the vectors of a text's tokens become one: the first, their mean, the last, or the largest
-number in each dimension."""
+"""Pooling of the vectors of a text's tokens: the first, their mean, the last, or the maximum of
+each dimension.
+"""
 
 Activation = Literal["identity", "gelu", "gelu_tanh", "relu", "sigmoid", "silu", "tanh"]
-"""A function of each number; ``gelu_tanh`` is the approximation of ``gelu`` by a tanh."""
+"""Activation function; ``gelu_tanh`` is the approximation of ``gelu`` by a tanh."""
 
 
 @attrs.frozen(kw_only=True)
@@ -22,7 +23,7 @@ class Dense:
     """A linear layer behind the pooling, as sentence-transformers has them."""
 
     folder: str
-    """In the model's own, where its weights are."""
+    """Folder of its weights, inside the model's folder."""
     in_features: int
     out_features: int
     bias: bool
@@ -33,8 +34,8 @@ class Dense:
 class EncoderConfig:
     """An encoder: embeddings, then attention, norm, MLP, norm, repeated, then a head.
 
-    A model that embeds has a pooling and no ``labels``. For one that classifies it is the other way
-    round: its head takes the first token.
+    A model that embeds has a pooling and no ``labels``. A model that classifies has labels and no
+    pooling: its head takes the first token.
     """
 
     family: str
@@ -48,36 +49,37 @@ class EncoderConfig:
     max_position_embeddings: int
     """Rows of the table of positions; the first ``first_position`` belong to no token."""
     padding_idx: int | None
-    """The id whose tokens aren't counted in positions (RoBERTa); None counts all, from 0 on."""
+    """Id of tokens that aren't counted in positions (RoBERTa); None counts all, from 0 on."""
     relative_buckets: int = 0
-    """Kinds of distances between two tokens, for each of which every head of the attention has a
-    number that it adds (MPNet); 0 for none."""
+    """Number of buckets for the distance between two tokens; every head adds a bias for each bucket
+    (MPNet). 0 for none.
+    """
     type_vocab_size: int
-    """How many kinds of tokens there are, such as those of a pair's first and second text."""
+    """Number of types of tokens, such as those of a pair's first and second text."""
     marks_pairs: bool
-    """Whether the tokens of a pair's second text are of another kind than those of the first."""
+    """True if the tokens of a pair's second text have a type of their own."""
     layer_norm_eps: float
     activation: Activation
     max_length: int
-    """The most tokens of a text or pair, those that the tokenizer adds included."""
+    """The most tokens of a text or pair, special tokens included."""
     pooling: Pooling | None = None
     dense: tuple[Dense, ...] = ()
     normalize: bool = False
-    """Whether embeddings are made as long as 1."""
+    """True to scale embeddings to length 1."""
     labels: tuple[str, ...] = ()
     """The names of the labels, in the order of the logits."""
     independent_labels: bool = False
-    """Whether a text may have any number of the labels, each with a probability of its own."""
+    """True if a text may have several labels, each with a probability of its own."""
     head_activation: Activation = "tanh"
-    """Between the two layers that make logits of the first token."""
+    """Activation between the two layers of the head."""
     score_activation: Activation = "identity"
-    """What makes scores of logits where the model ranks pairs; logits are given without it."""
+    """Activation that turns a ranking model's logits into scores; None returns logits."""
     lower_case: bool = False
-    """Whether texts are lower-cased before anything else is done to them."""
+    """True to lower-case texts first."""
 
     @property
     def head_dim(self) -> int:
-        """Numbers in a head of the attention."""
+        """Size of a head of the attention."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -87,7 +89,7 @@ class EncoderConfig:
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that come out for a text: dimensions of its embedding, or labels."""
+        """Size of the result for a text: dimensions of its embedding, or labels."""
         if self.task == "classify":
             return len(self.labels)
         return self.dense[-1].out_features if self.dense else self.hidden_size

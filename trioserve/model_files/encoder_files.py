@@ -1,4 +1,4 @@
-"""What is in an encoder's folder, and which kind of model a folder or file holds."""
+"""The files of an encoder's folder, and the task of the model in a folder or file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ModelTask = Literal["generate", "embed", "classify"]
 
 @attrs.frozen(kw_only=True)
 class EncoderFiles:
-    """An encoder on disk whose configuration has been read and is served."""
+    """An encoder on disk with a valid, supported configuration."""
 
     path: Path
     config: EncoderConfig
@@ -31,11 +31,12 @@ class EncoderFiles:
     """A short name to serve the model under."""
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
-        """The model's own tokenizer, which lower-cases texts first where the configuration says so.
+        """Return the model's own tokenizer; it lower-cases texts first if the configuration says
+        so.
 
         Raises:
-            ModelLoadError: it is missing or damaged, or the tokens that it adds to a pair alone are
-                as many as the model takes.
+            ModelLoadError: it is missing or damaged, or the special tokens of a pair fill the
+                model's length.
         """
         path = self.path / "tokenizer.json"
         tokenizer = huggingface.read_tokenizer(path)
@@ -46,7 +47,7 @@ class EncoderFiles:
                 f"{self.config.max_length}: they don't belong together"
             )
         if self.config.lower_case:
-            from tokenizers import normalizers  # a worker does without
+            from tokenizers import normalizers  # not needed in a worker
 
             steps = [normalizers.Lowercase()]
             if tokenizer.normalizer is not None:
@@ -55,7 +56,7 @@ class EncoderFiles:
         return tokenizer
 
     def checksum(self) -> str:
-        """A hash that tells this model's weights from others': see :class:`Checksum`."""
+        """Return a hash that distinguishes models by their weights: see :class:`Checksum`."""
         checksum = Checksum()
         checksum.add_folder(self.path)
         for dense in self.config.dense:
@@ -65,22 +66,22 @@ class EncoderFiles:
 
 
 def open_encoder(path: Path) -> EncoderFiles:
-    """Read what is in an encoder's folder, all but tokenizer and weights.
+    """Read an encoder's folder, except its tokenizer and weights.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of a kind not served; one
+        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind; one
             line names the file and says what to do.
     """
     config = read_encoder_config(path)
     for folder in (path, *(path / dense.folder for dense in config.dense)):
-        shard_paths(folder)  # a folder without weights is told so before a worker starts
+        shard_paths(folder)  # so that a folder without weights fails before a worker starts
     return EncoderFiles(path=path, config=config, name=default_name(path))
 
 
 def task_of(path: Path) -> ModelTask:
-    """What the model in a folder or GGUF file is for, as far as its architecture says it.
+    """Return the task of the model in a folder or GGUF file, by its architecture.
 
-    ``generate`` for all that is no encoder, be it served or not.
+    It is ``generate`` for every model that isn't an encoder, supported or not.
 
     Raises:
         ModelLoadError: a folder without config.json, or a damaged one.

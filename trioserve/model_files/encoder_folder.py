@@ -27,8 +27,8 @@ _FAMILIES = {
 }
 _TASKS: dict[str, EncoderTask] = {
     "Model": "embed",
-    # Models that were trained to embed on top of one that predicts words keep its name, and the
-    # part that predicts is left out.
+    # Models that were trained for embeddings often keep the name of a model that predicts words,
+    # without the weights for predictions.
     "ForMaskedLM": "embed",
     "ForSequenceClassification": "classify",
 }
@@ -45,7 +45,7 @@ _DISTILBERT_NAMES = {
     "num_attention_heads": "n_heads",
     "hidden_act": "activation",
 }
-"""Fields that DistilBERT's config.json calls otherwise."""
+"""DistilBERT's names of fields in config.json."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -60,15 +60,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _MAX_LABELS = 1 << 16
 _MPNET_PADDING_IDX = 1
-"""Whatever its config.json says."""
+"""MPNet's padding index, whatever its config.json says."""
 _MPNET_BUCKETS = 32
 
 
 def encoder_task(folder: Path) -> EncoderTask | None:
-    """What the encoder in ``folder`` is for, None if no encoder is there that could be served.
+    """Return the task of the encoder in ``folder``, None if it isn't a known encoder.
 
     Raises:
-        ModelLoadError: there is no config.json, or it is damaged.
+        ModelLoadError: config.json is missing or damaged.
     """
     architecture = _architecture(read_object(folder / "config.json"))
     known = _ARCHITECTURES.get(architecture or "")
@@ -76,10 +76,10 @@ def encoder_task(folder: Path) -> EncoderTask | None:
 
 
 def read_encoder_config(folder: Path) -> EncoderConfig:
-    """The shape of the encoder in ``folder``, and what becomes of the vectors that it gives.
+    """Return the shape of the encoder in ``folder``, and the processing of its vectors.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of a kind not served.
+        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -140,7 +140,7 @@ def _optional(path: Path) -> Fields:
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:
-    """The first that config.json names; the bare model's where it names its type alone."""
+    """Return the first architecture in config.json, or the bare model's if it names only a type."""
     named = values.get("architectures")
     if isinstance(named, list) and named:
         return str(named[0])
@@ -193,7 +193,7 @@ def _relative_buckets(fields: Fields, family: str) -> int:
 def _steps(
     folder: Path, hidden_size: int, values: Mapping[str, Any], task: EncoderTask
 ) -> SentenceModules:
-    """What becomes of the tokens' vectors; without sentence-transformers' files, their mean."""
+    """Return the steps after the encoder; without sentence-transformers' files, the mean."""
     steps = read_sentence_modules(folder, hidden_size)
     if task == "classify":
         if steps is not None and steps.pooling is not None:
@@ -221,7 +221,7 @@ def _activation(fields: Fields, name: str) -> Activation:
 
 
 def _max_length(sentence: Fields, tokenizer: Fields, default: int) -> int:
-    """What sentence-transformers cuts texts off at: its own field, else the tokenizer's."""
+    """Return sentence-transformers' limit of a text: its own field, else the tokenizer's."""
     if sentence.get("max_seq_length") is not None:
         return sentence.integer("max_seq_length")
     written = tokenizer.get("model_max_length")
@@ -231,7 +231,9 @@ def _max_length(sentence: Fields, tokenizer: Fields, default: int) -> int:
 
 
 def _marks_pairs(tokenizer: Fields, family: str) -> bool:
-    """Of the families only BERT learns from types; its tokenizer may be told not to give them."""
+    """Return whether a pair's texts have types; only BERT has them, and its tokenizer may omit
+    them.
+    """
     names = tokenizer.get("model_input_names")
     if names is not None and not isinstance(names, list):
         raise tokenizer.error("model_input_names", names)
@@ -239,7 +241,7 @@ def _marks_pairs(tokenizer: Fields, family: str) -> bool:
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
-    """The names of the labels; as transformers names them, where the file doesn't."""
+    """Return the names of the labels; transformers' default names if the file has none."""
     written = fields.get("id2label")
     if written is None:
         count = fields.integer("num_labels", 2, most=_MAX_LABELS)
@@ -253,7 +255,9 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _score_activation(folder: Path, fields: Fields, num_labels: int) -> Activation:
-    """As sentence-transformers' CrossEncoder chooses it, wherever its versions have written it."""
+    """Return the activation of scores, from any place where sentence-transformers' CrossEncoder
+    puts it.
+    """
     default: Activation = "sigmoid" if num_labels == 1 else "identity"
     own = _optional(folder / "config_sentence_transformers.json")
     if own.get("activation_fn") is not None:

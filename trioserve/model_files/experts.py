@@ -1,4 +1,4 @@
-"""What a folder's config.json says of a mixture of experts, family by family."""
+"""The mixture of experts in a folder's config.json, by family."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from trioserve.model_files.fields import Fields
 
 
 def read_experts(fields: Fields, family: str, num_layers: int) -> ExpertsConfig | None:
-    """The experts of a model of ``family``; None where no layer has any.
+    """Return the experts of a model of ``family``; None if no layer has any.
 
-    Fields that are left out have the values that transformers gives them.
+    Missing fields have transformers' defaults.
 
     Raises:
-        ModelLoadError: a field can't be right.
+        ModelLoadError: a field is invalid.
     """
     if family == "mixtral":
         return ExpertsConfig(
@@ -24,7 +24,7 @@ def read_experts(fields: Fields, family: str, num_layers: int) -> ExpertsConfig 
         )
     if family != "qwen3_moe":
         return None
-    # transformers 5 writes it under Mixtral's name.
+    # transformers 5 uses Mixtral's name for it.
     written = fields.integer("num_local_experts", 128, least=0)
     count = fields.integer("num_experts", written, least=0)
     step = fields.integer("decoder_sparse_step", 1)

@@ -13,8 +13,8 @@ from trioserve.protocol.errors import ModelLoadError
 class Fields:
     """The fields of the JSON object in ``path``, each checked as it is read.
 
-    ``defaults`` stand in for fields that are absent. What is wrong is a ModelLoadError that names
-    the file and the field.
+    ``defaults`` replace absent fields. An invalid field raises a ModelLoadError with the file and
+    the field.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -24,7 +24,7 @@ class Fields:
     def integer(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
     ) -> int:
-        """An integer from ``least`` to ``most``; null counts as absent."""
+        """Return an integer from ``least`` to ``most``; null counts as absent."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -32,28 +32,28 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A positive number; null counts as absent."""
+        """Return a positive number; null counts as absent."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(name, value)
-        if not 0 < value <= MAX_NUMBER:  # NaN isn't either
+        if not 0 < value <= MAX_NUMBER:  # refuses NaN, too
             raise self.error(name, value)
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false; absent is false."""
+        """Return true or false; absent is false."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.error(name, value)
         return bool(value)
 
     def get(self, name: str) -> Any:
-        """The field as it stands, None where it is absent."""
+        """Return the field unchanged, None if it is absent."""
         return self.values.get(name)
 
     def error(self, name: str, value: object) -> ModelLoadError:
-        """What is wrong with a field."""
+        """Return the error for an invalid field."""
         if value is None:
             return ModelLoadError(f"{self.path} has no {name}: it is no complete configuration")
         return ModelLoadError(f"{self.path} has {name} = {value!r}, which can't be right")

@@ -1,4 +1,4 @@
-"""What is in a model's folder or GGUF file, for both sides of the process boundary."""
+"""The files of a model, in a folder or a GGUF file, for both processes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ KNOWN_GENERATION_CONFIGS = {
         max_tokens=512,
     )
 }
-"""Defaults of the known models, whose GGUF files hold none."""
+"""Defaults of the known models; their GGUF files have none."""
 
 
 @attrs.frozen(kw_only=True)
 class ModelFiles:
-    """A model on disk whose configuration has been read and is served.
+    """A model on disk with a valid, supported configuration.
 
-    ``chat_template``, ``bos_token`` and ``eos_token`` are texts, None where the files name none.
+    ``chat_template``, ``bos_token`` and ``eos_token`` are texts, None if the files name none.
     """
 
     path: Path
@@ -54,34 +54,34 @@ class ModelFiles:
     bos_token: str | None
     eos_token: str | None
     generation: GenerationConfig
-    """Defaults of requests, as the model's authors recommend them."""
+    """Defaults of requests that the model's authors recommend."""
     embedding: DecoderEmbedding | None = None
-    """How it embeds texts, if it was trained for that and not to generate."""
+    """The embedding of a model that was trained for it, None for others."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
     """The parsed header of a GGUF file, None for a folder."""
     only_finite: bool = attrs.field(default=False, eq=False)
-    """Whether a tensor with infinities or NaN is refused while the weights are read."""
+    """True to refuse tensors with infinities or NaN when the weights are read."""
 
     @property
     def native(self) -> ModelConfig:
-        """The configuration, of a family that has a file of its own."""
+        """The configuration, for a family with an implementation in this package."""
         assert isinstance(self.config, ModelConfig)
         return self.config
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
-        """The model's own tokenizer.
+        """Return the model's own tokenizer.
 
         Raises:
-            ModelLoadError: it is missing, damaged, or of a kind not served.
+            ModelLoadError: it is missing, damaged, or of an unsupported kind.
         """
         if self.gguf_header is not None:
-            from trioserve.model_files import gguf_tokenizer  # a worker does without, mostly
+            from trioserve.model_files import gguf_tokenizer  # mostly not needed in a worker
 
             return gguf_tokenizer.build_tokenizer(self.gguf_header)
         return huggingface.read_tokenizer(self.path / "tokenizer.json")
 
     def checksum(self) -> str:
-        """A hash that tells this model's weights from others': see :class:`Checksum`."""
+        """Return a hash that distinguishes models by their weights: see :class:`Checksum`."""
         checksum = Checksum()
         if self.gguf_header is not None:
             checksum.add_file(self.path, self.gguf_header.data_offset)
@@ -91,13 +91,13 @@ class ModelFiles:
 
 
 def open_model(path: Path, implementation: str = "auto") -> ModelFiles:
-    """Read what is in a model's folder or GGUF file, all but tokenizer and weights.
+    """Read a model's folder or GGUF file, except its tokenizer and weights.
 
-    ``implementation`` is what is to compute it: ``native`` is this package, ``transformers`` that
-    one, and ``auto`` the first if the model's family has a file in it.
+    ``implementation`` is ``native`` for this package, ``transformers`` for that one, and ``auto``
+    for the first if it has the model's family.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of a kind not served; one
+        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind; one
             line names the file and says what to do.
     """
     if path.is_dir():
@@ -135,7 +135,7 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
     embedding = read_decoder_embedding(path, config.hidden_size)
     if embedding is None and isinstance(config, ModelConfig) and not config.has_head:
         embedding = DecoderEmbedding()
-    shard_paths(path)  # a folder without weights is told so before a worker starts
+    shard_paths(path)  # so that a folder without weights fails before a worker starts
     return ModelFiles(
         path=path,
         format="safetensors",
@@ -150,7 +150,7 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
 
 
 def load_tokenizer_from(path: str) -> tokenizers.Tokenizer:
-    """The tokenizer of another folder, or in a ``tokenizer.json`` file.
+    """Return the tokenizer of another folder, or in a ``tokenizer.json`` file.
 
     Raises:
         ModelLoadError: it is missing or damaged.

@@ -23,9 +23,9 @@ class GenerationConfig:
     sampling: dict[str, float | int] = attrs.field(factory=dict)
     """Sampling parameters by name."""
     max_tokens: int | None = None
-    """Output tokens of a request without ``max_tokens``; None for as many as fit."""
+    """Default of ``max_tokens``; None for as many as fit."""
     most_tokens: int | None = None
-    """Output tokens of any request at most; None for no limit."""
+    """Limit of ``max_tokens``; None for no limit."""
 
     def shown(self) -> dict[str, float | int]:
         """Return all defaults by the names of sampling parameters."""
@@ -53,7 +53,7 @@ def read_generation_file(path: Path) -> GenerationConfig:
 
 
 def _of(values: Mapping[str, Any], path: Path) -> GenerationConfig:
-    # The penalty holds for greedy decoding, too; the others matter where the model samples.
+    # The penalty applies to greedy decoding, too; the others only to sampling.
     samples = values.get("do_sample") is not False
     names = GENERATION_CONFIG_FIELDS if samples else ("repetition_penalty",)
     sampling = {

@@ -1,7 +1,6 @@
-"""What a GGUF file's metadata says of the model: its shape, special tokens and chat template.
+"""The metadata of a GGUF file: the model's shape, special tokens and chat template.
 
-Keys are described in ggml's gguf.md; what they mean for a model, and the defaults of those that are
-left out, is as llama.cpp has it.
+ggml's gguf.md describes the keys. Their meaning for a model, and their defaults, are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3")
 CONTROL = 3
 """The number in ``tokenizer.ggml.token_type`` of a control token."""
 
-# Files often name one end alone; these end a turn or a text in every model that has them.
+# Files often name only one end; these tokens end a turn or a text in every model that has them.
 _END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-_SMOLLM3_NO_ROPE_INTERVAL = 4  # no key holds it; llama.cpp has it as a constant too
+_SMOLLM3_NO_ROPE_INTERVAL = 4  # without a key; llama.cpp has this constant too
 _FLOATS = {"F32": "float32", "F16": "float16"}
-# What experts have that isn't served, with the values that stand for nothing of the kind.
+# Unsupported properties of experts, with the values that stand for their absence.
 _PLAIN_EXPERTS: dict[str, tuple[float, ...]] = {
     "expert_shared_count": (0,),
     "expert_weights_scale": (0.0, 1.0),
@@ -43,7 +42,7 @@ _REQUIRED = ("token_embd.weight", "output_norm.weight")
 
 
 class _Keys:
-    """Metadata under the architecture's own prefix, each value checked as it is read."""
+    """The metadata below the architecture's own prefix, each value checked as it is read."""
 
     def __init__(self, header: GGUFHeader, architecture: str) -> None:
         self.header = header
@@ -53,7 +52,9 @@ class _Keys:
         return self.header.metadata.get(f"{self.prefix}.{key}")
 
     def integer(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """An integer from 1 to ``most``, or an array that holds the same one for every layer."""
+        """Return an integer from 1 to ``most``, or from an array with the same one for
+        every layer.
+        """
         value = self.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -63,19 +64,19 @@ class _Keys:
         return value
 
     def positive(self, key: str) -> int | None:
-        """A positive integer; None for 0 and where there is none."""
+        """Return a positive integer; None for 0 or a missing key."""
         value = self.get(key)
         if value is None or (isinstance(value, int) and value == 0):
             return None
         return self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, value)
-        if not 0 < value <= MAX_NUMBER:  # NaN isn't either
+        if not 0 < value <= MAX_NUMBER:  # refuses NaN, too
             raise self.error(key, value)
         return float(value)
 
@@ -89,10 +90,10 @@ class _Keys:
 
 
 def read_config(header: GGUFHeader) -> ModelConfig:
-    """The shape of the model in a GGUF file.
+    """Return the shape of the model in a GGUF file.
 
     Raises:
-        ModelLoadError: the architecture isn't served, or a key or tensor is missing or wrong.
+        ModelLoadError: the architecture isn't supported, or a key or tensor is missing or wrong.
     """
     architecture = header.text("general.architecture")
     if architecture is None or architecture not in ARCHITECTURES:
@@ -152,7 +153,7 @@ def read_config(header: GGUFHeader) -> ModelConfig:
 
 
 def _family(keys: _Keys, experts: ExpertsConfig | None) -> str:
-    """What the architecture is called outside of GGUF files."""
+    """Return the family's name outside of GGUF files."""
     if keys.prefix == "qwen3moe":
         return "qwen3_moe"
     if experts is None:
@@ -170,7 +171,7 @@ def _experts(keys: _Keys, num_layers: int) -> ExpertsConfig | None:
         value = keys.get(key)
         if value is not None and (isinstance(value, np.ndarray) or value not in plain):
             raise keys.error(key, value)
-    # Where files don't say, llama.cpp does so in both architectures.
+    # llama.cpp's default for both architectures.
     normalized = keys.get("expert_weights_norm")
     if normalized is not None and not isinstance(normalized, bool):
         raise keys.error("expert_weights_norm", normalized)
@@ -188,7 +189,7 @@ def _experts(keys: _Keys, num_layers: int) -> ExpertsConfig | None:
 def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:
     factors = keys.header.tensors.get("rope_freqs.weight")
     kind = keys.header.text(f"{keys.prefix}.rope.scaling.type") or "none"
-    # Files of the first years have the linear factor alone, under another key.
+    # Old files have only the linear factor, under another key.
     old_factor = keys.number("rope.scale_linear", 1.0)
     if kind == "none" and old_factor != 1.0:
         kind = "linear"
@@ -228,7 +229,7 @@ def _read_floats(keys: _Keys, tensor: GGUFTensor) -> tuple[float, ...]:
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """The format of most matrices; bfloat16 where they are quantized."""
+    """Return the format of most matrices; bfloat16 if they are quantized."""
     counts = Counter(t.type.name for t in header.tensors.values() if len(t.shape) > 1)
     return _FLOATS.get(max(counts, key=counts.__getitem__, default=""), "bfloat16")
 
@@ -242,7 +243,9 @@ def _token_id(header: GGUFHeader, name: str) -> int | None:
 
 
 def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:
-    """The ids that end a sequence: those that the file names, then control tokens by their text."""
+    """Return the ids that end a sequence: those that the file names, then control tokens by their
+    text.
+    """
     named = (_token_id(header, name) for name in ("eos", "eot", "eom"))
     ids = [token for token in named if token is not None]
     tokens = header.texts("tokenizer.ggml.tokens")
@@ -252,12 +255,12 @@ def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:
 
 
 def read_chat_template(header: GGUFHeader) -> str | None:
-    """The model's default chat template, None where the file has none."""
+    """Return the model's default chat template, None if the file has none."""
     template = header.metadata.get("tokenizer.chat_template")
     return template if isinstance(template, str) else None
 
 
 def read_token_text(header: GGUFHeader, token: int | None) -> str | None:
-    """The text of a special token, as the chat template writes it."""
+    """Return the text of a special token, as the chat template writes it."""
     tokens = header.texts("tokenizer.ggml.tokens")
     return tokens[token] if token is not None and token < len(tokens) else None

@@ -1,13 +1,13 @@
-"""The header of a GGUF file: metadata, and where each tensor lies.
+"""The header of a GGUF file: metadata, and the place of each tensor.
 
-The file is read, not mapped: whoever cuts a mapped file short ends the process that looks at it.
-Nothing is made room for before the file has been seen to hold it.
+The file is read, not mapped: truncating a mapped file kills the process that reads it. Memory is
+allocated only for content that the file really has.
 
 Layout (version 2 and 3, little-endian): the magic ``GGUF``, the version, the numbers of tensors and
 of metadata entries, the entries (key, type, value), the tensors' entries (name, dimensions, type,
-offset), padding, data. Strings have a 64-bit length in front. The gguf package has a reader too;
-it makes several numpy arrays for each token of the vocabulary and so takes seconds for what is done
-here in some tens of milliseconds.
+offset), padding, data. Strings have a 64-bit length in front. The gguf package has a reader too,
+but it makes several numpy arrays for each token of the vocabulary and takes seconds. This one takes
+some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _READ_BUFFER = 1 << 20
 _MAX_HEADER_BYTES = 256 << 20
-"""Ten times what the largest vocabularies take."""
+"""Ten times the size of the largest vocabularies."""
 _MAX_ENTRIES = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_TEXTS = 1 << 22
-"""In one array: the merges of a vocabulary are the most."""
+"""Limit of texts in one array: a vocabulary's merges are the most."""
 _MIN_ALIGNMENT, _MAX_ALIGNMENT = 8, 1 << 20
 
 
 @attrs.frozen
 class TensorType:
-    """How a tensor's numbers are stored: blocks of so many numbers in so many bytes."""
+    """The storage of a tensor's numbers: blocks of so many numbers in so many bytes."""
 
     name: str
     block_numbers: int
@@ -73,7 +73,7 @@ TENSOR_TYPES: Final = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""The types that are read, by their numbers in the format."""
+"""The supported types, by their numbers in the format."""
 
 
 @attrs.frozen
@@ -100,10 +100,10 @@ class GGUFHeader:
     data_offset: int
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """The text under ``key``, ``default`` where there is none.
+        """Return the text under ``key``, ``default`` if there is none.
 
         Raises:
-            ModelLoadError: it is something else.
+            ModelLoadError: it is another type.
         """
         value = self.metadata.get(key, default)
         if value is not None and not isinstance(value, str):
@@ -111,10 +111,10 @@ class GGUFHeader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """The truth value under ``key``, ``default`` where there is none.
+        """Return the truth value under ``key``, ``default`` if there is none.
 
         Raises:
-            ModelLoadError: it is something else.
+            ModelLoadError: it is another type.
         """
         value = self.metadata.get(key, default)
         if not isinstance(value, bool):
@@ -122,16 +122,16 @@ class GGUFHeader:
         return value
 
     def wrong_type(self, key: str) -> ModelLoadError:
-        """The error for a value under ``key`` that is none of its kind."""
+        """Return the error for a value of the wrong type under ``key``."""
         return ModelLoadError(f"{self.path} is damaged: {key} has the wrong type; fetch it again")
 
     def texts(self, key: str) -> list[str]:
-        """The array of texts under ``key``; empty where there is none."""
+        """Return the array of texts under ``key``; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, list) else []
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
-        """The array of numbers under ``key``; empty where there is none."""
+        """Return the array of numbers under ``key``; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, np.ndarray) else np.empty(0)
 
@@ -140,7 +140,8 @@ def read_header(path: Path) -> GGUFHeader:
     """Read and check the header of a GGUF file.
 
     Raises:
-        ModelLoadError: it is no GGUF file, damaged, truncated, or has a tensor type not read.
+        ModelLoadError: it isn't a GGUF file, is damaged or truncated, or has an unsupported tensor
+            type.
     """
     try:
         with path.open("rb", buffering=_READ_BUFFER) as file:
@@ -152,7 +153,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """A position in the file; every read moves it, none goes past the end."""
+    """A position in the file; every read moves it, at most to the end."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -212,7 +213,9 @@ class _Reader:
         return int(value)
 
     def count(self, what: str, most: int) -> int:
-        """Read a count, before whose items are read: a sparse file has room for any number."""
+        """Read a count and check it before its items are read: a sparse file can claim any
+        number.
+        """
         value = self.u64()
         if value > most:
             raise self.damaged(f"it has {value} {what}, and at most {most} are read")
@@ -251,7 +254,9 @@ class _Reader:
         return np.frombuffer(self.raw(dtype.itemsize * length), dtype)
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape (rows first), number of the type, offset from the start of the data."""
+        """Return name, shape (rows first), number of the type, and offset from the start of the
+        data.
+        """
         name = self.text()
         num_dimensions = self.u32()
         if num_dimensions > 4:
@@ -301,7 +306,7 @@ class _Reader:
 
 
 def _type_name(kind: int) -> str:
-    """The name of a type that isn't read; the package is loaded for this message alone."""
+    """Return the name of an unsupported type; the package is imported only for this error."""
     from gguf.constants import GGMLQuantizationType
 
     try:

@@ -1,9 +1,9 @@
 """A tokenizer out of a GGUF file's metadata.
 
 ``tokenizer.ggml.model`` names one of two kinds. ``gpt2`` is byte-level BPE with its merges in the
-file; how text is split before merging is not in the file but named by ``tokenizer.ggml.pre``.
-``llama`` is SentencePiece's BPE: spaces become ``▁``, whatever the vocabulary lacks falls back to
-bytes, and a merge's rank is the score of the piece it makes.
+file; ``tokenizer.ggml.pre`` names the rule that splits text before merging. ``llama`` is
+SentencePiece's BPE: spaces become ``▁``, characters outside of the vocabulary fall back to bytes,
+and a merge's rank is the score of its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.protocol.errors import ModelLoadError
 
 _MAX_PIECE_CHARACTERS = 1024
-"""Of SentencePiece's; its own trainer makes 16 of them. The time to cut one grows as its square."""
+"""Limit of a SentencePiece piece; its own trainer has 16. Splitting one takes quadratic time."""
 _NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,10 +47,10 @@ _TEKKEN = (
 
 @attrs.frozen
 class _Splitting:
-    """What a ``tokenizer.ggml.pre`` stands for.
+    """The rule named by a ``tokenizer.ggml.pre``.
 
-    ``pattern`` None is GPT-2's own. ``whole_words``: a piece that is a token is taken as it is,
-    without merging. ``add_bos`` is the default where the file doesn't say.
+    ``pattern`` None is GPT-2's own. With ``whole_words``, a piece that is a token isn't merged.
+    ``add_bos`` is the default if the file doesn't say.
     """
 
     pattern: str | None = None
@@ -58,7 +58,7 @@ class _Splitting:
     whole_words: bool = False
     add_bos: bool = False
     compose: bool = False
-    """Text is brought to Unicode's composed form (NFC) first."""
+    """True to bring text to Unicode's composed form (NFC) first."""
 
 
 _GPT2 = _Splitting()
@@ -79,10 +79,10 @@ _PRE: dict[str, _Splitting] = {
 
 
 def build_tokenizer(header: GGUFHeader) -> Tokenizer:
-    """The tokenizer that the metadata describes.
+    """Return the tokenizer that the metadata describes.
 
     Raises:
-        ModelLoadError: the metadata is incomplete, or of a kind not served.
+        ModelLoadError: the metadata is incomplete, or of an unsupported kind.
     """
     vocabulary = _Vocabulary.read(header)
     kind = header.text("tokenizer.ggml.model")
@@ -148,7 +148,7 @@ def _byte_level(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer,
 
 
 def _merge(line: str) -> tuple[str, str]:
-    # The space in the middle is the separator; a piece may start with one in odd files.
+    # The space in the middle is the separator; in odd files a piece starts with one.
     left, _, right = line[1:].partition(" ")
     return line[:1] + left, right
 
@@ -195,14 +195,16 @@ _KINDS: dict[str | None, Callable[[GGUFHeader, _Vocabulary], tuple[Tokenizer, bo
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }
-"""By ``tokenizer.ggml.model``: what makes the tokenizer, and whether BOS is added if not told."""
+"""The function that makes the tokenizer, and the default of adding BOS, by
+``tokenizer.ggml.model``.
+"""
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece out of two, best piece first.
+    """Return every way to make a piece of two, best piece first.
 
-    SentencePiece merges the neighbours whose piece has the best score, so all ways to make one
-    piece have one rank; BPE's merges are a list, in which they stand together.
+    SentencePiece merges the neighbours with the best resulting piece, so all ways to make one piece
+    have one rank. BPE has a list of merges, in which they are adjacent.
     """
     ids = vocabulary.ids
     found: list[tuple[float, int, int, str, str]] = []
@@ -220,7 +222,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple
 
 
 def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Control tokens are special; they and user-defined ones are found before anything is split."""
+    """Add control tokens as special ones; they and user-defined ones are found before splitting."""
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -233,7 +235,7 @@ def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 def _add_template(
     tokenizer: Tokenizer, header: GGUFHeader, vocabulary: _Vocabulary, add_bos: bool
 ) -> None:
-    """Put BOS in front and EOS behind, where the file (or its kind of tokenizer) asks for it."""
+    """Put BOS in front and EOS behind, if the file or its kind of tokenizer says so."""
     bos = _special(header, vocabulary, "bos", add_bos)
     eos = _special(header, vocabulary, "eos", False)
     if bos is None and eos is None:
@@ -249,7 +251,7 @@ def _add_template(
 
 
 def _special(header: GGUFHeader, vocabulary: _Vocabulary, name: str, default: bool) -> str | None:
-    """The text of BOS or EOS where it is to be added, None where it isn't."""
+    """Return the text of BOS or EOS if it is to be added, else None."""
     if not header.flag(f"tokenizer.ggml.add_{name}_token", default):
         return None
     token = header.metadata.get(f"tokenizer.ggml.{name}_token_id")

@@ -1,4 +1,4 @@
-"""A model's folder as Hugging Face's libraries write it: its JSON files, and what they mean.
+"""A model's folder in the format of Hugging Face's libraries: its JSON files and their meaning.
 
 Old and new spellings are both read: transformers 4 writes ``rope_theta`` and ``rope_scaling`` side
 by side and ``torch_dtype``; transformers 5 writes ``rope_parameters`` and ``dtype``.
@@ -46,9 +46,9 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 _BARE_MODELS = {name.replace("ForCausalLM", "Model"): family for name, family in FAMILIES.items()}
-"""Without the weights that make logits: for embeddings."""
+"""Classes without the weights that make logits: for embeddings."""
 
-# What transformers takes for a field that config.json leaves out, where families differ.
+# transformers' defaults of fields in config.json that differ between families.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -64,16 +64,16 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 _MAX_TOKENIZER_BYTES = 256 << 20
-"""Several times what the largest vocabularies take."""
+"""Several times the size of the largest vocabularies."""
 
 _ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in ``folder``, from config.json and generation_config.json.
+    """Return the shape of the model in ``folder``, from config.json and generation_config.json.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of a kind not served.
+        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -122,7 +122,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def has_family(values: Mapping[str, Any]) -> bool:
-    """Whether config.json is of a family that has a file here."""
+    """Return whether config.json is of a family with an implementation in this package."""
     architecture = architecture_of(values)
     if architecture is None:
         return values.get("model_type") in FAMILIES.values()
@@ -144,7 +144,7 @@ def _family(path: Path, values: Mapping[str, Any]) -> str:
 
 
 def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Whether the model makes logits: of those that embed texts some were saved without that."""
+    """Return whether the model makes logits; some embedding models were saved without that part."""
     if architecture_of(values) in _BARE_MODELS:
         return False
     if values.get("tie_word_embeddings") or not (folder / MODULES).exists():
@@ -161,7 +161,7 @@ def _refuse_unserved(fields: Fields) -> None:
 
 
 def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None]:
-    """The base frequency and the scaling, from either spelling."""
+    """Return the base frequency and the scaling, from either spelling."""
     written = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(written, dict) or any(isinstance(value, dict) for value in written.values()):
         raise ModelLoadError(f"{fields.path}: RoPE that differs from layer to layer isn't served")
@@ -176,7 +176,7 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
         raise ModelLoadError(f"{fields.path}: RoPE scaling {kind!r} isn't served; {known} are")
-    # Dynamic scaling starts at the trained length, which is max_position_embeddings itself.
+    # Dynamic scaling starts at the length of training, which is max_position_embeddings.
     original = max_positions
     if kind != "dynamic":
         outer = fields.integer("original_max_position_embeddings", max_positions)
@@ -212,7 +212,7 @@ def _rope_layers(fields: Fields, family: str, num_layers: int) -> tuple[bool, ..
     if layers is None:
         interval = fields.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    # The field is named for the layers without RoPE, and yet a 1 in it is a layer with RoPE.
+    # The field's name is of layers without RoPE, but a 1 in it is a layer with RoPE.
     if not isinstance(layers, list) or len(layers) < num_layers:
         raise fields.error("no_rope_layers", layers)
     return tuple(bool(layer) for layer in layers[:num_layers])
@@ -250,7 +250,7 @@ def _first(ids: tuple[int, ...]) -> int | None:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """The default chat template: a file of its own wins over tokenizer_config.json."""
+    """Return the default chat template: its own file wins over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -268,7 +268,7 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def read_special_token(folder: Path, name: str) -> str | None:
-    """The text of ``bos_token`` or ``eos_token``, as templates use it."""
+    """Return the text of ``bos_token`` or ``eos_token``, for templates."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_object(folder / file, required=False).get(name)
         if isinstance(token, dict):
@@ -279,10 +279,10 @@ def read_special_token(folder: Path, name: str) -> str | None:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a tokenizer.json, exactly as that file describes it.
+    """Return the tokenizer in a tokenizer.json, exactly as that file describes it.
 
-    ``tokenizer_class`` in tokenizer_config.json has no say: it would replace the file's
-    pre-tokenizer by another. Truncation and padding, which the file may switch on, are off.
+    ``tokenizer_class`` in tokenizer_config.json is ignored: it would replace the file's
+    pre-tokenizer. Truncation and padding, which the file may switch on, are off.
 
     Raises:
         ModelLoadError: the file is missing or damaged.
@@ -292,7 +292,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         if (path.parent / "tokenizer.model").exists():
             hint = "tokenizer.model alone isn't served, so convert it to tokenizer.json"
         raise ModelLoadError(f"{path} is missing: {hint}")
-    import tokenizers  # a worker does without, mostly
+    import tokenizers  # mostly not needed in a worker
 
     if path.stat().st_size > _MAX_TOKENIZER_BYTES:
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""JSON files of a model's folder, read with errors that a person can act on."""
+"""JSON files of a model's folder, read with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """The object in a JSON file; an absent file that isn't required is an empty one.
+    """Return the object in a JSON file; an empty one for an absent file that isn't required.
 
     Raises:
-        ModelLoadError: the file is missing, unreadable, no JSON, or no object.
+        ModelLoadError: the file is missing, unreadable, or not a JSON object.
     """
     if not required and not path.exists():
         return {}
@@ -23,10 +23,10 @@ def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def read_array(path: Path) -> list[Any]:
-    """The array in a JSON file.
+    """Return the array in a JSON file.
 
     Raises:
-        ModelLoadError: the file is unreadable, no JSON, or no array.
+        ModelLoadError: the file is unreadable, or not a JSON array.
     """
     value = _parse(read_file(path), path)
     if not isinstance(value, list):
@@ -35,7 +35,7 @@ def read_array(path: Path) -> list[Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """All of a file. A device or a pipe isn't one, so that a link to one can't be read for ever.
+    """Return the bytes of a regular file; a device or a pipe could be read for ever.
 
     Raises:
         ModelLoadError: it can't be read.
@@ -49,10 +49,10 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in ``data``, which was read from ``path``.
+    """Return the JSON object in ``data``, which was read from ``path``.
 
     Raises:
-        ModelLoadError: it is no JSON, or no object.
+        ModelLoadError: it isn't a JSON object.
     """
     value = _parse(data, path)
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""From what a person types to a folder or file on this machine."""
+"""The folder or file on this machine for a model's name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _HUB_FOLDER = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
 
 def locate(model: str, *, revision: str | None = None) -> Path:
-    """The folder or GGUF file of ``model``; a Hub id is downloaded to the Hub's cache if need be.
+    """Return the folder or GGUF file of ``model``; a Hub id is downloaded to the Hub's cache if
+    needed.
 
     Args:
         model: a known name (``smollm2-135m``), a folder with a config.json, a ``.gguf`` file, or an
@@ -26,7 +27,7 @@ def locate(model: str, *, revision: str | None = None) -> Path:
         revision: a branch, tag or commit of a Hub id.
 
     Raises:
-        ModelLoadError: there is no such model; one line says what to do.
+        ModelLoadError: the model doesn't exist; one line says what to do.
     """
     if model in KNOWN_MODELS:
         return _packaged(model)
@@ -46,7 +47,7 @@ def locate(model: str, *, revision: str | None = None) -> Path:
 
 
 def default_name(path: Path) -> str:
-    """The short name to serve the model at ``path`` under."""
+    """Return the default name to serve the model at ``path`` under."""
     known = known_name(path)
     if known is not None:
         return known
@@ -67,7 +68,7 @@ def known_name(path: Path) -> str | None:
 
 def _packaged(name: str) -> Path:
     package, distribution = KNOWN_MODELS[name]
-    # Only the spec: importing the package would pull in what it depends on.
+    # Only the spec: importing the package would import its dependencies.
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:

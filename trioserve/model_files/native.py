@@ -1,4 +1,4 @@
-"""Errors of libraries in Rust, as exceptions that one can catch and act on."""
+"""Errors of libraries in Rust, as ordinary exceptions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def panics_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_by_tokenizers(path: Path) -> Iterator[None]:
-    """Turn whatever the library raises, while it makes a tokenizer of ``path``, into one line.
+    """Turn any error of the library while it loads ``path`` into a one-line ModelLoadError.
 
-    It raises bare Exceptions, and a panic of its Rust code is a BaseException of its own.
+    The library raises bare Exceptions, and a panic of its Rust code is a BaseException of its own.
 
     Raises:
-        ModelLoadError: it did raise something.
+        ModelLoadError: the library raised an error.
     """
     try:
         with panics_raised():

@@ -1,4 +1,4 @@
-"""What sentence-transformers writes beside a model: what is done to the vectors of its tokens.
+"""The files of sentence-transformers beside a model: the processing of its tokens' vectors.
 
 ``modules.json`` lists the steps and the folder of each: the transformer itself, a pooling, perhaps
 linear layers, perhaps a normalization. Older versions of the library spell some fields differently,
@@ -43,7 +43,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @attrs.frozen(kw_only=True)
 class SentenceModules:
-    """The steps behind the transformer; ``pooling`` is None if there are none."""
+    """The steps after the transformer; ``pooling`` is None if there are none."""
 
     pooling: Pooling | None
     dense: tuple[Dense, ...] = ()
@@ -51,12 +51,12 @@ class SentenceModules:
 
 
 def read_sentence_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
-    """The steps that the model in ``folder`` has, None if it has no modules.json.
+    """Return the steps of the model in ``folder``, None if it has no modules.json.
 
-    ``hidden_size`` is of the vectors that its transformer gives.
+    ``hidden_size`` is the size of the transformer's vectors.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or a step isn't served.
+        ModelLoadError: a file is missing or damaged, or a step isn't supported.
     """
     path = folder / MODULES
     if not path.exists():
@@ -88,10 +88,10 @@ def read_sentence_modules(folder: Path, hidden_size: int) -> SentenceModules | N
 
 
 def activation_of_class(fields: Fields, name: str, default: Activation) -> Activation:
-    """The activation that a field names by the path of torch's class for it.
+    """Return the activation that a field names by the path of torch's class.
 
     Raises:
-        ModelLoadError: it names something else.
+        ModelLoadError: it names another class.
     """
     value = fields.get(name)
     if value is None:
@@ -105,7 +105,7 @@ def activation_of_class(fields: Fields, name: str, default: Activation) -> Activ
 
 
 def _step(path: Path, entry: Any) -> tuple[str, str]:
-    """The name of a step's class, and its folder."""
+    """Return the name of a step's class, and its folder."""
     kind, place = (
         (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
     )

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: which they are, and what their headers promise.
+"""The safetensors files of a folder, and their headers.
 
 A safetensors file is eight bytes with the header's length, the header (JSON: for each tensor its
 dtype, shape and byte range), and the tensors.
@@ -20,8 +20,9 @@ from trioserve.protocol.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_HEADER_VALUES = 1 << 20
-"""JSON values in a header, about: each tensor has eight. The largest models have some hundred
-thousand tensors, in many files."""
+"""Approximate limit of JSON values in a header: each tensor has eight. The largest models have some
+hundred thousand tensors, in many files.
+"""
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_DIMENSIONS = 8
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
@@ -44,14 +45,14 @@ class Shard:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     offsets: dict[str, int]
-    """Where each tensor's bytes begin, in the file."""
+    """Start of each tensor's bytes in the file."""
     num_bytes: dict[str, int]
 
 
 def shard_paths(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model's folder, in the order of their names.
+    """Return the safetensors files of a model's folder, in the order of their names.
 
-    A file stands for itself.
+    The path of a file gives that file.
 
     Raises:
         ModelLoadError: there are none, or the index names one that is missing.
@@ -90,7 +91,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
-    """The headers of all safetensors files of a folder, checked against the files' sizes.
+    """Return the headers of all safetensors files of a folder, checked against the files' sizes.
 
     Raises:
         ModelLoadError: a file is missing, damaged or truncated, or holds a tensor twice.
@@ -108,10 +109,10 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
 
 
 def read_header_bytes(path: Path) -> bytes:
-    """The header of a safetensors file, as it stands.
+    """Return the header of a safetensors file, unparsed.
 
     Raises:
-        ModelLoadError: the file can't be read, or is no safetensors file.
+        ModelLoadError: the file can't be read, or isn't a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -127,7 +128,7 @@ def read_header_bytes(path: Path) -> bytes:
         raise ModelLoadError(f"{path} can't be read: {error.strerror}") from error
     if len(header) < length:
         raise ModelLoadError(f"{path} is truncated inside its header: fetch it again")
-    # Counted before it is parsed, which takes a thousand times as long.
+    # Count first: parsing takes a thousand times as long.
     num_values = header.count(b",") + header.count(b":")
     if num_values > _MAX_HEADER_VALUES:
         raise ModelLoadError(
@@ -138,7 +139,7 @@ def read_header_bytes(path: Path) -> bytes:
 
 
 def read_shard(path: Path) -> Shard:
-    """The header of one safetensors file, checked against the file's size.
+    """Return the header of one safetensors file, checked against the file's size.
 
     Raises:
         ModelLoadError: it can't be read, is damaged or truncated.
@@ -171,7 +172,7 @@ def _bad_entry(path: Path) -> ModelLoadError:
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]] | None:
-    """Dtype, shape and byte range of a header's entry; None if it isn't right in itself."""
+    """Return dtype, shape and byte range of a header's entry; None if it is inconsistent."""
     if not isinstance(entry, dict):
         return None
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -179,7 +180,7 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]] | None:
         return None
     if len(offsets) != 2 or offsets[0] > offsets[1] or len(shape) > _MAX_DIMENSIONS:
         return None
-    # A type that isn't known here is told by its name when its tensor is wanted.
+    # An unknown type raises an error with its name when its tensor is loaded.
     item = _ITEM_BYTES.get(dtype)
     if item is not None and math.prod(shape) * item != offsets[1] - offsets[0]:
         return None

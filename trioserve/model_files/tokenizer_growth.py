@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 MAX_GROWTH = 64
-"""The most times as long as it was that replacements may make a text. Usual files have 1 or 2."""
+"""The largest factor by which replacements may lengthen a text. Usual files have 1 or 2."""
 
 
 MAX_TEMPLATE_TOKENS = 1024
 """The most special tokens that a template may put around a text."""
 MAX_ADDED_TOKENS = 1 << 18
-"""The most tokens beside the vocabulary: loading as many takes five seconds."""
+"""The most tokens beside the vocabulary: loading this many takes five seconds."""
 
 
 class _Description(msgspec.Struct):
@@ -60,7 +60,7 @@ def check_growth(data: bytes) -> None:
 
 
 def _growth(step: Any) -> int:
-    """Return how many times as long as it was a step may make a text."""
+    """Return the factor by which a step may lengthen a text."""
     if not isinstance(step, dict):
         return 1
     growth = 1
@@ -70,7 +70,7 @@ def _growth(step: Any) -> int:
             growth = min(growth * _growth(each), 1 << 40)
     growth *= max(1, *(_copies(step.get(name)) for name in ("single", "pair")))
     prepended = step.get("prepend")
-    if isinstance(prepended, str):  # It may stand in front of each piece between special tokens.
+    if isinstance(prepended, str):  # it may stand in front of each piece between special tokens
         growth *= 1 + len(prepended)
     content = step.get("content")
     if step.get("type") != "Replace" or not isinstance(content, str):
@@ -79,7 +79,7 @@ def _growth(step: Any) -> int:
     plain = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(plain, str) and plain:
         return growth * max(1, -(-len(content) // len(plain)))
-    return growth * (1 + len(content))  # A regex may match at each character, or between two.
+    return growth * (1 + len(content))  # a regex may match at each character, or between two
 
 
 def _copies(template: Any) -> int:

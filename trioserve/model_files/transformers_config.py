@@ -1,7 +1,7 @@
-"""A decoder of a family without a file of its own: what serving needs to know of its config.json.
+"""The config.json of a decoder that only transformers implements.
 
-What the layers are made of is transformers' business, in the worker; the engine wants the
-vocabulary, the longest sequence and the ids that end one.
+transformers builds the layers in the worker; the engine needs the vocabulary, the longest sequence
+and the ids that end one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trioserve.model_files.jsonfile import read_object
 from trioserve.protocol.errors import ModelLoadError
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
-"""Of the names of classes that continue a text."""
+"""Endings of the names of classes that continue a text."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -50,12 +50,12 @@ class TransformersConfig:
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    """The longest sequence that can be served, which may be less than config.json's number."""
+    """Length of the longest supported sequence, maybe less than config.json's number."""
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     shape: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
-    """All of config.json that tells one model's computation from another's."""
+    """All fields of config.json that affect the computation."""
 
     @property
     def family(self) -> str:
@@ -64,16 +64,16 @@ class TransformersConfig:
 
 
 def is_other_decoder(values: Mapping[str, Any]) -> bool:
-    """Whether config.json names a class that continues texts, be it known here or not."""
+    """Return whether config.json names a class that continues texts, known or unknown."""
     architecture = architecture_of(values) or ""
     return architecture.endswith(_ENDINGS) and not values.get("is_encoder_decoder")
 
 
 def read_transformers_config(folder: Path) -> TransformersConfig:
-    """What ``folder`` says of a model that transformers is to compute.
+    """Return the configuration in ``folder`` of a model that transformers computes.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of a kind not served.
+        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -85,7 +85,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
             "that transformers computes, decoders are (…ForCausalLM)"
         )
     refuse_quantized(fields)
-    if _first_in(values, _DEPTHS) in values:  # else transformers has a number of its own
+    if _first_in(values, _DEPTHS) in values:  # otherwise transformers has a default
         fields.integer(_first_in(values, _DEPTHS), most=MAX_LAYERS)
     return TransformersConfig(
         architecture=architecture,
@@ -100,15 +100,15 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
 
 
 def _first_in(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The first name that is there; the most usual one for the error if none is."""
+    """Return the first name that exists; if none does, the most usual one, for the error."""
     return next((name for name in names if values.get(name) is not None), names[0])
 
 
 def _longest(fields: Fields) -> int:
-    """The longest sequence whose tokens are all rotated alike.
+    """Return the length of the longest sequence with equal rotation of all tokens.
 
-    Past the length that it was trained at, LongRoPE rotates the whole sequence by other angles, of
-    which keys in the cache know nothing, nor the other sequences of a step.
+    Beyond the length of training, LongRoPE rotates the whole sequence by other angles. Keys in the
+    cache and the other sequences of a step don't have these.
     """
     longest = fields.integer(_first_in(fields.values, _LENGTHS))
     for rope in _ropes(fields):
@@ -119,7 +119,7 @@ def _longest(fields: Fields) -> int:
 
 
 def _ropes(fields: Fields) -> Iterator[Fields]:
-    """What there is to read of RoPE: for all layers, or for each kind of layer."""
+    """Yield the fields of RoPE: for all layers, or for each kind of layer."""
     written = fields.get("rope_parameters") or fields.get("rope_scaling")
     if not isinstance(written, dict):
         return
