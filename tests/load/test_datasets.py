@@ -1,4 +1,4 @@
-"""What each data set asks, and what is read from files."""
+"""The requests of each data set, and work read from files."""
 
 from __future__ import annotations
 

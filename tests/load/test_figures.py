@@ -1,4 +1,4 @@
-"""Figures against records whose answers are known, and against vLLM's formulas, stated again."""
+"""Figures of records with known results, and by vLLM's formulas, stated again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trioserve.load import Limits, Record, Run, figures_of
 
 
 def vllm_figures(run: Run, limits: dict[str, float]) -> dict[str, Any]:
-    """What ``vllm bench serve`` computes of the same requests, in its own words.
+    """Return the figures of ``vllm bench serve`` for the same requests.
 
-    It keeps of each request a start, ttft, itl, latency and output_len, all in seconds.
+    It keeps start, ttft, itl, latency and output_len of each request, all in seconds.
     """
     good = [record for record in run.records if not record.error and not record.cancelled]
     ttfts = [record.chunks[0] - record.started for record in good]

@@ -163,7 +163,7 @@ def test_the_unit_of_a_traces_times_can_be_said(tmp_path: Path) -> None:
 
 @pytest.fixture
 def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose clocks are hours from UTC, and change in the night of 2023-11-05."""
+    """Machine with clocks hours from UTC that change in the night of 2023-11-05."""
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "America/New_York")
         time.tzset()

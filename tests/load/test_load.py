@@ -39,7 +39,7 @@ from trioserve.load import (
 
 
 def echo(body: dict[str, Any]) -> Script:
-    """The prompt itself, the later the smaller it is."""
+    """Return the prompt itself, later for smaller ones."""
     return [(10.0 - float(body["prompt"]), text(body["prompt"])), (0.0, usage(1, 1))]
 
 
@@ -156,7 +156,7 @@ async def test_what_breaks_after_its_first_byte_is_not_asked_again(autojump_cloc
 
 
 async def test_a_connection_that_ends_while_it_is_idle_costs_no_request() -> None:
-    """Over real sockets, whose end shows before the next request, or only in place of an answer."""
+    """Use real sockets; their end shows before the next request, or only in place of an answer."""
 
     async def answer_once(stream: trio.SocketStream) -> None:
         await stream.receive_some(4096)

@@ -1,4 +1,4 @@
-"""What is told of measurements: text, JSON, plots, and a page that needs nothing else."""
+"""Reports of measurements: text, JSON, plots, and a page that needs nothing else."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def read(parts: Sequence[bytes], *, closed: bool = False) -> tuple[ResponseReade
 
 
 def written(status: int, headers: list[tuple[str, str]], bodies: list[bytes]) -> bytes:
-    """The response as h11's server writes it."""
+    """Return the response as h11's server writes it."""
     server = h11.Connection(h11.SERVER)
     server.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
     while server.next_event() is not h11.NEED_DATA:

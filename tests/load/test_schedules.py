@@ -120,7 +120,7 @@ async def test_requests_are_sent_at_their_times_however_slow_the_answers_are(
 
 
 async def test_a_client_that_is_late_or_fails_delays_no_other(autojump_clock: Any) -> None:
-    """The first request never ends by itself, the second is refused a connection for long."""
+    """Use a first request that never ends, and a second one with a late connection."""
 
     def script(body: dict[str, Any]) -> Script:
         return [(1000.0, DONE)] if body["prompt"] == "0" else simple(body)

@@ -1,4 +1,4 @@
-"""A signal while a model is downloaded: nobody waits for the rest of it."""
+"""A signal while a model is downloaded: the program doesn't wait for the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "a" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Knows one model, whose file it begins to send and never ends."""
+    """A Hub with one model; it begins to send the file and never ends."""
 
     begun: threading.Event
     ended: threading.Event

@@ -1,4 +1,4 @@
-"""Whom requests go to: real sockets, with and without TLS, and an engine in this process."""
+"""Targets of requests: real sockets, with and without TLS, and an engine in this process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def assert_idle(engine: Engine, *, within: float = 10.0) -> None:
 
 @contextlib.asynccontextmanager
 async def served(engine: Engine, **options: Any) -> AsyncIterator[str]:
-    """The engine behind a real server; its URL."""
+    """Yield the URL of a real server over the engine."""
     config = ServerConfig(engine=EngineConfig("fake"), **{"port": 0, **options})
     async with trio.open_nursery() as nursery:
         (url,) = await nursery.start(serve_app, create_app(engine, config), config)
@@ -72,7 +72,7 @@ def http(url: str, *, chat: bool = False, **more: Any) -> Target:
 
 
 def told(record: Record) -> dict[str, Any]:
-    """What doesn't depend on time."""
+    """Return the fields that don't depend on time."""
     names = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error")
     fields = {name: getattr(record, name) for name in names}
     return {**fields, "place": (record.conversation, record.turn), "cancelled": record.cancelled}
@@ -128,7 +128,7 @@ Leaving = Callable[[Engine, AnyTarget], Awaitable[None]]
 @pytest.mark.parametrize("embedded", [False, True], ids=["http", "embedded"])
 @pytest.mark.parametrize("cancel", [Cancel(events=3), Cancel(seconds=0.08)], ids=["events", "time"])
 async def test_a_client_that_leaves_really_leaves(embedded: bool, cancel: Cancel) -> None:
-    """Its request is aborted long before it would have ended, and the others go on."""
+    """Abort its request long before its end; the others go on."""
     stays = Turn(prompt="stays", max_tokens=20)
     leaves = Turn(prompt="leaves", max_tokens=900, cancel=cancel)
     work = [Conversation(turns=(turn, turn)) for turn in (stays, leaves, leaves)]
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_really_leaves(embedded: bool, cancel: Cancel
 
 
 async def test_cancellations_of_a_whole_run_leave_nothing_behind() -> None:
-    # So many tokens that those who leave do, although a busy machine puts some into one event.
+    # Enough tokens for the clients to leave, although a busy machine puts some into one event.
     work = random_prompts(TEXTS, 30, Lengths(input_tokens=5, output_tokens=300))
     work = with_cancellations(work, rate=0.5, events=(1, 9), seed=2)
     expected = sum(one.turns[0].cancel is not None for one in work)

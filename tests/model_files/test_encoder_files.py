@@ -1,4 +1,4 @@
-"""What is read from an encoder's folder, and what is said of one that can't be right."""
+"""The configuration read from an encoder's folder, and the errors of invalid ones."""
 
 from __future__ import annotations
 

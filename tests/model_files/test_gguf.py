@@ -195,7 +195,7 @@ def test_biases_are_found_by_their_tensors(tmp_path: Path) -> None:
 
 
 def test_rope_factors_are_those_of_llama3(tmp_path: Path) -> None:
-    """What transformers makes of Llama 3's scaling is the plain frequencies over the factors."""
+    """Compare with transformers: Llama 3's scaling is the plain frequencies over the factors."""
     import torch
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -466,7 +466,7 @@ _BYTE_LEVEL: dict[str, Any] = {"model": "gpt2", "merges": [], "bos_token_id": 0,
 def header_of(
     tokens: list[str] | None = None, types: list[int] | None = None, **metadata: Any
 ) -> GGUFHeader:
-    """A header with a tokenizer and nothing else."""
+    """Return a header with a tokenizer and nothing else."""
     tokens = ["a", "b"] if tokens is None else tokens
     kinds = types or [1] * len(tokens)
     keys = {"tokens": tokens, "token_type": np.array(kinds, np.int32), **metadata}
@@ -595,7 +595,7 @@ def sentencepiece(**metadata: Any) -> Tokenizer:
 
 
 def reference_pieces(text: str) -> list[str]:
-    """SentencePiece's BPE by its definition: the neighbours whose piece scores best, leftmost."""
+    """Return SentencePiece's BPE by its definition: merge the best-scored piece first, leftmost."""
     symbols = list("▁" + text.replace(" ", "▁")) if text else []
     rank = {piece: i for i, piece in enumerate(_SPM_TOKENS) if i >= 259}
     while True:

@@ -1,4 +1,4 @@
-"""Tokenizer files whose replacements make texts longer."""
+"""Tokenizer files with replacements that make texts longer."""
 
 from __future__ import annotations
 

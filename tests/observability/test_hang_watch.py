@@ -96,11 +96,11 @@ def test_nothing_is_told_of_a_machine_that_slept(told: Told) -> None:
         def wait(self, seconds: float) -> bool:
             nonlocal now, waits
             waits += 1
-            now += 3600.0  # nobody ran
+            now += 3600.0  # no thread ran
             return waits > 5
 
         def set(self) -> None:
-            """It is over."""
+            """Ignore the end."""
 
     watch = HangWatch(2.0, lambda: now)
     watch._left = Waits()  # type: ignore[assignment]

@@ -82,7 +82,7 @@ async def test_an_idle_engine_is_well_for_as_long_as_it_is_idle(autojump_clock: 
 async def test_requests_for_whom_no_plan_is_made_are_a_stall(
     autojump_clock: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a bug would have it: the scheduler plans nothing, and would do so for ever."""
+    """Simulate a bug: the scheduler plans nothing, for ever."""
     async with open_fake_engine() as engine:
         client = client_over(engine)
         core = engine._scheduler._core
@@ -140,7 +140,7 @@ async def test_a_page_that_was_lost_is_found_when_the_engine_is_idle(
         await trio.sleep(5)
         assert engine.metrics.integrity_violations == 0
         core: Any = engine._scheduler._core
-        core.memory.pool.allocate(1)  # for nobody
+        core.memory.pool.allocate(1)  # without an owner
         async with engine.generate("x", max_tokens=30) as stream:
             async for _ in stream:
                 assert violations == []

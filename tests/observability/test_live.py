@@ -48,12 +48,12 @@ def states_of(row: RequestRow) -> list[str]:
 
 
 def seconds_of(row: RequestRow) -> list[float]:
-    """When its states began, since the first one."""
+    """Return the beginnings of its states, since the first one."""
     return [round(time - row.timeline[0][1], 3) for _, time in row.timeline]
 
 
 async def seen(watcher: SnapshotSubscription, condition: Callable[[Snapshot], bool]) -> Snapshot:
-    """The first picture of which ``condition`` is true; there is one every 10 ms."""
+    """Return the first snapshot with ``condition``; there is one every 10 ms."""
     with trio.fail_after(600):
         while True:
             snapshot = watcher.take()
@@ -63,7 +63,7 @@ async def seen(watcher: SnapshotSubscription, condition: Callable[[Snapshot], bo
 
 
 def one_second(**options: Any) -> FakeWorker:
-    """A worker whose steps take a second each."""
+    """Return a worker with steps of a second each."""
     return FakeWorker(step_time=1.0, **options)
 
 
@@ -443,7 +443,7 @@ def test_of_many_requests_few_are_looked_at() -> None:
 
 
 class CountingPool(PagePool):
-    """Counts how often it is asked who holds a page."""
+    """Page pool that counts requests for the holders of a page."""
 
     num_asked = 0
 
@@ -453,7 +453,7 @@ class CountingPool(PagePool):
 
 
 def tree(num_pages: int, paths: Sequence[Sequence[int]]) -> PrefixCache:
-    """A tree with a path for each list of tokens, a page for each token, held by nobody."""
+    """Return a tree with a path for each list of tokens, a page for each token, without holders."""
     cache = PrefixCache(CountingPool(num_pages), page_size=1)
     for path in paths:
         known = cache.path(("",), path, len(path))
@@ -551,7 +551,7 @@ async def test_of_many_tasks_few_are_looked_at() -> None:
             assert 1 + most_in_nursery <= num_in(node) <= most
             assert sum(child.count for child in node.children) == most_in_nursery
             assert node.num_left_out == 5_020 - most_in_nursery
-            for parent in node.children:  # Which of them are looked at is anybody's guess.
+            for parent in node.children:  # the choice among them is unspecified
                 num_children = sum(child.count for child in parent.children)
                 assert num_children <= most_in_nursery
                 assert num_children + parent.num_left_out in (0, 30)

@@ -157,7 +157,7 @@ def test_a_dump_is_readable_at_a_terminal_and_at_any_level(
 
 @pytest.mark.usefixtures("logging_restored")
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What doesn't fit into the pipe is lost, and the next line that fits says how much."""
+    """Lose the text that doesn't fit into the pipe; the next line that fits says how much."""
     reading, writing = os.pipe()
     with open(writing, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)

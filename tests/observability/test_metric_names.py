@@ -122,7 +122,7 @@ BOUNDS = {
 
 
 def scrape(prefix: str) -> tuple[str, dict[str, Metric]]:
-    """The text of a scrape, and its families by name without the prefix."""
+    """Return the text of a scrape, and its families by name without the prefix."""
     metrics = Metrics("m", prefix)
     metrics.watch(Watched())
     metrics.observe_response("GET", "/health", 200)

@@ -1,4 +1,4 @@
-"""What is counted, and what a scrape says of it."""
+"""The counters of metrics, and their values in a scrape."""
 
 from __future__ import annotations
 

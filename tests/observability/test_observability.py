@@ -33,7 +33,7 @@ TARGET_LABELS = {"instance", "job"}
 
 
 def sampled_labels() -> dict[str, set[str]]:
-    """The labels of every sample of a scrape, by its name without the prefix."""
+    """Return the labels of every sample of a scrape, by its name without the prefix."""
     metrics = Metrics("m")
     metrics.watch(Watched())
     metrics.observe_response("GET", "/health", 200)

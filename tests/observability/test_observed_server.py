@@ -99,7 +99,7 @@ async def test_metrics_log_and_spans_of_one_request(
 
 
 async def test_an_error_of_the_server_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task that measures beside it wraps nothing in a group."""
+    """Check that the task that measures beside it wraps no error in a group."""
 
     async def fail(*_: Any, **__: Any) -> None:
         await trio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""What is counted where something goes wrong: workers lost, how long that took, errors by code."""
+"""Metrics of failures: workers lost, durations, errors by code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 
 
 def losses(metrics: Metrics) -> dict[str, float]:
-    """The workers lost for each reason, those left out that none was lost for."""
+    """Return the workers lost for each reason, without reasons of none."""
     counts = {
         reason: value(metrics, "worker_losses_total", model_name="fake", reason=reason)
         for reason in ("killed", "crashed", "hung", "failed")
@@ -61,7 +61,7 @@ async def test_a_worker_killed_while_nobody_waits_interrupts_nobody(
         kills[0].set()
         await trio.sleep(5)
         await engine.complete("x", max_tokens=2)
-        # Whoever waited has left before there was a token: the next one's is no end of a pause.
+        # The waiting requests left before a token: the next request's token doesn't end a pause.
         async with engine.generate("x", max_tokens=9) as stream:
             await stream.receive()
             kills[1].set()

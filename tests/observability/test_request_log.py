@@ -41,7 +41,7 @@ LETTERS = {"max_tokens": 5, "allowed_token_ids": [65]}
 
 
 async def lines_of(client: TrioClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    """What a request leaves in the log."""
+    """Return the log lines of a request."""
     with captured_logs() as logs:
         response = await client.post(path, json=body)
         await response.get_data(True)
@@ -49,7 +49,7 @@ async def lines_of(client: TrioClient, path: str, **body: Any) -> list[dict[str,
 
 
 async def test_a_line_tells_sizes_and_times(autojump_clock: object) -> None:
-    """The first of two requests takes the only seat for five steps of a second."""
+    """Let the first of two requests take the only permit for five steps of a second."""
     async with open_fake_engine(lambda: FakeWorker(step_time=1.0), max_num_seqs=1) as engine:
         client: Any = create_app(engine, server_config()).test_client()
         async with engine.generate("x", max_tokens=5) as first:

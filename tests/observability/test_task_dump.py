@@ -35,7 +35,9 @@ async def family() -> None:
 
 
 async def dump_beside(*functions: Callable[[], Any]) -> list[str]:
-    """The lines of a dump while tasks of ``functions`` wait; this task's nursery is the last."""
+    """Return the lines of a dump while tasks of ``functions`` wait; this task's nursery is the
+    last.
+    """
     async with trio.open_nursery() as nursery:
         for function in functions:
             nursery.start_soon(function)
@@ -46,7 +48,7 @@ async def dump_beside(*functions: Callable[[], Any]) -> list[str]:
 
 
 def part(lines: list[str], title: str) -> list[str]:
-    """The line with ``title`` and those that belong to it, without their common indent."""
+    """Return the line with ``title`` and those below it, without their common indent."""
     start = next(index for index, line in enumerate(lines) if line.strip().startswith(title))
     indent = len(lines[start]) - len(lines[start].lstrip())
     found = [lines[start][indent:]]
@@ -80,7 +82,7 @@ async def test_the_task_that_asks_is_running() -> None:
 
 
 async def test_those_who_are_alike_are_shown_once(autojump_clock: object) -> None:
-    """The nearest of their deadlines is told. Who has none isn't alike."""
+    """Show the nearest of their deadlines. A task without one isn't equal."""
     patients = [functools.partial(patient, seconds) for seconds in (100.0, 7.0, 100.0, math.inf)]
     lines = [line.strip() for line in await dump_beside(*patients, *[family] * 20)]
     titles = [line for line in lines if ": waiting" in line]

@@ -1,4 +1,4 @@
-"""Spans: what they say, whose children they are, and a collector that takes them or doesn't."""
+"""Spans: their contents and parents, and a collector that takes them or doesn't."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 @attrs.define(eq=False)
 class Traced:
-    """An engine whose spans are kept in memory."""
+    """An engine with its spans kept in memory."""
 
     engine: Engine
     exporter: InMemorySpanExporter
@@ -339,7 +339,7 @@ class TestCollector:
     async def test_nobody_listens(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A connection that is refused is tried again, and given up when the engine closes."""
+        """Retry a refused connection, and give up when the engine closes."""
         monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.2)
         with (
             socket.socket() as nobody,

@@ -103,7 +103,7 @@ def test_damage_is_a_wire_error(data: bytes) -> None:
 
 
 def opened_slot(extra_args: bytes, *, tag: bytes = b"\x04") -> bytes:
-    """A plan that opens one slot, whose sampler has ``extra_args`` as MessagePack."""
+    """Return a plan that opens one slot; its sampler has ``extra_args`` as MessagePack."""
     sampler = b"\x81" + msgspec.msgpack.encode("extra_args") + extra_args
     fields = {"slot": 1, "generation": 1, "tokens": b"", "prompt_length": 0, "computed": 0}
     body = b"".join(map(msgspec.msgpack.encode, (x for kv in fields.items() for x in kv)))

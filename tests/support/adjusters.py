@@ -1,4 +1,4 @@
-"""An :class:`gpu.sampling.adjustments.Adjuster` for tests, whose masks depend on the last token."""
+"""A test :class:`gpu.sampling.adjustments.Adjuster` with masks that depend on the last token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CLASSES = 7
 
 
 def follows(token: int, last: int) -> bool:
-    """Whether a chained sequence may have ``token`` behind ``last``."""
+    """Return whether a chained sequence may have ``token`` behind ``last``."""
     return token % CLASSES == (3 * last + 1) % CLASSES
 
 
 def chained(params: SamplerParams, **changes: Any) -> SamplerParams:
-    """``params`` of a sequence each of whose tokens must :func:`follows` the one before."""
+    """Return ``params`` of a sequence in which each token :func:`follows` the one before."""
     return attrs.evolve(params, extra_args={"chain": True, **changes})
 
 
@@ -39,7 +39,7 @@ class ToyAdjuster:
 
     vocab_size: int
     log: list[str] = attrs.field(factory=list)
-    """What was opened and closed."""
+    """Record of opened and closed slots."""
 
     def open(self, slot: Slot) -> None:
         self.log.append(f"open {slot.number}")

@@ -15,7 +15,7 @@ __all__ = ["Answer", "ask"]
 
 @attrs.define
 class Answer:
-    """What came back. ``body`` grows while it comes."""
+    """An answer. ``body`` grows while it comes."""
 
     status: int = 0
     headers: dict[str, str] = attrs.field(factory=dict)

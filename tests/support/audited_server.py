@@ -26,7 +26,7 @@ from trioserve.testing.fake_engine import open_fake_engine
 
 
 def misuse(body: bytes) -> None:
-    """What the audit is to find: each line is a fault that a server like this once had."""
+    """Commit faults for the audit to find, one in each line."""
     text = body.decode(errors="replace")
     for planted in text.split("PLANT:")[1:]:
         kind, value, *_ = planted.split("|")

@@ -21,7 +21,7 @@ EMBEDDED = ("--embedded", "fake", *QUICK)
 
 @contextlib.asynccontextmanager
 async def fake(config: EngineConfig, **_: Any) -> AsyncIterator[Engine]:
-    """An engine without a model in place of the one that is asked for."""
+    """Open an engine without a model in place of the requested one."""
     async with open_fake_engine(
         lambda: FakeWorker(step_time=0.001), max_num_seqs=config.max_num_seqs
     ) as engine:

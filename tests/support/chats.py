@@ -47,7 +47,7 @@ def engine(text: str, template: str | None = HERMES, **options: Any) -> StubEngi
 
 
 async def events(stub: StubEngine, **body: Any) -> list[Any]:
-    """The data of a stream's events, by a real server: the test client has no room for many."""
+    """Return the data of a stream's events by a real server; the test client can't hold many."""
     async with served(stub) as url, http_client(url) as client:
         response = await client.post(CHAT, json={**body, "stream": True})
     assert response.status_code == 200, response.text
@@ -63,7 +63,7 @@ async def refusal(stub: StubEngine, **body: Any) -> Any:
 
 
 def accumulated(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client puts together of a stream, by the index of the choice."""
+    """Return the messages accumulated from a stream, by the index of the choice."""
     messages: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -87,7 +87,7 @@ def accumulated(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def whole_message(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice as :func:`accumulated` has it."""
+    """Return a choice in the form of :func:`accumulated`."""
     message = choice["message"]
     found = {"finish_reason": choice["finish_reason"], "role": message["role"]}
     found["content"] = message["content"] or ""

@@ -1,4 +1,4 @@
-"""Finds, in Python sources, what could run, unpickle or fetch something that somebody else gave."""
+"""A search of Python sources for code that could run, unpickle or fetch untrusted data."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ CALLS = {
     *("jinja2.sandbox.SandboxedEnvironment",),  # it lets a template change what it is given
 }
 METHODS = {"from_pretrained", "run_sync_in_worker_process", "urlopen", "urlretrieve", "connect"}
-"""Of anything, called by these names."""
+"""Names of dangerous methods, of any object."""
 ARGUMENTS = {"shell": True, "trust_remote_code": True, "allow_pickle": True, "weights_only": False}
 
 
 def dangers_in(source: str) -> Iterator[str]:
-    """The full name of every such import and call, in their order."""
+    """Yield the full name of every such import and call, in their order."""
     tree = ast.parse(source)
     names = dict(_imported_names(tree))
     for node in ast.walk(tree):
@@ -77,7 +77,7 @@ def _is_module(name: str) -> bool:
 
 
 def _imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """What each imported name stands for."""
+    """Yield each imported name with its full name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -95,5 +95,5 @@ def _full_name(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def _is_global(node: ast.Name, name: str, names: dict[str, str]) -> bool:
-    """Whether a bare name is a function that was imported, or a builtin; not a new variable."""
+    """Return whether a bare name is an imported function or a builtin, and not a new variable."""
     return isinstance(node.ctx, ast.Load) and (node.id in names or name in CALLS)

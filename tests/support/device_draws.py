@@ -21,7 +21,7 @@ from trioserve.protocol.wire import ints
 
 Floats = npt.NDArray[np.float64]
 NEAR_TIE = 1e-5
-"""Two candidates whose margin is relatively smaller may change places by rounding."""
+"""Relative margin below which rounding may swap two candidates."""
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +38,7 @@ class Drawn:
 def row(
     tokens: Sequence[int] | npt.NDArray[np.integer] = (), prompt: int = 0, **fields: Any
 ) -> SamplerRow:
-    """A row whose parameters are ``fields`` and whose first ``prompt`` tokens are the prompt."""
+    """Return a row with parameters ``fields`` and the first ``prompt`` tokens as its prompt."""
     return SamplerRow(SamplerParams(**fields), np.asarray(tokens, dtype=np.int32), prompt)
 
 
@@ -52,7 +52,7 @@ def device_draw(
     bias: torch.Tensor | None = None,
     bitmask: torch.Tensor | None = None,
 ) -> Drawn:
-    """One step over ``logits`` [R, V], in slots that are not the rows' numbers.
+    """Run one step over ``logits`` [R, V], in slots that differ from the rows' numbers.
 
     A row that is None is padding.
     """
@@ -100,7 +100,7 @@ def device_draw(
 def reference_draw(
     logits: torch.Tensor, rows: Sequence[SamplerRow], *, processed: bool = False
 ) -> Sampled:
-    """The same step by the sampler on torch."""
+    """Run the same step by torch's sampler."""
     sampler = Sampler(logits.shape[1], "cpu", processed_logprobs=processed)
     return sampler.sample(logits.clone(), rows)
 
@@ -124,7 +124,7 @@ def adjusted(logits: Floats, each: SamplerRow) -> Floats:
 
 
 def exact_draw(logits: Floats, each: SamplerRow) -> tuple[int, float]:
-    """The token that exact arithmetic draws, and the smallest relative margin of its decisions."""
+    """Return the token by exact arithmetic, and the smallest relative margin of its decisions."""
     params, x = each.params, adjusted(logits, each)
     order = np.argsort(-x, kind="stable")
     if params.temperature == 0:
@@ -176,7 +176,7 @@ def assert_same_tokens(
 def assert_same_top(
     actual: Sequence[TopLogprobs], wanted: Sequence[TopLogprobs], tolerance: float = 2e-5
 ) -> None:
-    """The same tokens with the same log-probabilities; near ties may have changed places."""
+    """Assert equal tokens with equal log-probabilities; near ties may have changed places."""
     for (ids, values), (wanted_ids, wanted_values) in zip(actual, wanted, strict=True):
         assert len(ids) == len(wanted_ids)
         np.testing.assert_allclose(values, wanted_values, rtol=tolerance, atol=tolerance)

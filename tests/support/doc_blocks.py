@@ -48,7 +48,7 @@ class Command:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """All blocks, or those of some languages, in the order of the pages."""
+    """Return all blocks, or those of some languages, in the order of the pages."""
     found: list[Block] = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         counts: dict[str, int] = {}
@@ -59,7 +59,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def program_on(page: str, holding: str) -> str:
-    """The program of a page that has some text in it."""
+    """Return the program of a page that contains a text."""
     (text,) = [b.text for b in blocks("python") if b.page == page and holding in b.text]
     return text
 
@@ -75,7 +75,7 @@ def write_adapters(folder: Path, **strengths: float) -> dict[str, Path]:
 
 
 def commands_of(block: Block) -> list[Command]:
-    """The commands of a session. Where no line has a prompt (``$``), every line is one."""
+    """Return the commands of a session. Without a prompt (``$``), every line is a command."""
     lines = block.text.splitlines()
     has_prompts = any(line.startswith("$ ") for line in lines)
     found: list[Command] = []
@@ -96,7 +96,7 @@ def commands_of(block: Block) -> list[Command]:
 
 
 def _is_whole(line: str) -> bool:
-    """Whether a command line ends here, and not within quotes or before a line's end."""
+    """Return whether a command line is complete: not within quotes, not continued."""
     if line.endswith("\\"):
         return False
     try:
@@ -107,9 +107,9 @@ def _is_whole(line: str) -> bool:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether what was printed is what a page shows.
+    """Return whether the printed text is the one that a page shows.
 
-    A number stands for any number, dots for whatever is left out, blanks for any blanks.
+    A number stands for any number, dots for any text, blanks for any blanks.
     """
     parts = re.findall(r" ?(?:…|\.\.\.) ?|\d[\d.]*(?<!\.)|\D", " ".join(shown.split()))
     pattern = ""

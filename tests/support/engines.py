@@ -18,7 +18,7 @@ __all__ = ["assert_idle", "open_tiny_engine", "worker_of"]
 
 @contextlib.asynccontextmanager
 async def open_tiny_engine(folder: Path, **options: Any) -> AsyncIterator[Engine]:
-    """A real engine with a real worker process over a tiny model in ``folder``."""
+    """Open a real engine with a real worker process over a tiny model in ``folder``."""
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, **options}
     async with open_engine(str(folder), **options) as engine:
         yield engine

@@ -63,7 +63,7 @@ class Server:
     front_ends: list[FrontEnd]
 
     async def wait_nothing_held(self) -> None:
-        """Wait until nobody is computed or waits, then assert that nothing is held anywhere."""
+        """Wait until no request runs or waits, then assert that nothing is held."""
         with trio.fail_after(30):
             while not (
                 self.engine_server.idle and all(each.engine.idle for each in self.front_ends)
@@ -87,9 +87,9 @@ async def open_server(
     server_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """A server whose front ends are engines in this program; sockets are made in ``folder``.
+    """Open a server with front ends in this program as engines; their sockets are in ``folder``.
 
-    With ``encoder`` its model is one.
+    With ``encoder`` the model is an encoder.
     """
     engine_config = EngineConfig("fake", **options)
     config = ServerConfig(engine=engine_config, api_server_count=count, **(server_options or {}))

@@ -25,19 +25,19 @@ def tokenizer() -> llguidance.LLTokenizer:
 
 
 def make_matcher(kind: str, text: str) -> llguidance.LLMatcher:
-    """A new matcher of a grammar that compiles."""
+    """Return a new matcher of a grammar that compiles."""
     return compile_text(to_llguidance(Grammar(kind, text), tokenizer()), tokenizer())
 
 
 def allowed_of(mask: bytes) -> set[int]:
-    """The token ids of a mask."""
+    """Return the token ids of a mask."""
     return set(
         np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0].tolist()
     )
 
 
 def allowed(matcher: llguidance.LLMatcher) -> set[int]:
-    """The token ids that ``matcher`` allows next."""
+    """Return the token ids that ``matcher`` allows next."""
     return allowed_of(matcher.compute_bitmask())
 
 

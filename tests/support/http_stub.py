@@ -133,7 +133,7 @@ class ScriptedStream(GenerationStream):
                 raise self._aborted
             step = self._script[0]
             if isinstance(step, float):
-                # Whoever cancels this and comes back goes on waiting for the same moment.
+                # A later call after a cancellation waits for the same moment.
                 self._wake_at = self._wake_at or trio.current_time() + step
                 with trio.CancelScope() as self._waiting:
                     await trio.sleep_until(self._wake_at)
@@ -246,7 +246,7 @@ def _prompt_ids(prompt: Prompt, tokenizer: StubTokenizer) -> list[int]:
 
 
 def as_engine(stub: StubEngine) -> Engine:
-    """The stub where an engine is wanted."""
+    """Return the stub as an engine."""
     return cast(Engine, stub)
 
 
@@ -256,24 +256,24 @@ def server_config(**options: Any) -> ServerConfig:
 
 
 def app_of(stub: StubEngine, **options: Any) -> App:
-    """The application over a stub."""
+    """Return the application over a stub."""
     return create_app(as_engine(stub), server_config(**options))
 
 
 def client_of(stub: StubEngine, **options: Any) -> TrioClient:
-    """A client that calls the application without a socket."""
+    """Return a client that calls the application without a socket."""
     return cast(TrioClient, app_of(stub, **options).test_client())
 
 
 async def post(stub: StubEngine, path: str, **body: Any) -> Any:
-    """The answer to a request that must succeed, decoded."""
+    """Return the decoded answer to a request that must succeed."""
     response = await client_of(stub).post(path, json=body)
     assert response.status_code == 200, await response.get_data(True)
     return json.loads(await response.get_data(True))
 
 
 async def events(stub: StubEngine, path: str, **body: Any) -> list[Any]:
-    """The data of a stream's events, decoded; asserts that it ends as it should."""
+    """Return the decoded data of a stream's events; assert that it ends as it should."""
     response = await client_of(stub).post(path, json={**body, "stream": True})
     assert response.status_code == 200, await response.get_data(True)
     assert response.content_type == "text/event-stream"
@@ -284,7 +284,7 @@ async def events(stub: StubEngine, path: str, **body: Any) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def served(stub: StubEngine, **options: Any) -> AsyncIterator[str]:
-    """The stub behind a real server; gives its URL. The server is cancelled at the end."""
+    """Yield the URL of a real server over the stub. The server is cancelled at the end."""
     config = server_config(**options)
     async with trio.open_nursery() as nursery:
         app = create_app(as_engine(stub), config)
@@ -328,7 +328,7 @@ async def running(stub: StubEngine, **options: Any) -> AsyncIterator[Running]:
 
 
 def http_client(url: str, **options: Any) -> httpx.AsyncClient:
-    """A client of a real server."""
+    """Yield a client of a real server."""
     return httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, **options)
 
 
@@ -348,7 +348,7 @@ class _Capture(logging.Handler):
 
 @contextlib.contextmanager
 def captured_logs() -> Iterator[list[dict[str, Any]]]:
-    """What the HTTP side logs, as dictionaries, while the block lasts."""
+    """Yield the log lines of the HTTP side during the block, as dictionaries."""
     logger = logging.getLogger("trioserve.http")
     handler, level, propagate = _Capture(), logger.level, logger.propagate
     logger.addHandler(handler)
@@ -376,13 +376,13 @@ async def standstill(stub: StubEngine, count: int = 1) -> list[int]:
 
 
 async def connect(url: str) -> trio.SocketStream:
-    """A raw connection to a real server."""
+    """Return a raw connection to a real server."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     return await trio.open_tcp_stream(host, int(port))
 
 
 def raw_request(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
-    """A POST as bytes."""
+    """Return a POST as bytes."""
     connection = b"Connection: close\r\n" if close else b""
     return (
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%b"

@@ -1,4 +1,4 @@
-"""JSON schemas at random whose values are short, for tests of structured output."""
+"""Random JSON schemas with short values, for tests of structured output."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def some_rows() -> list[RequestRow]:
 
 
 def snapshot(after: float = 0.0, **changes: Any) -> Snapshot:
-    """A snapshot that was taken ``after`` so many seconds."""
+    """Return a snapshot taken ``after`` so many seconds."""
     usual = Snapshot(
         now=NOW + after,
         health="ok",

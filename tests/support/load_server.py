@@ -16,7 +16,7 @@ from trioserve.load import Target
 __all__ = ["CUT", "DONE", "FakeServer", "Script", "event", "simple", "target", "text", "usage"]
 
 Script = list[tuple[float, bytes]]
-"""What a server does with one request: seconds to wait, then bytes of the body to send."""
+"""A server's script for one request: seconds to wait, then bytes of the body to send."""
 
 CUT = b"<the connection breaks here>"
 
@@ -45,12 +45,12 @@ class FakeServer:
     status: int = 200
     close_after_each: bool = False
     tells: bool = True
-    """Whether it says in the answer's head that it will close."""
+    """True if the head of the answer announces the connection's end."""
     requests: list[tuple[h11.Request, dict[str, Any]]] = attrs.field(factory=list)
     connections: int = 0
     arrived: list[float] = attrs.field(factory=list)
     left: list[float] = attrs.field(factory=list)
-    """When it noticed, by writing, that a client had left in the midst of an answer."""
+    """Time at which it noticed, by writing, that a client had left during an answer."""
     active: int = 0
     most_active: int = 0
 
@@ -115,7 +115,7 @@ class FakeServer:
 
 
 def simple(_: dict[str, Any]) -> Script:
-    """An empty first chunk after 1 s, three tokens at 2, 2.5 and 4.5 s."""
+    """Return a script: an empty first chunk after 1 s, three tokens at 2, 2.5 and 4.5 s."""
     return [
         (1.0, text("")),
         (1.0, text("a")),

@@ -1,4 +1,4 @@
-"""What tests of metrics share: requests that have ended, and a scrape as Prometheus reads it."""
+"""Helpers of metrics' tests: requests that have ended, and a scrape as Prometheus reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def make_request(times: Times, num_prompt: int, *num_outputs: int, **params: int) -> Request:
-    """A request with a sequence for each of ``num_outputs``."""
+    """Return a request with a sequence for each of ``num_outputs``."""
     request = Request(
         id="r",
         prompt=TokensPrompt((1,)),
@@ -36,13 +36,13 @@ def make_request(times: Times, num_prompt: int, *num_outputs: int, **params: int
 
 
 def finish(metrics: Metrics, sequence: Sequence, reason: FinishReason) -> None:
-    """What the engine does when nothing more will be delivered of ``sequence``."""
+    """Finish ``sequence`` as the engine does after its last output."""
     sequence.delivered = True
     metrics.request_finished(sequence.request, sequence, Finish(reason))
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, Labels], float]:
-    """Every sample of a scrape by name and labels, as Prometheus' own parser reads it."""
+    """Return every sample of a scrape by name and labels, by Prometheus' own parser."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -51,7 +51,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, Labels], float]:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    """One sample of the engine's own."""
+    """Return one sample of the engine's own."""
     labels = {"model_name": "m", "engine": "0", **labels}
     return samples(metrics)[f"trioserve:{name}", tuple(sorted(labels.items()))]
 

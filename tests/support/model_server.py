@@ -30,7 +30,7 @@ class Server:
     _log: IO[bytes]
 
     def log(self) -> str:
-        """What it has logged so far."""
+        """Return its log so far."""
         # Not by seek and read, which would move where the server writes.
         return os.pread(self._log.fileno(), 1 << 24, 0).decode()
 
@@ -65,7 +65,7 @@ def serving(*options: str) -> Iterator[Server]:
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (
-        # A file, as a pipe that nobody reads would fill up and stop the server.
+        # A file, since a pipe without a reader would fill up and stop the server.
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment

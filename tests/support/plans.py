@@ -42,7 +42,7 @@ GREEDY = SamplerParams(temperature=0.0)
 
 
 def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The model of a folder that ``make_tiny`` wrote."""
+    """Return the model of a folder that ``make_tiny`` wrote."""
     files = open_model(folder)
     return build_model(files.config, load_weights(files, dtype, lambda done, total: None))
 
@@ -66,7 +66,7 @@ class RecordingSampler(Sampler):
 
 
 def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCpuAttention:
-    """A KV cache for ``model``."""
+    """Return a KV cache for ``model``."""
     config = model.config
     shape = CacheShape(
         num_layers=config.num_layers,
@@ -82,7 +82,7 @@ def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCp
 
 
 def prompt_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
-    """What follows each of ``tokens``, computed at once: [T, V] float32."""
+    """Return the logits after each of ``tokens``, computed at once: [T, V] float32."""
     count = len(tokens)
     num_pages = -(-count // 16)
     attention = make_attention(model, page_size=16, num_pages=num_pages)
@@ -108,7 +108,7 @@ def make_runner(
     sampler_class: type[RecordingSampler] = RecordingSampler,
     adjuster: Adjuster | None = None,
 ) -> tuple[Runner, RecordingSampler]:
-    """A runner for ``model``, and its sampler."""
+    """Return a runner for ``model``, and its sampler."""
     sampler = sampler_class(model.config.vocab_size, model.device)
     slots = SlotTable(
         num_pages=num_pages,
@@ -183,7 +183,7 @@ class PlanMaker:
         self._closed.append(slot)
 
     def plan(self, rows: dict[int, int]) -> Plan:
-        """The next plan: compute ``rows[slot]`` tokens of each slot, with the pages they need."""
+        """Return the next plan: ``rows[slot]`` tokens of each slot, with the pages they need."""
         self.number += 1
         appended = []
         for slot, count in rows.items():
@@ -208,7 +208,7 @@ class PlanMaker:
         return plan
 
     def accept(self, result: StepResult) -> dict[int, list[int]]:
-        """The tokens that each row gave, which now belong to its slot."""
+        """Return the tokens of each row, after adding them to its slot."""
         offsets, tokens = ints(result.offsets).tolist(), ints(result.tokens).tolist()
         given: dict[int, list[int]] = {}
         for row, slot in enumerate(ints(result.slots).tolist()):
@@ -228,10 +228,10 @@ class PlanMaker:
 def outputs_over_moved_pages(
     maker: PlanMaker, prompt: Sequence[int], page_size: int, num_steps: int = 4
 ) -> tuple[list[int], list[int]]:
-    """What follows ``prompt`` over the pages of its beginning, and over copies of them.
+    """Return the tokens after ``prompt`` over its own first pages, and over copies of them.
 
-    They go to the host, are written over with something else, and come back onto other pages, which
-    makes no difference to anybody if copies are whole and in order. No slot may be open.
+    The pages go to the host, are overwritten, and come back to other pages. The outputs are equal
+    if copies are complete and in order. No slot may be open.
     """
     maker.open(0, prompt)
     maker.open(1, list(reversed(prompt)))

@@ -1,4 +1,4 @@
-"""Somebody at a pseudo-terminal in which a program runs."""
+"""A user at a pseudo-terminal with a running program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATIENCE = 60.0
 
 @attrs.define
 class Person:
-    """Types, and reads what shows. Whoever waits for output never waits for time."""
+    """A user that types and reads. Waits are for output, never for time."""
 
     descriptor: int
     process: subprocess.Popen[bytes]

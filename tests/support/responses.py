@@ -16,13 +16,13 @@ _EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 def checked(reply: Any) -> Any:
-    """A response that is as the openai package has it."""
+    """Return a response that the openai package accepts."""
     Response.model_validate(reply, strict=True)
     return reply
 
 
 def checked_events(text: str) -> list[Any]:
-    """A stream's events, each with its name and in its turn, as the openai package has them."""
+    """Return a stream's events, with names and order as the openai package has them."""
     *parts, rest = text.split("\n\n")
     assert rest == ""
     events = []
@@ -38,14 +38,14 @@ def checked_events(text: str) -> list[Any]:
 
 
 async def respond(stub: StubEngine, **body: Any) -> Any:
-    """The response to a request that must succeed."""
+    """Return the response to a request that must succeed."""
     response = await client_of(stub).post(RESPONSES, json=body)
     assert response.status_code == 200, await response.get_data(True)
     return checked(json.loads(await response.get_data(True)))
 
 
 async def stream(stub: StubEngine, **body: Any) -> list[Any]:
-    """The events of a response, by a real server: the test client has no room for many."""
+    """Return the events of a response by a real server; the test client can't hold many."""
     async with served(stub) as url, http_client(url) as client:
         response = await client.post(RESPONSES, json={**body, "stream": True})
     assert response.status_code == 200, response.text
@@ -54,14 +54,14 @@ async def stream(stub: StubEngine, **body: Any) -> list[Any]:
 
 
 async def refused(stub: StubEngine, *, status: int = 400, **body: Any) -> Any:
-    """The error of a request that must fail."""
+    """Return the error of a request that must fail."""
     response = await client_of(stub).post(RESPONSES, json={"input": "Hi", **body})
     assert response.status_code == status, await response.get_data(True)
     return json.loads(await response.get_data(True))["error"]
 
 
 def told(item: Any) -> Any:
-    """What an item says, without its ids."""
+    """Return an item without its ids."""
     if item["type"] == "function_call":
         return "call", item["name"], item["arguments"], item["status"]
     (part,) = item["content"]
@@ -69,7 +69,7 @@ def told(item: Any) -> Any:
 
 
 def accumulated(events: list[Any]) -> list[Any]:
-    """What a client puts together of a stream's deltas, as :func:`told` has it."""
+    """Return the items accumulated from a stream's deltas, in the form of :func:`told`."""
     texts: dict[int, str] = {}
     items: list[Any] = []
     for event in events:

@@ -1,9 +1,9 @@
-"""How far rounding may move a result: from the arithmetic, never from the machine at hand.
+"""Bounds of rounding errors, derived from the arithmetic, never from the machine at hand.
 
 A tolerance that was tuned on one processor fails on another, because a sum's order belongs to the
 kernel. Two bounds hold in any order and with any instructions, FMA and tiles included:
 
-- One sum of n terms: ``n u / (1 - n u)`` times the sum of the terms' magnitudes (Higham, *Accuracy
+- One sum of n terms: ``n u / (1 - n u)`` times the sum of the terms' magnitudes (Higham, *Accuracy
   and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002, Lemma 3.1 and section 4.2).
 - A chain of sums over data of mean zero, such as the layers of a model with random weights: the
   errors have either sign and add up like a random walk, so that ``λ √n u`` times the result's size
@@ -66,10 +66,10 @@ def terms_of(*, hidden: int, inner: int, layers: int, tokens: int) -> int:
 
 
 def terms_of_folder(folder: Path, tokens: int) -> int:
-    """Count them for the model whose config.json lies in ``folder``.
+    """Return their number for the model with its config.json in ``folder``.
 
-    A mixture's counts fourfold: an error of a router's score moves all numbers of a token together,
-    so that such errors add up by their number and not by its root.
+    A mixture's count is fourfold: an error of a router's score moves all numbers of a token
+    together, so that such errors add up by their number and not by its root.
     """
     config = json.loads((folder / "config.json").read_text())
 

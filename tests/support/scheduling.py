@@ -56,7 +56,7 @@ def make_request(
     arrived: float = 0.0,
     **sampling: Any,
 ) -> Request:
-    """A request as it is when it comes from the tokenizer; ``sampling`` is more of its params."""
+    """Return a request as it comes from the tokenizer; ``sampling`` has more of its params."""
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, **sampling)
     request = Request(
         id=f"request-{next(_ids)}",
@@ -104,7 +104,7 @@ def make_limits(worker: FakeWorker, **changes: Any) -> SchedulerLimits:
 
 
 def reference(worker: FakeWorker, sequence: Sequence) -> list[int]:
-    """What ``sequence`` has to produce: one token after the other, with nothing else around.
+    """Return the output of ``sequence`` computed alone, one token after the other.
 
     It ends before the token -1.
     """
@@ -122,7 +122,7 @@ def reference(worker: FakeWorker, sequence: Sequence) -> list[int]:
 
 
 def reference_logprobs(worker: FakeWorker, request: Request) -> list[TokenLogprob]:
-    """What ``request`` has to be told of its prompt's tokens."""
+    """Return the log-probabilities of the prompt of ``request``."""
     wanted = request.prompt_logprobs
     assert wanted is not None
     whole = PromptLogprobs(wanted.start, wanted.num_top, wanted.token_ids)
@@ -152,7 +152,7 @@ class Bench:
     plans: list[wire.Plan] = attrs.field(factory=list)
     """Every plan made, in order."""
     results: list[wire.StepResult] = attrs.field(factory=list)
-    """Those that the core hasn't been given."""
+    """Results that the core hasn't been given."""
     outputs: list[SequenceOutput] = attrs.field(factory=list)
     now: float = 0.0
 
@@ -183,7 +183,9 @@ class Bench:
         return plan
 
     def _check_nothing_is_computed_twice(self, plan: wire.Plan) -> None:
-        """Who comes in computes nothing that somebody else's plan, this one included, computes."""
+        """Check that a new sequence computes nothing that another plan, or this one, computes for
+        others.
+        """
         opened = {slot.slot for slot in plan.opened}
         for computation, _, _ in self.core.in_flight[-1].rows:
             if computation.slot in opened:
@@ -217,7 +219,7 @@ class Bench:
 
 
 def counting(context: list[int], _: object) -> int:
-    """A model that says how long its context is."""
+    """Return the length of the context as the next token."""
     return len(context)
 
 

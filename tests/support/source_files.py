@@ -14,7 +14,7 @@ def modules_of(package: str) -> list[Path]:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The full name of every module that a file's import statements name, wherever they stand."""
+    """Yield the full name of every module that a file's import statements name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

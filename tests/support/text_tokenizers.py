@@ -73,7 +73,7 @@ def metaspace() -> tokenizers.Tokenizer:
 
 @functools.cache
 def words() -> tokenizers.Tokenizer:
-    """No decoder at all: tokens joined by spaces."""
+    """Return a tokenizer without a decoder: tokens joined by spaces."""
     names = ["zero", "one", "two", "three", "four", "stop", "<s>"]
     vocabulary = {name: index for index, name in enumerate(names)}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))

@@ -115,7 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Family name -> (the prefix of transformers' classes, fields of its configuration)."""
 EXPERT_FAMILIES = {"mixtral", "qwen3_moe"}
-"""Those whose tokens have some of five experts."""
+"""Families with five experts, of which each token uses some."""
 
 
 def make_tiny(
@@ -150,7 +150,7 @@ def make_tiny(
 
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
-    """A byte-level BPE of 300 tokens: three special ones, 256 bytes, 41 merges."""
+    """Return a byte-level BPE of 300 tokens: three special ones, 256 bytes, 41 merges."""
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *sorted(letters)))}
     merges: list[tuple[str, str]] = []

@@ -21,7 +21,7 @@ class Authority:
         return str(self.folder / "ca.crt")
 
     def issue(self, name: str) -> tuple[str, str]:
-        """A certificate for 127.0.0.1 and its key: two paths."""
+        """Return a certificate for 127.0.0.1 and its key: two paths."""
         issued = self._authority.issue_cert("127.0.0.1", common_name=name)
         certificate, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         issued.cert_chain_pems[0].write_to_path(str(certificate))
@@ -29,7 +29,7 @@ class Authority:
         return str(certificate), str(key)
 
     def encrypt(self, key: str, password: str) -> str:
-        """The key in another file, which a password opens."""
+        """Return the path of the key in another file, encrypted with a password."""
         plain = serialization.load_pem_private_key(Path(key).read_bytes(), password=None)
         encrypted = Path(key + ".encrypted")
         encrypted.write_bytes(
@@ -43,7 +43,7 @@ class Authority:
 
 
 def make_authority(folder: Path) -> Authority:
-    """A new authority whose files are in ``folder``."""
+    """Return a new authority with its files in ``folder``."""
     folder.mkdir()
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(folder / "ca.crt"))

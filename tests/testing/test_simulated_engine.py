@@ -111,7 +111,7 @@ def scene(
     max_num_seqs: int = 3,
     **params: Any,
 ) -> Scenario:
-    """Client 0, who is to leave, and ``others`` that have come before and stay."""
+    """Return a scenario: client 0, which leaves, and ``others`` that came before and stay."""
     leaving = SimulatedClient(
         number=0,
         arrives=STEP,
@@ -134,7 +134,8 @@ def scene(
 
 
 def with_adapters(scenario: Scenario) -> Scenario:
-    """The same with an adapter for client 0, which is unloaded under it, and one for client 1.
+    """Return the scenario with an adapter for client 0, unloaded during its use, and one for client
+    1.
 
     The worker holds one of them at a time.
     """
@@ -202,7 +203,7 @@ def test_a_client_may_leave_at_every_checkpoint(stage: str, depth: int, n: int) 
             assert report.violation is None, where
             assert report.outcomes.get("whole", 0) >= len(others), where
             ends.update(report.outcomes)
-        # Whoever is called away when its last wait is over has got everything.
+        # A client that leaves when its last wait is over has got everything.
         assert ends["left"] >= undisturbed.num_checkpoints - (2 if when_woken else 0)
 
 
@@ -241,7 +242,7 @@ def test_adapters_are_there_again_after_whatever_befalls_the_worker(what: str) -
 
 
 def test_the_tokens_are_those_of_the_adapter_that_had_the_name_when_the_client_came() -> None:
-    """One that is loaded by the name of another, while that one is still in use."""
+    """Load another adapter by the same name, while the first is still in use."""
     scenario = scene(others=0)
     (client,) = scenario.clients
     early, late = (
@@ -298,7 +299,7 @@ def test_the_reference_knows_how_outputs_end() -> None:
 
 
 def test_a_client_that_gets_too_little_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One planted fault, from the finding to the command that shows it again."""
+    """Plant one fault, from its detection to the command that repeats it."""
     from trioserve.scheduler.page_pool import PagePool
 
     release = PagePool.release

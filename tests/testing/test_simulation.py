@@ -51,7 +51,7 @@ STEP = 0.01
 
 @attrs.define(eq=False)
 class House:
-    """A scheduler, whoever supervises its workers, and a reader of what comes out."""
+    """A scheduler, the supervisor of its workers, and a reader of its outputs."""
 
     scheduler: Scheduler
     requests: trio.MemorySendChannel[Request]
@@ -95,7 +95,7 @@ class House:
             ended.set()
 
     async def supervise(self, make_worker: Callable[[], FakeWorker]) -> None:
-        """One worker after the other."""
+        """Run one worker after the other."""
         while True:
             worker = make_worker()
             self.workers.append(worker)
@@ -111,7 +111,7 @@ class House:
             await trio.sleep(1.0)
 
     async def settle(self) -> None:
-        """Let the last plans be acknowledged, then look that nothing is held by anybody."""
+        """Let the last plans be acknowledged, then assert that nothing is held."""
         await trio.sleep(100 * STEP)
         statistics = self.scheduler.statistics()
         assert statistics.pages_free + statistics.pages_cached == statistics.pages_total
@@ -201,8 +201,7 @@ async def test_an_abort_wakes_an_idle_loop_and_closes_the_slot(autojump_clock: C
 
 
 async def test_an_abort_is_told_at_once_if_there_is_room(autojump_clock: Clock) -> None:
-    """The only plan in flight makes the last token, so the loop has nothing to do until it hears
-    of the abort."""
+    """Let the only plan in flight make the last token, so the loop is idle until the abort."""
     async with open_house(max_plans_in_flight=2) as house:
         sequence = house.send([1], max_tokens=1)
         await trio.sleep(STEP / 2)
@@ -540,7 +539,7 @@ async def test_a_day_in_the_life(autojump_clock: Clock, seed: int) -> None:
 
 
 def assert_right(house: House, sequence: Sequence) -> None:
-    """It has the tokens of the unbatched reference, as far as it came, and so has its prompt."""
+    """Assert that it has the tokens of the unbatched reference so far, and so has its prompt."""
     expected = reference(house.workers[0], sequence)
     request = sequence.request
     assert sequence.finish is not None

@@ -46,7 +46,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 def letters(text: str) -> tuple[int, ...]:
-    """One token for each byte of ``text``."""
+    """Return one token for each byte of ``text``."""
     single = {TOKENIZER.token_bytes(id): id for id in range(TOKENIZER.vocab_size)}
     return tuple(single[bytes([byte])] for byte in text.encode())
 
@@ -79,7 +79,7 @@ class Delivery:
         self.detokenizer.deliver(SequenceOutput(sequence, token_ids, logprobs, finish))
 
     def chunks(self) -> list[Chunk]:
-        """The chunks as they were pushed, before the stream merges what waits."""
+        """Return the chunks as they were pushed, before the stream merges waiting ones."""
         return list(self.request.stream._pending)
 
     def text(self) -> str:
@@ -415,7 +415,9 @@ class Expected:
 
 
 def naive(ids: tuple[int, ...], params: SamplingParams) -> Expected:
-    """The whole text first, then its earliest end by a stop string, then the token of that end."""
+    """Return the whole text, cut at its earliest end by a stop string, and the token of
+    that end.
+    """
     special = TOKENIZER.special_ids if params.skip_special_tokens else frozenset()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     lengths = []

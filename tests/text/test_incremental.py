@@ -66,7 +66,7 @@ def test_byte_level_joins_to_the_whole_decode(ids: list[int], skip: bool) -> Non
 
 
 def fallback_text(ids: list[int], *, skip: bool) -> str:
-    """The whole decode, but with only the bad bytes of a byte-fallback run replaced."""
+    """Return the whole decode, but with only the bad bytes of a byte-fallback run replaced."""
     data = b""
     for id in ids:
         token = FALLBACK.id_to_token(id)
@@ -142,7 +142,7 @@ def test_only_a_character_that_the_output_goes_on_with_comes_out_of_the_prompt(
 
 
 def is_beginning(data: bytes) -> bool:
-    """Whether ``data`` is a character's first bytes, with more to come."""
+    """Return whether ``data`` is a character's first bytes, with more to come."""
     try:
         data.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The preparation stage: who waits for the worker's verdict, who overtakes, and what goes wrong."""
+"""The preparation stage: requests that wait for the worker's answer, others, and failures."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_request(grammar: str | None = None, *, tenant: str = "", **params: Any)
 
 
 def leave(request: Request) -> None:
-    """What the engine does when the caller's scope is left before the request is admitted."""
+    """Leave the caller's scope before the request is admitted."""
     for sequence in request.sequences:
         sequence.finish = Finish(FinishReason.ABORT)
         sequence.move_to(State.FINISHED)
@@ -92,7 +92,7 @@ class ScriptedWorker:
     num_open: int = 0
     most_open: int = 0
     num_pings: int = 0
-    """How often it was asked whether it answers at all."""
+    """Number of pings."""
     _there: trio.Event = attrs.field(factory=trio.Event)
     _lost: trio.Event = attrs.field(factory=trio.Event)
     _loss: WorkerLost | None = None
@@ -149,7 +149,7 @@ class Running:
             self.requests.send_nowait(request)
 
     def passed(self) -> list[Request]:
-        """Those that came through since the last look."""
+        """Return the requests that were passed on since the last call."""
         requests = []
         with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
@@ -166,7 +166,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(worker: ScriptedWorker, *, attached: bool = True) -> AsyncIterator[Running]:
-    """The stage while the block lasts; it must then end by itself and leave nothing behind."""
+    """Run the stage for the block; it must then end by itself and leave nothing behind."""
     requests, inbox = trio.open_memory_channel[Request](math.inf)
     submit, prepared = trio.open_memory_channel[Request](math.inf)
     stage = Preparation(worker, timeout=TIMEOUT)
@@ -329,7 +329,7 @@ async def test_what_takes_too_long_is_refused_and_may_be_tried_again(
         assert case.passed() == []
         await trio.sleep(2)
         assert case.passed() == [again]
-        # The worker was asked once, and nobody need ask it again.
+        # The worker was called once, and no further call is needed.
         case.send(third := make_request(**params))
         await trio.testing.wait_all_tasks_blocked()
         assert case.passed() == [third]
@@ -476,7 +476,7 @@ async def test_a_request_that_ends_workers_is_given_up_and_its_neighbours_are_no
 
 
 async def test_a_worker_that_is_sent_away_is_no_loss(autojump_clock: Clock) -> None:
-    """However often: whoever asks waits until it comes back, and is suspected of nothing."""
+    """Repeat it: the request waits until the worker comes back, and isn't suspected."""
     worker = ScriptedWorker(seconds=1)
     async with running(worker) as case:
         request = make_request("fine")
@@ -566,7 +566,7 @@ async def test_what_can_not_be_sent_to_the_worker_is_refused(
 async def test_how_deep_extra_args_are_is_that_request_s_matter_alone(
     autojump_clock: Clock,
 ) -> None:
-    """What can just be encoded by itself can't be as a part of a plan."""
+    """Check that a value that can just be encoded by itself can't be a part of a plan."""
     async with open_fake_engine(
         lambda: FakeWorker(calls={"prepare": lambda _: None}), logits_processors=("a:B",)
     ) as engine:
@@ -644,7 +644,7 @@ async def test_a_caller_that_leaves_leaves_nothing_behind(
         case.assert_nothing_left()
         assert request not in case.passed()
         assert len([c for c in case.worker.calls if c["grammar"][1] == "a"]) == num_calls
-        # And whoever asks the same afterwards is answered.
+        # An equal request afterwards is answered, too.
         case.send(again := make_request("a"))
         await trio.sleep(5)
         assert case.passed() == [again]

@@ -70,7 +70,7 @@ PATTERNS = groups([*SETS, *ASSERTIONS, "ab"])
 
 
 def ends_at(pattern: str, text: str, start: int, end: int) -> bool:
-    """Whether ``text`` has a match that begins and ends at these places."""
+    """Return whether ``text`` has a match that begins and ends at these places."""
     exact = re.compile(rf"(?:{pattern})(?=[\s\S]{{{len(text) - end}}}\Z)")
     return exact.match(text, start) is not None
 
@@ -78,7 +78,7 @@ def ends_at(pattern: str, text: str, start: int, end: int) -> bool:
 def reference(
     pieces: list[str], stops: list[str], patterns: list[str], *, include: bool
 ) -> tuple[str, list[str | None]]:
-    """The output's text and what may be named as its end, a stop string before regexes."""
+    """Return the output's text and the possible names of its end, stop strings before regexes."""
     conditions = [
         *((stop, re.escape(stop)) for stop in stops),
         *zip(patterns, patterns, strict=True),

@@ -14,7 +14,9 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max
 
 
 def first_end(text: str, stops: list[str], not_before: int = 0) -> tuple[int, str] | None:
-    """The earliest end after ``not_before`` characters, and the longest stop string there."""
+    """Return the earliest end after ``not_before`` characters, and the longest stop string
+    there.
+    """
     for end in range(max(not_before, 0) + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -34,7 +36,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def longest_beginning(text: str, stops: list[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of a stop string."""
+    """Return the number of characters at the end of ``text`` that may begin a stop string."""
     lengths = (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)
 

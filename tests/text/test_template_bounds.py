@@ -1,4 +1,4 @@
-"""What is rendered in the server's process takes little time and memory, whatever the template."""
+"""Rendering in the server's process takes little time and memory, whatever the template."""
 
 from __future__ import annotations
 

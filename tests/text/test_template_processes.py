@@ -37,7 +37,7 @@ def chat(what: object = "", content: object = "hi") -> ChatPrompt:
 
 
 def children() -> list[psutil.Process]:
-    """The processes that render templates, whatever else was started before."""
+    """Return the processes that render templates."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none

@@ -1,4 +1,4 @@
-"""What usual chat templates do works in the sandbox, and what leads out of it doesn't."""
+"""Usual chat templates work in the sandbox, and ways out of it don't."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer, and its task: what it sends on, refuses, drops, and who waits for whom."""
+"""The tokenizer, and its task: requests passed on, refused, dropped, and their order."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def prepare(tokenizer: Tokenizer, *requests: Request) -> list[Request]:
 
 
 class GatedTokenizer(Tokenizer):
-    """Holds back the encoding of long texts until the gate opens, and counts who is in it."""
+    """Tokenizer that blocks the encoding of long texts until the gate opens, and records them."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__(backend)
@@ -148,7 +148,7 @@ def test_token_text_and_bytes(tokenizer: Tokenizer) -> None:
 
 
 def vllm_bad_words(encode: Callable[[str], list[int]], words: Sequence[str]) -> list[list[int]]:
-    """The rule, word by word, on a backend of its own."""
+    """Return the words' tokens by vLLM's rule, word by word, on a backend of its own."""
     spellings: list[list[int]] = []
     for word in words:
         for space in ("", " "):
@@ -427,7 +427,9 @@ async def test_the_task_cuts_prompts(tokenizer: Tokenizer, text: str) -> None:
 
 
 async def test_a_crowd_of_every_kind_is_encoded_as_each_alone(tokenizer: Tokenizer) -> None:
-    """A batch leaves out what it can't do, and one that is refused spoils nobody else's."""
+    """Check that a batch leaves out what it can't encode, and that a refused text spoils no
+    other.
+    """
     prompts: list[Prompt] = []
     for number in range(30):
         text = f"prompt number {number} " * 40

@@ -37,7 +37,7 @@ Write = Callable[..., str]
 
 @functools.cache
 def vocabulary(with_marks: bool) -> tuple[tokenizers.Tokenizer, llguidance.LLTokenizer]:
-    """The default model's tokenizer, as it is or with tokens of their own for all marks."""
+    """Return the default model's tokenizer, unchanged or with tokens of their own for all marks."""
     tokenizer = open_model(locate("smollm2-135m")).load_tokenizer()
     if with_marks:
         tokenizer.add_tokens(list(ADDED))
@@ -46,7 +46,7 @@ def vocabulary(with_marks: bool) -> tuple[tokenizers.Tokenizer, llguidance.LLTok
 
 
 def fits(lark: str, text: str, with_marks: bool) -> bool:
-    """Whether ``text`` is all of what the grammar allows, up to the end of the output."""
+    """Return whether the grammar allows ``text`` as a whole output."""
     tokenizer, tokens = vocabulary(with_marks)
     grammar = llguidance.LLMatcher.grammar_from_lark(lark)
     assert not llguidance.LLMatcher.validate_grammar(grammar, tokens)

@@ -31,7 +31,7 @@ families = pytest.mark.parametrize("family", TAGGED)
 
 
 def parsed(family: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The text of an answer, and the names and arguments of its calls."""
+    """Return the text of an answer, and the names and arguments of its calls."""
     parser = FAMILIES[family].parser.of(TOOLS)
     events = [event for piece in pieces for event in parser.feed(piece)]
     text, calls = "", list[list[str]]()
@@ -187,7 +187,7 @@ def test_what_is_not_as_it_should_be(
 
 @families
 def test_a_string_under_a_grammar_ends_with_its_tag_alone(family: str) -> None:
-    """A grammar has every value closed, so a string may hold whatever else."""
+    """Check that a string may hold any text, since a grammar closes every value."""
     city = "Köln\n<parameter=days>\n</function>\n</tool_call>\n<arg_key>"
     text = WRITTEN[family]("weather", city=city)
     parser = FAMILIES[family].parser.of(TOOLS, free=False)

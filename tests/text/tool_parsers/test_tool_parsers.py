@@ -27,7 +27,7 @@ NAMES = ("weather", "search")
 
 @attrs.define
 class Answer:
-    """What a client has put together at the end: text, and (id, name, arguments) of calls."""
+    """The result of a client: text, and (id, name, arguments) of calls."""
 
     text: str = ""
     calls: list[list[str]] = attrs.field(factory=list)
@@ -297,7 +297,7 @@ def test_what_is_no_call_is_text_to_the_letter(family: str, text: str) -> None:
 
 
 def test_a_grammar_lets_calls_of_llama_3_stand_in_no_text() -> None:
-    """What follows text is bound to no schema there, so it isn't taken for a call."""
+    """Check that text with a call behind it isn't taken for a call: there no schema holds."""
     text = 'As JSON: {"name": "search", "parameters": {}}'
     for free, expected in ((True, 1), (False, 0)):
         parser = FAMILIES["llama3"].parser.of([Tool("search")], free=free)
