@@ -81,7 +81,8 @@ class FakeWorker:
         computes_past_stop: whether a row after a stop id is computed and gives a token, or gives
             none. A worker may do either.
         max_row_tokens: the most tokens of a row, as in ``Ready``.
-        accepted: returns how many of a row's drafted tokens are accepted (default: none). In the pages, the rejected ones are tokens that no sequence has.
+        accepted: returns how many of a row's drafted tokens are accepted (default: none). In the
+            pages, the rejected ones are tokens that no sequence has.
         script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
         max_loras, max_cpu_loras: the most adapters in one plan, and loaded. An adapter is any path
             with a last part that doesn't begin with ``bad``; it adds :func:`adapter_shift` to each

@@ -26,7 +26,7 @@ STEP = 0.01
 POISONED = 0.1
 CROWDED = 0.2
 FIRST_RAGGED = 1000
-"""The first seed of those of which half have workers whose rows bring several tokens."""
+"""First seed of the range in which half of the scenarios have workers with several tokens a row."""
 REFUSED_GRAMMAR = "refused"
 """Text of a grammar that every worker refuses."""
 

@@ -30,7 +30,7 @@ class _OpenSlot:
     generation: int
     pages: list[int]
     has_output: bool = False
-    """Whether a result brought a token since it was opened."""
+    """True once a result brought a token since it was opened."""
 
 
 @attrs.define(eq=False)
