@@ -32,14 +32,14 @@ async def test_whoever_loads_one_all_serve_it(tmp_path: Path) -> None:
         for front_end in server.front_ends:
             await offered(front_end, ["a"])
         assert await tokens(first, "a") == await tokens(second, "a") != await tokens(first, "")
-        await first.engine.load_adapter("b", "/b")
+        await first.server_api.load_adapter("b", "/b")
         assert [adapter.name for adapter in first.engine.adapters] == ["a", "b"]
         await offered(second, ["a", "b"])
         assert await tokens(first, "b") == await tokens(second, "b") != await tokens(first, "a")
         with pytest.raises(InvalidRequest, match="is loaded already"):
-            await second.engine.load_adapter("b", "/c")
+            await second.server_api.load_adapter("b", "/c")
         with pytest.raises(InvalidRequest, match="/bad is bad") as caught:
-            await second.engine.load_adapter("c", "/bad")
+            await second.server_api.load_adapter("c", "/bad")
         assert caught.value.param == "path"
 
         async with trio.open_nursery() as nursery:
@@ -51,7 +51,7 @@ async def test_whoever_loads_one_all_serve_it(tmp_path: Path) -> None:
             nursery.start_soon(ask)
             while server.engine_server.statistics().scheduler.num_running == 0:
                 await trio.sleep(0.001)
-            await first.engine.unload_adapter("a")
+            await first.server_api.unload_adapter("a")
             assert server.engine_server.statistics().scheduler.num_running == 0
         assert len(results[0]) == 300
         await offered(second, ["b"])
@@ -59,5 +59,5 @@ async def test_whoever_loads_one_all_serve_it(tmp_path: Path) -> None:
             with pytest.raises(AdapterNotFound, match="no adapter 'a' is loaded"):
                 await tokens(front_end, "a")
         with pytest.raises(AdapterNotFound):
-            await second.engine.unload_adapter("a")
+            await second.server_api.unload_adapter("a")
         await server.wait_nothing_held()

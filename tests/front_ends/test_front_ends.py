@@ -26,7 +26,7 @@ from trioserve import (
     QueueFull,
 )
 from trioserve.front_ends.client import server_api as shared
-from trioserve.front_ends.server import engine_server as engine_server
+from trioserve.front_ends.server import peers
 from trioserve.front_ends.server.requests import MAX_UNTAKEN
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.errors import KeyLimit
@@ -376,7 +376,7 @@ async def test_a_front_end_that_says_nothing_is_counted_as_it_last_was(
         name = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
         assert f"trioserve:{name} 1.0" in (await second.server_api.metrics()).decode()
         await first.engine.complete(PROMPT, max_tokens=3)
-        monkeypatch.setattr(engine_server, "ANSWER_SECONDS", 0.05)
+        monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.05)
         monkeypatch.setitem(cast(Any, first.remote.rpc._handlers), "count", _says_nothing)
         assert f"trioserve:{name} 1.0" in (await second.server_api.metrics()).decode()
         monkeypatch.undo()

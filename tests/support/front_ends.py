@@ -10,11 +10,13 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve import Engine, EngineConfig, ServerConfig
+from trioserve import EngineConfig, ServerConfig
 from trioserve._util.pair_socket import PairSocket
 from trioserve.engine.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.engine.nursery import Place, run_tasks
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.tasks import EngineTasks
+from trioserve.front_ends.calls import FrontEndCalls
 from trioserve.front_ends.client.encoding import remote_encoding
 from trioserve.front_ends.client.scheduler import RemoteScheduler
 from trioserve.front_ends.client.server_api import RemoteServer
@@ -45,7 +47,7 @@ __all__ = ["FrontEnd", "Server", "open_server"]
 class FrontEnd:
     """One front end, and its home in the engine process."""
 
-    engine: Engine
+    engine: RequestEngine
     remote: RemoteScheduler
     server_api: RemoteServer
     peer: FrontEndSession
@@ -175,15 +177,15 @@ async def _open_front_end(
             remote,
             Metrics("fake"),
             open_remote,
+            RequestEngine,
             preparation=None,
             output_buffer=0,
             worker_restarts=lambda: remote.state.worker_restarts,
-            encoding=remote_encoding(model, remote.rpc),
+            encoding=remote_encoding(model, remote.calls),
             place=Place(index=index, count=config.api_server_count),
         ) as engine:
             server_api = RemoteServer(engine, remote, index)
-            handlers |= {"count": server_api.count, "look": server_api.look}
-            handlers["abort"] = server_api.abort_own
+            handlers.update(FrontEndCalls.handlers(server_api))
             yield FrontEnd(
                 engine=engine, remote=remote, server_api=server_api, peer=peer, life=life, gone=gone
             )

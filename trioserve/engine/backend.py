@@ -1,7 +1,7 @@
-"""What an engine needs of whoever has its requests computed.
+"""The back end of requests: it takes them from the tokenizer and computes them.
 
-That is the :class:`~trioserve.scheduler.scheduler.Scheduler` in a process of one's own, and in a
-front-end process what stands for it there
+It is the :class:`~trioserve.scheduler.scheduler.Scheduler` in a process of one's own. A front end
+sends its requests to the engine process
 (:class:`trioserve.front_ends.client.scheduler.RemoteScheduler`).
 """
 
@@ -12,24 +12,19 @@ from typing import Any, Protocol
 import trio
 
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
-from trioserve.requests.adapters import Adapters
+from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
-from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.pause_control import PauseControl
-from trioserve.scheduler.prefix_pins import PrefixPins
-from trioserve.scheduler.weights import Weights
-from trioserve.workers.power import WorkerPower
 
 
 class Backend(Protocol):
-    """Owns every request from the tokenizer's hand on, until it has finished."""
+    """The owner of every request from the end of tokenization until it has finished."""
 
     async def run(
         self,
         requests: trio.MemoryReceiveChannel[Request],
         outputs: trio.MemorySendChannel[list[SequenceOutput]],
     ) -> None:
-        """The task: take requests in, and send what they give to the detokenizer."""
+        """Take requests in, and send their outputs to the detokenizer. This is a task."""
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent."""
@@ -39,57 +34,37 @@ class Backend(Protocol):
 
     @property
     def attached(self) -> bool:
-        """Whether a worker is there."""
+        """True while a worker is attached."""
 
     @property
     def stalled(self) -> bool:
-        """Whether there is no progress, though there could be."""
+        """True if there is no progress, though there could be."""
 
     @property
     def paused(self) -> bool:
-        """Whether nobody is to be computed because somebody has asked for that."""
+        """True while an operator's pause lasts: no request is computed."""
 
     @property
-    def pause_control(self) -> PauseControl | None:
-        """What pauses it; None where another process does."""
-
-    @property
-    def weights(self) -> Weights | None:
-        """Which weights its workers serve; None where another process exchanges them."""
-
-    @property
-    def worker_power(self) -> WorkerPower | None:
-        """What sends its worker away; None where another process does."""
-
-    @property
-    def feeds(self) -> Feeds | None:
-        """What it tells whoever listens; None where another process does."""
-
-    @property
-    def adapters(self) -> Adapters:
+    def catalogue(self) -> Catalogue:
         """The adapters that requests may name."""
 
     @property
-    def pins(self) -> PrefixPins | None:
-        """What keeps cached prefixes; None where another process does."""
-
-    @property
     def idle(self) -> bool:
-        """Whether nobody is to be computed."""
+        """True if no request is left to be computed."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """The number of sequences that wait for a slot."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Their tokens, prompt and output so far."""
+        """The tokens of waiting sequences, prompt and output so far."""
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
         """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
 
     def statistics(self) -> SchedulerStatistics:
-        """Counts of this moment."""
+        """Return the counts of this moment."""
 
     def check_integrity(self) -> None:
         """Assert the invariants."""

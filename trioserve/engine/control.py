@@ -1,4 +1,4 @@
-"""What operators do to a running engine: pause it, end requests by name, empty its cache."""
+"""Operators' calls of a running engine: pause it, end requests by name, empty its cache."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import contextlib
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from trioserve.engine.backend import Backend
+from trioserve.engine.lifecycle import abort_by_name
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
+from trioserve.pooling.batcher import Batcher
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
-from trioserve.requests.request import Finish, FinishReason, Request, State
-from trioserve.scheduler.pause_control import PauseControl
+from trioserve.requests.request import Request
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.weights import HOLDER
-from trioserve.workers.power import WorkerPower
-
-if TYPE_CHECKING:
-    from trioserve.pooling.batcher import Batcher
 
 PAUSE_MODES = ("abort", "wait", "retract", "in_place")
-"""What may become of the requests there are when the engine is paused."""
+"""Choices for the existing requests when the engine is paused."""
 
 UPDATE_MODES = ("wait", "abort", "retract")
-"""The same when weights are exchanged."""
+"""Choices for the existing requests when the weights are swapped."""
 
 _OPERATOR = "operator"
 _MEMORY = "memory"
@@ -41,17 +37,17 @@ class Control:
 
     Args:
         scheduler: the engine's.
-        open_requests: those whose caller's scope is open, at any moment.
-        batcher: what has texts computed as a whole, for a model that is for that.
+        open_requests: iterates over the requests that are open at that moment.
+        batcher: computes texts as a whole, for an encoder.
     """
 
-    _scheduler: Backend
+    _scheduler: Scheduler
     _open_requests: Iterable[Request]
     _batcher: Batcher | None = None
     refuses: bool = attrs.field(init=False, default=False)
-    """Whether requests that come are to be refused for a pause."""
+    """True while a pause refuses new requests."""
     weight_version: str = attrs.field(init=False, default="default")
-    """What whoever exchanged the weights last calls them."""
+    """The name of the weights that are served."""
 
     async def pause(self, mode: str, *, refuse: bool) -> None:
         """See :meth:`trioserve.engine.engine.Engine.pause`."""
@@ -59,7 +55,7 @@ class Control:
             modes = ", ".join(PAUSE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
         self.refuses = refuse
-        pause_control = self._pause_control
+        pause_control = self._scheduler.pause_control
         if mode == "wait":
             if self._batcher is not None:
                 await self._batcher.pause_when_done(_OPERATOR)
@@ -76,26 +72,13 @@ class Control:
     def resume(self) -> None:
         """See :meth:`trioserve.engine.engine.Engine.resume`."""
         self.refuses = False
-        self._pause_control.resume(_OPERATOR)
+        self._scheduler.pause_control.resume(_OPERATOR)
         if self._batcher is not None:
             self._batcher.resume(_OPERATOR)
 
     def abort(self, request_id: str, *, prefix: bool) -> int:
-        """See :meth:`trioserve.engine.engine.Engine.abort`."""
-        finish = Finish(FinishReason.ABORT)
-        named = [
-            request
-            for request in self._open_requests
-            if (request.id.startswith(request_id) if prefix else request.id == request_id)
-        ]
-        num_aborted = 0
-        for request in named:
-            alive = [each for each in request.sequences if each.state is not State.FINISHED]
-            # The last one first: nobody is to compute the prompt in place of one that has left.
-            for sequence in reversed(alive):
-                self._scheduler.abort(sequence, finish)
-            num_aborted += bool(alive)
-        return num_aborted
+        """End requests by name; return how many were ended."""
+        return abort_by_name(self._scheduler, self._open_requests, request_id, prefix=prefix)
 
     async def update_weights(self, model: str, mode: str, version: str | None) -> None:
         """See :meth:`trioserve.engine.engine.Engine.update_weights`."""
@@ -111,11 +94,9 @@ class Control:
     async def exchange_weights(
         self, path: str, mode: str, version: str | None = None, *, num_bytes: int = 0
     ) -> None:
-        """:meth:`update_weights` from the so many bytes that have been found at ``path``."""
-        weights = self._scheduler.weights
-        assert weights is not None, "it is the engine process that is asked"
+        """Swap the weights for those at ``path``. Its files have ``num_bytes`` together."""
         try:
-            checksum = await weights.exchange(
+            checksum = await self._scheduler.weights.exchange(
                 path, functools.partial(self._clear, mode), num_bytes=num_bytes
             )
         except CallFailed as error:
@@ -129,8 +110,8 @@ class Control:
         _log.info("weights exchanged", path=path, version=self.weight_version)
 
     async def _clear(self, mode: str, holder: str) -> None:
-        """Pause in the name of ``holder`` so that no request has KV of the old weights."""
-        pause_control = self._pause_control
+        """Pause under the key ``holder`` so that no request has KV of the old weights."""
+        pause_control = self._scheduler.pause_control
         if self._batcher is not None:
             await self._clear_batcher(self._batcher, mode, holder)
             return
@@ -139,7 +120,7 @@ class Control:
             return
         if mode == "abort":
             self.abort("", prefix=True)
-        # In somebody else's pause nobody finishes, so that waiting for it would be for ever.
+        # Under another caller's pause no request finishes, so this would wait for ever.
         await pause_control.pause(holder, retract=True)
 
     async def _clear_batcher(self, batcher: Batcher, mode: str, holder: str) -> None:
@@ -156,50 +137,38 @@ class Control:
 
     async def release_memory(self) -> None:
         """See :meth:`trioserve.engine.engine.Engine.release_memory`."""
-        await self._pause_control.pause(_MEMORY, retract=True)
+        await self._scheduler.pause_control.pause(_MEMORY, retract=True)
         if self._batcher is not None:
             await self._batcher.pause(_MEMORY)
-        await self._worker_power.turn_off()
+        await self._scheduler.worker_power.turn_off()
 
     async def resume_memory(self) -> None:
         """See :meth:`trioserve.engine.engine.Engine.resume_memory`."""
-        self._worker_power.turn_on()
-        self._pause_control.resume(_MEMORY)
+        self._scheduler.worker_power.turn_on()
+        self._scheduler.pause_control.resume(_MEMORY)
         if self._batcher is not None:
             self._batcher.resume(_MEMORY)
-        await self._worker_power.wait_there()
+        await self._scheduler.worker_power.wait_there()
 
     @property
     def memory_released(self) -> bool:
         """See :attr:`trioserve.engine.engine.Engine.memory_released`."""
-        return not self._worker_power.is_on
+        return not self._scheduler.worker_power.is_on
 
     def flush_cache(self) -> int:
         """See :meth:`trioserve.engine.engine.Engine.flush_cache`."""
-        return self._pause_control.flush_prefixes()
-
-    @property
-    def _worker_power(self) -> WorkerPower:
-        worker_power = self._scheduler.worker_power
-        assert worker_power is not None, "it is the engine process that is asked"
-        return worker_power
-
-    @property
-    def _pause_control(self) -> PauseControl:
-        pause_control = self._scheduler.pause_control
-        assert pause_control is not None, "it is the engine process that is asked"
-        return pause_control
+        return self._scheduler.pause_control.flush_prefixes()
 
 
 def _locate(model: str) -> tuple[Path, int]:
-    """Where ``model`` is, and how many bytes its files have: a single file of weights, too."""
+    """Return the path of ``model``, a folder or a single file, and the bytes of its files."""
     path = Path(model).expanduser()
     path = path.resolve() if path.is_file() else locate(model).resolve()
     return path, _num_bytes(path)
 
 
 def _num_bytes(path: Path) -> int:
-    """Of a file, or of all files in a folder; 0 where they can't be looked at."""
+    """Return the size of a file, or of all files in a folder; 0 if they can't be read."""
     with contextlib.suppress(OSError):
         files = path.iterdir() if path.is_dir() else [path]
         return sum(each.stat().st_size for each in files if each.is_file())

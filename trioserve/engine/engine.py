@@ -1,342 +1,47 @@
-"""The engine as its callers see it: generate, complete, statistics, drain.
-
-What it offers of texts as a whole is in :mod:`trioserve.pooling.engine`, and what it offers to
-operators in :mod:`trioserve.engine.operations`.
-
-A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block,
-and leaving that block, for whatever reason, is its abort. The tasks behind it are
-:mod:`trioserve.engine.nursery`'s.
-"""
+"""The engine of a process of its own: requests, sessions and operators' calls."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import uuid
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import attrs
-import trio
 
-from trioserve._util.feed import Feed
-from trioserve.config import EngineConfig
-from trioserve.engine.backend import Backend
 from trioserve.engine.control import Control
-from trioserve.engine.lifecycle import OpenGenerations
 from trioserve.engine.operations import OperatedEngine
-from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.sessions.sessions import MAX_CAPACITY, Session, Sessions
-from trioserve.engine.submissions import Submissions, open_submissions
-from trioserve.model_files.decoder_embedding import DecoderEmbedding
-from trioserve.model_files.encoder_files import ModelTask
-from trioserve.model_files.generation_config import GenerationConfig
-from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
-from trioserve.pooling.batcher import Batcher
-from trioserve.pooling.decoders import AskedPrompt
-from trioserve.pooling.engine import PoolingEngine
-from trioserve.pooling.open_requests import OpenRequests
-from trioserve.pooling.requests import Encoding, Pooling
-from trioserve.protocol import wire
-from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, Paused, RequestAborted
-from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.adapters import NO_ADAPTER
-from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
-from trioserve.requests.arguments import check_arguments
-from trioserve.requests.deadline import Deadline
-from trioserve.requests.generation import (
-    Completion,
-    GenerationStream,
-    PromptLike,
-    as_prompt,
-    completion_of,
-    sampling_params,
-)
-from trioserve.requests.request import Finish, Request, Sequence
-from trioserve.requests.retention import Retention
-from trioserve.requests.stream import Chunk
+from trioserve.protocol.errors import EngineError, Paused
 from trioserve.scheduler.scheduler import Scheduler
-from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers.supervisor import WorkerLife
 
 
 @attrs.define(eq=False, kw_only=True)
-class Engine(PoolingEngine, OperatedEngine):
+class Engine(RequestEngine, OperatedEngine):
     """A running engine. Made by :func:`open_engine`; every method is for the same trio program."""
 
-    config: EngineConfig
-    model_name: str
-    tokenizer: Tokenizer
-    metrics: Metrics
-    ready: wire.Ready
-    """What the first worker said of itself: device, page pool, limits."""
-    generation: GenerationConfig = attrs.field(factory=GenerationConfig)
-    """Defaults of requests, and a limit of their outputs."""
-    task: ModelTask = "generate"
-    """What the model is for: ``generate``, ``embed`` or ``classify``."""
-    _encoding: Encoding | None = None
-    """How texts are computed as a whole, if the model is an encoder."""
-    _embedding: DecoderEmbedding
-    """How it embeds texts, if it isn't one."""
-    _requests: RequestMaker
-    _scheduler: Backend
-    _to_tokenizer: trio.MemorySendChannel[Request]
-    _worker_restarts: Callable[[], int]
-    on_request_end: Callable[[Request], None] = lambda _: None
-    """Called once for each request, when nothing more will be delivered of it."""
-    on_none_open: Callable[[], None] = lambda: None
-    """Called whenever the last open request has ended."""
-    _open: OpenGenerations = attrs.field(init=False)
+    _scheduler: Scheduler
+    worker_life: Callable[[], WorkerLife]
+    """Returns the state of the worker process."""
     sessions: Sessions = attrs.field(init=False)
-    """Those that are open."""
-    schedulers: Seq[Scheduler] = ()
-    """The schedulers in this process: none in a front end."""
-    worker_life: Callable[[], WorkerLife] = WorkerLife
-    """Returns the state of the worker process; in a front end, one that never started."""
-    closed_requests: Feed[Request] = attrs.field(init=False, factory=Feed)
-    """Requests as their callers leave them, published while the feed has readers."""
+    """The open sessions."""
     control: Control = attrs.field(init=False)
-    """Pauses, aborts by name, and the like: what operators do."""
-    pooling: Pooling = attrs.field(init=False)
-    """Vectors, scores and labels of texts as a whole."""
-    _admission: Admission = attrs.field(init=False)
-    _draining: trio.Event = attrs.field(factory=trio.Event)
-    _closed: EngineError | None = None
-    _idle: trio.Event = attrs.field(factory=trio.Event)
+    """The implementation of operators' calls."""
 
     def __attrs_post_init__(self) -> None:
-        config = self.config
-        self._admission = Admission(
-            line=self._scheduler,
-            max_requests=config.max_num_queued_reqs,
-            max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
-        )
-        self._open = OpenGenerations(
-            scheduler=self._scheduler,
-            admission=self._admission,
-            to_tokenizer=self._to_tokenizer,
-            check_open=self._check_open,
-            on_finished=self.on_finished,
-            on_left=self._on_generation_left,
-        )
+        super().__attrs_post_init__()
         self.control = Control(self._scheduler, self._open, self._batcher)
-        self.pooling = Pooling(
-            task=self.task,
-            model_name=self.model_name,
-            config=config,
-            metrics=self.metrics,
-            check_open=self._check_open,
-            encoding=self._encoding,
-            embedding=self._embedding,
-            pool_prompt=self._pool_prompt,
-            complete=self.complete,
-            open=OpenRequests(self._on_left),
-        )
         self.sessions = Sessions(
-            self._scheduler.pins, config.max_sessions, self.generate, self._open.end
+            self._scheduler.pins, self.config.max_sessions, self.generate, self.end
         )
 
     @property
-    def generation_defaults(self) -> dict[str, float | int]:
-        """Sampling parameters of requests that name none."""
-        return self.generation.sampling
-
-    @property
-    def newest_requests(self) -> Iterator[Request]:
-        """Those whose caller's scope is open, the newest first."""
-        return reversed(self._open)
-
-    @property
-    def max_num_queued_tokens(self) -> int:
-        """Tokens that the prompts of waiting requests may have, before others are refused."""
-        return self._admission.max_tokens
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the model's vocabulary."""
-        return self.ready.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence in tokens, prompt and output together."""
-        return self.ready.max_model_len
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a sequence by themselves."""
-        return self._requests.eos_token_ids
-
-    @property
-    def healthy(self) -> bool:
-        """Whether a worker is attached and at work, and new requests are admitted."""
-        return (
-            self._scheduler.attached
-            and not self._scheduler.stalled
-            and not self.draining
-            and self._closed is None
-        )
-
-    @property
-    def stalled(self) -> bool:
-        """Whether the worker owes a step for so long that it may be hung."""
-        return self._scheduler.stalled
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is open, and nothing is computed any more for those that were."""
-        return (
-            not self._open
-            and not self.pooling.open
-            and self._scheduler.idle
-            and (self._batcher is None or self._batcher.idle)
-        )
-
-    @property
-    def _batcher(self) -> Batcher | None:
-        """What has texts computed as a whole, if that is done here."""
-        return None if self._encoding is None else self._encoding.batcher
-
-    @property
-    def draining(self) -> bool:
-        """Whether :meth:`drain` was called."""
-        return self._draining.is_set()
-
-    def generate(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        retention: Retention | None = None,
-        adapter: str = "",
-        prefix_ids: Seq[int] = (),
-        traceparent: str = "",
-        tracestate: str = "",
-        **sampling: Any,
-    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
-        """Generate from a prompt: ``async with engine.generate(...) as stream``.
-
-        Entering waits until the request is admitted to the queue; leaving the block, for whatever
-        reason, aborts whatever is still to be computed.
-
-        Args:
-            prompt: text, token ids, messages of a chat, or one of the prompt classes.
-            params: how to sample; or give its fields as keyword arguments.
-            request_id: a name for logs (default: a random one).
-            priority: smaller runs sooner under the priority policy.
-            timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised
-                (default: the option ``default_timeout``); infinity for never.
-            arrived: when the request came, on trio's clock: ``timeout`` and the measured times
-                count from then (default: now).
-            cache_salt: share cached prefixes only with requests of the same salt.
-            tenant: the name under which the request's share of the queue counts (default: none).
-            retention: how much its KV is worth in the prefix cache once it has ended.
-            adapter: the name of a loaded adapter (default: the model as it is).
-            prefix_ids: tokens that come before those of the prompt.
-            traceparent: the caller's W3C trace context; the request's span becomes its child.
-            tracestate: what goes with ``traceparent``.
-
-        Raises:
-            InvalidRequest: an argument that can't be served, or the model is for something else;
-                ``param`` names it.
-            AdapterNotFound: no adapter of that name is loaded.
-            ContextTooLong: prompt and output don't fit the model or the page pool.
-            QueueFull: too many requests wait, or too many tokens in their prompts.
-            Draining: the engine is shutting down.
-            Paused: it is paused, and refuses what comes.
-            DeadlineExceeded: the timeout ran out.
-        """
-        if self.task != "generate":
-            raise self.pooling.refusal("generate")
-        if params is None:
-            params = sampling_params({**self.generation_defaults, **sampling})
-        elif sampling:
-            raise InvalidRequest("give either params or its fields, not both", param="params")
-        check_arguments(
-            priority,
-            timeout,
-            arrived,
-            request_id=request_id or "",
-            cache_salt=cache_salt,
-            tenant=tenant,
-            adapter=adapter,
-            traceparent=traceparent,
-            tracestate=tracestate,
-        )
-        number = self._adapter_number(adapter)
-        if retention is not None and not isinstance(retention, Retention):
-            raise InvalidRequest(
-                f"retention must be a Retention, got {retention!r}", param="retention"
-            )
-        request = self._requests.make(
-            as_prompt(prompt),
-            params,
-            id=request_id or f"req-{uuid.uuid4().hex}",
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            retention=retention,
-            adapter=number,
-            prefix_ids=prefix_ids,
-            traceparent=traceparent,
-            tracestate=tracestate,
-            arrived=arrived,
-        )
-        return self._open.opened(request, Deadline.of(timeout, arrived, self.config))
-
-    async def complete(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        retention: Retention | None = None,
-        adapter: str = "",
-        traceparent: str = "",
-        tracestate: str = "",
-        **sampling: Any,
-    ) -> Completion:
-        """The whole output at once; arguments and errors are those of :meth:`generate`."""
-        chunks: list[Chunk] = []
-        generation = self.generate(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            arrived=arrived,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            retention=retention,
-            adapter=adapter,
-            traceparent=traceparent,
-            tracestate=tracestate,
-            **sampling,
-        )
-        async with generation as stream:
-            async for chunk in stream:
-                chunks.append(chunk)
-        return completion_of(stream, chunks)
-
-    def submissions(self) -> contextlib.AbstractAsyncContextManager[Submissions]:
-        """An executor: ``async with engine.submissions() as executor``, then ``executor.submit``.
-
-        For requests that are handed in at once and waited for later. Leaving the block, for
-        whatever reason, aborts those that haven't ended; its own exceptions come out as they are.
-        """
-        return open_submissions(self.generate)
+    def schedulers(self) -> Seq[Scheduler]:
+        """The schedulers of the engine."""
+        return (self._scheduler,)
 
     @contextlib.contextmanager
     def open_session(
@@ -346,7 +51,7 @@ class Engine(PoolingEngine, OperatedEngine):
         capacity: int = MAX_CAPACITY,
         timeout: float = math.inf,
     ) -> Iterator[Session]:
-        """A conversation whose turns are remembered: ``with engine.open_session() as session``.
+        """Open a conversation that is remembered: ``with engine.open_session() as session``.
 
         Leaving the block forgets it, and ends the turns that still run.
 
@@ -367,142 +72,29 @@ class Engine(PoolingEngine, OperatedEngine):
             session.close()
 
     def statistics(self) -> EngineStatistics:
-        """Counts of this moment."""
-        scheduler = self._scheduler.statistics()
-        if self._batcher is not None:
-            scheduler = self._batcher.counted_in(scheduler)
-        worker_power = self._scheduler.worker_power
-        return EngineStatistics(
-            scheduler=scheduler,
-            num_tokenizing=self._admission.num_entering,
-            num_streams=len(self._open) + len(self.pooling.open),
-            stream_bytes=self._requests.stream_budget.waiting,
-            worker_restarts=self._worker_restarts(),
+        """Return the counts of this moment."""
+        return attrs.evolve(
+            super().statistics(),
             num_sessions=len(self.sessions),
-            memory_released=worker_power is not None and not worker_power.is_on,
+            memory_released=self.control.memory_released,
         )
 
     def check_integrity(self) -> None:
-        """Assert the invariants of the scheduler, the page pool and the streams.
+        """Assert the invariants of the scheduler, the page pool, the streams and the sessions.
 
         Raises:
             AssertionError: one is violated; this is a bug in trioserve.
         """
-        self._scheduler.check_integrity()
-        self._admission.check_integrity()
-        if self._batcher is not None:
-            self._batcher.check_integrity()
+        super().check_integrity()
         self.sessions.check_integrity()
-        num_open = sum(len(request.sequences) for request in self._open)
-        assert self._admission.num_entering <= num_open
-        if not self._open:
-            assert self._requests.stream_budget.waiting == 0
-
-    def drain(self) -> None:
-        """Admit nothing new from now on; what runs goes on. Idempotent."""
-        self._draining.set()
-
-    async def wait_draining(self) -> None:
-        """Wait until :meth:`drain` is called."""
-        await self._draining.wait()
-
-    def check_room(self, tenant: str = "") -> None:
-        """Refuse now what :meth:`generate` would refuse later, whatever it is asked for.
-
-        Args:
-            tenant: the one that will ask.
-
-        Raises:
-            QueueFull: too much waits.
-            Draining: the engine is shutting down.
-            Paused: it is paused, and refuses what comes.
-            EngineError: it is closed.
-        """
-        self._check_open()
-        self._admission.check_room(tenant)
-
-    def abort_all(self, error: RequestAborted) -> None:
-        """End every open request with ``error``, whatever its stage; never blocks.
-
-        What waits in its stream is read first, and one whose final chunk waits there ends as it
-        would have. Those that come later are another matter: see :meth:`drain`.
-        """
-        if self._closed is not None:
-            return
-        for request in self._open:
-            self._open.end(request, error)
-        self.pooling.open.end_all(error)
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is open."""
-        while self._open or self.pooling.open:
-            if self._idle.is_set():
-                self._idle = trio.Event()
-            await self._idle.wait()
-        await trio.lowlevel.checkpoint()
-
-    def _adapter_number(self, name: str) -> int:
-        """The number of a loaded adapter, or of none."""
-        return self._scheduler.adapters.catalogue.find(name).number if name else NO_ADAPTER
-
-    async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
-        """What the hidden states of a prompt become, as a float32 column, and its tokens."""
-        request = self._requests.make(
-            asked.prompt,
-            asked.params,
-            id=asked.id,
-            cache_salt=asked.cache_salt,
-            tenant=asked.tenant,
-            adapter=self._adapter_number(asked.adapter),
-            traceparent=asked.traceparent,
-            tracestate=asked.tracestate,
-        )
-        for sequence in request.sequences:
-            sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)
-        async with self._open.opened(request, deadline) as stream:
-            async for _ in stream:
-                pass
-        if not request.vector:
-            raise RequestAborted("the request was aborted")
-        return request.vector, len(request.prompt_ids)
-
-    def on_finished(self, sequence: Sequence, finish: Finish) -> None:
-        """Nothing more will be delivered of ``sequence``: note when and why."""
-        sequence.delivered = True
-        # A stop string may have ended it before its last token did: what was delivered counts.
-        sequence.finish = finish
-        sequence.request.times.finished = trio.current_time()
-        self.metrics.request_finished(sequence.request, sequence, finish)
-        if all(sibling.delivered for sibling in sequence.request.sequences):
-            self.on_request_end(sequence.request)
-
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise self._closed
-        if self.draining:
-            raise Draining("the server is shutting down")
-        if self.control.refuses:
-            raise Paused("the engine is paused, and takes no requests meanwhile")
 
     def close(self, error: EngineError) -> None:
         """End every open request with ``error``, and refuse new ones with it. Idempotent."""
-        if self._closed is not None:
-            return
-        self._closed = error
-        if self._scheduler.feeds is not None:
-            self._scheduler.feeds.close(error)
-        self.closed_requests.close(error)
-        self._open.close(error)
-        self.pooling.open.end_all(error)
+        super().close(error)
+        self._scheduler.feeds.close(error)
         self.sessions.close(error)
 
-    def _on_generation_left(self, request: Request) -> None:
-        if self.closed_requests.is_wanted:
-            self.closed_requests.publish(request)
-        self._on_left()
-
-    def _on_left(self) -> None:
-        """A caller's scope has been left."""
-        if not self._open and not self.pooling.open:
-            self._idle.set()
-            self.on_none_open()
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self.control.refuses:
+            raise Paused("the engine is paused, and takes no requests meanwhile")

@@ -1,7 +1,8 @@
-"""Looks at an idle engine: do the invariants hold, has the worker let go of everything?
+"""Checks of an idle engine: its invariants hold, and its worker holds no slots or pages.
 
-Whoever runs out of work notes it; nothing is polled. What is found is a bug in trioserve: it is
-logged once, with the place that found it, and counted, and the engine goes on.
+The engine and the scheduler call :meth:`IdleCheck.note` when they run out of work; nothing is
+polled. A finding is a bug in trioserve. It is logged once with its place and counted; the engine
+goes on.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import EngineError, WorkerLost
 
 INTERVAL = 1.0
-"""Seconds between two looks, at least."""
+"""Least number of seconds between two checks."""
 MAX_SHARE = 0.01
-"""Of the time that looks may take. One at a large page pool takes long, and holds the loop up."""
+"""Share of the time that checks may take. A check of a large page pool blocks the event loop."""
 WORKER_TIMEOUT = 30.0
-"""Seconds for the worker to say what it holds; it has nothing else to do."""
+"""Seconds for the worker to report its slots and pages; it has nothing else to do."""
 
 _log = get_logger("trioserve.engine")
 
 
 class Checked(Protocol):
-    """What is needed of an engine."""
+    """The parts of an engine that the check needs."""
 
     @property
     def metrics(self) -> Metrics: ...
@@ -45,11 +46,11 @@ class Checked(Protocol):
 
 @attrs.define(eq=False)
 class IdleCheck:
-    """The task that looks, and the note that wakes it.
+    """The task that checks, and the note that wakes it.
 
     Args:
-        engine: whom it looks at.
-        asks_worker: whether the worker is asked, too, what it holds.
+        engine: the engine to check.
+        asks_worker: whether to ask the worker, too, for the slots and pages that it holds.
     """
 
     engine: Checked
@@ -60,11 +61,11 @@ class IdleCheck:
     """Findings that have been logged."""
 
     def note(self) -> None:
-        """The engine may be idle now. Cheap, and may be called at any time."""
+        """Wake the task because the engine may be idle. Cheap; may be called at any time."""
         self._noted.set()
 
     async def run(self) -> None:
-        """Look whenever the engine is idle again, until cancelled."""
+        """Check whenever the engine is idle again, until cancelled."""
         while True:
             await self._noted.wait()
             await trio.sleep_until(self._next)
@@ -86,7 +87,7 @@ class IdleCheck:
             self._report(f"{what} ({place.filename}:{place.lineno})", error)
 
     async def _ask_worker(self) -> None:
-        """Compare what the worker holds with nothing, which is what an idle engine holds."""
+        """Report slots and pages that the worker holds, because an idle engine needs none."""
         engine = self.engine
         before = engine.statistics()
         held: object = None

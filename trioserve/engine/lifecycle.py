@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import attrs
 import trio
@@ -18,20 +18,49 @@ from trioserve.protocol.errors import EngineError, RequestAborted, SlowReader
 from trioserve.requests.admission import Admission
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import GenerationStream
-from trioserve.requests.request import Finish, FinishReason, Request, Sequence
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence, State
+
+
+def abort_by_name(
+    backend: Backend, requests: Iterable[Request], request_id: str, *, prefix: bool
+) -> int:
+    """End those of ``requests`` that are named so; return how many were ended. Never blocks.
+
+    Args:
+        backend: computes them.
+        requests: all that may be ended.
+        request_id: the name.
+        prefix: end all requests with names that begin so.
+    """
+    finish = Finish(FinishReason.ABORT)
+    named = [
+        request
+        for request in requests
+        if (request.id.startswith(request_id) if prefix else request.id == request_id)
+    ]
+    num_aborted = 0
+    for request in named:
+        alive = [each for each in request.sequences if each.state is not State.FINISHED]
+        # The last sequence first, so that no other one takes over the prompt.
+        for sequence in reversed(alive):
+            backend.abort(sequence, finish)
+        num_aborted += bool(alive)
+    return num_aborted
 
 
 @attrs.define(eq=False, kw_only=True)
 class OpenGenerations:
-    """The requests of one engine whose caller's scope is open, in the order of their arrival.
+    """The open requests of one engine, in the order of their arrival.
+
+    A request is open until its caller has left the block.
 
     Args:
         scheduler: is told of aborts.
-        entrance: counts who waits.
-        to_tokenizer: where a request begins.
-        check_open: raises where nobody is to be let in.
-        on_finished: called with each sequence of which nothing more will be delivered.
-        on_left: called with each request whose scope has been left.
+        admission: counts waiting requests.
+        to_tokenizer: the first task's inbox.
+        check_open: raises while no request is to be admitted.
+        on_finished: called with each sequence once all of it has been delivered.
+        on_left: called with each request when its caller has left the block.
     """
 
     _scheduler: Backend
@@ -54,7 +83,7 @@ class OpenGenerations:
 
     @contextlib.asynccontextmanager
     async def opened(self, request: Request, deadline: Deadline) -> AsyncIterator[GenerationStream]:
-        """The caller's scope: entering waits until ``request`` is admitted.
+        """Open ``request`` for as long as the block lasts; entering waits until it is admitted.
 
         Raises:
             QueueFull: too much waits.
@@ -88,19 +117,19 @@ class OpenGenerations:
             request.stream.close(error)
 
     def _abort(self, request: Request, error: RequestAborted | SlowReader) -> None:
-        """Nothing more is to be computed of a request. Never blocks."""
+        """Abort all sequences of a request. Never blocks."""
         finish = Finish(FinishReason.ABORT, error=error)
         for sequence in reversed(request.sequences):
             if not sequence.delivered:
                 self._scheduler.abort(sequence, finish)
 
     def _abandon(self, request: Request) -> None:
-        """The caller's scope is left: nothing more is to be computed or kept. Never blocks."""
+        """Drop a request when its caller has left the block. Never blocks."""
         if self._closed is None:
             finish = Finish(FinishReason.ABORT)
         else:
             finish = Finish(FinishReason.ERROR, error=self._closed)
-        # The last one first: nobody is to compute the prompt in place of one that has left.
+        # The last sequence first, so that no other one takes over the prompt.
         for sequence in reversed(request.sequences):
             if not sequence.delivered:
                 self._scheduler.abort(sequence, finish)

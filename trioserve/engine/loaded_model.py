@@ -1,4 +1,4 @@
-"""What the engine's process reads of a model's folder: tokenizer, template and defaults."""
+"""The model's tokenizer, template and defaults, read by the engine's process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = get_logger("trioserve.engine")
 
 @attrs.frozen(kw_only=True)
 class LoadedModel:
-    """What this process needs of a model: its name, its tokenizer and its defaults."""
+    """The parts of a model that this process needs: its name, its tokenizer and its defaults."""
 
     name: str
     tokenizer: Tokenizer
@@ -46,12 +46,12 @@ class LoadedModel:
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     task: ModelTask = "generate"
     encoder: TextEncoder | None = None
-    """What turns texts into ids for an encoder."""
+    """Turns texts into ids for an encoder."""
     embedding: DecoderEmbedding | None = None
-    """How a decoder embeds texts, if it was trained for that."""
+    """The pooling of a decoder that was trained to embed texts."""
 
     def log_defaults(self) -> None:
-        """Log what requests get that name no sampling parameters, unless there are no defaults."""
+        """Log the default sampling parameters, if there are any."""
         if self.generation.shown():
             _log.info("defaults of requests", **self.generation.shown())
 
@@ -62,7 +62,7 @@ class LoadedModel:
         def load() -> LoadedModel:
             if task_of(path) != "generate":
                 return cls.load_encoder(config, open_encoder(path))
-            # A GGUF file's header holds its vocabulary, which nobody needs any more after this.
+            # A GGUF file's header holds its vocabulary, which isn't needed after this.
             return cls.load(config, open_model(path, config.model_impl))
 
         return await in_thread(load)
@@ -155,7 +155,7 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
 
 
 def _chat_template(given: str | None) -> str | None:
-    """The template that --chat-template names: a file's text, or the text itself."""
+    """Return the template that --chat-template names: a file's text, or the text itself."""
     if given is None or "{" in given or "\n" in given:
         return given
     try:
@@ -167,5 +167,5 @@ def _chat_template(given: str | None) -> str | None:
 
 
 async def in_thread(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns. Cancelling doesn't wait for it: a disk or a Hub may take for ever."""
+    """Return the result of ``read``. Cancelling doesn't wait for it: a disk may take for ever."""
     return await trio.to_thread.run_sync(read, abandon_on_cancel=True)

@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -29,6 +29,7 @@ from trioserve.engine.backend import Backend
 from trioserve.engine.engine import Engine
 from trioserve.engine.idle_check import IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.model_files import locate
@@ -51,6 +52,7 @@ from trioserve.workers.socket_folder import sweep_socket_folders
 from trioserve.workers.supervisor import OnProgress, Supervisor, Workers
 
 _log = get_logger("trioserve.engine")
+_Engine = TypeVar("_Engine", bound=RequestEngine)
 
 
 @contextlib.asynccontextmanager
@@ -61,12 +63,12 @@ async def open_engine(
     mock: wire.MockSteps | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """An engine that serves ``model``, for as long as the block lasts.
+    """Run an engine that serves ``model`` for as long as the block lasts.
 
     Args:
         model: a known name, a folder, a GGUF file, a Hub id, or a whole configuration.
         on_progress: called while the model is loaded.
-        mock: have a worker that computes nothing, whose steps take that long: for measuring.
+        mock: use a worker that computes nothing, and takes that long for a step: for measuring.
         options: fields of :class:`~trioserve.config.EngineConfig`, over those of a configuration.
 
     Raises:
@@ -90,7 +92,7 @@ async def open_engine(
 async def _open_worker(
     config: EngineConfig, on_progress: OnProgress | None, mock: wire.MockSteps | None
 ) -> AsyncIterator[Engine]:
-    """The engine over a worker process of its own."""
+    """Run the engine over a worker process of its own."""
     path = await locate_model(config)
     loaded = await LoadedModel.read(config, path)
     metrics = Metrics(loaded.name, config.metrics_prefix)
@@ -104,7 +106,7 @@ async def _open_worker(
 
 
 async def locate_model(config: EngineConfig) -> Path:
-    """Where the model is, fetched if need be. What killed engines have left is swept away before.
+    """Return the path of the model, fetched if need be. Socket folders of dead engines are removed.
 
     Raises:
         ModelLoadError: it can't be found.
@@ -120,7 +122,7 @@ def open_scheduler(
     on_progress: OnProgress | None,
     mock: wire.MockSteps | None,
 ) -> tuple[Scheduler, Supervisor]:
-    """A scheduler, and the supervisor of the worker processes that are to be attached to it."""
+    """Return a scheduler, and the supervisor of the worker processes to be attached to it."""
     scheduler = Scheduler(config, metrics)
     supervisor = Supervisor(
         open_worker=Workers(
@@ -157,7 +159,7 @@ def log_loaded(name: str, ready: wire.Ready) -> None:
 def start_message(
     config: EngineConfig, path: Path, mock: wire.MockSteps | None = None
 ) -> wire.Start:
-    """What a worker is told to load: the options that concern it."""
+    """Return the message that tells a worker what to load, with the options for workers."""
     return wire.Start(
         model=str(path.resolve()),
         model_impl=config.model_impl,
@@ -196,7 +198,7 @@ async def run_engine(
     *,
     asks_idle_worker: bool = False,
 ) -> AsyncIterator[Engine]:
-    """An engine over any kind of worker; :func:`open_engine` gives it the real one.
+    """Run an engine over any kind of worker; :func:`open_engine` gives it the real one.
 
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     """
@@ -206,7 +208,11 @@ async def run_engine(
         batcher = supervised_batcher(config, scheduler, supervisor, metrics)
         encoding = Encoding(encoder=model.encoder, compute=batcher.compute, batcher=batcher)
 
+    start_task: Callable[[Callable[..., Awaitable[None]]], None]
+
     async def start_worker(tasks: EngineTasks) -> wire.Ready:
+        nonlocal start_task
+        start_task = tasks.start_soon
         ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
         if encoding is not None and encoding.batcher is not None:
             encoding.batcher.set_limits(ready)
@@ -220,6 +226,7 @@ async def run_engine(
         scheduler,
         metrics,
         start_worker,
+        functools.partial(Engine, worker_life=lambda: supervisor.life),
         preparation=Preparation(
             scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
@@ -228,26 +235,25 @@ async def run_engine(
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
-        engine.schedulers = (scheduler,)
-        engine.worker_life = lambda: supervisor.life
+        engine.sessions.start_task = start_task
         yield engine
 
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """Which of the processes it is that share a server's requests, and what its share is."""
+    """A process's place among those that share a server's requests, and its share."""
 
     index: int = 0
     count: int = 1
 
     def seeds(self, config: EngineConfig) -> random.Random:
-        """What seeds requests that bring no seed: no two processes draw alike."""
+        """Return the source of seeds for requests without one. It differs between processes."""
         if config.seed is None or self.count == 1:
             return random.Random(config.seed)
         return random.Random(f"{config.seed} {self.index}")
 
     def stream_budget(self, config: EngineConfig) -> StreamBudget:
-        """What may wait for slow readers here."""
+        """Return the budget of this process for output that waits for slow readers."""
         total = max(config.max_total_stream_bytes // self.count, 1)
         return StreamBudget(config.max_stream_bytes, total)
 
@@ -259,6 +265,7 @@ async def run_tasks(
     backend: Backend,
     metrics: Metrics,
     open_backend: Callable[[EngineTasks], Awaitable[wire.Ready]],
+    make_engine: Callable[..., _Engine],
     *,
     preparation: Preparation | None,
     worker_restarts: Callable[[], int],
@@ -266,8 +273,8 @@ async def run_tasks(
     asks_idle_worker: bool = False,
     output_buffer: float = math.inf,
     place: Place = Place(),
-) -> AsyncIterator[Engine]:
-    """The nursery itself, over whatever has requests computed.
+) -> AsyncIterator[_Engine]:
+    """Run the engine's tasks over a back end of requests.
 
     Args:
         config: the engine's options.
@@ -275,9 +282,10 @@ async def run_tasks(
         backend: takes the requests.
         metrics: counts.
         open_backend: starts the tasks that the backend needs, and says what its worker can hold.
-        preparation: the task between tokenizer and backend, where there is one here.
+        make_engine: the class of the engine.
+        preparation: the task between tokenizer and backend; None in a front end.
         worker_restarts: tells how many workers were replaced.
-        encoding: how texts are computed as a whole, if the model is an encoder.
+        encoding: computes texts as a whole, if the model is an encoder.
         asks_idle_worker: whether a worker with nothing to do is asked if it holds nothing.
         output_buffer: batches of outputs that may wait for the detokenizer.
         place: which process of a server this is.
@@ -288,7 +296,7 @@ async def run_tasks(
     to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](
         output_buffer
     )
-    engine: Engine | None = None
+    engine: _Engine | None = None
 
     def on_failure(error: EngineError) -> None:
         if engine is not None:
@@ -309,7 +317,7 @@ async def run_tasks(
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
         model.tokenizer.bound(ready.max_model_len)
-        engine = Engine(
+        engine = make_engine(
             config=config,
             model_name=model.name,
             tokenizer=model.tokenizer,
@@ -334,7 +342,6 @@ async def run_tasks(
             worker_restarts=worker_restarts,
         )
         tasks.is_ready = True
-        engine.sessions.start_task = tasks.start_soon
         metrics.watch(engine)
         idle_check = IdleCheck(engine, asks_worker=asks_idle_worker)
         engine.on_none_open = idle_check.note
@@ -343,12 +350,12 @@ async def run_tasks(
             with reporting(functools.partial(_report, engine)):
                 yield engine
         finally:
-            # Before the worker's end, which takes a moment: whoever reads is told at once.
+            # The worker's end takes a moment; readers are told before it.
             engine.close(EngineError("the engine is closed"))
 
 
-def _report(engine: Engine) -> str:
-    """What a dump of tasks begins with."""
+def _report(engine: RequestEngine) -> str:
+    """Return the beginning of a dump of tasks."""
     state = engine.statistics().summary()
     lag = engine.metrics.loop_lag.peak
     return f"engine {engine.model_name}\n{state}\nevent loop's worst recent lag: {lag:.3f} s"

@@ -1,4 +1,4 @@
-"""From what a caller asks for to a request: checked, seeded, with a stream of its own."""
+"""Requests from callers' arguments: checked, seeded, each with a stream of its own."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RequestMaker:
         max_model_len: longest sequence in tokens.
         vocab_size: of the model.
         eos_token_ids: the tokens that end a sequence by themselves.
-        stream_budget: what may wait for slow readers.
-        seeds: for requests that bring none.
+        stream_budget: bounds the output that waits for slow readers.
+        seeds: seeds requests that bring no seed.
     """
 
     config: EngineConfig
@@ -67,7 +67,7 @@ class RequestMaker:
         tracestate: str = "",
         arrived: float | None = None,
     ) -> Request:
-        """A request with a sequence for each output, which nobody knows of yet.
+        """Make a request with a sequence for each output. It isn't admitted yet.
 
         The arguments are those of :meth:`trioserve.Engine.generate`, but for the adapter's number.
 
@@ -111,12 +111,12 @@ class RequestMaker:
         return request
 
     def _scoped(self, salt: str, tenant: str) -> str:
-        """Return the salt whose requests share cached prefixes with this tenant's of ``salt``."""
+        """Return the salt under which this tenant's requests of ``salt`` share cached prefixes."""
         by_tenant = tenant and self.config.prefix_cache_scope == "key"
         return f"{tenant}\0{salt}" if by_tenant else salt
 
     def _fewest_tokens(self, prompt: Prompt, keep: int | None = None) -> int:
-        """What :func:`check_prompt` says of it."""
+        """Check a prompt, and return a lower bound of its tokens."""
         return check_prompt(
             prompt,
             self.tokenizer,
@@ -127,7 +127,7 @@ class RequestMaker:
 
 
 def _digest(salt: str) -> str:
-    """Return what stands for ``salt`` in the prefix cache, which keeps it longer than a request."""
+    """Return a digest of ``salt`` for the prefix cache, which outlives the request."""
     if not salt:
         return ""
     data = salt.encode("utf-8", "surrogatepass")

@@ -1,8 +1,8 @@
 """An executor: requests that are handed in at once and waited for later.
 
-A request of :meth:`trioserve.Engine.generate` lives in a block of its own. Here, many live in one:
-each has a task, which reads its stream and keeps what came, and whoever has the handle may wait for
-it, read along or end it. They all end with the block.
+A request of :meth:`trioserve.Engine.generate` lives in a block of its own. Here, many live in one.
+Each has a task that reads its stream and keeps the chunks. Through the handle it is waited for,
+read or ended. They all end with the block.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Handle:
     """Set when there is another chunk, or the end."""
 
     def done(self) -> bool:
-        """Whether it has ended: with all of its output, with an error, or aborted."""
+        """Return True if it has ended: with all of its output, with an error, or aborted."""
         return self._is_done
 
     def abort(self) -> None:
         """End it now, and drop what is still to be computed. Never blocks; idempotent.
 
-        Whoever waits for its result gets :exc:`~trioserve.RequestAborted`.
+        Tasks that wait for its result get :exc:`~trioserve.RequestAborted`.
         """
         self._scope.cancel()
         if not self._is_done:
             self._end(RequestAborted("the request was aborted"))
 
     async def result(self, timeout: float | None = None) -> Completion:
-        """The whole output. May be asked for several times.
+        """Return the whole output. May be called several times.
 
         Args:
             timeout: seconds to wait; the request goes on when they are over. None for no limit.
@@ -105,7 +105,7 @@ class Handle:
             self._wake()
 
     async def _run(self, generation: Generation) -> None:
-        """The task: read all that comes. Raises nothing."""
+        """Read all chunks. This is a task; it raises nothing."""
         if self._is_done:  # Aborted before it began.
             return
         error: Exception | None = RequestAborted("the block that it was submitted in was left")
@@ -137,7 +137,7 @@ class _Chunks(AsyncIterator[Chunk]):
 
 @attrs.define(eq=False)
 class Submissions:
-    """Where requests are submitted, while its block lasts."""
+    """An executor that takes requests while its block lasts."""
 
     _generate: OpenGeneration
     _nursery: trio.Nursery
@@ -148,8 +148,8 @@ class Submissions:
     ) -> Handle:
         """Hand a request in; arguments are those of :meth:`trioserve.Engine.generate`.
 
-        Never blocks. What can be seen at once to be wrong is raised at once, everything else, such
-        as a full queue, by the handle.
+        Never blocks. A wrong argument is raised at once. Any other error, such as a full queue, is
+        raised by the handle.
 
         Raises:
             InvalidRequest: an argument that can't be served; ``param`` names it.
@@ -168,7 +168,7 @@ class Submissions:
 
 @contextlib.asynccontextmanager
 async def open_submissions(generate: OpenGeneration) -> AsyncIterator[Submissions]:
-    """What :meth:`trioserve.Engine.submissions` gives; ``generate`` is the engine's."""
+    """Open an executor for :meth:`trioserve.Engine.submissions`."""
     block_error: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:

@@ -22,17 +22,17 @@ class EngineTasks:
     failure: Exception | None = attrs.field(default=None, init=False)
     """The first that a task raised."""
     is_ready: bool = attrs.field(default=False, init=False)
-    """Whether all that the block needs is there; before that, only a task's failure counts."""
+    """True once the block has all that it needs. Before that, only a task's failure counts."""
 
     def start_soon(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Start a task. Its failure is the engine's, and ends the block."""
         self._nursery.start_soon(self._guarded, run, *args, name=run)
 
     async def start(self, run: Callable[..., Awaitable[None]], *args: Any) -> Any:
-        """The same for a task that says when it has begun; what it says is returned."""
+        """Start a task, and return the value that it reports when it has begun."""
         return await self._nursery.start(self._guarded, run, *args, name=run)
 
-    # A Ctrl-C in a program that handles no signals is for its main task, not for whoever runs.
+    # A Ctrl-C in a program that handles no signals is for its main task, not for these.
     @trio.lowlevel.enable_ki_protection
     async def _guarded(
         self, run: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any
@@ -84,7 +84,7 @@ async def open_tasks(on_failure: Callable[[EngineError], None]) -> AsyncIterator
 
 
 def as_engine_error(failure: Exception) -> EngineError:
-    """What an engine's callers are told of ``failure``, which ended it."""
+    """Return the error for an engine's callers when ``failure`` has ended it."""
     if isinstance(failure, EngineError):
         return failure
     error = EngineError(f"the engine failed: {failure}")

@@ -1,8 +1,7 @@
-"""What the engine refuses before anybody spends time on it, and what a worker is told of the rest.
+"""Checks of a request before it costs time, and the sampling parameters for the worker.
 
-These checks need to know the model and the options; those of single fields are
-:mod:`trioserve.protocol.sampling`'s, and whether a prompt fits turns out once it has been
-tokenized.
+These checks need the model and the options. Checks of single fields are in
+:mod:`trioserve.protocol.sampling`. A prompt's exact length is checked once it has been tokenized.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def check_prompt(
     vocab_size: int,
     keep: int | None = None,
 ) -> int:
-    """Refuse a prompt that can't fit, or that has ids which aren't the model's.
+    """Refuse a prompt that can't fit, or that has ids outside the vocabulary.
 
     With ``keep`` it is going to be cut to as many tokens.
 
     Returns:
-        a number of tokens that it has at least.
+        a lower bound of its tokens.
 
     Raises:
         ContextTooLong: it is certain to be longer than the model's context.
@@ -43,7 +42,7 @@ def check_prompt(
     if keep is not None:
         fewest = min(fewest, keep)
     if fewest > max_model_len:
-        # Refused before anybody spends seconds on encoding it.
+        # Refused before seconds are spent on encoding it.
         raise ContextTooLong(
             f"at least {fewest} tokens in the prompt: "
             f"this model's maximum context length is {max_model_len} tokens",
@@ -62,7 +61,7 @@ def check_prompt(
 
 
 def max_prompt_tokens(params: SamplingParams, max_model_len: int) -> int | None:
-    """The number of tokens to which a longer prompt is to be cut; None to leave it as it is."""
+    """Return the number of tokens to which a longer prompt is cut; None to leave it as it is."""
     if params.truncate_prompt_tokens != -1:
         return params.truncate_prompt_tokens
     # A request for no tokens needs room for one as well.
@@ -89,7 +88,7 @@ def limit_output(params: SamplingParams, most: int | None) -> SamplingParams:
 
 
 def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
-    """Refuse what this server isn't set up for.
+    """Refuse parameters that this server isn't set up for.
 
     Raises:
         InvalidRequest: a field is past an option's bound, or a stop regex is no good; ``param``
@@ -125,7 +124,7 @@ def check_params(params: SamplingParams, config: EngineConfig, *, vocab_size: in
 
 
 def check_without_text(params: SamplingParams) -> None:
-    """Refuse what is found in text, for a server without a tokenizer.
+    """Refuse parameters that need text, for a server without a tokenizer.
 
     Raises:
         InvalidRequest: a field asks for it; ``param`` names it.
@@ -152,7 +151,7 @@ def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
 def sampler_params(
     params: SamplingParams, seed: int, eos_token_ids: Collection[int], tokenizer: Tokenizer
 ) -> SamplerParams:
-    """What the worker is told of ``params``, for the first of the request's sequences.
+    """Return the worker's sampling parameters for the first of the request's sequences.
 
     Numbers of other types that count as such, like NumPy's, become Python's own: a message takes no
     others.

@@ -16,8 +16,8 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.engine.engine import Engine
 from trioserve.engine.nursery import open_engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.front_ends.processes.serving import serve_with_front_ends
 from trioserve.http import create_app
 from trioserve.http.api.app import App
@@ -82,7 +82,7 @@ async def serve(
 
 
 async def serve_engine(
-    engine: Engine,
+    engine: RequestEngine,
     app: App,
     config: ServerConfig,
     *,

@@ -1,7 +1,7 @@
-"""LoRA adapters as an engine offers them: which there are, by name, and how they come and go.
+"""The LoRA adapters that an engine offers, by name.
 
-Every load has a number of its own, so that what was computed with one adapter is never taken for
-another's of the same name.
+Every load has a number of its own, so KV of one adapter is never taken for that of a later adapter
+with the same name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import attrs
 from trioserve.protocol.errors import AdapterNotFound
 
 NO_ADAPTER = 0
-"""The number of none: the model as it is."""
+"""The number that stands for no adapter."""
 
 
 @attrs.frozen(kw_only=True)
@@ -24,7 +24,7 @@ class Adapter:
     number: int
     name: str
     path: str
-    """The folder that it was read from, from the root on."""
+    """The absolute path of its folder."""
 
 
 @attrs.define(eq=False)
@@ -40,7 +40,7 @@ class Catalogue:
         return name in self._by_name
 
     def find(self, name: str) -> Adapter:
-        """The adapter of that name.
+        """Return the adapter of that name.
 
         Raises:
             AdapterNotFound: there is none.
@@ -65,14 +65,14 @@ class Catalogue:
 
 
 class Adapters(Protocol):
-    """What an engine needs of whoever keeps its adapters."""
+    """The loading and unloading of an engine's adapters."""
 
     @property
     def catalogue(self) -> Catalogue:
-        """Those that requests may name."""
+        """The adapters that requests may name."""
 
     async def load(self, name: str, path: str) -> None:
-        """As :meth:`trioserve.Engine.load_adapter`, for arguments that are in order."""
+        """Load as :meth:`trioserve.Engine.load_adapter`. The arguments have been checked."""
 
     async def unload(self, name: str) -> None:
-        """As :meth:`trioserve.Engine.unload_adapter`."""
+        """Unload as :meth:`trioserve.Engine.unload_adapter`."""

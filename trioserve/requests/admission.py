@@ -1,13 +1,13 @@
-"""The way into the queue: how much may wait, who is refused, and when to come back.
+"""Admission to the queue: limits, refusals, and the time to try again.
 
-Two things are bounded, sequences and tokens. What waits in the scheduler's line counts, and what is
-on its way there: a request counts with the fewest tokens that its prompt can have until it has been
-tokenized, and with its true number from then on. If that turns out to be too much, it is refused
-then. A request that finds nobody before it is never refused, however large it is.
+Waiting sequences and their tokens are limited. The limits cover queued requests and requests still
+being tokenized. Until a prompt is tokenized, its lower bound counts; then its true number does, and
+the request is refused if that exceeds the limit. A request in front of an empty queue is never
+refused, however large it is.
 
-Each output of a request counts, with the whole prompt, as the scheduler counts it. A tenant's
-requests may take half of the room in the queue that other tenants leave. Beside the queue, the
-texts of all prompts that are held are bounded together.
+Each output of a request counts with the whole prompt, as the scheduler counts it. A tenant's
+requests may take half of the room in the queue that other tenants leave. The characters of all open
+prompts together have a limit of their own.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from trioserve.requests.tenants import TenantCounts, excess
 
 DEFAULT_MAX_TOKENS = 2 << 20
 MAX_CHARACTERS = 256 << 20
-"""Of all prompts together: a text stays in memory until its request is over, and one that is to be
-cut may be as long as a body of HTTP."""
+"""Characters of all open prompts together. A text stays in memory until its request has ended, and
+one that is to be cut may be as long as a body of HTTP."""
 
 WINDOW_SECONDS = 30.0
-"""How far back departures are looked at."""
+"""Time over which departures are averaged."""
 _SAMPLE_SECONDS = 1.0
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
 
 
 class QueueLoad(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
+    """The queue's load, as the :class:`~trioserve.scheduler.scheduler.Scheduler` counts it."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """The number of sequences that wait for a slot."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Their tokens, prompt and output so far."""
+        """The tokens of waiting sequences, prompt and output so far."""
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
         """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
 
 
 def seconds_until_room(num_to_leave: float, num_left: int, seconds: float) -> int:
-    """When to try again, in whole seconds from 1 to 60.
+    """Return after how many whole seconds, 1 to 60, a client should try again.
 
     Args:
-        num_to_leave: how many sequences have to leave the line until there is room.
-        num_left: how many have left it.
-        seconds: within which time.
+        num_to_leave: sequences that have to leave the queue until there is room.
+        num_left: sequences that have left it.
+        seconds: the time within which they did.
     """
-    # If nobody has left, the first one is expected right now.
+    # If no sequence has left, the first one is expected right now.
     estimate = math.ceil(num_to_leave * seconds / max(num_left, 1))
     return min(max(estimate, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
@@ -75,11 +75,11 @@ def check_share(
     """Refuse what exceeds a tenant's share of the queue.
 
     Args:
-        own: The sequences of the tenant that wait, and their tokens.
-        new: Those that it asks for in addition.
-        waiting: Those of all tenants.
-        limits: The bounds of the queue.
-        recently: What :meth:`Departures.note` has returned.
+        own: the tenant's waiting sequences, and their tokens.
+        new: the sequences and tokens that are to be added.
+        waiting: the waiting sequences and tokens of all tenants.
+        limits: the limits of the queue.
+        recently: the result of :meth:`Departures.note`.
 
     Raises:
         QueueFull: they exceed it.
@@ -96,16 +96,16 @@ def check_share(
 
 
 class Departures:
-    """How many have left the line within the last half minute, or a little more.
+    """The number of sequences that left the queue within the last half minute, or a little more.
 
-    It is told and asked at once, whenever somebody comes, and never polls.
+    It is updated and read whenever a request comes, and never polls.
     """
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def note(self, total: int, now: float) -> tuple[int, float]:
-        """``total`` have left since the start: how many of them recently, and within what time."""
+        """Note that ``total`` have left so far; return how many did recently, and in what time."""
         samples = self._samples
         while len(samples) > 1 and samples[1][0] <= now - WINDOW_SECONDS:
             samples.popleft()
@@ -119,7 +119,7 @@ class Departures:
 
 @attrs.define(eq=False, kw_only=True)
 class Admission:
-    """Counts who is on the way into ``line``, and refuses whom there is no room for.
+    """Counts requests on their way into the queue, and refuses those that exceed a limit.
 
     All its methods run on trio's thread, and none waits.
     """
@@ -128,21 +128,21 @@ class Admission:
     max_requests: int
     max_tokens: int
     num_entering: int = 0
-    """Outputs of requests that are on their way into the line."""
+    """Outputs of requests that are on their way into the queue."""
     num_entering_tokens: int = 0
     num_characters: int = 0
-    """Of the prompts of all requests that are open, wherever they are."""
+    """Characters of the prompts of all open requests."""
     _entering_of_tenants: TenantCounts = attrs.field(factory=TenantCounts)
     _held_of_tenants: TenantCounts = attrs.field(factory=TenantCounts)
-    """Requests that are open, and the characters of their prompts."""
+    """Open requests, and the characters of their prompts."""
     _tokens: dict[Request, int] = attrs.field(factory=dict)
-    """Of each request on its way, those that it counts with."""
+    """The tokens that count for each request on its way."""
     _characters: dict[Request, int] = attrs.field(factory=dict)
     _num_entered: int = 0
     _departures: Departures = attrs.field(factory=Departures)
 
     def enter(self, request: Request, now: float) -> None:
-        """Count ``request`` until it is admitted or rejected, and hold its prompt till it is over.
+        """Count ``request`` until it is admitted or rejected, and its prompt until it has ended.
 
         Raises:
             QueueFull: there is no room for it.
@@ -168,12 +168,12 @@ class Admission:
         self._tokens[request] = num_tokens
         self._characters[request] = characters
         request.on_tokenized = lambda: self._on_tokenized(request)
-        # Not when the caller's task wakes up: until then the request would count twice, here and
-        # in line.
+        # The caller's task wakes up later; until then the request would count twice, here and in
+        # the queue.
         request.on_admitted = lambda: self._on_admitted(request)
 
     def check_room(self, tenant: str = "") -> None:
-        """Refuse a request of ``tenant`` if there is no room for the smallest.
+        """Refuse a request of ``tenant`` if there is no room for even the smallest.
 
         Raises:
             QueueFull: there is none.
@@ -181,7 +181,7 @@ class Admission:
         self._check(tenant, 1, 1, trio.current_time())
 
     def forget(self, request: Request) -> None:
-        """``request`` is over."""
+        """Stop counting the prompt of ``request``, which has ended."""
         characters = self._characters.pop(request)
         self.num_characters -= characters
         self._held_of_tenants.add(request.tenant, -1, -characters)
@@ -202,7 +202,7 @@ class Admission:
         assert self._tokens.keys() <= self._characters.keys()
 
     def _on_tokenized(self, request: Request) -> None:
-        """The prompt of ``request``, which is on its way, is known now.
+        """Count the true number of tokens of ``request``, now that its prompt is tokenized.
 
         Raises:
             QueueFull: there is no room for so many tokens.
@@ -218,7 +218,7 @@ class Admission:
             self._count(request, 1, self._tokens[request])
 
     def _on_admitted(self, request: Request) -> None:
-        """``request`` is in line now, or was rejected."""
+        """Stop counting ``request``: it is in the queue now, or was rejected."""
         self._count(request, -1, -self._tokens.pop(request))
         if request.rejection is None:
             self._num_entered += len(request.sequences)

@@ -1,4 +1,4 @@
-"""Until when a request may take, and what its caller is told then."""
+"""The deadline of a request, and the error for its caller."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trioserve.protocol.errors import DeadlineExceeded
 
 @attrs.frozen
 class Deadline:
-    """A moment ``at`` on trio's clock, which may be infinity, and why it is that one."""
+    """A moment ``at`` on trio's clock, which may be infinity, and its reason."""
 
     at: float
     _why: str = ""
 
     @classmethod
     def of(cls, timeout: float | None, arrived: float | None, config: EngineConfig) -> Deadline:
-        """The deadline of a request.
+        """Return the deadline of a request.
 
         Args:
-            timeout: the seconds that it names itself, which count whatever the default is.
+            timeout: the request's own seconds, which override the default.
             arrived: the moment on trio's clock from which they count; None for now.
             config: has the default.
         """

@@ -1,4 +1,4 @@
-"""What a caller holds of a request: its stream of chunks, its usage, its whole output."""
+"""A caller's view of a request: its stream of chunks, its usage, its whole output."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ class GenerationStream:
     _taken: list[Chunk] = attrs.field(factory=list)
     _completion_tokens: int = 0
     is_complete: bool = attrs.field(init=False, default=False)
-    """Whether all of a single output has been handed out, and nobody ended it early."""
+    """True once all of a single output has been handed out, unless it was ended early."""
     before_complete: Callable[[list[int]], Awaitable[None]] | None = attrs.field(
         init=False, default=None
     )
-    """Called with all tokens before that becomes true: the last chunk is handed out afterwards."""
+    """Called with all tokens before :attr:`is_complete` is set and the last chunk is handed out."""
 
     @property
     def request(self) -> Request:
-        """What it is the output of."""
+        """The request of this output."""
         return self._request
 
     @property
@@ -137,7 +137,7 @@ class GenerationStream:
 
     @property
     def times(self) -> Times:
-        """When things have happened to it so far, in seconds on trio's clock."""
+        """The times of its stages so far, in seconds on trio's clock."""
         return self._request.times
 
     @property
@@ -147,12 +147,12 @@ class GenerationStream:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Those of the prompt's tokens, where asked for: complete once a chunk has been read."""
+        """Log-probabilities of the prompt, where asked for: complete once a chunk was read."""
         return self._request.prompt_logprobs
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far: of the prompt, and of the chunks that this stream has handed out."""
+        """The tokens so far: of the prompt, and of the chunks that this stream has handed out."""
         return Usage(
             prompt_tokens=len(self._request.prompt_ids),
             completion_tokens=self._completion_tokens,
@@ -185,14 +185,14 @@ class GenerationStream:
         self._request.stream.sink = offer
 
     async def receive(self) -> Chunk:
-        """The next chunk: everything that came for one sequence since the last one.
+        """Return the next chunk: everything that came for one sequence since the last one.
 
         Cancelling it loses nothing.
 
         Raises:
             trio.EndOfChannel: the final chunk has been handed out.
             SlowReader: this reader fell behind too far.
-            RequestAborted: somebody other than the caller ended the request.
+            RequestAborted: the request was ended, and not by the caller.
             EngineError: the engine failed.
             trio.ClosedResourceError: the block was left before the final chunk was read.
         """
@@ -211,7 +211,7 @@ class GenerationStream:
 
 
 def as_prompt(prompt: PromptLike) -> Prompt:
-    """The prompt class that ``prompt`` stands for.
+    """Return ``prompt`` as an instance of its prompt class.
 
     Raises:
         InvalidRequest: it is empty, or a list of something else than ids or messages.
@@ -239,7 +239,7 @@ def _not_a_prompt() -> InvalidRequest:
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters by name.
+    """Return sampling parameters with the fields given by name.
 
     Raises:
         InvalidRequest: a name or a value is wrong; ``param`` names it.
@@ -252,7 +252,7 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 
 
 def completion_of(stream: GenerationStream, chunks: Iterable[Chunk]) -> Completion:
-    """All chunks of a stream that has ended, as one."""
+    """Return all chunks of a stream that has ended, as one completion."""
     by_index: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)

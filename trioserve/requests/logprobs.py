@@ -38,7 +38,7 @@ class PromptLogprobs:
 
     @property
     def num_for_each(self) -> int:
-        """How many log-probabilities there are of each token: its own and those of others."""
+        """The number of log-probabilities for each token: its own and those of others."""
         return 1 + self.num_top + len(self.token_ids)
 
     def check(self, piece: wire.PromptPiece, start: int, stop: int) -> None:
@@ -72,7 +72,7 @@ class PromptLogprobs:
             self._stop += len(columns.logprobs)
 
     def pieces(self) -> list[wire.PromptPiece]:
-        """All that have come, one after the other, as messages for another process.
+        """Return all pieces so far as messages for another process.
 
         Their slots mean nothing.
         """
@@ -84,7 +84,7 @@ class PromptLogprobs:
         return pieces
 
     def entries(self, prompt_ids: list[int]) -> list[TokenLogprob]:
-        """One entry for each position from ``start`` to :attr:`stop`."""
+        """Return one entry for each position from ``start`` to :attr:`stop`."""
         entries: list[TokenLogprob] = []
         for columns in self._pieces:
             # Whole columns become Python's numbers at once: row by row is several times slower.

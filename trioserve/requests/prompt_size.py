@@ -1,15 +1,15 @@
-"""How large a prompt is, in characters, before anybody renders or encodes it. Never raises."""
+"""The size of a prompt in characters, before it is rendered or encoded. Never raises."""
 
 from __future__ import annotations
 
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
 _MESSAGE_CHARACTERS = 20
-"""What a message weighs besides its own texts: the role and the template's markers."""
+"""Characters of a message besides its own texts: the role and the template's markers."""
 
 
 def characters_of(prompt: Prompt) -> int:
-    """About how many characters there are to render and encode: all texts of a chat, tools too."""
+    """Return about how many characters are rendered and encoded, a chat's tools included."""
     if isinstance(prompt, TokensPrompt):
         return 0
     if isinstance(prompt, TextPrompt):
@@ -31,7 +31,7 @@ def characters_of(prompt: Prompt) -> int:
 
 
 def characters_of_contents(prompt: Prompt) -> int:
-    """About how many characters will be encoded at least: of a chat, what its messages say.
+    """Return about the least number of characters to encode: those of a chat's messages.
 
     A template may leave out tools and other arguments.
     """
@@ -43,7 +43,7 @@ def characters_of_contents(prompt: Prompt) -> int:
 
 
 def characters_of_roles(prompt: ChatPrompt) -> int:
-    """The characters of all messages' roles, which may be any strings."""
+    """Return the characters of all messages' roles, which may be any strings."""
     roles = [message.get("role") for message in prompt.messages if isinstance(message, dict)]
     return sum(len(role) for role in roles if isinstance(role, str))
 

@@ -1,10 +1,10 @@
-"""Requests and sequences: who is alive, in which state, and what ended it.
+"""Requests and sequences, their states, and their ends.
 
-A :class:`Request` is what a caller asked for; it owns one or more :class:`Sequence` objects, which
-are what the scheduler computes. A sequence has two lifetimes. Its *compute* lifetime is the state
-below, and only the scheduler and the tokenizer move it. Its *delivery* lifetime ends when the
-detokenizer has issued the final chunk (``delivered``), which may come before the compute lifetime
-ends (a stop string was found in text that the scheduler knows nothing of) or after it.
+A :class:`Request` owns one or more :class:`Sequence` objects, which the scheduler computes. A
+sequence has two lifetimes. Its *compute* lifetime is the state below; only the scheduler and the
+tokenizer move it. Its *delivery* lifetime ends when the detokenizer has issued the final chunk
+(``delivered``). That may be before the end of the compute lifetime, if a stop string was found in
+the text, or after it.
 
 ========== ===================================================================================
 state      meaning
@@ -18,8 +18,8 @@ preempted  its slot is being closed; plans in flight still name it
 finished   no plan to come will name it; plans in flight may
 ========== ===================================================================================
 
-No other module keeps a list of who is alive: they ask the state, and :data:`TRANSITIONS` is the
-only place that says which changes exist.
+No other module keeps a list of live sequences. They ask the state, and :data:`TRANSITIONS` is the
+only list of its changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_DETOURS = 32
 
 
 class State(enum.Enum):
-    """Where a sequence is in its compute lifetime; the module's text says what each means."""
+    """The stage of a sequence in its compute lifetime, as the module's table explains it."""
 
     CREATED = "created"
     TOKENIZING = "tokenizing"
@@ -69,7 +69,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the words that clients see."""
+    """The reason for a sequence's end, in the words that clients see."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -79,10 +79,10 @@ class FinishReason(enum.StrEnum):
 
 @attrs.frozen
 class Finish:
-    """How a sequence ended.
+    """The end of a sequence.
 
-    ``stop_reason`` is the stop id or stop string, None for the model's own end of sequence.
-    ``error`` is what the caller's stream raises; only ``abort`` and ``error`` may have one.
+    ``stop_reason`` is the stop id or stop string, None for the model's own end of sequence. The
+    caller's stream raises ``error``; only ``abort`` and ``error`` may have one.
     """
 
     reason: FinishReason
@@ -96,7 +96,7 @@ def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
 
 
 def _as_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
-    """The ids as plain integers, whatever kind of integer they were."""
+    """Return the ids as plain integers, whatever kind of integer they were."""
     try:
         return tuple(map(operator.index, ids))
     except TypeError:
@@ -115,7 +115,7 @@ def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) ->
         raise InvalidRequest(f"{attribute.name} must be a map", param=attribute.name)
 
 
-# A prompt is checked where it is made: further in, a wrong type would be everybody's failure.
+# A prompt is checked where it is made: further in, a wrong type would fail all requests.
 
 
 @attrs.frozen
@@ -152,7 +152,7 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 @attrs.define
 class Times:
-    """When things happened to a request, in seconds on trio's clock; None for not yet.
+    """The times of a request's stages, in seconds on trio's clock; None for not yet.
 
     ``last_token`` stands still while a sequence decodes, and is right once it has ended.
     """
@@ -167,7 +167,7 @@ class Times:
 
 @attrs.define(eq=False, kw_only=True)
 class Request:
-    """What a caller asked for. It lives as long as the scope that asked.
+    """A caller's request. It lives as long as the caller's block.
 
     The tokenizer tells :meth:`tokenized`; the scheduler sets ``admitted`` (with ``rejection`` when
     it refuses). Reading a request's progress needs no lock: everything happens on trio's thread.
@@ -185,19 +185,19 @@ class Request:
     tenant: str = ""
     """The name under which its share of the queue counts; empty for none."""
     retention: Retention | None = None
-    """How much its pages are worth once it has ended."""
+    """The priority of its pages once it has ended."""
     adapter: int = NO_ADAPTER
     """The number of its adapter."""
     traceparent: str = ""
     """The caller's W3C trace context, for the span of this request."""
     tracestate: str = ""
-    """What goes with ``traceparent``."""
+    """The vendor's part of the trace context."""
     max_prompt_tokens: int | None = None
     """Cut a longer prompt to this many tokens, on the side that the parameters name."""
     default_max_tokens: int | None = None
     """Output tokens where the parameters name no ``max_tokens``; None for as many as fit."""
     fewest_tokens: int = 0
-    """A number of tokens that the prompt has at least, known before it is tokenized."""
+    """A lower bound of the prompt's tokens, known before it is tokenized."""
     prefix_ids: tuple[int, ...] = ()
     """Tokens that come before those of ``prompt``."""
     prompt_ids: list[int] = attrs.field(factory=list)
@@ -206,22 +206,22 @@ class Request:
     on_tokenized: Callable[[], None] | None = None
     """Called when ``prompt_ids`` are there; may raise ``QueueFull``."""
     on_admitted: Callable[[], None] | None = None
-    """Called in the moment in which ``admitted`` is set; whoever waits for that runs later."""
+    """Called when ``admitted`` is set, before the tasks that wait for it run."""
     rejection: Exception | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """Those that have come so far, where they were asked for: complete before the first chunk."""
+    """The prompt's log-probabilities so far, if wanted: complete before the first chunk."""
     vector: bytes = b""
-    """What the prompt's hidden states became, a float32 column, where that was asked for."""
+    """The pooled hidden states of the prompt, a float32 column, where asked for."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt whose KV was found in the prefix cache when it first ran."""
+    """Tokens of the prompt that were found in the prefix cache when it first ran."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be computed for it."""
+        """True if nothing more is to be computed for it."""
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
     def tokenized(self, prompt_ids: list[int]) -> None:
-        """The prompt's ids are known; those of the prefix come before them.
+        """Set the prompt's ids, behind those of the prefix.
 
         Raises:
             QueueFull: there is no room for so many; the request is to be rejected.
@@ -255,8 +255,8 @@ class Request:
 class Sequence:
     """One continuation of a request's prompt.
 
-    ``output_ids`` are the tokens that the scheduler has accepted, in order; it never shrinks. What
-    has been delivered is a prefix of it. ``max_tokens`` and ``sampler`` are resolved (defaults,
+    ``output_ids`` are the tokens that the scheduler has accepted, in order; it never shrinks. The
+    delivered part is a prefix of it. ``max_tokens`` and ``sampler`` are resolved (defaults,
     model length) before the scheduler sees the sequence.
     """
 
@@ -268,12 +268,12 @@ class Sequence:
     state: State = State.CREATED
     finish: Finish | None = None
     finished_in: State | None = None
-    """The state that it was in when it finished."""
+    """The state in which it finished."""
     last_token: float | None = None
-    """When its newest token came, in seconds on trio's clock."""
+    """Time of its newest token, in seconds on trio's clock."""
     detours: deque[tuple[State, float]] | None = None
-    """Where it came to since it first lost its slot, and when on trio's clock: the newest of it.
-    None for most, who never lose it."""
+    """The newest states since it first lost its slot, with times on trio's clock. None for most
+    sequences, because they never lose it."""
     delivered: bool = False
     compute: Any = None
     """The scheduler's own record (slot, pages) while it holds one."""
@@ -288,7 +288,7 @@ class Sequence:
         self.state = state
 
     def note_detour(self, now: float) -> None:
-        """It is in its state since ``now``, which is noted if it has ever lost its slot."""
+        """Note the present state and its beginning, if it has ever lost its slot."""
         if self.state is State.PREEMPTED and self.detours is None:
             self.detours = deque(maxlen=MAX_DETOURS)
         if self.detours is not None:
@@ -301,7 +301,7 @@ class Sequence:
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
-    """Scheduler to detokenizer: what one step added to one sequence, and whether that was all.
+    """One step's addition to one sequence, from the scheduler to the detokenizer.
 
     ``logprobs`` is parallel to ``token_ids`` or None; its texts are still empty. There is one for
     every token, so it is made in C and the garbage collector doesn't look at it: nothing points

@@ -1,8 +1,8 @@
-"""How long what a request has computed is worth keeping in the prefix cache.
+"""Retention of a request's KV in the prefix cache.
 
-Pages of the KV cache that nobody holds any more are given away by priority, the lowest first, and
-of one priority the one that has been unused longest. A priority may be for a time only; then it is
-the usual one again.
+Unused pages of the KV cache are evicted by priority, the lowest first. Among pages of one priority,
+the least recently used goes first. A priority may be for a time only; then it is the usual one
+again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 from trioserve.protocol.errors import InvalidRequest
 
 DEFAULT_PRIORITY = 35
-"""Of a page of which nobody said anything."""
+"""Priority of a page for which no request names one."""
 MAX_PRIORITY = 100
 MAX_RANGES = 256
 """Ranges of one prompt."""
@@ -39,14 +39,14 @@ def _check_number(_: object, attribute: attrs.Attribute[Any], value: int) -> Non
 
 @attrs.frozen
 class RetentionRange:
-    """Tokens of a prompt, and how much their KV is worth.
+    """A range of a prompt's tokens, and the priority of their KV.
 
     Args:
         start: the first token's position, from 0.
         end: the position after the last one; None for the prompt's end.
-        priority: 0 (given away first) to 100; 35 is usual.
-        duration_ms: milliseconds, counted from when the request lets go of its pages, after which
-            the priority is the usual one again; None for no end.
+        priority: 0 (evicted first) to 100; 35 is usual.
+        duration_ms: milliseconds from the release of the request's pages, after which the priority
+            is the usual one again; None for no end.
 
     Raises:
         InvalidRequest: a value is out of its range.
@@ -91,15 +91,15 @@ def _check_ranges(_: object, __: object, ranges: tuple[RetentionRange, ...]) -> 
 
 @attrs.frozen
 class Retention:
-    """What a request's KV is worth once it has ended; what isn't said stays as it is.
+    """The priorities of a request's pages once it has ended. Other pages keep theirs.
 
-    A page, of several tokens, goes by the first of them. Nothing is kept for certain: a priority
-    only says who is given away first. A page is kept at least as long as those that continue it.
+    The first token of a page decides its priority. No page is kept for certain: a priority only
+    orders evictions. A page is kept at least as long as the pages that continue it.
 
     Args:
         ranges: parts of the prompt, in order, that don't overlap.
-        output_priority: of the output's pages; None for no word of them.
-        output_duration_ms: the time that it is for, as in :class:`RetentionRange`.
+        output_priority: priority of the output's pages; None to leave it as it is.
+        output_duration_ms: its duration, as in :class:`RetentionRange`.
 
     Raises:
         InvalidRequest: a value is out of its range; ``param`` names it.
@@ -118,7 +118,7 @@ class Retention:
     def of_pages(
         self, page_size: int, prompt_length: int, num_pages: int
     ) -> list[tuple[int, float] | None]:
-        """Priority and duration in seconds of each page, infinity for no end; None for no word."""
+        """Return priority and seconds of each page, infinity for no end; None to leave it."""
         found: list[tuple[int, float] | None] = [None] * num_pages
         for each in self.ranges:
             end = prompt_length if each.end is None else min(each.end, prompt_length)

@@ -1,12 +1,12 @@
 """The stream of one request: its producer never blocks, its reader may be slow, its bytes bounded.
 
-The producer (the detokenizer) pushes chunks; the reader takes everything that has come since it
-last looked, merged into one chunk per sequence. So a reader that keeps up sees every step, and one
-that lags sees fewer, larger chunks. What waits unread is counted in bytes, per stream and for all
-streams of an engine together (:class:`StreamBudget`). Past the first bound ``push`` says so and the
-producer ends the request. Past the second, one of those that lag the most is cut off to make room,
-whether that is the stream being pushed to or another. A reader that keeps up, which means that it
-waits when a chunk comes, is never ended for what others have left.
+The producer (the detokenizer) pushes chunks. The reader takes everything since its last read,
+merged into one chunk per sequence. So a reader that keeps up sees every step, and one that lags
+sees fewer, larger chunks. Unread output is counted in bytes, per stream and for all streams of an
+engine together (:class:`StreamBudget`). Past the first bound ``push`` raises, and the producer ends
+the request. Past the second, one of the streams that lag the most is cut off, be it the stream
+being pushed to or another. A reader that waits when a chunk comes keeps up; it is never ended for
+the unread output of others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 def merge(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """One chunk for each sequence, in the order in which they first come."""
+    """Return one chunk for each sequence, in the order in which they first come."""
     by_index: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         by_index.setdefault(chunk.index, []).append(chunk)
@@ -108,7 +108,7 @@ class StreamBudget:
     """By the number of bits of their bytes."""
 
     def move(self, stream: Stream, before: int, after: int) -> None:
-        """What waits in ``stream``, which lags, has changed from ``before`` to ``after`` bytes."""
+        """Note that the unread bytes of ``stream``, which lags, changed to ``after``."""
         old, new = before.bit_length(), after.bit_length()
         if old != new and before:
             del self._lagging[old][stream]
@@ -118,31 +118,31 @@ class StreamBudget:
             self._lagging[new][stream] = None
 
     def largest(self) -> Stream | None:
-        """A stream that lags in which at least half as much waits as in any; None if none lags."""
+        """Return a stream with at least half as many bytes as any that lags; None if none does."""
         return next((next(iter(each)) for each in reversed(self._lagging) if each), None)
 
 
 @attrs.define(eq=False)
 class Stream:
-    """What lies between the detokenizer and one reader. One task reads; nothing else blocks."""
+    """A channel from the detokenizer to one reader. One task reads; nothing else blocks."""
 
     budget: StreamBudget
     on_evicted: Callable[[SlowReader], None] | None = None
     """Called when the stream was cut off for the sake of others; its request is to end."""
     sink: Callable[[Chunk], bool] | None = attrs.field(default=None, init=False)
-    """Is offered each chunk that comes while the reader waits, but for a last one; returning True,
-    it has taken it, and the reader isn't woken."""
+    """Offered each chunk but the last that comes while the reader waits. It returns True if it has
+    taken the chunk; then the reader isn't woken."""
     _pending: list[Chunk] = attrs.field(factory=list, init=False)
     _pending_bytes: int = attrs.field(default=0, init=False)
     _closed: bool = attrs.field(default=False, init=False)
     _error: BaseException | None = attrs.field(default=None, init=False)
     _reader: trio.lowlevel.Task | None = attrs.field(default=None, init=False)
     _woken: bool = attrs.field(default=False, init=False)
-    """The reader waited for the first chunk that waits for it now."""
+    """True if the reader waited when the first unread chunk came."""
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more will be pushed."""
+        """True if nothing more will be pushed."""
         return self._closed
 
     @property
@@ -153,7 +153,7 @@ class Stream:
     def push(self, chunk: Chunk) -> None:
         """Hand over a chunk without blocking. Does nothing on a closed stream.
 
-        Other streams may be cut off for it, which their ``on_evicted`` is told.
+        Other streams may be cut off for it. That calls their ``on_evicted``.
 
         Raises:
             SlowReader: the bytes that wait, this chunk's included, are past the budget, and too
@@ -182,7 +182,7 @@ class Stream:
             self.budget.move(self, before, self._pending_bytes)
 
     def _offer(self, chunk: Chunk, sink: Callable[[Chunk], bool]) -> bool:
-        """Whether ``sink`` has taken the chunk. If it fails, that is its reader's error alone."""
+        """Return True if ``sink`` has taken the chunk. Its failure is its reader's error alone."""
         try:
             return sink(chunk)
         except Exception as error:
@@ -208,7 +208,7 @@ class Stream:
             victim._evict(error)
 
     def _evict(self, error: SlowReader) -> None:
-        """Drop what waits; whoever reads gets ``error``, and nothing more comes."""
+        """Drop unread output, and end the stream with ``error``."""
         self._drop_pending()
         self._closed = True
         self._error = error
@@ -216,7 +216,7 @@ class Stream:
             self.on_evicted(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing follows: what waits is still read, then ``error`` or the end. Idempotent."""
+        """End the stream: unread output is still read, then ``error`` or the end. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -224,10 +224,10 @@ class Stream:
         self._wake()
 
     def discard(self) -> None:
-        """The reader is gone: drop what waits and close. Idempotent.
+        """Drop unread output and close, because the reader is gone. Idempotent.
 
-        Whoever reads nevertheless gets ``trio.ClosedResourceError``, unless all had been read:
-        output that was cut off must not look like output that ended.
+        A later read raises ``trio.ClosedResourceError`` unless all had been read: output that was
+        cut off must not look like output that ended.
         """
         if self._drop_pending() or not self._closed:
             self._closed = True
@@ -235,7 +235,7 @@ class Stream:
             self._wake()
 
     async def take(self) -> list[Chunk]:
-        """Everything pushed since the last call, merged; waits for at least one chunk.
+        """Return everything pushed since the last call, merged; wait for at least one chunk.
 
         A checkpoint always happens. If cancelled, no chunk is lost.
 

@@ -39,6 +39,7 @@ from trioserve.observability.logs import get_logger
 from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
+from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import HeldAdapters
 from trioserve.scheduler.calls import Calls
@@ -407,6 +408,11 @@ class Scheduler:
             self._overdue.deadline = self._watchdog.deadline
 
     # ---- observation
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The adapters that requests may name."""
+        return self.adapters.catalogue
 
     @property
     def core(self) -> SchedulerCore | None:

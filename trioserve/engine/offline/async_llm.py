@@ -140,7 +140,7 @@ class AsyncLLM:
     ) -> AsyncGeneration:
         """Hand in one request and return at once, as :meth:`trioserve.LLM.generate_async`.
 
-        To be called in the event loop whose tasks will wait for it.
+        To be called in the event loop of the tasks that will wait for it.
         """
         return AsyncGeneration(self, self._thread, prompt, params, options)
 

@@ -1,4 +1,4 @@
-"""What the handles of plain threads and of asyncio have in common."""
+"""The common part of the handles for plain threads and for asyncio."""
 
 from __future__ import annotations
 

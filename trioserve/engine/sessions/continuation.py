@@ -1,4 +1,4 @@
-"""One turn of a session: where it goes on from, what it may be, and what it adds to the history."""
+"""One turn of a session: its start in the history, its limits, and its addition to the history."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Generate(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Continuation:
-    """Where a turn goes on from.
+    """The point of the history from which a turn goes on.
 
     Args:
         after: the id of a turn; None for the last one.
-        anew: go on from nothing, without forgetting anything.
-        offset: keep only so many tokens of what came before; negative ones count from its end.
-        replace: once this turn has ended, forget all others that went on from the same one; with
-            no ``after``, forget everything, and go on from nothing.
+        anew: begin with an empty history, without forgetting anything.
+        offset: keep only so many tokens of the history; negative ones count from its end.
+        replace: once this turn has ended, forget all others that went on from the same one. Without
+            ``after``, forget everything, and begin with an empty history.
         drop_previous_output: leave out the output of the turn before.
     """
 
@@ -53,29 +53,29 @@ AFTER_THE_LAST = Continuation()
 
 @attrs.frozen(eq=False)
 class Beginning:
-    """What is settled when a turn begins."""
+    """The decisions made when a turn begins."""
 
     id: str
     parent: SessionTurn | None
     prefix: list[int]
-    """The tokens that it goes on from."""
+    """The tokens of the history from which the turn goes on."""
     replace: bool
 
 
 @attrs.frozen(kw_only=True)
 class Said:
-    """What a turn that has ended adds to the history."""
+    """The addition of an ended turn to the history."""
 
     own: array[int]
     """The tokens of its prompt and its output."""
     num_prompt_tokens: int
-    """How many of them are the prompt's."""
+    """The number of those that belong to the prompt."""
     salt: str
     adapter: int
 
     @classmethod
     def of(cls, stream: GenerationStream, cut: int, output_ids: Sequence[int]) -> Said:
-        """What is new in the turn of ``stream``, which goes on from ``cut`` tokens."""
+        """Return the addition of the turn of ``stream``, which goes on from ``cut`` tokens."""
         prompt = stream.prompt_token_ids
         return cls(
             own=array("i", [*prompt[cut:], *output_ids]),
@@ -86,17 +86,17 @@ class Said:
 
 
 def new_turn_id() -> str:
-    """An id for a turn that brings none."""
+    """Return an id for a turn that brings none."""
     return f"req-{uuid.uuid4().hex}"
 
 
 def session_closed() -> RequestAborted:
-    """What ends the turns of a session that is closed."""
+    """Return the error that ends the turns of a closed session."""
     return RequestAborted("the session was closed")
 
 
 def check_turn_sampling(params: SamplingParams | None, options: dict[str, Any]) -> None:
-    """Refuse what no turn can have.
+    """Refuse sampling parameters that no turn can have.
 
     Raises:
         InvalidRequest: there would be several outputs, or a prompt that is cut.
@@ -116,7 +116,7 @@ def check_turn_sampling(params: SamplingParams | None, options: dict[str, Any]) 
 
 
 def turn_prompt(prompt: PromptLike, prefix: Sequence[int]) -> Prompt:
-    """What is new in a turn behind ``prefix``: special tokens come before the first turn only.
+    """Return a turn's prompt behind ``prefix``. Only a first turn gets special tokens before it.
 
     Raises:
         InvalidRequest: it is neither text nor token ids.

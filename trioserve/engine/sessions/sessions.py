@@ -1,12 +1,12 @@
-"""Sessions: conversations whose earlier turns the server remembers, and whose KV it keeps.
+"""Sessions: conversations with remembered turns and kept KV.
 
-A turn is a request like any other: its prompt is what came before, as tokens, and what is new. It
-becomes part of the session's history when it has ended as it should and its reader gets the last of
-it; one that was cut off leaves no trace, and the next turn goes on from before it. What has been
-computed is found by the prefix cache. It is kept by a hold on each end of the history, which raises
-what the cached pages are worth: so a session owns no page, and nothing can leak.
+A turn is a request. Its prompt is the history, as tokens, and the new part. It joins the history
+when it has ended as it should and its reader gets the last chunk. A turn that was cut off leaves no
+trace, and the next turn goes on from before it. The prefix cache finds computed pages. A pin on
+each end of the history raises their priority, so a session owns no page, and nothing can leak.
 
-Turns that run at the same time are branches: each goes on from what had ended when it began.
+Turns that run at the same time are branches: each goes on from the turns that had ended when it
+began.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trioserve.requests.tenants import excess
 from trioserve.scheduler.prefix_pins import PrefixPins
 
 SESSION_PRIORITY = 60
-"""What the pages of an open session are worth, of 100, where 35 is usual."""
+"""Priority of the pages of an open session, of 100. The usual one is 35."""
 MAX_CAPACITY = 1 << 20
 """Most tokens that a session may hold."""
 MAX_TURNS = 10_000
@@ -58,11 +58,11 @@ class Session:
     timeout: float
     """Seconds without a turn after which it is closed; infinity for never."""
     owner: str | None
-    """Whose it is: nobody else finds it."""
+    """The owner's name: a session is found only with it."""
     tenant: str
     """The name under which its share of all sessions counts; empty for none."""
     goes_on: bool
-    """Whether a turn that names no other one goes on from the last."""
+    """True if a turn that names no other one goes on from the last."""
     _name: str
     _sessions: Sessions = attrs.field(repr=False)
     _turns: Turns = attrs.field(init=False, factory=Turns, repr=False)
@@ -72,7 +72,7 @@ class Session:
     """Turns by their ids, each with what ends it if the session is closed."""
     is_closed: bool = attrs.field(init=False, default=False)
     deadline: float = attrs.field(init=False, default=math.inf)
-    """When it will be closed, in seconds on trio's clock."""
+    """Time at which it will be closed, in seconds on trio's clock."""
 
     @property
     def turns(self) -> list[str]:
@@ -85,7 +85,7 @@ class Session:
         return self._turns.num_tokens
 
     def tokens(self, turn: str | None = None) -> list[int]:
-        """All tokens up to the end of a turn; of the last one, if none is named.
+        """Return all tokens up to the end of a turn: the last one, if none is named.
 
         Raises:
             InvalidRequest: there is no such turn.
@@ -102,14 +102,15 @@ class Session:
         request_id: str | None = None,
         **options: Any,
     ) -> Generation:
-        """A turn: ``async with session.generate(...) as stream``.
+        """Generate a turn: ``async with session.generate(...) as stream``.
 
-        What isn't said here is as in :meth:`trioserve.Engine.generate`.
+        All else is as in :meth:`trioserve.Engine.generate`.
 
         Args:
-            prompt: what is new: text or token ids.
-            params: how to sample; or give its fields as keyword arguments. There is one output.
-            continuation: where to go on from (default: the last turn).
+            prompt: the new part: text or token ids.
+            params: sampling parameters; or give their fields as keyword arguments. There is one
+                output.
+            continuation: the point of the history to go on from (default: the last turn).
             request_id: the turn's id (default: a random one).
 
         Raises:
@@ -134,7 +135,7 @@ class Session:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> Completion:
-        """The whole output of a turn at once; as :meth:`generate`."""
+        """Generate a turn as :meth:`generate`; return the whole output at once."""
         async with self.generate(prompt, params, **options) as stream:
             chunks = [chunk async for chunk in stream]
         return completion_of(stream, chunks)
@@ -176,7 +177,7 @@ class Session:
     # ---- a turn, wherever its request is made
 
     def begin(self, id: str, continuation: Continuation) -> Beginning:
-        """Settle where the turn of that id goes on from. It doesn't run yet.
+        """Decide from which point the turn of that id goes on. It doesn't run yet.
 
         Raises:
             InvalidRequest: as :meth:`generate`.
@@ -199,7 +200,7 @@ class Session:
         return Beginning(id, parent, prefix, continuation.replace)
 
     def enter(self, beginning: Beginning, end: Callable[[], None]) -> None:
-        """The turn runs; ``end`` is called if the session is closed meanwhile.
+        """Count the turn as running; ``end`` is called if the session is closed meanwhile.
 
         Raises:
             InvalidRequest: the session is closed or full by now, or another turn has that id.
@@ -210,7 +211,7 @@ class Session:
         self.deadline = math.inf
 
     def keep(self, beginning: Beginning, said: Said) -> None:
-        """The turn has ended as it should, and its reader is about to have all: it is history."""
+        """Add a turn to the history: it has ended as it should, and its reader gets the rest."""
         self.leave(beginning)
         if self.is_closed:
             return
@@ -235,7 +236,7 @@ class Session:
             self._hold(parent)
 
     def leave(self, beginning: Beginning) -> None:
-        """The turn runs no more; if it wasn't kept it leaves no trace. Idempotent."""
+        """Count the turn as running no more. Unless it was kept it leaves no trace. Idempotent."""
         running, _ = self._running.get(beginning.id, (None, None))
         if running is beginning:
             del self._running[beginning.id]
@@ -264,7 +265,7 @@ class Session:
         return turn
 
     def _hold(self, turn: SessionTurn) -> None:
-        """Hold the ends of the history: what is covered by another turn is kept with that."""
+        """Pin a turn if it is an end of the history; otherwise a later turn's pin covers it."""
         name = self._hold_name(turn)
         if turn.is_covered:
             self._sessions.pins.unpin(name)
@@ -281,17 +282,17 @@ class Session:
         return f"{self._name}/{turn.id}"
 
     def hold_names(self) -> Iterator[str]:
-        """The names of all holds that it may have."""
+        """Return the names of all pins that it may have."""
         return map(self._hold_name, self._turns)
 
     def touch(self) -> None:
-        """Somebody has to do with it: the time without a turn begins now."""
+        """Start the time without a turn again."""
         if not self._running and not self.is_closed:
             self.deadline = trio.current_time() + self.timeout
             self._sessions.on_touched()
 
     def check_integrity(self) -> None:
-        """Assert what is always true of a session that is open."""
+        """Assert the invariants of an open session."""
         assert not self.is_closed
         self._turns.check_integrity()
         assert not set(self._running) & set(self.turns), "a turn runs that has ended"
@@ -306,8 +307,7 @@ class Sessions:
     """The open sessions of one engine.
 
     Args:
-        holds: of the engine's scheduler; None where that is in another process, which then has the
-            sessions.
+        pins: of the engine's scheduler; they keep the pages of histories.
         max_sessions: how many may be open.
         generate: the engine's, where there is one.
         end: ends a turn that runs, with an error.
@@ -315,14 +315,15 @@ class Sessions:
 
     def __init__(
         self,
-        pins: PrefixPins | None,
+        pins: PrefixPins,
         max_sessions: int,
         generate: Generate = _elsewhere,
         end: Callable[[Request, RequestAborted], None] = _elsewhere,
     ) -> None:
         self.generate = generate
         self.end = end
-        self._pins = pins
+        self.pins = pins
+        """Keeps the pages of histories."""
         self._max_sessions = max_sessions
         self._open: dict[tuple[str | None, str], Session] = {}
         """By owner and id."""
@@ -337,12 +338,6 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def pins(self) -> PrefixPins:
-        """What keeps the pages."""
-        assert self._pins is not None, "the engine process has the sessions"
-        return self._pins
-
     def open(
         self,
         id: str | None = None,
@@ -353,14 +348,14 @@ class Sessions:
         tenant: str = "",
         goes_on: bool = True,
     ) -> Session:
-        """A new session, until it is closed: :meth:`trioserve.Engine.open_session` is a block.
+        """Open a session until it is closed: :meth:`trioserve.Engine.open_session` is a block.
 
         Args:
             id: see there.
             capacity: see there.
             timeout: see there.
-            owner: who is to find it.
-            tenant: The name under which its share of all sessions counts; empty for none.
+            owner: a name without which the session isn't found.
+            tenant: the name under which its share of all sessions counts; empty for none.
             goes_on: see :class:`Session`.
 
         Raises:
@@ -368,7 +363,6 @@ class Sessions:
             SessionLimit: as many sessions are open as may be.
             EngineError: the engine is closed.
         """
-        assert self._pins is not None, "the engine process has the sessions"
         if self._closed is not None:
             raise self._closed
         id = id or f"session-{uuid.uuid4().hex}"
@@ -406,14 +400,14 @@ class Sessions:
         return session
 
     def close(self, error: EngineError) -> None:
-        """Have whoever wants to open a session from now on get ``error``."""
+        """Refuse to open sessions from now on, with ``error``."""
         self._closed = error
 
     def find(self, id: str, owner: str | None = None) -> Session:
-        """The open session of that id.
+        """Return the open session of that id.
 
         Raises:
-            InvalidRequest: there is none, or it is somebody else's.
+            InvalidRequest: there is none, or it has another owner.
         """
         session = self._open.get((owner, id))
         if session is None:
@@ -425,7 +419,7 @@ class Sessions:
         return session
 
     async def _run(self) -> None:
-        """The task: close sessions when their time is over."""
+        """Close sessions when their time is over. This is a task."""
         while True:
             with trio.CancelScope(deadline=self._next_deadline()) as self._alarm:
                 await trio.sleep_forever()
@@ -438,18 +432,17 @@ class Sessions:
         return min((session.deadline for session in self._open.values()), default=math.inf)
 
     def on_touched(self) -> None:
-        """The deadline of a session has moved."""
+        """Follow a session's new deadline."""
         self._alarm.deadline = self._next_deadline()
 
     def on_closed(self, session: Session) -> None:
-        """``session`` is closed."""
+        """Forget ``session``, which is closed."""
         del self._open[session.owner, session.id]
 
     def check_integrity(self) -> None:
-        """Assert what is always true, of each session and of what is held for all of them."""
+        """Assert the invariants of each session and of the pins of all."""
         for session in self._open.values():
             session.check_integrity()
         assert len(self._open) <= self._max_sessions
-        if self._pins is not None:
-            names = {name for each in self._open.values() for name in each.hold_names()}
-            assert self._pins.names() <= names, "pages are kept for a session that is closed"
+        names = {name for each in self._open.values() for name in each.hold_names()}
+        assert self.pins.names() <= names, "pages are kept for a session that is closed"

@@ -1,7 +1,7 @@
-"""What a session remembers: a tree of turns, each of which goes on from another one. Sans-IO.
+"""The history of a session: a tree of turns, each of which goes on from another one. Sans-IO.
 
-A turn is a prompt and its output. It keeps the tokens that it added; what came before them are the
-first ``cut`` tokens of the turn that it goes on from.
+A turn is a prompt and its output. It keeps the tokens that it added. Before them come the first
+``cut`` tokens of the turn that it goes on from.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class SessionTurn:
     id: str
     parent: SessionTurn | None = attrs.field(repr=False)
     cut: int
-    """How many tokens of the parent's come before its own."""
+    """The number of the parent's tokens before its own."""
     own: array[int] = attrs.field(repr=False)
     """The tokens of its prompt and its output."""
     num_prompt_tokens: int
-    """How many of its own are the prompt's."""
+    """The number of its own tokens that belong to the prompt."""
     salt: str = ""
     adapter: int = 0
-    """With those of its request, its KV is found."""
+    """Salt and adapter of the request, under which the prefix cache has its KV."""
     children: dict[SessionTurn, None] = attrs.field(init=False, factory=dict, repr=False)
 
     @property
@@ -36,11 +36,11 @@ class SessionTurn:
 
     @property
     def is_covered(self) -> bool:
-        """Whether another turn goes on from its very end."""
+        """True if another turn goes on from its very end."""
         return any(child.cut == self.num_tokens for child in self.children)
 
     def tokens(self) -> list[int]:
-        """All tokens up to its end, from the session's beginning."""
+        """Return all tokens up to its end, from the session's beginning."""
         parts: list[array[int]] = []
         turn: SessionTurn | None = self
         stop = self.num_tokens
@@ -62,9 +62,9 @@ class Turns:
 
     _by_id: dict[str, SessionTurn] = attrs.field(init=False, factory=dict)
     last: SessionTurn | None = attrs.field(init=False, default=None)
-    """The one that was added last."""
+    """The turn that was added last."""
     num_tokens: int = attrs.field(init=False, default=0)
-    """All that are kept."""
+    """The tokens of all turns."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -76,11 +76,11 @@ class Turns:
         return id in self._by_id
 
     def get(self, id: str) -> SessionTurn | None:
-        """The turn of that id."""
+        """Return the turn of that id."""
         return self._by_id.get(id)
 
     def add(self, turn: SessionTurn) -> None:
-        """Add ``turn``, whose parent, if it has one, is there, and whose id isn't."""
+        """Add ``turn``. Its parent, if it has one, is in the tree, and its id is not."""
         assert turn.id not in self._by_id
         if turn.parent is not None:
             assert self._by_id[turn.parent.id] is turn.parent
@@ -90,7 +90,7 @@ class Turns:
         self.last = turn
 
     def remove(self, turns: Iterable[SessionTurn]) -> list[SessionTurn]:
-        """Remove ``turns`` and all that go on from them; those that were removed."""
+        """Remove ``turns`` and all that go on from them; return the removed ones."""
         removed: list[SessionTurn] = []
         stack = list(turns)
         while stack:

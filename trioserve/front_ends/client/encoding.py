@@ -6,23 +6,22 @@ The queue is in the engine process, one for all front ends: their texts share th
 from __future__ import annotations
 
 from trioserve.engine.loaded_model import LoadedModel
-from trioserve.front_ends.rpc import RpcPeer
+from trioserve.front_ends.calls import EngineCalls
 from trioserve.pooling.columns import Columns, Floats, vectors_of
 from trioserve.pooling.requests import Encoding
 
 
-def remote_encoding(model: LoadedModel, rpc: RpcPeer) -> Encoding | None:
+def remote_encoding(model: LoadedModel, calls: EngineCalls) -> Encoding | None:
     """How a front end has texts computed; None if its model is no encoder.
 
     Args:
         model: what the front end serves.
-        asks: its questions to the engine process.
+        calls: made of the engine process.
     """
     if model.encoder is None:
         return None
 
     async def compute(columns: Columns, tenant: str) -> Floats:
-        answer = await rpc.ask("encode", [columns.message(), tenant])
-        return vectors_of(answer, len(columns))
+        return vectors_of(await calls.encode(columns.message(), tenant), len(columns))
 
     return Encoding(encoder=model.encoder, compute=compute)

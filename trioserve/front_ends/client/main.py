@@ -17,7 +17,9 @@ import trio
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.nursery import Place, run_tasks
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.tasks import EngineTasks
+from trioserve.front_ends.calls import FrontEndCalls
 from trioserve.front_ends.client.encoding import remote_encoding
 from trioserve.front_ends.client.scheduler import RemoteScheduler, receive_from_engine
 from trioserve.front_ends.client.server_api import RemoteServer
@@ -145,7 +147,7 @@ class _FrontEnd:
             alive_interval=interval_of(config.engine),
         )
 
-        remote.adapters.catalogue.replace(start.adapters)
+        remote.catalogue.replace(start.adapters)
 
         async def open_remote(tasks: EngineTasks) -> wire.Ready:
             tasks.start_soon(remote.attach)
@@ -158,21 +160,18 @@ class _FrontEnd:
                 remote,
                 metrics,
                 open_remote,
+                RequestEngine,
                 preparation=None,
                 output_buffer=0,
                 worker_restarts=lambda: remote.state.worker_restarts,
-                encoding=remote_encoding(model, remote.rpc),
+                encoding=remote_encoding(model, remote.calls),
                 place=Place(index=start.index, count=start.count),
             ) as engine:
                 tracing.model_name = engine.model_name
                 engine.on_request_end = tracing.request_ended
                 engine.pooling.on_end = tracing.texts_ended
                 server_api = RemoteServer(engine, remote, start.index)
-                handlers |= {
-                    "count": server_api.count,
-                    "look": server_api.look,
-                    "abort": server_api.abort_own,
-                }
+                handlers.update(FrontEndCalls.handlers(server_api))
                 return await serve_engine(
                     engine,
                     create_app(engine, config, server_api=server_api),

@@ -19,6 +19,7 @@ import trio
 from trioserve._util.channels import all_waiting
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
+from trioserve.front_ends.calls import EngineCalls, EngineState
 from trioserve.front_ends.client.requests import SentRequests
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.messages import (
@@ -54,34 +55,6 @@ TAKEN_TOGETHER = 2
 what it says."""
 
 
-@attrs.frozen(kw_only=True)
-class EngineState:
-    """How the engine process is: what it answers when it is asked."""
-
-    attached: bool
-    stalled: bool
-    paused: bool
-    memory_released: bool
-    worker_restarts: int
-    scheduler: SchedulerStatistics
-
-
-@attrs.define(eq=False)
-class RemoteAdapters:
-    """The requests sent, as :class:`~trioserve.requests.admission.Admission` counts them."""
-
-    _rpc: RpcPeer
-    catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
-
-    async def load(self, name: str, path: str) -> None:
-        """Have the engine process load one."""
-        await self._rpc.ask("load_adapter", [name, path])
-
-    async def unload(self, name: str) -> None:
-        """Have it unload one."""
-        await self._rpc.ask("unload_adapter", name)
-
-
 class RemoteScheduler:
     """A :class:`~trioserve.engine.backend.Backend` whose scheduler is in the engine process.
 
@@ -92,17 +65,6 @@ class RemoteScheduler:
         on_stop: called when this process is to leave.
         alive_interval: seconds between two signs of life; infinity for none.
     """
-
-    pause_control = None
-    """It is the engine process that pauses."""
-    weights = None
-    """And that exchanges weights."""
-    worker_power = None
-    """And that has a worker."""
-    feeds = None
-    """And that process tells what happens."""
-    pins = None
-    """And keeps prefixes, and sessions."""
 
     def __init__(
         self,
@@ -143,8 +105,11 @@ class RemoteScheduler:
         """What the engine process answered when it was asked last."""
         gone = EngineError("the engine process is gone")
         self.rpc = RpcPeer(self.tell, handlers, gone)
-        """What this process asks of the engine process."""
-        self.adapters = RemoteAdapters(self.rpc)
+        """Calls in both directions."""
+        self.calls = EngineCalls(self.rpc)
+        """The calls that may be made of the engine process."""
+        self.catalogue = Catalogue()
+        """The adapters that requests may name."""
         self.on_turn_closed: Callable[[int], None] = lambda _: None
         """Called with the number of a turn whose session was closed."""
 
@@ -304,7 +269,7 @@ class RemoteScheduler:
                 self.is_dismissed = True
                 raise error_of(message.fault)
             case Offered():
-                self.adapters.catalogue.replace(message.adapters)
+                self.catalogue.replace(message.adapters)
             case TurnClosed():
                 self.on_turn_closed(message.number)
             case Drain():
@@ -323,7 +288,7 @@ class RemoteScheduler:
             EngineError: the worker says why it can't.
             WorkerLost: there is no worker, or it was lost before it answered.
         """
-        return await self.rpc.ask("call", [name, arguments])
+        return await self.calls.call_worker(name, arguments)
 
     async def look(self) -> None:
         """Ask the engine process how it is: ``state``, and all that is told of it, is new then.
@@ -331,7 +296,7 @@ class RemoteScheduler:
         Raises:
             EngineError: it is gone.
         """
-        self.state = msgspec.convert(await self.rpc.ask("state"), EngineState)
+        self.state = await self.calls.state()
 
     @property
     def attached(self) -> bool:

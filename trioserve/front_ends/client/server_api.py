@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import attrs
 import msgspec
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.engine.engine import Engine
+from trioserve.config.adapter_paths import absolute
+from trioserve.engine.operations import check_adapter
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.sessions.continuation import Continuation, Generate
+from trioserve.front_ends.calls import AdministrationCalls, Collected, Counted, Looked
 from trioserve.front_ends.client.scheduler import RemoteScheduler
 from trioserve.front_ends.client.turns import RemoteTurns
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.messages import LeaveSeat, LeaveWatch
-from trioserve.front_ends.server.engine_server import Collected
-from trioserve.front_ends.server.session import Counted, Looked
+from trioserve.front_ends.rpc import RpcPeer
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.server_api import Pictures, Seat
 from trioserve.observability.health import health_word
@@ -30,7 +31,6 @@ from trioserve.observability.metrics.snapshot import filled, snapshot_of
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
-from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
 HEALTH_SECONDS = 5.0
@@ -38,7 +38,7 @@ HEALTH_SECONDS = 5.0
 
 
 @attrs.define(eq=False)
-class RemoteServer:
+class RemoteServer(AdministrationCalls):
     """A server of several processes, as :class:`~trioserve.http.api.server_api.Whole` describes it.
 
     Args:
@@ -47,14 +47,16 @@ class RemoteServer:
         index: the place of this process among all front ends.
     """
 
-    _engine: Engine
+    _engine: RequestEngine
     _remote: RemoteScheduler
     _index: int = 0
     _num_watches: int = attrs.field(default=0, init=False)
     _num_seats: int = attrs.field(default=0, init=False)
     _turns: RemoteTurns = attrs.field(init=False)
+    rpc: RpcPeer = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.rpc = self._remote.rpc
         self._turns = RemoteTurns(self._engine, self._remote)
         self._remote.on_turn_closed = self._turns.on_closed
 
@@ -86,7 +88,7 @@ class RemoteServer:
         return metrics.render()
 
     async def _collect(self) -> Collected:
-        return msgspec.convert(await self._remote.rpc.ask("collect"), Collected)
+        return await self._remote.calls.collect()
 
     async def permit(self, keys: Keys, caller: Caller | None) -> Seat:
         """A block in which a request of ``caller`` is open, one of those in all processes.
@@ -99,7 +101,7 @@ class RemoteServer:
         self._num_seats += 1
         number = self._num_seats
         try:
-            granted = await self._remote.rpc.ask("take_seat", [number, caller.name])
+            granted = await self._remote.calls.take_permit(number, caller.name)
         except BaseException:
             # It may have been granted meanwhile.
             self._remote.tell(LeaveSeat(number))
@@ -115,14 +117,6 @@ class RemoteServer:
         finally:
             self._remote.tell(LeaveSeat(number))
 
-    async def pause(self, mode: str, *, refuse: bool) -> None:
-        """As :meth:`trioserve.Engine.pause`, for the requests of all processes."""
-        await self._remote.rpc.ask("pause", [mode, refuse])
-
-    async def resume(self) -> None:
-        """As :meth:`trioserve.Engine.resume`."""
-        await self._remote.rpc.ask("resume")
-
     async def paused(self) -> bool:
         """As :attr:`trioserve.Engine.paused`."""
         await self._remote.look()
@@ -133,45 +127,14 @@ class RemoteServer:
         await self._remote.look()
         return self._remote.state.memory_released
 
-    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
-        """:meth:`trioserve.Engine.abort` for each of ``ids``, in all processes."""
-        num_aborted: int = await self._remote.rpc.ask("abort", [list(ids), prefix])
-        return num_aborted
-
-    async def flush_cache(self) -> int:
-        """As :meth:`trioserve.Engine.flush_cache`."""
-        num_pages: int = await self._remote.rpc.ask("flush_cache")
-        return num_pages
-
-    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
-        """As :meth:`trioserve.Engine.update_weights`; what they are called then."""
-        called: str = await self._remote.rpc.ask("update_weights", [model, mode, version])
-        return called
-
-    async def weight_version(self) -> str:
-        """As :attr:`trioserve.Engine.weight_version`."""
-        version: str = await self._remote.rpc.ask("weight_version")
-        return version
-
-    async def call_weights(self, version: str) -> None:
-        """Call the weights that serve something else."""
-        await self._remote.rpc.ask("call_weights", version)
-
-    async def release_memory(self) -> None:
-        """As :meth:`trioserve.Engine.release_memory`."""
-        await self._remote.rpc.ask("release_memory")
-
-    async def resume_memory(self) -> None:
-        """As :meth:`trioserve.Engine.resume_memory`."""
-        await self._remote.rpc.ask("resume_memory")
-
-    async def cache_events(self) -> list[CacheEvent]:
-        """The prefix cache's events since this was asked last, by whatever process."""
-        return msgspec.convert(await self._remote.rpc.ask("cache_events"), list[CacheEvent])
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load as :meth:`trioserve.Engine.load_adapter`."""
+        check_adapter(name, self._engine.config, self._engine.model_name)
+        await self._remote.calls.load_adapter(name, absolute(path))
 
     async def iterations(self) -> list[Iteration]:
         """The steps since this was asked last, by whatever process; the first time none."""
-        told = msgspec.convert(await self._remote.rpc.ask("iterations"), list[Iteration])
+        told = await self._remote.calls.iterations()
         clock = SharedClock.now()
         return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
 
@@ -182,61 +145,25 @@ class RemoteServer:
         number = self._num_watches
 
         async def take() -> Snapshot:
-            snapshot = msgspec.convert(await self._remote.rpc.ask("picture", number), Snapshot)
+            snapshot = await self._remote.calls.take_snapshot(number)
             if snapshot.health == "ok" and self._engine.draining:
                 return msgspec.structs.replace(snapshot, health="draining")
             return snapshot
 
         try:
-            await self._remote.rpc.ask("watch", [number, requests, nodes])
+            await self._remote.calls.watch(number, requests, nodes)
             yield take
         finally:
             # It may have begun, whatever this was told.
             self._remote.tell(LeaveWatch(number))
 
-    async def open_session(
-        self,
-        id: str | None,
-        *,
-        capacity: int,
-        timeout: float,
-        owner: str | None,
-        tenant: str,
-        goes_on: bool,
-    ) -> str:
-        """As :meth:`trioserve.engine.sessions.sessions.Sessions.open`; the id of the session."""
-        arguments = [id, capacity, timeout, owner, tenant, goes_on]
-        opened: str = await self._remote.rpc.ask("open_session", arguments)
-        return opened
-
-    async def close_session(self, id: str, owner: str | None) -> None:
-        """Close a session of ``owner``; raises ``InvalidRequest`` if there is none of that id."""
-        await self._remote.rpc.ask("close_session", [id, owner])
-
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """What generates a turn of a session of ``owner``, if there is one when it is used."""
         return functools.partial(self._turns.generate, id, owner, continuation)
 
-    async def keep_response(
-        self, owner: str | None, id: str, data: bytes, previous: str | None
-    ) -> bool:
-        """Keep a response for all processes, as ``KeptResponses.keep``."""
-        kept: bool = await self._remote.rpc.ask("keep_response", [owner, id, data, previous])
-        return kept
-
-    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.conversation`."""
-        turns: list[bytes] = await self._remote.rpc.ask("kept_conversation", [owner, id])
-        return turns
-
-    async def drop_response(self, owner: str | None, id: str) -> bool:
-        """As :meth:`trioserve.http.api.openai.responses.store.KeptResponses.drop`."""
-        dropped: bool = await self._remote.rpc.ask("drop_response", [owner, id])
-        return dropped
-
     # ---- what the engine process asks
 
-    async def count(self, _: Any) -> Counted:
+    async def count(self) -> Counted:
         """What this process has counted, and how much is going on in it."""
         statistics = self._engine.statistics()
         return Counted(
@@ -246,14 +173,13 @@ class RemoteServer:
             stream_bytes=statistics.stream_bytes,
         )
 
-    async def look(self, _: Any) -> Looked:
+    async def look(self) -> Looked:
         """The same, and what the tasks of this process are."""
         tree = TaskNode(name=f"front end {self._index}", state="", children=[task_tree()])
-        return Looked(await self.count(None), tree)
+        return Looked(await self.count(), tree)
 
-    async def abort_own(self, arguments: Any) -> int:
-        """End those of this process's requests that are named so; how many were ended."""
-        ids, prefix = arguments
+    async def abort_own(self, ids: list[str], prefix: bool) -> int:
+        """Abort requests of this process by name; return how many were ended."""
         return sum(self._engine.abort(id, prefix=prefix) for id in ids)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.engine.engine import Engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.sessions.continuation import (
     Continuation,
     Said,
@@ -43,7 +43,7 @@ class RemoteTurns:
         remote: what asks the engine process.
     """
 
-    _engine: Engine
+    _engine: RequestEngine
     _remote: RemoteScheduler
     _num_begun: int = attrs.field(init=False, default=0)
     _running: dict[int, _Running] = attrs.field(init=False, factory=dict)
@@ -70,8 +70,8 @@ class RemoteTurns:
         running = self._running[number] = _Running()
         try:
             with Deadline.of(timeout, arrived, self._engine.config).enforced():
-                arguments = [number, session_id, owner, id, continuation]
-                prefix = numbers_of(await self._remote.rpc.ask("begin_turn", arguments))
+                begun = self._remote.calls.begin_turn(number, session_id, owner, id, continuation)
+                prefix = numbers_of(await begun)
             generation = self._engine.generate(
                 turn_prompt(prompt, prefix),
                 params,
@@ -97,9 +97,8 @@ class RemoteTurns:
     ) -> None:
         """Have the turn kept, before whoever reads it can send the next one."""
         said = Said.of(stream, cut, output_ids)
-        await self._remote.rpc.ask(
-            "keep_turn",
-            [number, packed(said.own), said.num_prompt_tokens, said.salt, said.adapter],
+        await self._remote.calls.keep_turn(
+            number, packed(said.own), said.num_prompt_tokens, said.salt, said.adapter
         )
 
     def on_closed(self, number: int) -> None:
@@ -108,4 +107,4 @@ class RemoteTurns:
         if running is not None:
             running.is_closed = True
             if running.stream is not None:
-                self._engine.sessions.end(running.stream.request, session_closed())
+                self._engine.end(running.stream.request, session_closed())

@@ -10,18 +10,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import attrs
-import msgspec
 import trio
 
 from trioserve._util.channels import all_waiting
-from trioserve._util.feed import Feed, Tail
+from trioserve._util.feed import Feed
 from trioserve._util.pair_socket import PairSocket
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.adapter_paths import named_paths
@@ -29,49 +26,30 @@ from trioserve.engine.control import Control
 from trioserve.engine.idle_check import IdleCheck
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.engine.tasks import open_tasks
-from trioserve.front_ends.client.scheduler import EngineState
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.heartbeat import patience_of
 from trioserve.front_ends.messages import Offered
+from trioserve.front_ends.server.administration import HostedAdministration
 from trioserve.front_ends.server.context import ServerContext
+from trioserve.front_ends.server.peers import Peers
 from trioserve.front_ends.server.session import FrontEndSession
-from trioserve.http.api.openai.responses.store import KeptResponses
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.observability.live import Monitor
 from trioserve.observability.live.figures import Tally
-from trioserve.observability.live.requests import newest_first
-from trioserve.observability.live.schema import TaskNode
 from trioserve.observability.metrics import Metrics
-from trioserve.observability.metrics.snapshot import MetricsSnapshot, add_up, snapshot_of
+from trioserve.observability.metrics.snapshot import MetricsSnapshot, snapshot_of
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.task_dump import reporting
 from trioserve.pooling.batcher import Batcher, supervised_batcher
-from trioserve.pooling.columns import Columns
 from trioserve.protocol import wire
-from trioserve.protocol.errors import EngineError, InvalidRequest, Paused, TrioserveError
+from trioserve.protocol.errors import EngineError, Paused
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.request import Request, SequenceOutput
-from trioserve.scheduler.cache_events import CacheEvent
-from trioserve.scheduler.iterations import Iteration
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.preparation import Preparation
 from trioserve.workers.supervisor import Supervisor
-
-ANSWER_SECONDS = 2.0
-"""For a front end to answer. One that doesn't is asked in vain: what it has counted is then what it
-said before."""
-LOOK_SECONDS = 0.5
-"""The same for a picture, of which another will follow soon."""
-
-
-@attrs.frozen(kw_only=True)
-class Collected:
-    """What all processes together have counted, and what they do at this moment."""
-
-    snapshot: MetricsSnapshot
-    statistics: EngineStatistics
 
 
 class EngineServer:
@@ -107,27 +85,22 @@ class EngineServer:
         self._batcher = batcher
         self.front_end_restarts = 0
         """Front ends that were replaced."""
-        self._homes: dict[FrontEndSession, None] = {}
+        self._peers = Peers()
         scheduler.adapters.on_change = self._tell_adapters
-        self._departed = MetricsSnapshot()
-        """What front ends had counted that are gone."""
         self._admission = Admission(
             line=scheduler,
             max_requests=self.config.max_num_queued_reqs,
             max_tokens=self.config.max_num_queued_tokens
             or max(DEFAULT_MAX_TOKENS, ready.max_model_len),
         )
-        self._control = Control(scheduler, _Open(self._homes), batcher)
-        self._iterations = Tail(scheduler.feeds.iterations.feed.subscribe)
-        self._cache_events = Tail(scheduler.feeds.cache.feed.subscribe)
+        self._control = Control(scheduler, self._peers, batcher)
         self.sessions = Sessions(scheduler.pins, self.config.max_sessions)
-        self._responses = KeptResponses()
         self._clock = SharedClock.now()
         self._closed_requests: Feed[Request] = Feed()
         self.monitor = Monitor(
             scheduler=scheduler,
             departures=self._closed_requests,
-            open_requests=lambda: newest_first(reversed(peer.requests) for peer in self._homes),
+            open_requests=self._peers.newest_requests,
             statistics=self.statistics,
             tally=lambda: Tally.of_snapshot(self._snapshot()),
             health=self._health,
@@ -146,8 +119,19 @@ class EngineServer:
             max_seats=config.max_requests_per_key or 0,
             sessions=self.sessions,
             monitor=self.monitor,
-            look_around=self._look_around,
+            look_around=self._peers.look_around,
             patience=patience_of(config.engine),
+        )
+        self._administration = HostedAdministration(
+            scheduler=scheduler,
+            control=self._control,
+            peers=self._peers,
+            sessions=self.sessions,
+            clock=self._clock,
+            statistics=self.statistics,
+            snapshot=self._snapshot,
+            check_pause=self._check_pause,
+            batcher=batcher,
         )
         self.on_none_open: Callable[[], None] = lambda: None
         """Called whenever the last open request has ended."""
@@ -157,40 +141,11 @@ class EngineServer:
     @contextlib.contextmanager
     def at_home(self, socket: PairSocket) -> Iterator[FrontEndSession]:
         """A home for the front end at ``socket``, for as long as the block lasts."""
-        peer = FrontEndSession(
-            socket,
-            self._context,
-            {
-                "call": self._call,
-                "encode": self._encode,
-                "state": self._state,
-                "collect": self._collect,
-                "pause": self._pause,
-                "resume": self._resume,
-                "abort": self._abort,
-                "flush_cache": self._flush_cache,
-                "update_weights": self._update_weights,
-                "weight_version": self._weight_version,
-                "call_weights": self._call_weights,
-                "release_memory": self._release_memory,
-                "resume_memory": self._resume_memory,
-                "iterations": self._take_iterations,
-                "cache_events": self._take_cache_events,
-                "load_adapter": self._load_adapter,
-                "unload_adapter": self._unload_adapter,
-                "keep_response": self._keep_response,
-                "kept_conversation": self._kept_conversation,
-                "drop_response": self._drop_response,
-            },
-        )
-        self._homes[peer] = None
-        # There may be others than when it was told to start.
-        peer.tell(Offered(self.adapters))
-        try:
+        peer = FrontEndSession(socket, self._context, self._administration)
+        with self._peers.connected(peer):
+            # There may be others than when it was told to start.
+            peer.tell(Offered(self.adapters))
             yield peer
-        finally:
-            del self._homes[peer]
-            self._departed = add_up([self._departed, peer.counted.snapshot.lasting])
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -200,7 +155,7 @@ class EngineServer:
     @property
     def peers(self) -> list[FrontEndSession]:
         """Those of the front ends that are there."""
-        return list(self._homes)
+        return self._peers.sessions
 
     def _enter(self, request: Request) -> None:
         self._check_pause()
@@ -214,11 +169,11 @@ class EngineServer:
         self._admission.forget(request)
         if self._closed_requests.is_wanted:
             self._closed_requests.publish(request)
-        if not any(peer.requests for peer in self._homes):
+        if not self._peers.have_requests:
             self.on_none_open()
 
     def _on_line(self) -> None:
-        for peer in self._homes:
+        for peer in self._peers.sessions:
             peer.wake()
 
     async def route(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
@@ -239,116 +194,18 @@ class EngineServer:
             else:
                 sequence.owner.take(sequence, output)
         time = self._clock.shared(trio.current_time())
-        for peer in self._homes:
+        for peer in self._peers.sessions:
             peer.hosted.end_step(time)
 
-    # ---- what front ends ask
-
-    async def _call(self, arguments: Any) -> Any:
-        name, given = arguments
-        return await self._scheduler.call(name, given)
-
-    async def _encode(self, arguments: Any) -> bytes:
-        message, tenant = arguments
-        if self._batcher is None:
-            raise InvalidRequest("the model is no encoder")
-        self._check_pause()
-        return wire.from_floats(await self._batcher.compute(Columns.from_message(message), tenant))
-
-    async def _state(self, _: Any) -> EngineState:
-        return EngineState(
-            attached=self._scheduler.attached,
-            stalled=self._scheduler.stalled,
-            paused=self._scheduler.paused,
-            memory_released=self._control.memory_released,
-            worker_restarts=self._supervisor.restarts,
-            scheduler=self._scheduler_statistics(),
-        )
-
-    async def _collect(self, _: Any) -> Collected:
-        async with trio.open_nursery() as nursery:
-            for peer in self._homes:
-                nursery.start_soon(_ask_in_time, peer, "count", None, peer.take_count)
-        return Collected(snapshot=self._snapshot(), statistics=self.statistics())
-
-    def _snapshot(self) -> MetricsSnapshot:
-        """What all processes have counted; front ends, up to when they were asked last."""
-        snapshots = [peer.counted.snapshot for peer in self._homes]
-        return add_up([snapshot_of(self.metrics), self._departed, *snapshots])
-
-    async def _look_around(self) -> list[TaskNode]:
-        async with trio.open_nursery() as nursery:
-            for peer in self._homes:
-                nursery.start_soon(_ask_in_time, peer, "look", None, peer.take_look, LOOK_SECONDS)
-        # In an order that is the same whichever came first.
-        told = [peer.tasks for peer in self._homes if peer.tasks is not None]
-        return sorted(told, key=lambda tasks: tasks.name)
-
-    async def _pause(self, arguments: Any) -> None:
-        mode, refuse = arguments
-        await self._control.pause(mode, refuse=refuse)
-
-    async def _resume(self, _: Any) -> None:
-        self._control.resume()
-
-    async def _abort(self, arguments: Any) -> int:
-        # A front end knows those, too, that are still being tokenized.
-        answers: list[int] = []
-        async with trio.open_nursery() as nursery:
-            for peer in self._homes:
-                nursery.start_soon(_ask_in_time, peer, "abort", arguments, answers.append)
-        # And these are of front ends that don't answer.
-        ids, prefix = arguments
-        return sum(answers) + sum(self._control.abort(id, prefix=prefix) for id in ids)
-
-    async def _flush_cache(self, _: Any) -> int:
-        return self._control.flush_cache()
-
-    async def _update_weights(self, arguments: Any) -> str:
-        await self._control.update_weights(*arguments)
-        return self._control.weight_version
-
-    async def _release_memory(self, _: Any) -> None:
-        await self._control.release_memory()
-
-    async def _resume_memory(self, _: Any) -> None:
-        await self._control.resume_memory()
-
-    async def _weight_version(self, _: Any) -> str:
-        return self._control.weight_version
-
-    async def _call_weights(self, version: Any) -> None:
-        self._control.weight_version = version
-
-    async def _take_cache_events(self, _: Any) -> list[CacheEvent]:
-        return self._cache_events.take()
-
-    async def _take_iterations(self, _: Any) -> list[Iteration]:
-        return [
-            msgspec.structs.replace(each, time=self._clock.shared(each.time))
-            for each in self._iterations.take()
-        ]
-
-    async def _load_adapter(self, arguments: Any) -> None:
-        await self._scheduler.adapters.load(*arguments)
-
-    async def _unload_adapter(self, name: Any) -> None:
-        await self._scheduler.adapters.unload(name)
-
-    async def _keep_response(self, arguments: Any) -> bool:
-        return self._responses.keep(*arguments)
-
-    async def _kept_conversation(self, arguments: Any) -> list[bytes]:
-        return self._responses.conversation(*arguments)
-
-    async def _drop_response(self, arguments: Any) -> bool:
-        return self._responses.drop(*arguments)
-
     def _tell_adapters(self) -> None:
-        for peer in self._homes:
+        for peer in self._peers.sessions:
             peer.tell(Offered(self.adapters))
 
     # ---- what can be seen
+
+    def _snapshot(self) -> MetricsSnapshot:
+        """Return the counts of all processes, those of front ends as of their last answers."""
+        return self._peers.counted(snapshot_of(self.metrics))
 
     def _health(self) -> str:
         if self._scheduler.stalled:
@@ -359,7 +216,7 @@ class EngineServer:
     def idle(self) -> bool:
         """Whether no request is open, and nothing is computed any more for those that were."""
         return (
-            not any(peer.requests for peer in self._homes)
+            not self._peers.have_requests
             and self._scheduler.idle
             and (self._batcher is None or self._batcher.idle)
         )
@@ -370,7 +227,7 @@ class EngineServer:
 
     def statistics(self) -> EngineStatistics:
         """Counts of this moment; of what goes on in front ends, as they told when asked last."""
-        counted = [peer.counted for peer in self._homes]
+        counted = [peer.counted for peer in self._peers.sessions]
         return EngineStatistics(
             scheduler=self._scheduler_statistics(),
             num_tokenizing=sum(each.num_tokenizing for each in counted),
@@ -393,7 +250,7 @@ class EngineServer:
         self.sessions.check_integrity()
         if self._batcher is not None:
             self._batcher.check_integrity()
-        num_open = sum(len(each.sequences) for peer in self._homes for each in peer.requests)
+        num_open = sum(len(each.sequences) for each in self._peers)
         assert self._admission.num_entering <= num_open
 
     async def call_worker(self, name: str, arguments: object = None) -> Any:
@@ -407,34 +264,12 @@ class EngineServer:
 
     def report(self) -> str:
         """What a dump of tasks begins with."""
-        num_requests = [len(peer.requests) for peer in self._homes]
+        num_requests = [len(peer.requests) for peer in self._peers.sessions]
         lag = self.metrics.loop_lag.peak
         return (
             f"engine of {len(num_requests)} front ends with {num_requests} requests\n"
             f"{self.statistics().summary()}\nevent loop's worst recent lag: {lag:.3f} s"
         )
-
-
-@attrs.frozen(eq=False)
-class _Open:
-    """The requests of all front ends, at any moment."""
-
-    _homes: dict[FrontEndSession, None]
-
-    def __iter__(self) -> Iterator[Request]:
-        return itertools.chain.from_iterable(list(peer.requests) for peer in self._homes)
-
-
-async def _ask_in_time(
-    peer: FrontEndSession,
-    name: str,
-    arguments: object,
-    take: Callable[[Any], None],
-    seconds: float = ANSWER_SECONDS,
-) -> None:
-    """Ask a front end, and hand its answer to ``take`` if it comes in time."""
-    with contextlib.suppress(TrioserveError), trio.move_on_after(seconds):
-        take(await peer.rpc.ask(name, arguments))
 
 
 @contextlib.asynccontextmanager

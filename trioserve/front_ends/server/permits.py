@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
-
-from trioserve.front_ends.rpc import Handlers
 
 
 class FrontEndPermits:
@@ -21,14 +18,8 @@ class FrontEndPermits:
         self._most = most
         self._keys: dict[int, str] = {}
 
-    @property
-    def handlers(self) -> Handlers:
-        """What a front end may ask."""
-        return {"take_seat": self._take}
-
-    async def _take(self, arguments: list[Any]) -> bool:
-        """Whether one more request of a key may be open; if so it has the seat of that number."""
-        number, key = arguments
+    async def take_permit(self, number: int, key: str) -> bool:
+        """Return whether one more request of ``key`` may be open; if so it has that number."""
         if self._permits[key] >= self._most:
             return False
         self._permits[key] += 1

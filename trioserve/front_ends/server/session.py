@@ -5,12 +5,12 @@ What it is told of its requests, :mod:`~trioserve.front_ends.server.requests` co
 
 from __future__ import annotations
 
-import attrs
 import msgspec
 import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
+from trioserve.front_ends.calls import Counted, EngineCalls, FrontEndCalls
 from trioserve.front_ends.heartbeat import Heartbeat
 from trioserve.front_ends.messages import (
     Abort,
@@ -30,7 +30,7 @@ from trioserve.front_ends.messages import (
     decode_from_front_end,
     encode,
 )
-from trioserve.front_ends.rpc import Handlers, RpcPeer
+from trioserve.front_ends.rpc import RpcPeer
 from trioserve.front_ends.server.context import ServerContext
 from trioserve.front_ends.server.permits import FrontEndPermits
 from trioserve.front_ends.server.requests import FrontEndRequests, HostedRequest
@@ -38,26 +38,7 @@ from trioserve.front_ends.server.subscriptions import FrontEndSubscriptions
 from trioserve.front_ends.server.turns import FrontEndTurns
 from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.live.schema import TaskNode
-from trioserve.observability.metrics.snapshot import MetricsSnapshot
 from trioserve.protocol.errors import FrontEndLost
-
-
-@attrs.frozen(kw_only=True)
-class Counted:
-    """What one front end has counted, and how much is going on in it."""
-
-    snapshot: MetricsSnapshot = attrs.field(factory=MetricsSnapshot)
-    num_tokenizing: int = 0
-    num_streams: int = 0
-    stream_bytes: int = 0
-
-
-@attrs.frozen
-class Looked:
-    """How a front end is: what goes into a picture."""
-
-    counted: Counted
-    tasks: TaskNode
 
 
 class FrontEndSession:
@@ -65,11 +46,11 @@ class FrontEndSession:
 
     Args:
         socket: connected to it.
-        hosting: what it shares with others.
-        handlers: what it may ask, beside what is answered here.
+        context: the parts of the engine process that all front ends share.
+        administration: the handlers of operators' calls.
     """
 
-    def __init__(self, socket: PairSocket, context: ServerContext, handlers: Handlers) -> None:
+    def __init__(self, socket: PairSocket, context: ServerContext, administration: object) -> None:
         self._socket = socket
         self._heartbeat = Heartbeat(context.patience)
         self._work = trio.Event()
@@ -82,18 +63,16 @@ class FrontEndSession:
         self._permits = FrontEndPermits(context.permits, context.max_seats)
         self._turns = FrontEndTurns(context.sessions, self.tell)
         self._watches = FrontEndSubscriptions(context.monitor, context.look_around)
-        handlers = {
-            **handlers,
-            **self._turns.handlers,
-            **self._watches.handlers,
-            **self._permits.handlers,
-        }
+        parts = (administration, self._turns, self._watches, self._permits)
+        handlers = EngineCalls.handlers(*parts)
         self.counted = Counted()
         """What the front end answered when it was asked last what it has counted."""
         self.tasks: TaskNode | None = None
         """And what its tasks were, when it was asked that; None until then."""
         self.rpc = RpcPeer(self.tell, handlers, FrontEndLost("the front end is gone"))
-        """What the front end is asked, and asks."""
+        """Calls in both directions."""
+        self.calls = FrontEndCalls(self.rpc)
+        """The calls that may be made of the front end."""
 
     @property
     def requests(self) -> dict[HostedRequest, None]:
@@ -104,15 +83,6 @@ class FrontEndSession:
     def num_ended(self) -> int:
         """Requests that aren't open any more."""
         return self.hosted.num_ended
-
-    def take_count(self, answer: object) -> None:
-        """The front end says what it has counted."""
-        self.counted = msgspec.convert(answer, Counted)
-
-    def take_look(self, answer: object) -> None:
-        """The front end says what it has counted, and what its tasks are."""
-        looked = msgspec.convert(answer, Looked)
-        self.counted, self.tasks = looked.counted, looked.tasks
 
     async def run(self) -> int:
         """Talk to the front end until it has drained.

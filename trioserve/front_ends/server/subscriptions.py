@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import attrs
 
-from trioserve.front_ends.rpc import Handlers
 from trioserve.observability.live import Monitor, Snapshot, SnapshotSubscription
 from trioserve.observability.live.schema import TaskNode
 from trioserve.protocol.errors import EngineError
@@ -30,19 +28,15 @@ class FrontEndSubscriptions:
     )
     """By the front end's own numbers."""
 
-    @property
-    def handlers(self) -> Handlers:
-        """What the front end may ask."""
-        return {"watch": self._watch, "picture": self._picture}
-
-    async def _watch(self, arguments: Any) -> None:
-        number, requests, nodes = arguments
+    async def watch(self, number: int, requests: int, nodes: int) -> None:
+        """Open a subscription of that number."""
         with contextlib.ExitStack() as stack:
             watched = self._monitor.watched(requests=requests, nodes=nodes)
             watcher = stack.enter_context(watched)
             self._watchers[number] = (watcher, stack.pop_all())
 
-    async def _picture(self, number: Any) -> Snapshot:
+    async def take_snapshot(self, number: int) -> Snapshot:
+        """Return the next snapshot of the subscription of that number."""
         processes = await self._look_around()
         if number not in self._watchers:
             raise EngineError("nobody of that number watches")

@@ -10,15 +10,12 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import attrs
-import msgspec
 
 from trioserve.engine.sessions.continuation import Beginning, Continuation, Said
 from trioserve.engine.sessions.sessions import Session, Sessions
 from trioserve.front_ends.messages import TurnClosed, numbers_of, packed
-from trioserve.front_ends.rpc import Handlers
 
 
 @attrs.define(eq=False)
@@ -35,39 +32,25 @@ class FrontEndTurns:
     _running: dict[int, tuple[Session, Beginning]] = attrs.field(init=False, factory=dict)
     """By the front end's own numbers."""
 
-    @property
-    def handlers(self) -> Handlers:
-        """What the front end may ask."""
-        return {
-            "open_session": self._open_session,
-            "close_session": self._close_session,
-            "begin_turn": self._begin,
-            "keep_turn": self._keep,
-        }
-
-    async def _open_session(self, arguments: Any) -> str:
-        id, capacity, timeout, owner, tenant, goes_on = arguments
-        session = self._sessions.open(
-            id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
-        )
-        return session.id
-
-    async def _close_session(self, arguments: Any) -> None:
-        id, owner = arguments
-        self._sessions.find(id, owner).close()
-
-    async def _begin(self, arguments: Any) -> bytes:
-        """A turn runs from now on; the tokens that it goes on from, as a column."""
-        number, session_id, owner, turn_id, continuation = arguments
+    async def begin_turn(
+        self,
+        number: int,
+        session_id: str,
+        owner: str | None,
+        turn_id: str,
+        continuation: Continuation,
+    ) -> bytes:
+        """Begin a turn; return the tokens that it goes on from, as a column."""
         session = self._sessions.find(session_id, owner)
-        beginning = session.begin(turn_id, msgspec.convert(continuation, Continuation))
+        beginning = session.begin(turn_id, continuation)
         session.enter(beginning, functools.partial(self._tell, TurnClosed(number)))
         self._running[number] = session, beginning
         return packed(beginning.prefix)
 
-    async def _keep(self, arguments: Any) -> None:
-        """A turn has ended as it should. It may have been kept before, and asked for again."""
-        number, own, num_prompt_tokens, salt, adapter = arguments
+    async def keep_turn(
+        self, number: int, own: bytes, num_prompt_tokens: int, salt: str, adapter: int
+    ) -> None:
+        """Keep a turn that has ended as it should. Idempotent."""
         if number in self._running:
             session, beginning = self._running.pop(number)
             said = Said(

@@ -7,7 +7,7 @@ broken connections; :mod:`trioserve.http.server.server` does that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import quart
 import trio
@@ -18,6 +18,7 @@ from werkzeug.routing import MapAdapter
 
 from trioserve.config import ServerConfig
 from trioserve.engine.engine import Engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.http.api.anthropic.endpoint import MessageEndpoints
 from trioserve.http.api.asgi import (
     ConnectionApp,
@@ -89,8 +90,21 @@ class App(ConnectionApp):
             )
 
 
+@overload
+def create_app(engine: Engine, config: ServerConfig | None = None) -> App: ...
+
+
+@overload
 def create_app(
-    engine: Engine, config: ServerConfig | None = None, *, server_api: ServerApi | None = None
+    engine: RequestEngine, config: ServerConfig | None = None, *, server_api: ServerApi
+) -> App: ...
+
+
+def create_app(
+    engine: RequestEngine,
+    config: ServerConfig | None = None,
+    *,
+    server_api: ServerApi | None = None,
 ) -> App:
     """Return the application that serves ``engine``.
 
@@ -103,7 +117,7 @@ def create_app(
     exists, and its owner closes it.
     """
     config = config or ServerConfig(engine=engine.config)
-    server_api = server_api or LocalServer(engine)
+    server_api = server_api or LocalServer(cast(Engine, engine))
     service = Service(
         engine=engine,
         server_api=server_api,
@@ -188,7 +202,7 @@ class _Admission:
     that time from admitted requests.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RequestEngine) -> None:
         self._engine = engine
         self._turn = trio.Lock()
 

@@ -47,7 +47,7 @@ def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> N
         raise InvalidRequest(f"the body holds {number} {what}; at most {most} are read")
 
 
-def check_batch(jobs: Sequence[PromptJob], engine: Engine, *, is_shared: bool = False) -> None:
+def check_batch(jobs: Sequence[PromptJob], engine: RequestEngine, *, is_shared: bool = False) -> None:
     """Refuse a batch that wouldn't fit even an empty queue.
 
     Args:

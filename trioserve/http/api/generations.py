@@ -15,7 +15,7 @@ from types import TracebackType
 
 import trio
 
-from trioserve.engine.engine import Engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.sessions.continuation import Generate
 from trioserve.http.api.bounds import check_prompt_logprobs
 from trioserve.http.api.jobs import PromptJob
@@ -76,7 +76,7 @@ class Generations(abc.ABC):
             raise StopAsyncIteration from None
 
 
-def open_generations(engine: Engine, jobs: Sequence[PromptJob]) -> Generations:
+def open_generations(engine: RequestEngine, jobs: Sequence[PromptJob]) -> Generations:
     """Return the generations of ``jobs``, to be entered."""
     if len(jobs) == 1:
         return _One(engine, jobs[0])
@@ -109,7 +109,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 
 def _generate(
-    engine: Engine, job: PromptJob
+    engine: RequestEngine, job: PromptJob
 ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
     generate: Generate = engine.generate if job.turn is None else job.turn
     return generate(
@@ -131,7 +131,7 @@ def _generate(
 class _One(Generations):
     """A single generation, read directly from its stream."""
 
-    def __init__(self, engine: Engine, job: PromptJob) -> None:
+    def __init__(self, engine: RequestEngine, job: PromptJob) -> None:
         super().__init__()
         self._engine = engine
         self._job = job
@@ -172,7 +172,7 @@ class _Several(Generations):
     holds at most one chunk that the reader hasn't taken; later chunks wait, bounded, in its stream.
     """
 
-    def __init__(self, engine: Engine, jobs: list[PromptJob]) -> None:
+    def __init__(self, engine: RequestEngine, jobs: list[PromptJob]) -> None:
         super().__init__()
         self._engine = engine
         self._jobs = jobs

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import attrs
 
 from trioserve._util.feed import Tail
+from trioserve.engine.administration import Administration
 from trioserve.engine.engine import Engine
 from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.http.api.auth import Caller, Keys
-from trioserve.http.api.openai.responses.store import KeptResponses
+from trioserve.http.api.openai.responses.store import KeptResponses, ResponseStore
 from trioserve.observability.health import health_word
 from trioserve.observability.live import Snapshot, subject_of
 from trioserve.observability.statistics import EngineStatistics
@@ -30,14 +31,11 @@ Pictures = Callable[[], Awaitable[Snapshot]]
 """Function that takes a snapshot of the server."""
 
 
-class ServerApi(Protocol):
+class ServerApi(Administration, ResponseStore, Protocol):
     """Interface of a server, of one process or several."""
 
     async def health_word(self) -> str:
         """Return one word for its health: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
-
-    async def statistics(self) -> EngineStatistics:
-        """Return the current counts."""
 
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -47,81 +45,14 @@ class ServerApi(Protocol):
     ) -> contextlib.AbstractContextManager[None]:
         """Return a block in which a request of ``caller`` is open; entering raises ``KeyLimit``."""
 
-    async def pause(self, mode: str, *, refuse: bool) -> None:
-        """Pause as :meth:`trioserve.Engine.pause`."""
-
-    async def resume(self) -> None:
-        """Resume as :meth:`trioserve.Engine.resume`."""
-
-    async def paused(self) -> bool:
-        """Return :attr:`trioserve.Engine.paused`."""
-
-    async def memory_released(self) -> bool:
-        """Return :attr:`trioserve.Engine.memory_released`."""
-
-    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
-        """Call :meth:`trioserve.Engine.abort` for each of ``ids``; return how many were ended."""
-
-    async def flush_cache(self) -> int:
-        """Flush the cache as :meth:`trioserve.Engine.flush_cache`."""
-
-    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
-        """Update as :meth:`trioserve.Engine.update_weights`; return the new version's name."""
-
-    async def weight_version(self) -> str:
-        """Return :attr:`trioserve.Engine.weight_version`."""
-
-    async def call_weights(self, version: str) -> None:
-        """Give the current weights another version name."""
-
-    async def release_memory(self) -> None:
-        """Release memory as :meth:`trioserve.Engine.release_memory`."""
-
-    async def resume_memory(self) -> None:
-        """Resume as :meth:`trioserve.Engine.resume_memory`."""
-
-    async def iterations(self) -> list[Iteration]:
-        """Return the newest steps since the last call; the first returns none."""
-
-    async def cache_events(self) -> list[CacheEvent]:
-        """Return the prefix cache's newest events since the last call; the first returns none."""
-
     def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
         """Take snapshots of the server until the block is left, as ``Monitor.watched``."""
-
-    async def open_session(
-        self,
-        id: str | None,
-        *,
-        capacity: int,
-        timeout: float,
-        owner: str | None,
-        tenant: str,
-        goes_on: bool,
-    ) -> str:
-        """Open a session as :meth:`trioserve.engine.sessions.sessions.Sessions.open`; return its
-        id.
-        """
-
-    async def close_session(self, id: str, owner: str | None) -> None:
-        """Close a session of ``owner``; raise ``InvalidRequest`` if there is none of that id."""
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """Return the function that generates a turn of a session of ``owner``.
 
         If there is no such session, this raises ``InvalidRequest``, or the first use does.
         """
-
-    async def keep_response(
-        self, owner: str | None, id: str, data: bytes, previous: str | None
-    ) -> bool:
-        """Keep a response for later requests of ``owner``, as ``KeptResponses.keep``."""
-
-    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """Return a kept response after the ones that it continues, the oldest first."""
-
-    async def drop_response(self, owner: str | None, id: str) -> bool:
-        """Drop a kept response of ``owner``; return whether there was one."""
 
 
 @attrs.frozen
@@ -161,7 +92,7 @@ class LocalServer:
         """Return a block in which a request of ``caller`` is open; entering raises ``KeyLimit``."""
         return keys.counted(caller)
 
-    async def pause(self, mode: str, *, refuse: bool) -> None:
+    async def pause(self, mode: str, refuse: bool) -> None:
         """Pause as :meth:`trioserve.Engine.pause`."""
         await self._engine.pause(mode, refuse=refuse)
 
@@ -177,7 +108,7 @@ class LocalServer:
         """Return :attr:`trioserve.Engine.memory_released`."""
         return self._engine.memory_released
 
-    async def abort(self, ids: Iterable[str], *, prefix: bool) -> int:
+    async def abort(self, ids: list[str], prefix: bool) -> int:
         """Call :meth:`trioserve.Engine.abort` for each of ``ids``; return how many were ended."""
         return sum(self._engine.abort(id, prefix=prefix) for id in ids)
 
@@ -194,7 +125,7 @@ class LocalServer:
         """Return :attr:`trioserve.Engine.weight_version`."""
         return self._engine.weight_version
 
-    async def call_weights(self, version: str) -> None:
+    async def set_weights_version(self, version: str) -> None:
         """Give the current weights another version name."""
         self._engine.weight_version = version
 
@@ -205,6 +136,14 @@ class LocalServer:
     async def resume_memory(self) -> None:
         """Resume as :meth:`trioserve.Engine.resume_memory`."""
         await self._engine.resume_memory()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load as :meth:`trioserve.Engine.load_adapter`."""
+        await self._engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload as :meth:`trioserve.Engine.unload_adapter`."""
+        await self._engine.unload_adapter(name)
 
     async def iterations(self) -> list[Iteration]:
         """Return the newest steps since the last call; the first returns none."""
@@ -227,7 +166,6 @@ class LocalServer:
     async def open_session(
         self,
         id: str | None,
-        *,
         capacity: int,
         timeout: float,
         owner: str | None,

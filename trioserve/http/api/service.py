@@ -13,7 +13,7 @@ from quart.wrappers.response import DataBody
 from werkzeug.exceptions import UnsupportedMediaType
 
 from trioserve.config import ServerConfig
-from trioserve.engine.engine import Engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.http.api.access_log import AccessRecord
 from trioserve.http.api.asgi import LoggedRequest
 from trioserve.http.api.bounds import AnswerSize, check_batch
@@ -122,7 +122,7 @@ def _check_no_priority(jobs: Sequence[PromptJob]) -> None:
 class Service:
     """One engine behind HTTP. ``started`` is its start, in Unix seconds."""
 
-    engine: Engine
+    engine: RequestEngine
     server_api: ServerApi
     config: ServerConfig
     model_names: tuple[str, ...]

@@ -59,11 +59,8 @@ def unix_offset() -> float:
     return time.time() - trio.current_time()
 
 
-class MonitoredEngine(Patient, Protocol):
-    """The parts of an engine that snapshots are taken of."""
-
-    @property
-    def metrics(self) -> Metrics: ...
+class DescribedEngine(Protocol):
+    """The parts of an engine that stay as they are while it is watched."""
 
     @property
     def ready(self) -> wire.Ready: ...
@@ -73,6 +70,13 @@ class MonitoredEngine(Patient, Protocol):
 
     @property
     def adapters(self) -> tuple[Adapter, ...]: ...
+
+
+class MonitoredEngine(Patient, Protocol):
+    """The parts of an engine that snapshots are taken of."""
+
+    @property
+    def metrics(self) -> Metrics: ...
 
     @property
     def weight_version(self) -> str: ...

@@ -11,6 +11,7 @@ import trio
 from trioserve.observability.live.monitor import (
     DEFAULT_NODES,
     DEFAULT_REQUESTS,
+    DescribedEngine,
     Monitor,
     MonitoredEngine,
     SnapshotSubscription,
@@ -83,7 +84,7 @@ def subject_of(engine: MonitoredEngine) -> Monitor:
 
 
 def hello_of(
-    engine: MonitoredEngine, *, model: str, started: float, front_ends: int, may_control: bool
+    engine: DescribedEngine, *, model: str, started: float, front_ends: int, may_control: bool
 ) -> Hello:
     """Return the facts about ``engine`` that don't change during a subscription."""
     ready = engine.ready

@@ -113,7 +113,7 @@ class ControlEndpoints:
         server_api = self._service.server_api
         if request.abort_all_requests:
             await server_api.abort([""], prefix=True)
-        await server_api.call_weights(request.new_version)
+        await server_api.set_weights_version(request.new_version)
         return json_response(WeightVersion(weight_version=await server_api.weight_version()))
 
     async def release_memory_occupation(self) -> quart.Response:
@@ -140,7 +140,7 @@ class ControlEndpoints:
         if name in self._service.model_names:
             raise InvalidRequest(f"{name!r} is the model's own name", param="lora_name")
         try:
-            await self._service.engine.load_adapter(name, request.lora_path)
+            await self._service.server_api.load_adapter(name, request.lora_path)
         except InvalidRequest as error:
             raise renamed(error, _ADAPTER_NAMES) from error
         return self._adapters()
@@ -149,7 +149,7 @@ class ControlEndpoints:
         """Handle ``POST /v1/unload_lora_adapter``: answer once no request uses the adapter."""
         request = await self._service.read(UnloadAdapterRequest)
         try:
-            await self._service.engine.unload_adapter(request.lora_name)
+            await self._service.server_api.unload_adapter(request.lora_name)
         except InvalidRequest as error:
             raise renamed(error, _ADAPTER_NAMES) from error
         return self._adapters()

@@ -7,6 +7,8 @@ many turns is held once, not once for each turn.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import attrs
 
 MAX_RESPONSES = 10_000
@@ -16,6 +18,21 @@ MAX_BYTES = 256 << 20
 MAX_CONVERSATION_BYTES = 32 << 20
 """Bytes of a response and all that it continues, which are read together and sent in one message.
 """
+
+
+class ResponseStore(Protocol):
+    """The kept responses of a whole server, in whichever of its processes they are."""
+
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """Keep a response as :meth:`KeptResponses.keep`."""
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """Return a conversation as :meth:`KeptResponses.conversation`."""
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """Drop a response as :meth:`KeptResponses.drop`."""
 
 
 @attrs.define(eq=False)
