@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def engine_that_ends_clean(tiny: Path, **options: Any) -> AsyncIterator[Engine]:
-    """An engine; after the block it must be idle, with no more tasks than before."""
+    """Open an engine; after the block it must be idle, with no more tasks than before."""
     async with open_tiny_engine(tiny, **options) as engine:
         await assert_idle(engine)
         tasks = trio.lowlevel.current_statistics().tasks_living
@@ -85,13 +85,13 @@ async def test_during_prefill(tiny: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_several_outputs_in_every_stage(tiny: Path, depth: int) -> None:
-    """The first of them computes the prompt while the others wait for its pages."""
+    """Abort outputs while the first computes the prompt and the others wait for its pages."""
     options = {"max_num_batched_tokens": 16, "max_plans_in_flight": depth, "max_num_seqs": 3}
     async with engine_that_ends_clean(tiny, **options) as engine:
         prompt = [3 + number % 250 for number in range(200)]
         states = list(State)
         for stage in (State.TOKENIZING, State.WAITING, State.PREFILL, State.DECODE):
-            # A stage that is over by the time that anybody looks is left in the next one.
+            # A stage that has ended before it is looked at is left in the next one.
             at_least = states[states.index(stage) :]
             await leave_when(
                 engine,

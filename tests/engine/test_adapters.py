@@ -73,7 +73,7 @@ def expected(setting: Setting) -> dict[str, tuple[int, ...]]:
 
 
 async def all_at_once(engine: Engine, times: int = 1, **options: Any) -> dict[str, set[Any]]:
-    """What each adapter and none gives to the prompt, asked ``times`` times, all together."""
+    """Return the outputs of each adapter and of none, asked ``times`` times, all together."""
     found: dict[str, set[Any]] = {name: set() for name in NAMES}
 
     async def ask(name: str) -> None:
@@ -150,7 +150,7 @@ async def test_a_new_worker_gets_all_adapters_again(
             nursery.start_soon(kill)
             assert await all_at_once(engine, max_tokens=length) == undisturbed
         assert engine.statistics().worker_restarts == restarts == 1
-        # Even those that nobody used meanwhile.
+        # Even adapters that no request used meanwhile.
         assert await all_at_once(engine) == {name: {tokens} for name, tokens in expected.items()}
         await assert_idle(engine)
 
@@ -220,7 +220,7 @@ async def test_what_can_t_be_loaded(setting: Setting, tmp_path: Path) -> None:
 
 
 async def test_files_that_change_under_a_loaded_adapter(setting: Setting, tmp_path: Path) -> None:
-    """What is read again has to be what was read before: its requests end with an error if not."""
+    """End an adapter's requests with an error if its files differ when they are read again."""
     make_adapter(setting.model, tmp_path / "it", seed=1)
     async with open_tiny_engine(
         setting.model, enable_lora=True, max_loras=1, max_cpu_loras=1

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 def says(*answers: str) -> Callable[[], FakeWorker]:
-    """A worker whose answers are these, one for each output."""
+    """Return a worker that gives these answers, one for each output."""
     tokens = [ENCODE(answer).ids for answer in answers]
 
     def token(context: list[int], sampler: SamplerParams) -> int:
@@ -51,7 +51,7 @@ def says(*answers: str) -> Callable[[], FakeWorker]:
 
 @contextlib.asynccontextmanager
 async def site(make_worker: Callable[[], FakeWorker]) -> AsyncIterator[tuple[Engine, str]]:
-    """An engine behind a server that knows Hermes' calls and reasoning; gives its URL."""
+    """Open an engine behind a server with Hermes' calls and reasoning; give its URL."""
     config = server_config(tool_call_parser="hermes", reasoning_parser="think")
     async with open_fake_engine(make_worker, eos_token_ids=(END,)) as engine:
         async with trio.open_nursery() as nursery:
@@ -61,7 +61,7 @@ async def site(make_worker: Callable[[], FakeWorker]) -> AsyncIterator[tuple[Eng
 
 
 async def with_client(url: str, talk: Callable[[openai.OpenAI], Result]) -> Result:
-    """What ``talk`` returns, which runs in a thread: the client knows no trio."""
+    """Return the result of ``talk``, which runs in a thread: the client knows no trio."""
 
     def run() -> Result:
         with httpx.Client(trust_env=False, timeout=60) as http:
@@ -121,7 +121,7 @@ async def test_several_answers_streamed_and_whole() -> None:
 
 
 async def test_a_stop_string_inside_a_call() -> None:
-    """It cuts the call as it cuts text: what came before it is the call's."""
+    """Cut the call as text is cut: the part before the stop string remains."""
 
     def talk(client: openai.OpenAI) -> Any:
         return client.chat.completions.create(**OPTIONS, stop=["days"]).choices[0]

@@ -34,7 +34,7 @@ LIMIT = 5.0
 
 @attrs.frozen
 class Stage:
-    """How to bring a request there: the engine, what else it does, and what is asked for.
+    """A stage of a request: the engine that holds it there, its other work, and the request.
 
     ``begun`` says whether a streaming response has begun by then.
     """
@@ -111,7 +111,7 @@ def stuck_threads(engine: Engine) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def busy_engine(stage: Stage, **options: Any) -> AsyncIterator[Engine]:
-    """An engine on which the stage's request gets no further than it."""
+    """Open an engine on which the stage's request gets no further than it."""
     async with open_fake_engine(stage.worker, **stage.engine, **options) as engine:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(stuck_threads(engine))
@@ -140,7 +140,7 @@ def engine_words(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def watch(engine: Engine, number: int, at: float) -> State:
-    """The state, at a moment, of the ``number``-th request that is open."""
+    """Return the state, at a moment, of the ``number``-th open request."""
     await trio.sleep_until(at)
     return list(engine._open)[number].sequences[0].state
 

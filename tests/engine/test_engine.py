@@ -385,7 +385,7 @@ async def test_a_dead_worker_is_a_pause(autojump_clock: Clock) -> None:
             for number in range(5):
                 nursery.start_soon(run, number)
         assert engine.statistics().worker_restarts == len(workers) - 1 >= 3
-        # Nobody was replaced but for its death: each worker did its nine steps.
+        # Workers were replaced only when they died: each did its nine steps.
         assert all(worker.num_steps == 9 for worker in workers[:-1])
         await settle(engine)
     assert [results[number] for number in range(5)] == expected

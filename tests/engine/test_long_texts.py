@@ -24,7 +24,7 @@ TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{% 
 
 
 def panicking() -> tokenizers.Tokenizer:
-    """A tokenizer with a pattern that takes exponential time, so that the library gives up."""
+    """Return a tokenizer with a pattern of exponential time, so that the library gives up."""
     backend = byte_tokenizer()
     split = pre_tokenizers.Split(Regex("(?:a|aa)+$|b"), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -65,7 +65,7 @@ async def test_several_outputs_are_those_of_the_engine() -> None:
 
 
 async def test_many_outputs_with_many_log_probabilities() -> None:
-    """A step of them is more chunks than the reader takes until the next step."""
+    """Stream so many that a step has more chunks than the reader takes until the next one."""
     async with serving() as (_, client):
         replies = await generate(
             client,

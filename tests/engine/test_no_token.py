@@ -1,4 +1,4 @@
-"""A request whose masks leave no token ends alone, on a real worker with plans in flight."""
+"""A request with masks that leave no token ends alone, on a real worker with plans in flight."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_page_is_the_same_wherever_it_has_been(make: object, folder: Path) -> 
     before, after = outputs_over_moved_pages(maker, PROMPT, PAGE_SIZE)
     assert before == after
     maker.close(0)
-    # It isn't that any pages would do: what nobody wrote gives something else.
+    # Other pages give something else: the content matters.
     maker.open(2, PROMPT, shared_pages=list(range(7)))
     maker.step({2: 2})
     for _ in range(4):
@@ -126,7 +126,7 @@ def test_it_needs_a_prefix_cache() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_an_engine_finds_on_the_host_what_it_pushed_out(folder: Path, dtype: str) -> None:
-    """The answers are those of an engine that has room for everything."""
+    """Compare the answers with those of an engine that has room for everything."""
     prompts = [
         [(number * 37 + index * index) % 290 + 3 for index in range(60)] for number in range(6)
     ]

@@ -34,7 +34,7 @@ class Answers:
         self._progress = trio.Event()
 
     async def ask(self, engine: Engine, number: int, **options: Any) -> None:
-        """Stream the answer to prompt ``number``, whose seed it is, too."""
+        """Stream the answer to prompt ``number``, with that number as the seed."""
         self.tokens[number] = []
         prompt = PROMPTS[number % len(PROMPTS)]
         try:
@@ -76,7 +76,7 @@ async def steps_in(engine: Engine, seconds: float) -> int:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_tokens_are_those_without_the_pause(tiny: Path, mode: str, depth: int) -> None:
-    """Those that run, and those that come meanwhile; nothing is computed in between."""
+    """Pause with running and with new requests; nothing is computed in between."""
     running, late = range(4), range(4, 6)
     async with open_tiny_engine(tiny, max_plans_in_flight=depth) as engine:
         expected = {number: await alone(engine, number) for number in (*running, *late)}

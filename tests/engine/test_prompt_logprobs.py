@@ -45,7 +45,7 @@ class Head:
 
 
 def span_of(start: int = 1, **params: object) -> PromptSpan:
-    """Positions from ``start`` on of a slot whose prompt is a little longer."""
+    """Return positions from ``start`` on of a slot with a little longer prompt."""
     tokens = np.random.default_rng(2).integers(0, VOCAB, STATES + 1)
     table = SlotTable(num_pages=4, page_size=16, max_model_len=64, vocab_size=VOCAB)
     opened = OpenSlot(

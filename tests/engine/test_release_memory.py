@@ -59,7 +59,7 @@ async def test_a_stream_goes_on_afterwards(tiny: Path) -> None:
         assert late_came
         assert tuple(tokens) == expected
         assert late == [expected]
-        # Nobody has died.
+        # No worker has died.
         assert engine.statistics().worker_restarts == 0
         await assert_idle(engine)
 

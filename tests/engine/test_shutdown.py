@@ -22,7 +22,7 @@ Clock = trio.testing.MockClock
 
 @attrs.define(eq=False)
 class Reader:
-    """What one request gave, and how it ended."""
+    """The output of one request, and its end."""
 
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -133,7 +133,7 @@ Leave = Callable[[trio.CancelScope], Awaitable[None]]
 
 
 async def by_return(_: trio.CancelScope) -> None:
-    """The block ends by itself."""
+    """Check that the block ends by itself."""
 
 
 async def by_cancel(scope: trio.CancelScope) -> None:

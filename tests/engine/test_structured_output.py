@@ -1,4 +1,4 @@
-"""What a real engine puts out under a grammar is what the grammar accepts."""
+"""Outputs of a real engine under a grammar are texts that the grammar accepts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generated_schemas(count: int) -> list[dict[str, Any]]:
-    """As many different schemas, always the same."""
+    """Return as many different schemas, always the same."""
     found: dict[str, dict[str, Any]] = {}
 
     @seed(2)
@@ -53,7 +53,7 @@ def generated_schemas(count: int) -> list[dict[str, Any]]:
 
 
 async def complete_all(engine: Engine, grammars: list[Grammar], **params: Any) -> list[Completion]:
-    """An output for each of ``grammars``, ``CONCURRENT`` at a time, in their order."""
+    """Return an output for each of ``grammars``, ``CONCURRENT`` at a time, in their order."""
     found: dict[int, Completion] = {}
     limit = trio.CapacityLimiter(CONCURRENT)
 
@@ -70,7 +70,7 @@ async def complete_all(engine: Engine, grammars: list[Grammar], **params: Any) -
 
 
 def check(schemas: list[dict[str, Any]], completions: list[Completion]) -> None:
-    """Every output that came to its end is valid, and nearly all did."""
+    """Assert that every output that came to its end is valid, and that nearly all did."""
     ended = 0
     for schema, completion in zip(schemas, completions, strict=True):
         assert completion.finish_reason in ("stop", "length")

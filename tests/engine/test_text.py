@@ -32,7 +32,7 @@ GRAMMAR = Grammar("regex", "[a-z]+")
 
 
 def speaker(*texts: str, **options: Any) -> Callable[[], FakeWorker]:
-    """A worker that answers ``PROMPT``: output number i begins with ``texts[i]``, then dots."""
+    """Return a worker for ``PROMPT``: output number i begins with ``texts[i]``, then dots."""
     ids = [byte_tokenizer().encode(text).ids for text in texts]
     (dot,) = byte_tokenizer().encode(".").ids
 

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model without the files of its tokenizer."""
+    """A copy of the model without the files of its tokenizer."""
     copy = tmp_path_factory.mktemp("bare") / "model"
     shutil.copytree(folder, copy, ignore=lambda _, names: [n for n in names if "token" in n])
     return copy

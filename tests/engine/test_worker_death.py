@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @attrs.define(eq=False)
 class Answers:
-    """What has come of each kind of request, and how many tokens in all."""
+    """The results of each kind of request, and the number of all tokens."""
 
     outputs: dict[str, dict[int, str]] = attrs.field(factory=dict)
     token_ids: dict[str, dict[int, list[int]]] = attrs.field(factory=dict)
@@ -90,7 +90,7 @@ class Answers:
 async def test_requests_of_every_kind_outlive_their_worker(
     tiny: Path, caplog: pytest.LogCaptureFixture, depth: int, signals: tuple[signal.Signals, ...]
 ) -> None:
-    """No token is retracted, repeated or another one, whatever it was that ended the worker."""
+    """Check that no token is retracted, repeated or changed, however the worker ended."""
     options = {"max_plans_in_flight": depth, "watchdog_timeout": 5, "max_num_batched_tokens": 64}
     async with open_tiny_engine(tiny, **options) as engine:
         calm, disturbed = Answers(), Answers()
@@ -139,12 +139,12 @@ HEAVY = Grammar(
         }
     ),
 )
-"""A grammar whose compilation takes as long as many steps."""
+"""A grammar that takes as long to compile as many steps."""
 MANY_STEPS = 20
 
 
 async def test_a_stream_goes_on_while_a_heavy_grammar_is_compiled_again(tiny: Path) -> None:
-    """A step gives both streams a token, unless one of them waits for the new worker's threads."""
+    """Give both streams a token a step, unless one waits for the new worker's threads."""
     plain = {"prompt": [3, 4, 5], "temperature": 0, "ignore_eos": True, "max_tokens": 180}
     heavy = {"prompt": [9, 9], "seed": 5, "ignore_eos": True, "max_tokens": 60, "grammar": HEAVY}
 
@@ -197,7 +197,7 @@ def failing(self, plan):
 runner.Runner.submit = failing
 worker.run(sys.argv[2])
 """
-"""A worker whose twelfth step fails, for the first one that gets there."""
+"""A worker that fails in its twelfth step, for the first one that gets there."""
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ class DeafLink:
 async def test_a_process_that_can_not_be_killed_holds_nobody_up(
     autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The group of this number is nobody's: process ids end before it.
+    # There is no group of this number: process ids end before it.
     undead = Undead(pid=(1 << 31) - 1)
     with trio.fail_after(60):
         await supervisor._stop(cast(trio.Process, undead), cast(NngLink, DeafLink()))
@@ -268,7 +268,7 @@ async def test_a_process_that_can_not_be_killed_holds_nobody_up(
 async def test_a_group_that_may_not_be_killed_holds_nobody_up(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some systems say so of a group whose leader has just ended."""
+    """Ignore this error, which some systems raise for a group after its leader's end."""
 
     def refuse(*_: int) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -311,7 +311,7 @@ async def test_what_a_worker_has_started_ends_with_it() -> None:
 def supervised(
     losses: list[WorkerLost | ModelLoadError], deaths: list[WorkerLost]
 ) -> tuple[Supervisor, Callable[..., Awaitable[None]]]:
-    """A supervisor whose workers are lost so, or never loaded, and what it attaches them to."""
+    """Return a supervisor of workers that are lost so, or never loaded, and its attach function."""
 
     class Life:
         async def __aenter__(self) -> tuple[Any, Any]:
@@ -337,7 +337,7 @@ def supervised(
 async def test_a_model_that_can_not_be_loaded_again_at_once_is_tried_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """As when the memory of the last worker isn't free yet."""
+    """Fail to load, as when the memory of the last worker isn't free yet."""
     refusal = ModelLoadError("the weights take more than there is")
     deaths: list[WorkerLost] = []
     keeper, attach = supervised([WorkerLost("killed"), *[refusal] * 4], deaths)

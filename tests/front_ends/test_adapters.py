@@ -1,4 +1,4 @@
-"""Adapters over several front ends: whoever loads one, all serve it."""
+"""Adapters over several front ends: one front end loads an adapter, and all serve it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def slow_worker(**options: Any) -> FakeWorker:
 
 
 def shown(completion: Completion) -> dict[str, Any]:
-    """All that a caller sees of an answer but the times."""
+    """Return all that a caller sees of an answer but the times."""
     logprobs = completion.prompt_logprobs
     return {
         "prompt": completion.prompt_token_ids,
@@ -398,7 +398,7 @@ async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:
                     pass
             with await _seat(first, keys, caller):
                 pass
-        # Who dies leaves the seats.
+        # A front end that dies gives back its permits.
         for _ in range(2):
             (await _seat(second, keys, caller)).__enter__()
         second.life.cancel()
@@ -408,7 +408,7 @@ async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:
 
 
 async def _seat(front_end: FrontEnd, keys: Keys, caller: Caller) -> Seat:
-    """A seat as soon as there is one: one that was left a moment ago may not be free yet."""
+    """Wait for a permit: one that was given back a moment ago may not be free yet."""
     with trio.fail_after(30):
         while True:
             with contextlib.suppress(KeyLimit):
@@ -475,7 +475,7 @@ async def test_an_engine_that_fails_ends_every_stream_with_its_error(tmp_path: P
 
 
 async def test_one_that_lags_gets_several_steps_as_one(tmp_path: Path) -> None:
-    """And holds up nobody else, nor loses anything."""
+    """Check that it delays no other front end, and loses nothing."""
     params: dict[str, Any] = {"max_tokens": 30, "seed": 1, "logprobs": 1, "n": 2}
     async with open_fake_engine() as engine:
         expected = await engine.complete(PROMPT, **params)

@@ -18,7 +18,7 @@ Clock = trio.testing.MockClock
 
 
 async def lives_until(heartbeat: Heartbeat) -> float:
-    """When it is given up."""
+    """Return the time at which it is given up."""
     with pytest.raises(FrontEndLost, match="no sign of life within 8 s") as caught:
         await heartbeat.watch()
     assert caught.value.is_hung
@@ -49,7 +49,7 @@ async def test_every_sign_gives_it_time_again(autojump_clock: Clock) -> None:
 async def test_an_engine_process_that_was_stopped_itself_forgives_once(
     autojump_clock: Clock,
 ) -> None:
-    """A paused container takes both along."""
+    """Pause both processes, as a paused container does."""
     heartbeat = Heartbeat(8.0)
     autojump_clock.autojump_threshold = math.inf
     async with trio.open_nursery() as nursery:

@@ -107,7 +107,7 @@ async def test_a_front_end_that_goes_watches_no_more(tmp_path: Path) -> None:
 
 
 async def test_who_changes_their_mind_watches_nothing() -> None:
-    """A question whose withdrawal was there before anybody began to answer it."""
+    """Cancel a call before its handler begins."""
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
         monitor = live.subject_of(engine)
 
@@ -168,7 +168,7 @@ async def test_a_server_that_drains_says_so(tmp_path: Path) -> None:
 async def test_nobody_of_that_number_watches(tmp_path: Path) -> None:
     async with open_server(tmp_path) as server:
         front_end = server.front_ends[0]
-        with pytest.raises(EngineError, match="nobody"):
+        with pytest.raises(EngineError, match="no subscription"):
             await front_end.remote.calls.take_snapshot(12)
         async with front_end.server_api.watch(requests=1, nodes=1):
             pass

@@ -1,4 +1,4 @@
-"""What front ends and the engine process say to one another survives the way."""
+"""Messages between front ends and the engine process arrive as they were sent."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ endings = st.builds(
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepUpdate:
-    """A step of up to ten sequences, some of which got just a token."""
+    """Draw a step of up to ten sequences, some of which got just a token."""
     involved = draw(st.lists(st.integers(0, 12), unique=True, max_size=10))
     plain = [number for number in involved if draw(st.booleans())]
     rows = []
@@ -158,7 +158,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
 
 
 def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> None:
-    """A field that is new is to be sent, or to be named here."""
+    """Check that each field is sent, or named here."""
     stays = {
         *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
@@ -210,7 +210,7 @@ Given = dict[int, tuple[list[int], list[Entry], SequenceEnd | None]]
 
 
 def given_by(parts: list[StepUpdate]) -> Given:
-    """The tokens, the log-probabilities and the end of each sequence, one step at a time."""
+    """Return the tokens, log-probabilities and end of each sequence, one step at a time."""
     given: Given = {}
     for step in parts:
         for number, token in zip(numbers_of(step.numbers), numbers_of(step.tokens), strict=True):

@@ -20,7 +20,7 @@ MANY = 10
 
 
 async def request(url: str, method: str, path: str = "", key: str = "one", **body: Any) -> Any:
-    """An answer over a connection of its own."""
+    """Return an answer over a connection of its own."""
     headers = {"Authorization": f"Bearer {key}"}
     async with http_client(url, headers=headers) as client:
         return await client.request(method, RESPONSES + path, json=body or None, timeout=60)

@@ -1,4 +1,4 @@
-"""A server of several processes: answers as of one, whoever dies, and an end in order."""
+"""A server of several processes: answers as of one, deaths of processes, an end in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["start", "tiny"]
 CHAT = "/v1/chat/completions"
 TWO = ("--api-server-count", "2")
 MOCK = ("--mock-worker", "10ms", *TWO)
-"""Where it doesn't matter what the model says."""
+"""The model for tests in which its answers don't matter."""
 MESSAGES = [{"role": "user", "content": "the cat and the dog"}]
 GREEDY = {"num_predict": 8, "temperature": 0}
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -66,7 +66,7 @@ CHANGING = {
 
 
 def lasting(value: Any) -> Any:
-    """What of an answer is the same each time, whoever shares a batch with it."""
+    """Return the part of an answer that doesn't depend on the rest of its batch."""
     if isinstance(value, float):
         return pytest.approx(value, abs=1e-3)
     if isinstance(value, dict):
@@ -75,7 +75,7 @@ def lasting(value: Any) -> Any:
 
 
 def whole(response: httpx.Response) -> Any:
-    """The answer; the texts of a stream's events together."""
+    """Return the answer; the texts of a stream's events together."""
     if not response.headers["content-type"].startswith("text/event-stream"):
         return response.status_code, lasting(response.json())
     *events, done = response.text.removesuffix("\n\n").split("\n\n")
@@ -86,7 +86,7 @@ def whole(response: httpx.Response) -> Any:
 
 
 async def answers(url: str, **options: Any) -> list[Any]:
-    """What the server answers to ``BODIES``, which come at once, each over a connection."""
+    """Return the answers to ``BODIES``, which come at once, each over a connection."""
     found: dict[int, Any] = {}
 
     async def ask(index: int) -> None:
@@ -101,7 +101,7 @@ async def answers(url: str, **options: Any) -> list[Any]:
 
 
 def front_ends(server: Server) -> list[psutil.Process]:
-    """Those that live, by age."""
+    """Return the live processes by age."""
     found = []
     for child in server.children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -117,7 +117,7 @@ async def until(condition: Callable[[], Awaitable[bool]], within: float = 60) ->
 
 
 async def values(url: str) -> dict[str, float]:
-    """The metrics that have one value, by their names."""
+    """Return the metrics that have one value, by their names."""
     async with http_client(url) as client:
         lines = (await client.get("/metrics")).text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
@@ -131,7 +131,7 @@ async def load(url: str) -> dict[str, int]:
 
 
 async def snapshot(url: str) -> Any:
-    """The server as the console's feed shows it."""
+    """Return the server as the console's feed shows it."""
     async with http_client(url) as client:
         text = (await client.get("/console/live?pictures=1")).text
     *_, last = text.removesuffix("\n\n").split("\n\n")
@@ -155,7 +155,7 @@ async def test_the_answers_are_those_of_one_process(tiny: Path, start: Any) -> N
     assert [each[0] for each in expected] == [200] * 14 + [400] * 2
     assert await answers(two.url) == expected
     counted = await values(two.url)
-    # Each answer's outputs, and those of nobody else.
+    # Each answer's outputs, and no others.
     assert counted["trioserve:e2e_request_latency_seconds_count"] == 13
     assert counted["trioserve:request_rejections_total"] == 2
     for server in (one, two):
@@ -170,7 +170,7 @@ async def test_the_answers_are_those_of_one_process(tiny: Path, start: Any) -> N
 
 
 async def talk(url: str, session: str) -> list[Any]:
-    """What the turns of a conversation give, each of which comes over a connection of its own."""
+    """Return the answers of a conversation's turns, each over a connection of its own."""
     found: list[Any] = []
 
     async def post(path: str, body: dict[str, Any]) -> None:
@@ -351,7 +351,7 @@ async def _end(server: Server, how: str) -> None:
 async def _clients_of_both(
     server: Server, other: psutil.Process
 ) -> tuple[list[trio.SocketStream], list[trio.SocketStream]]:
-    """At least a dozen clients whose streams take more than a minute, and those of them that
+    """At least a dozen clients with streams of more than a minute, and those of them that
     ``other`` has, which are neither all nor none: the system deals them out as it likes."""
     clients: list[trio.SocketStream] = []
     held: list[trio.SocketStream] = []
@@ -367,7 +367,7 @@ def _port(client: trio.SocketStream) -> int:
 
 
 def _ports_of_clients(process: psutil.Process) -> set[int]:
-    """The other ends of its connections."""
+    """Return the other ends of its connections."""
     return {each.raddr.port for each in process.net_connections("tcp") if each.raddr}
 
 
@@ -517,7 +517,7 @@ async def test_bounds_hold_over_all_front_ends(start: Any) -> None:
     server.wait_until_it_serves()
 
     async def open_stream(key: str) -> bytes:
-        """The first line of the answer; the connection stays open."""
+        """Return the first line of the answer; the connection stays open."""
         client = await connect(server.url)
         whole = request(max_tokens=7000)
         head = b"\r\nAuthorization: Bearer " + key.encode() + b"\r\n"

@@ -38,7 +38,7 @@ async def opened(server_api: ServerApi, id: str | None = None, **options: Any) -
 def generation(
     server_api: ServerApi, session: str, prompt: Any, *, owner: str | None = None, **options: Any
 ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
-    """A turn; those of the options that are no request's say where it goes on from."""
+    """Generate a turn; options that no request has are those of its continuation."""
     names = ("after", "offset", "replace", "drop_previous_output")
     continuation = Continuation(**{name: options.pop(name) for name in names if name in options})
     return server_api.turn(session, owner, continuation)(prompt, **{**SAMPLING, **options})
@@ -51,7 +51,7 @@ async def turn(server_api: ServerApi, session: str, prompt: Any, **options: Any)
 
 
 async def conversation(wholes: Sequence[ServerApi], seed: int) -> list[Any]:
-    """What the turns and the mistakes of a conversation give, each over a process by chance."""
+    """Return the results of a conversation's turns and mistakes, each over a random process."""
     choose = random.Random(seed)
 
     def some() -> ServerApi:
@@ -192,7 +192,7 @@ async def test_a_turn_that_is_left_leaves_no_trace(tmp_path: Path) -> None:
 
 
 async def test_reading_the_last_chunk_can_be_cancelled(tmp_path: Path) -> None:
-    """Nothing is lost, and the turn is kept once."""
+    """Check that nothing is lost, and that the turn is kept once."""
     async with open_server(tmp_path) as server:
         (first, second) = (each.server_api for each in server.front_ends)
         id = await opened(first)

@@ -1,4 +1,4 @@
-"""The way into the queue: what is counted, who is refused, and when to come back."""
+"""Admission to the queue: the counts, the refusals, and the time to try again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TestWhenToComeBack:
             (1, 100, 10, 1),
             (50, 100, 10, 5),
             (51, 100, 10, 6),
-            (1, 0, 20, 20),  # nobody left in 20 seconds
+            (1, 0, 20, 20),  # none left in 20 seconds
             (3, 1, 30, 60),
         ],
     )
@@ -79,7 +79,7 @@ class TestWhenToComeBack:
 
 @contextlib.asynccontextmanager
 async def busy_engine(**options: Any) -> AsyncIterator[Engine]:
-    """An engine that runs one sequence for ever, so that all others wait."""
+    """Open an engine that runs one sequence for ever, so that all others wait."""
     worker = lambda: FakeWorker(step_time=0.1, num_pages=4096, max_model_len=2048)  # noqa: E731
     async with open_fake_engine(worker, max_num_seqs=1, **options) as engine:
         async with engine.generate("a", max_tokens=2000, ignore_eos=True) as running:
@@ -202,7 +202,7 @@ async def test_a_line_that_does_not_move_asks_for_patience(autojump_clock: Clock
 
 @attrs.define
 class FakeLine:
-    """Nobody waits."""
+    """A queue in which no request waits."""
 
     num_waiting: int = 0
     num_waiting_tokens: int = 0

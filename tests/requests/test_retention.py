@@ -1,4 +1,4 @@
-"""How much a request's KV is worth: what it may say, and what becomes of its pages."""
+"""Retention of a request's KV: its values, and its effect on pages."""
 
 from __future__ import annotations
 

@@ -68,21 +68,21 @@ class RequestEngine(PoolingEngine):
     tokenizer: Tokenizer
     metrics: Metrics
     ready: wire.Ready
-    """What the first worker said of itself: device, page pool, limits."""
+    """The first worker's device, page pool and limits."""
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     """Defaults of requests, and a limit of their outputs."""
     task: ModelTask = "generate"
-    """What the model is for: ``generate``, ``embed`` or ``classify``."""
+    """The task of the model: ``generate``, ``embed`` or ``classify``."""
     _encoding: Encoding | None = None
-    """How texts are computed as a whole, if the model is an encoder."""
+    """Computes texts as a whole, if the model is an encoder."""
     _embedding: DecoderEmbedding
-    """How it embeds texts, if it isn't one."""
+    """The pooling of texts by a model that generates."""
     _requests: RequestMaker
     _scheduler: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
     _worker_restarts: Callable[[], int]
     on_request_end: Callable[[Request], None] = lambda _: None
-    """Called once for each request, when nothing more will be delivered of it."""
+    """Called once for each request when all of it has been delivered."""
     on_none_open: Callable[[], None] = lambda: None
     """Called whenever the last open request has ended."""
     _open: OpenGenerations = attrs.field(init=False)
@@ -130,12 +130,12 @@ class RequestEngine(PoolingEngine):
 
     @property
     def newest_requests(self) -> Iterator[Request]:
-        """Those whose caller's scope is open, the newest first."""
+        """The open requests, the newest first."""
         return reversed(self._open)
 
     @property
     def max_num_queued_tokens(self) -> int:
-        """Tokens that the prompts of waiting requests may have, before others are refused."""
+        """Limit of the tokens in the prompts of waiting requests."""
         return self._admission.max_tokens
 
     @property
@@ -155,7 +155,7 @@ class RequestEngine(PoolingEngine):
 
     @property
     def healthy(self) -> bool:
-        """Whether a worker is attached and at work, and new requests are admitted."""
+        """True if a worker is attached and at work, and new requests are admitted."""
         return (
             self._scheduler.attached
             and not self._scheduler.stalled
@@ -165,12 +165,12 @@ class RequestEngine(PoolingEngine):
 
     @property
     def stalled(self) -> bool:
-        """Whether the worker owes a step for so long that it may be hung."""
+        """True if a step of the worker is so late that it may be hung."""
         return self._scheduler.stalled
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open, and nothing is computed any more for those that were."""
+        """True if no request is open, and nothing more is computed for closed ones."""
         return (
             not self._open
             and not self.pooling.open
@@ -180,12 +180,12 @@ class RequestEngine(PoolingEngine):
 
     @property
     def _batcher(self) -> Batcher | None:
-        """What has texts computed as a whole, if that is done here."""
+        """The batcher of texts that are computed as a whole, if it is in this process."""
         return None if self._encoding is None else self._encoding.batcher
 
     @property
     def draining(self) -> bool:
-        """Whether :meth:`drain` was called."""
+        """True once :meth:`drain` was called."""
         return self._draining.is_set()
 
     def generate(
@@ -293,7 +293,7 @@ class RequestEngine(PoolingEngine):
         tracestate: str = "",
         **sampling: Any,
     ) -> Completion:
-        """The whole output at once; arguments and errors are those of :meth:`generate`."""
+        """Generate as :meth:`generate`, and return the whole output at once."""
         chunks: list[Chunk] = []
         generation = self.generate(
             prompt,
@@ -316,10 +316,10 @@ class RequestEngine(PoolingEngine):
         return completion_of(stream, chunks)
 
     def submissions(self) -> contextlib.AbstractAsyncContextManager[Submissions]:
-        """An executor: ``async with engine.submissions() as executor``, then ``executor.submit``.
+        """Open an executor: ``async with engine.submissions() as executor``, then ``submit``.
 
-        For requests that are handed in at once and waited for later. Leaving the block, for
-        whatever reason, aborts those that haven't ended; its own exceptions come out as they are.
+        It is for requests that are handed in at once and waited for later. Leaving the block aborts
+        those that haven't ended; its own exceptions come out as they are.
         """
         return open_submissions(self.generate)
 
@@ -346,7 +346,7 @@ class RequestEngine(PoolingEngine):
 
         Args:
             request_id: as given to :meth:`generate`.
-            prefix: end all requests whose names begin so; the empty string ends all.
+            prefix: end all requests with names that begin so; the empty string ends all.
 
         Returns:
             how many were ended.
@@ -365,7 +365,7 @@ class RequestEngine(PoolingEngine):
 
     @property
     def paused(self) -> bool:
-        """Whether no request is computed because an operator paused the engine."""
+        """True while an operator's pause lasts: no request is computed."""
         return self._scheduler.paused
 
     async def call_worker(self, name: str, arguments: object = None) -> Any:
@@ -391,7 +391,7 @@ class RequestEngine(PoolingEngine):
         )
 
     def drain(self) -> None:
-        """Admit nothing new from now on; what runs goes on. Idempotent."""
+        """Admit no new requests from now on; running ones go on. Idempotent."""
         self._draining.set()
 
     async def wait_draining(self) -> None:
@@ -399,7 +399,7 @@ class RequestEngine(PoolingEngine):
         await self._draining.wait()
 
     def check_room(self, tenant: str = "") -> None:
-        """Refuse now what :meth:`generate` would refuse later, whatever it is asked for.
+        """Refuse a request early if :meth:`generate` would refuse even the smallest.
 
         Args:
             tenant: the one that will ask.
@@ -416,8 +416,8 @@ class RequestEngine(PoolingEngine):
     def abort_all(self, error: RequestAborted) -> None:
         """End every open request with ``error``, whatever its stage; never blocks.
 
-        What waits in its stream is read first, and one whose final chunk waits there ends as it
-        would have. Those that come later are another matter: see :meth:`drain`.
+        Unread output is read first. A request with an unread final chunk ends as it would have. New
+        requests are still admitted: see :meth:`drain`.
         """
         if self._closed is not None:
             return
@@ -434,11 +434,11 @@ class RequestEngine(PoolingEngine):
         await trio.lowlevel.checkpoint()
 
     def _adapter_number(self, name: str) -> int:
-        """The number of a loaded adapter, or of none."""
+        """Return the number of a loaded adapter, or of none."""
         return self._scheduler.catalogue.find(name).number if name else NO_ADAPTER
 
     async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
-        """What the hidden states of a prompt become, as a float32 column, and its tokens."""
+        """Return the pooled hidden states of a prompt, a float32 column, and its tokens."""
         request = self._requests.make(
             asked.prompt,
             asked.params,
@@ -459,7 +459,7 @@ class RequestEngine(PoolingEngine):
         return request.vector, len(request.prompt_ids)
 
     def on_finished(self, sequence: Sequence, finish: Finish) -> None:
-        """Nothing more will be delivered of ``sequence``: note when and why."""
+        """Note the end of ``sequence``, all of which has been delivered."""
         sequence.delivered = True
         # A stop string may have ended it before its last token did: what was delivered counts.
         sequence.finish = finish
@@ -489,7 +489,7 @@ class RequestEngine(PoolingEngine):
         self._on_left()
 
     def _on_left(self) -> None:
-        """A caller's scope has been left."""
+        """Note that a caller has left its block."""
         if not self._open and not self.pooling.open:
             self._idle.set()
             self.on_none_open()

@@ -10,8 +10,8 @@ from trioserve.protocol.gc_tuning import importing
 
 def main() -> None:
     """Parse the command line and serve."""
-    # A task dump that is asked for during the imports must not end the process; and those who end
-    # all processes at once, as service managers do, mean the engine's, which ends this one in
+    # A request for a task dump during the imports must not end the process. A signal to all
+    # processes at once, as service managers send it, is for the engine's, which ends this one in
     # order.
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -13,17 +13,17 @@ class SharedClock:
     """Turns times of this trio program into those that go into messages, and back."""
 
     _offset: float
-    """What trio's clock is ahead of the system's."""
+    """Seconds by which trio's clock is ahead of the system's."""
 
     @classmethod
     def now(cls) -> SharedClock:
-        """The clock of the trio program that runs."""
+        """Return the clock of the running trio program."""
         return cls(trio.current_time() - time.perf_counter())
 
     def shared(self, time: float) -> float:
-        """A time of this program's, for a message."""
+        """Return a time of this program as messages have it."""
         return time - self._offset
 
     def own(self, time: float) -> float:
-        """A message's time, as this program counts."""
+        """Return a message's time on this program's clock."""
         return time + self._offset

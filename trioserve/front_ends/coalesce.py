@@ -1,4 +1,4 @@
-"""Several steps as one, for a front end that lags: what a sequence got is one row.
+"""Several steps as one, for a front end that lags: each sequence has one row.
 
 A row of several tokens costs a front end hardly more than one of one token, so it catches up; its
 clients see fewer and larger events meanwhile.
@@ -22,7 +22,7 @@ from trioserve.front_ends.messages import (
 
 @attrs.define(eq=False)
 class _Gained:
-    """What a sequence got in all steps."""
+    """A sequence's tokens, log-probabilities and ending of all steps."""
 
     tokens: list[int] = attrs.field(factory=list)
     logprobs: list[Entry] | None = None
@@ -34,7 +34,7 @@ class _Gained:
 
 
 def merged(steps: Sequence[StepUpdate]) -> StepUpdate:
-    """What ``steps``, which came one after the other, gave together."""
+    """Return consecutive ``steps`` as one."""
     if len(steps) == 1:
         return steps[0]
     gained: dict[int, _Gained] = {}

@@ -1,7 +1,7 @@
-"""Signs of life: how a front end that hangs is told from one that has nothing to say.
+"""Heartbeats, which tell a hung front end from one with nothing to send.
 
-It says :class:`~trioserve.front_ends.messages.Alive` again and again, from its own event loop. If
-that is stopped, or something holds the loop up for good, nothing comes any more.
+A front end sends :class:`~trioserve.front_ends.messages.Alive` again and again from its event loop.
+None comes from a process that is stopped, or has a blocked loop.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from trioserve.scheduler.scheduler import SECOND_LOOK
 from trioserve.scheduler.watchdog import MAX_LATENESS
 
 MIN_PATIENCE = 10.0
-"""Seconds, however little ``watchdog_timeout`` is: a front end that is at its end says nothing
-while its last spans leave, which may take
+"""Least number of seconds, however small ``watchdog_timeout`` is. A front end that ends is silent
+while its last spans leave, for up to
 :data:`~trioserve.observability.tracing.FLUSH_SECONDS`."""
 SIGNS = 4
-"""That a front end gives within that time."""
+"""Heartbeats that a front end sends within that time."""
 
 
 def patience_of(config: EngineConfig) -> float:
-    """Seconds without a sign after which a front end counts as hung; infinity for never."""
+    """Return the seconds after which a silent front end counts as hung; infinity for never."""
     return max(config.watchdog_timeout, MIN_PATIENCE) if config.watchdog_timeout else math.inf
 
 
 def interval_of(config: EngineConfig) -> float:
-    """Seconds between two signs; infinity for none."""
+    """Return the seconds between two heartbeats; infinity for none."""
     return patience_of(config) / SIGNS
 
 
 @attrs.define(eq=False)
 class Heartbeat:
-    """One front end's, as the engine process feels it.
+    """The heartbeat of one front end, as the engine process watches it.
 
     Args:
-        patience: seconds without a sign after which it counts as hung.
+        patience: seconds without a heartbeat after which the front end counts as hung.
     """
 
     patience: float
     _due: float = attrs.field(init=False, default=math.inf)
-    """When it counts as hung."""
+    """Time from which the front end counts as hung."""
     _is_forgiven: bool = attrs.field(init=False, default=False)
-    """Whether it was given its time again, and no sign has come since."""
+    """True if it was given its time again, and has sent nothing since."""
     _overdue: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
 
     def beat(self) -> None:
-        """A sign has come."""
+        """Note a heartbeat."""
         self._is_forgiven = False
         self._wait_again()
 
@@ -59,10 +59,10 @@ class Heartbeat:
         self._overdue.deadline = self._due
 
     async def watch(self) -> None:
-        """Wait until no sign has come for too long.
+        """Block until no heartbeat has come for too long.
 
         Raises:
-            FrontEndLost: that is so.
+            FrontEndLost: none has come.
         """
         self._wait_again()
         while True:
@@ -73,7 +73,7 @@ class Heartbeat:
                 self._is_forgiven = True
                 self._wait_again()
                 continue
-            # What came while this process was held up is to be taken first.
+            # Messages that came while this process was held up are taken first.
             await trio.sleep(SECOND_LOOK)
             if trio.current_time() >= self._due:
                 message = f"no sign of life within {self.patience:g} s (--watchdog-timeout)"

@@ -1,17 +1,16 @@
 """Every message between the engine process and a front-end process.
 
-MessagePack by msgspec, each with its name in front. What a step gives to a front end's sequences is
-one :class:`SchedulerUpdate`, in which most tokens are two packed integers: a sequence's number and
-the token (:class:`StepUpdate`). Numbers are the front end's own, counted up; a request's is that of
-its first sequence, and the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
+MessagePack by msgspec, each with its name in front. The outputs of a step are one
+:class:`SchedulerUpdate`, in which most tokens are two packed integers: a sequence's number and the
+token (:class:`StepUpdate`). Numbers are the front end's own, counted up. A request has the number
+of its first sequence; the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
 
-The conversation: the front end says :class:`FrontEndHello`, is told :class:`FrontEndStart`, and
-says :class:`FrontEndListening` or, where it can't, :class:`Failed`. Then requests go one way
+The conversation: the front end sends :class:`FrontEndHello`, gets :class:`FrontEndStart`, and sends
+:class:`FrontEndListening`, or :class:`Failed` if it can't. Then requests go one way
 (:class:`Submit`, :class:`Abort`) and updates the other, no more of them than the front end keeps up
-with (:class:`Taken`), which says again and again that it lives (:class:`Alive`). Either side may
-:class:`RpcCall` the other for something rare, by name, and take that back (:class:`RpcCancel`). At
-the end the front end is told to :class:`Drain`, says :class:`Drained` when it has, and leaves when
-it is told to :class:`Stop`.
+with (:class:`Taken`). It sends a heartbeat (:class:`Alive`). Either side may call the other
+(:class:`RpcCall`) and cancel the call (:class:`RpcCancel`). At the end the front end gets
+:class:`Drain`, sends :class:`Drained` when it has drained, and leaves on :class:`Stop`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STATES = tuple(State)
 
 Triples = tuple[tuple[int, float, str], ...]
 Entry = tuple[int, float, Triples, Triples]
-"""A token's id, its log-probability, the most probable ones' and those that were asked for."""
+"""A token's id, its log-probability, those of the most probable tokens and of requested ones."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -47,7 +46,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class RpcCall(_Message):
-    """Something rare is wanted of the other side, by name; an :class:`RpcReply` will come."""
+    """A call of the other side by name; an :class:`RpcReply` will come."""
 
     number: int
     name: str
@@ -55,7 +54,7 @@ class RpcCall(_Message):
 
 
 class RpcReply(_Message):
-    """The answer to the question of that number; ``fault`` is None unless it failed."""
+    """The reply to the call of that number; ``fault`` is None unless it failed."""
 
     number: int
     result: Any = None
@@ -63,13 +62,13 @@ class RpcReply(_Message):
 
 
 class RpcCancel(_Message):
-    """Whoever asked the question of that number doesn't wait any more."""
+    """The end of the caller's wait for the reply to the call of that number."""
 
     number: int
 
 
 class Failed(_Message):
-    """The sender can't go on, and why."""
+    """The reason why the sender can't go on."""
 
     fault: ErrorMessage
 
@@ -78,7 +77,7 @@ class Failed(_Message):
 
 
 class FrontEndHello(_Message):
-    """First: who is there. A stranger is refused."""
+    """The first message, with the sender's version. Another version is refused."""
 
     package: str
     """The folder that trioserve was imported from."""
@@ -91,7 +90,7 @@ class FrontEndListening(_Message):
 
 
 class Submit(_Message):
-    """A request whose prompt is tokenized; there are ``params.n`` sequences.
+    """A request with a tokenized prompt and ``params.n`` sequences.
 
     ``sampler`` is the first sequence's, without the grammar and the arguments, which are in
     ``params``.
@@ -112,41 +111,41 @@ class Submit(_Message):
 
 
 class Abort(_Message):
-    """Nothing more is wanted of these sequences; those that have ended may be among them."""
+    """Sequences to be aborted. Some of them may have ended."""
 
     numbers: list[int]
 
 
 class Taken(_Message):
-    """The detokenizer has taken what so many more updates gave: others may come."""
+    """The number of further updates that the detokenizer has taken: others may come."""
 
     count: int
 
 
 class Alive(_Message):
-    """The front end's event loop turns."""
+    """A heartbeat of the front end's event loop."""
 
 
 class LeaveSeat(_Message):
-    """A request of a limited key has ended, whose seat has that number."""
+    """The end of a limited key's request, with the number of its permit."""
 
     number: int
 
 
 class LeaveTurn(_Message):
-    """A turn of a session runs no more, whose number in this front end is that."""
+    """The end of a session's turn, with its number in this front end."""
 
     number: int
 
 
 class LeaveWatch(_Message):
-    """Whoever watches the engine through this front end, and has that number, does so no more."""
+    """The end of the subscription to snapshots with that number in this front end."""
 
     number: int
 
 
 class Drained(_Message):
-    """All that ran has ended, or was cut off: so many requests."""
+    """The end of all requests, with the number of those that were cut off."""
 
     num_cut: int
 
@@ -155,7 +154,7 @@ class Drained(_Message):
 
 
 class FrontEndStart(_Message):
-    """What a front end serves."""
+    """The configuration of a front end."""
 
     index: int
     count: int
@@ -175,23 +174,23 @@ class Offered(_Message):
 
 
 class TurnClosed(_Message):
-    """The session of that turn was closed."""
+    """The closing of the session of that turn."""
 
     number: int
 
 
 class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
-    """How a sequence ended, and the times that are complete with that."""
+    """The end of a sequence, and the times that are complete with it."""
 
     reason: str
     stop_reason: int | str | None
     fault: ErrorMessage | None
     first_token: float | None
-    """Of the request."""
+    """Time of the request's first token."""
     last_token: float | None
-    """Of the sequence."""
+    """Time of the sequence's last token."""
     vector: bytes = b""
-    """What the prompt's hidden states became, where that was asked for."""
+    """The pooled hidden states of the prompt, where asked for."""
 
     @classmethod
     def of(
@@ -202,16 +201,16 @@ class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
         last_token: float | None,
         vector: bytes,
     ) -> SequenceEnd:
-        """What tells of ``finish``."""
+        """Return the message's form of ``finish``."""
         return cls(finish.reason.value, finish.stop_reason, fault, first_token, last_token, vector)
 
     def finish(self, error: Exception | None) -> Finish:
-        """The same, with the error that ``fault`` tells of."""
+        """Return the end as the scheduler has it, with ``error``, which ``fault`` describes."""
         return Finish(FinishReason(self.reason), stop_reason=self.stop_reason, error=error)
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a step gave to a sequence if it wasn't just the next token."""
+    """A step's output for a sequence, unless it is just the next token."""
 
     number: int
     tokens: tuple[int, ...]
@@ -220,9 +219,9 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """What one step gave: ``tokens[i]`` to sequence ``numbers[i]``, and then what ``rows`` say.
+    """The outputs of one step: ``tokens[i]`` for sequence ``numbers[i]``, and then ``rows``.
 
-    Both are columns of int64 (:func:`packed`). What several steps gave looks the same
+    Both are columns of int64 (:func:`packed`). Several steps have the same form
     (:func:`trioserve.front_ends.coalesce.merged`).
     """
 
@@ -243,11 +242,11 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerUpdate(_Message):
-    """Everything that is new for a front end, in the order in which it is to be taken.
+    """All news for a front end, in the order in which it is to be taken.
 
-    ``line`` is how many sequences of all front ends wait for a slot, and how many tokens they have.
-    ``admitted`` holds requests with the times at which they were queued, ``scheduled`` with those
-    of their first steps and the numbers of tokens found in the prefix cache.
+    ``line`` is the queue of all front ends: its sequences, and their tokens. ``admitted`` holds
+    requests with the times at which they were queued; ``scheduled`` has the times of their first
+    steps and the numbers of tokens found in the prefix cache.
     """
 
     line: tuple[int, int]
@@ -261,11 +260,11 @@ class SchedulerUpdate(_Message):
 
 
 class Drain(_Message):
-    """Admit nothing new, let what runs finish, and say so."""
+    """The order to admit no new request, let the others finish, and report that."""
 
 
 class Stop(_Message):
-    """Leave now. What still runs ends as when a server is told to end at once."""
+    """The order to leave now. Open requests end as when a server is stopped at once."""
 
 
 FromFrontEnd = (
@@ -303,7 +302,7 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def encode(message: FromFrontEnd | FromEngine) -> bytes:
-    """The bytes of a message.
+    """Return the bytes of a message.
 
     Raises:
         TypeError, ValueError, OverflowError, RecursionError: a value in it can't be encoded.
@@ -312,7 +311,7 @@ def encode(message: FromFrontEnd | FromEngine) -> bytes:
 
 
 def decode_from_front_end(data: bytes) -> FromFrontEnd:
-    """The message that a front end sent.
+    """Return the message that a front end sent.
 
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is none.
@@ -321,7 +320,7 @@ def decode_from_front_end(data: bytes) -> FromFrontEnd:
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """The message that the engine sent.
+    """Return the message that the engine sent.
 
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is none.
@@ -330,24 +329,24 @@ def decode_from_engine(data: bytes) -> FromEngine:
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """A column of int64."""
+    """Return a column of int64."""
     return array("q", numbers).tobytes()
 
 
 def numbers_of(column: bytes) -> list[int]:
-    """The numbers of a column."""
+    """Return the numbers of a column."""
     numbers = array("q")
     numbers.frombytes(column)
     return numbers.tolist()
 
 
 def plain_entries(logprobs: Iterable[TokenLogprob]) -> tuple[Entry, ...]:
-    """Log-probabilities, which have no texts yet, as they travel."""
+    """Return log-probabilities, which have no texts yet, for a message."""
     return tuple((each.token_id, each.logprob, each.top, each.asked) for each in logprobs)
 
 
 def entries_of(entries: Iterable[Entry]) -> tuple[TokenLogprob, ...]:
-    """The log-probabilities that travelled."""
+    """Return the log-probabilities of a message."""
     return tuple(
         TokenLogprob(token_id, logprob, "", top, asked) for token_id, logprob, top, asked in entries
     )

@@ -1,4 +1,4 @@
-"""Questions between two processes: rare things, by name, each answered in a task of its own."""
+"""Calls between two processes by name, each answered in a task of its own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trioserve.front_ends.wire_errors import error_of, fault_of
 from trioserve.protocol.errors import TrioserveError
 
 Handlers = Mapping[str, Callable[[Any], Awaitable[Any]]]
-"""What answers a question of each name, given its arguments, of MessagePack's types."""
+"""Handlers by name. They take arguments of MessagePack's types."""
 
 
 @attrs.define(eq=False)
 class _Question:
-    """One of ours that isn't answered: ``answer`` is None if it never will be."""
+    """An open call of this side: ``answer`` stays None if it is never answered."""
 
     done: trio.Event = attrs.field(factory=trio.Event)
     answer: RpcReply | None = None
@@ -26,12 +26,12 @@ class _Question:
 
 @attrs.define(eq=False)
 class RpcPeer:
-    """One side's questions and its answers to the other's.
+    """One side's calls and its replies to the other's.
 
     Args:
         send: sends a message, without waiting.
-        handlers: who answers.
-        lost: what those are told that wait when the other side is gone.
+        handlers: answer calls.
+        lost: the error of open calls when the other side is gone.
     """
 
     _send: Callable[[RpcCall | RpcReply | RpcCancel], None]
@@ -43,7 +43,9 @@ class RpcPeer:
     _is_closed: bool = attrs.field(init=False, default=False)
 
     async def ask(self, name: str, arguments: object = None) -> Any:
-        """What the other side answers. The deadline is the caller's, and reaches the other side.
+        """Call the other side, and return its reply.
+
+        The deadline is the caller's, and reaches the other side.
 
         Raises:
             TrioserveError: the other side's own, or that it is gone.
@@ -68,15 +70,15 @@ class RpcPeer:
         return question.answer.result
 
     def on_ask(self, message: RpcCall, nursery: trio.Nursery) -> None:
-        """Answer the other side's question in a task of ``nursery``."""
+        """Answer the other side's call in a task of ``nursery``."""
         self._answering[message.number] = scope = trio.CancelScope()
         nursery.start_soon(self._answer, message, scope)
 
     async def _answer(self, message: RpcCall, scope: trio.CancelScope) -> None:
         try:
             with scope:
-                # Where it was withdrawn before this began, nothing is to be done that whoever asked
-                # has taken back by now: a handler that never waits wouldn't notice.
+                # A call that was cancelled before this began must do nothing: a handler that never
+                # waits wouldn't notice the cancellation.
                 await trio.lowlevel.checkpoint()
                 result = await self._handlers[message.name](message.arguments)
                 self._send(RpcReply(message.number, result))
@@ -86,20 +88,20 @@ class RpcPeer:
             del self._answering[message.number]
 
     def on_answer(self, message: RpcReply) -> None:
-        """Hand an answer over. Whoever asked may have given up; then nobody wants it."""
+        """Hand a reply over, unless its call was cancelled."""
         question = self._questions.get(message.number)
         if question is not None:
             question.answer = message
             question.done.set()
 
     def on_withdraw(self, message: RpcCancel) -> None:
-        """The other side doesn't wait any more for the answer to that question."""
+        """Cancel the handler of a call that the other side has cancelled."""
         scope = self._answering.get(message.number)
         if scope is not None:
             scope.cancel()
 
     def close(self) -> None:
-        """The other side is gone: nobody is answered any more. Idempotent."""
+        """Fail all open calls, because the other side is gone. Idempotent."""
         self._is_closed = True
         for question in self._questions.values():
             question.done.set()

@@ -48,7 +48,7 @@ async def serve(
         shutdown: once set, nothing new is admitted, what runs gets ``shutdown_timeout`` seconds to
             finish, and the function returns.
         on_progress: called while the model is loaded.
-        mock: serve a worker that computes nothing, whose steps take that long: for measuring.
+        mock: serve a worker that computes nothing, and takes that long for a step: for measuring.
         task_status: is given the URLs that the server listens on, once it does.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Errors on their way from one process to another: what is raised here is raised there."""
+"""Errors in messages: the other process raises the error that was raised in this one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ErrorMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def fault_of(error: BaseException) -> ErrorMessage:
-    """What tells another process of ``error``. One that isn't ours becomes an ``EngineError``.
+    """Return ``error`` for a message. An error that isn't trioserve's becomes an ``EngineError``.
 
     Its cause and its traceback stay here.
     """
@@ -41,7 +41,7 @@ def fault_of(error: BaseException) -> ErrorMessage:
 
 
 def error_of(fault: ErrorMessage) -> TrioserveError:
-    """The error that ``fault`` tells of, as good as it was."""
+    """Return the error that ``fault`` describes."""
     kind = _KINDS.get(fault.kind, EngineError)
     # Its own constructor may change the message, which has been done already.
     error = kind.__new__(kind, fault.message)

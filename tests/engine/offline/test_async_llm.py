@@ -185,7 +185,7 @@ def test_a_load_that_is_cancelled_leaves_nothing(fake_model: FakeModel) -> None:
 
 
 def test_another_task_goes_on_while_a_model_is_loaded(fake_model: FakeModel) -> None:
-    """The loop isn't blocked by a call, however long it takes."""
+    """Check that the loop isn't blocked by a call, however long it takes."""
     fake_model.step_time = 0.02
 
     async def main() -> None:

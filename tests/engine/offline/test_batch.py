@@ -65,7 +65,7 @@ async def test_more_grammars_than_may_wait(
 
 
 async def test_two_batches_at_once(autojump_clock: Clock) -> None:
-    """One may find the queue full of the other's."""
+    """Run two batches, one of which may find the queue full of the other's requests."""
     async with open_fake_engine(slow_worker, max_num_seqs=1, max_num_queued_reqs=2) as engine:
         async with trio.open_nursery() as nursery:
             for _ in range(2):

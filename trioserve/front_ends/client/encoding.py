@@ -12,7 +12,7 @@ from trioserve.pooling.requests import Encoding
 
 
 def remote_encoding(model: LoadedModel, calls: EngineCalls) -> Encoding | None:
-    """How a front end has texts computed; None if its model is no encoder.
+    """Return the way in which a front end has texts computed; None if its model is no encoder.
 
     Args:
         model: what the front end serves.

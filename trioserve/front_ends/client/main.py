@@ -60,7 +60,7 @@ def run(url: str, index: int, descriptors: Sequence[int]) -> None:
     structlog.contextvars.bind_contextvars(front_end=index)
     front_end = _FrontEnd(descriptors)
     trio.run(front_end.main, url)
-    # What a thread was given up with isn't waited for.
+    # Threads that were given up aren't waited for.
     sys.stderr.flush()
     os._exit(front_end.exit_code)
 
@@ -101,15 +101,15 @@ class _FrontEnd:
                 pass
 
     async def _watch_parent(self) -> None:
-        """Leave when standard input ends: whoever started this process holds the other end."""
+        """Leave when standard input ends. The engine process holds the other end."""
         await trio.lowlevel.wait_readable(0)
         self.exit_code = EXIT_PARENT_GONE
         self._serving.cancel()
 
     async def _serve(self, socket: PairSocket, start: FrontEndStart) -> Drained | Failed | None:
-        """Serve until drained, or until it fails; what the engine process is to be told then.
+        """Serve until drained, or until it fails; return the last message for the engine process.
 
-        Nothing, if it is the engine process that has failed.
+        There is none if the engine process itself has failed.
         """
         setup_logging(start.config.log_level, start.config.log_format)
         raise_descriptor_limit()
@@ -119,7 +119,7 @@ class _FrontEnd:
         except Exception as error:
             self.exit_code = EXIT_FAILED
             if not isinstance(error, TrioserveError):
-                # What is ours, the engine process tells.
+                # The engine process reports trioserve's own errors.
                 _log.exception("front end failed")
             return None if self._is_dismissed else Failed(fault_of(error))
 
@@ -130,7 +130,7 @@ class _FrontEnd:
     async def _run(
         self, socket: PairSocket, start: FrontEndStart, settle: Callable[[], None]
     ) -> int:
-        """Serve until drained; how many requests were cut off."""
+        """Serve until drained; return how many requests were cut off."""
         config = start.config
         model = await LoadedModel.read(config.engine, Path(start.path))
         if start.index == 0:

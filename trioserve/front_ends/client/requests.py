@@ -1,7 +1,7 @@
-"""The requests of a front end that the engine process has, and what that tells of them.
+"""The requests that a front end has sent to the engine process, and its updates of them.
 
-It is told here as the scheduler would: states, times and log-probabilities of prompts are set on
-the request. What still comes for a sequence that has ended here is dropped.
+Updates set states, times and log-probabilities of prompts on the request, as the scheduler does.
+Outputs for a sequence that has ended here are dropped.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 
 
 class SentRequests:
-    """Those of one front end.
+    """The sent requests of one front end.
 
     Args:
-        clock: tells the times that the engine process has told.
+        clock: translates the times of messages.
     """
 
     def __init__(self, clock: SharedClock) -> None:
         self._clock = clock
         self.next_number = 0
-        """That of the next request's first sequence; the others' follow it."""
+        """The number of the next request's first sequence; the others follow it."""
         self._requests: dict[int, Request] = {}
-        """Those that have neither been admitted nor rejected."""
+        """Requests that have been neither admitted nor rejected, by number."""
         self._sequences: dict[int, Sequence] = {}
-        """Those that haven't ended."""
+        """Sequences that haven't ended, by number."""
         self._numbers: dict[Sequence, int] = {}
-        """The same, the other way round."""
+        """The numbers of those sequences."""
 
     @property
     def idle(self) -> bool:
-        """Whether nobody of them is to be computed."""
+        """True if none of their sequences is to be computed."""
         return not self._sequences
 
     # ---- what happens here
 
     def add(self, request: Request) -> list[int]:
-        """``request`` is sent, under the next number.
+        """Add ``request``, which is sent under the next number.
 
         Returns:
-            the numbers of those of its sequences that have ended meanwhile.
+            the numbers of its sequences that have ended meanwhile.
         """
         number = self.next_number
         self.next_number += len(request.sequences)
@@ -66,10 +66,10 @@ class SentRequests:
         return ended
 
     def abort(self, sequence: Sequence, finish: Finish) -> int | None:
-        """End ``sequence``, which hasn't ended. A request that nobody has admitted yet is rejected.
+        """End ``sequence``, which hasn't ended. A request that isn't admitted yet is rejected.
 
         Returns:
-            its number, if it is known over there.
+            its number, if the engine process knows it.
         """
         number = self._let_go(sequence)
         is_admitted = sequence.state not in (State.CREATED, State.TOKENIZING)
@@ -82,7 +82,7 @@ class SentRequests:
         return number
 
     def _let_go(self, sequence: Sequence) -> int | None:
-        """Forget ``sequence``; the number that it had, if it was known over there."""
+        """Forget ``sequence``; return its number, if the engine process knew it."""
         number = self._numbers.pop(sequence, None)
         if number is not None:
             del self._sequences[number]
@@ -91,10 +91,10 @@ class SentRequests:
     # ---- what is told of them
 
     def take(self, update: SchedulerUpdate) -> list[SequenceOutput] | None:
-        """All of ``update`` that is about requests.
+        """Take the part of ``update`` that is about requests.
 
         Returns:
-            what a step gave to those that haven't ended here; None if it tells of no step.
+            a step's outputs for sequences that haven't ended here; None if there was no step.
         """
         for number, queued in update.admitted:
             self._admit(number, self._clock.own(queued))
@@ -178,7 +178,7 @@ class SentRequests:
         return SequenceOutput(sequence, row.tokens, logprobs, finish)
 
     def check_integrity(self) -> None:
-        """Assert that those are known here, and only those, who are to be computed over there."""
+        """Assert that exactly the sequences are known here that the engine process computes."""
         assert self._sequences == {number: each for each, number in self._numbers.items()}
         sent = {number - sequence.index for number, sequence in self._sequences.items()}
         assert self._requests.keys() <= sent
@@ -189,7 +189,7 @@ class SentRequests:
 
 
 def _note_first(sequence: Sequence, now: float) -> None:
-    """``sequence`` has got its first token."""
+    """Note the time of the first token of ``sequence``."""
     times = sequence.request.times
     if times.first_token is None:
         times.first_token = now

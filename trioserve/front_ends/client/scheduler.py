@@ -1,8 +1,8 @@
-"""The scheduler as a front-end process has it: the same calls, and the work is done elsewhere.
+"""The back end of requests in a front end: the engine process computes them.
 
-Requests go to the engine process, and what it tells of them is told here as the scheduler would
-(:mod:`~trioserve.front_ends.client.requests`); tokens go to the detokenizer. The engine process has
-the last word on who is admitted. An abort ends a sequence here at once.
+Requests go to the engine process. Its updates set their states as the scheduler does
+(:mod:`~trioserve.front_ends.client.requests`); tokens go to the detokenizer. The engine process
+decides on admission. An abort ends a sequence here at once.
 """
 
 from __future__ import annotations
@@ -51,16 +51,15 @@ from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 
 TAKEN_TOGETHER = 2
-"""Updates that are taken before the engine process is told: a message costs both sides more than
-what it says."""
+"""Updates that are taken before the engine process is told, so that there are fewer messages."""
 
 
 class RemoteScheduler:
-    """A :class:`~trioserve.engine.backend.Backend` whose scheduler is in the engine process.
+    """A :class:`~trioserve.engine.backend.Backend` with its scheduler in the engine process.
 
     Args:
         socket: connected to it.
-        handlers: what that process may ask of this one.
+        handlers: answer that process's calls of this one.
         on_drain: called when no new requests are to be admitted any more.
         on_stop: called when this process is to leave.
         alive_interval: seconds between two signs of life; infinity for none.
@@ -79,14 +78,14 @@ class RemoteScheduler:
         self._alive_interval = alive_interval
         self._on_drain, self._on_stop = on_drain, on_stop
         self.is_dismissed = False
-        """Whether the engine process has failed, and said its last word."""
+        """True once the engine process has failed, and sent its last message."""
         self._clock = SharedClock.now()
         self._undelivered: deque[list[SequenceOutput] | None] = deque()
-        """What the detokenizer is to have; None behind all that came in one update."""
+        """Outputs for the detokenizer; None behind those of one update."""
         self._delivery = trio.Event()
-        """There may be something for it."""
+        """Set when there may be outputs for it."""
         self._num_taken = 0
-        """Updates that it has taken, and the engine process hasn't been told of."""
+        """Updates that the detokenizer has taken since the engine process was told."""
         self._outbox: deque[bytes] = deque()
         self._aborted: list[int] = []
         """Sequences to be aborted over there, once the outbox is empty."""
@@ -102,7 +101,7 @@ class RemoteScheduler:
             worker_restarts=0,
             scheduler=SchedulerStatistics(),
         )
-        """What the engine process answered when it was asked last."""
+        """The last known state of the engine process."""
         gone = EngineError("the engine process is gone")
         self.rpc = RpcPeer(self.tell, handlers, gone)
         """Calls in both directions."""
@@ -111,7 +110,7 @@ class RemoteScheduler:
         self.catalogue = Catalogue()
         """The adapters that requests may name."""
         self.on_turn_closed: Callable[[int], None] = lambda _: None
-        """Called with the number of a turn whose session was closed."""
+        """Called with the number of a turn when its session was closed."""
 
     # ---- requests
 
@@ -120,12 +119,12 @@ class RemoteScheduler:
         requests: trio.MemoryReceiveChannel[Request],
         outputs: trio.MemorySendChannel[list[SequenceOutput]],
     ) -> None:
-        """The task: send requests on until ``requests`` is closed.
+        """Send requests on until ``requests`` is closed. This is a task.
 
         Args:
             requests: tokenized. One that has ended meanwhile is dropped.
-            outputs: what they are given, to the detokenizer. If it has no buffer, the engine
-                process sends no more than the detokenizer takes.
+            outputs: their outputs, to the detokenizer. If it has no buffer, the engine process
+                sends no more than the detokenizer takes.
         """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hand_over, outputs)
@@ -180,7 +179,7 @@ class RemoteScheduler:
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent.
 
-        A request that nobody has admitted yet is rejected.
+        A request that isn't admitted yet is rejected.
         """
         if sequence.state is State.FINISHED:
             return
@@ -217,7 +216,7 @@ class RemoteScheduler:
 
     def tell(self, message: FromFrontEnd) -> None:
         """Send a message behind those that wait to be sent."""
-        # Who is told of aborts mustn't hear of them before they have come.
+        # Aborts come before a message that may refer to them.
         self._put_aborts()
         self._outbox.append(encode(message))
         self._work.set()
@@ -291,7 +290,7 @@ class RemoteScheduler:
         return await self.calls.call_worker(name, arguments)
 
     async def look(self) -> None:
-        """Ask the engine process how it is: ``state``, and all that is told of it, is new then.
+        """Ask the engine process for its state, and set :attr:`state`.
 
         Raises:
             EngineError: it is gone.
@@ -300,32 +299,32 @@ class RemoteScheduler:
 
     @property
     def attached(self) -> bool:
-        """Whether a worker was there."""
+        """True if a worker was attached."""
         return self.state.attached
 
     @property
     def stalled(self) -> bool:
-        """Whether there was no progress, though there could have been."""
+        """True if there was no progress, though there could have been."""
         return self.state.stalled
 
     @property
     def paused(self) -> bool:
-        """Whether nobody was to be computed."""
+        """True if the engine was paused."""
         return self.state.paused
 
     @property
     def idle(self) -> bool:
-        """Whether nobody of this process is to be computed."""
+        """True if no request of this process is to be computed."""
         return self._sent.idle
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot, of all front ends."""
+        """The number of sequences that wait for a slot, of all front ends."""
         return self._line[0]
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Their tokens, prompt and output so far."""
+        """The tokens of waiting sequences, prompt and output so far."""
         return self._line[1]
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
@@ -333,16 +332,16 @@ class RemoteScheduler:
         return 0, 0
 
     def statistics(self) -> SchedulerStatistics:
-        """The counts of the moment of :meth:`look`."""
+        """Return the counts of the last :meth:`look`."""
         return self.state.scheduler
 
     def check_integrity(self) -> None:
-        """Assert that those are known here, and only those, who are to be computed over there."""
+        """Assert that exactly the sequences are known here that the engine process computes."""
         self._sent.check_integrity()
 
 
 async def receive_from_engine(socket: PairSocket) -> FromEngine:
-    """The next message.
+    """Return the next message.
 
     Raises:
         EngineError: the engine process can't be understood.
@@ -356,7 +355,7 @@ async def receive_from_engine(socket: PairSocket) -> FromEngine:
 
 
 def _unsendable(grammar: Grammar | None, extra_args: dict[str, Any]) -> str | None:
-    """The name of the parameter that no message can hold; None for something else."""
+    """Return the name of the parameter that no message can hold; None for something else."""
     for name, value in (("grammar", grammar), ("extra_args", extra_args)):
         try:
             wire_value = msgspec.msgpack.encode(value)

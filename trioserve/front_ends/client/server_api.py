@@ -1,4 +1,4 @@
-"""What a front end's HTTP tells of the whole server: it asks the engine process, which asks all."""
+"""The whole server for a front end's HTTP: it asks the engine process, which asks all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.iterations import Iteration
 
 HEALTH_SECONDS = 5.0
-"""For the engine process to say how it is; one that doesn't is stalled."""
+"""Time for the engine process to report its state; one that doesn't is stalled."""
 
 
 @attrs.define(eq=False)
@@ -43,7 +43,7 @@ class RemoteServer(AdministrationCalls):
 
     Args:
         engine: this process's.
-        remote: what it has its requests computed by.
+        remote: its back end.
         index: the place of this process among all front ends.
     """
 
@@ -61,7 +61,7 @@ class RemoteServer(AdministrationCalls):
         self._remote.on_turn_closed = self._turns.on_closed
 
     async def health_word(self) -> str:
-        """How the server is: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
+        """Return the server's health: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
         with trio.move_on_after(HEALTH_SECONDS) as patience:
             try:
                 await self._remote.look()
@@ -70,11 +70,11 @@ class RemoteServer(AdministrationCalls):
         return "stalled" if patience.cancelled_caught else health_word(self._engine)
 
     async def statistics(self) -> EngineStatistics:
-        """Counts of this moment, of all processes."""
+        """Return the counts of this moment, of all processes."""
         return (await self._collect()).statistics
 
     async def metrics(self) -> bytes:
-        """Everything in Prometheus' text format: the sums over all processes."""
+        """Return all metrics in Prometheus' text format: the sums over all processes."""
         collected = await self._collect()
         own = self._engine.metrics
         metrics = filled(collected.snapshot, model_name=own.model_name, prefix=own.prefix)
@@ -91,7 +91,7 @@ class RemoteServer(AdministrationCalls):
         return await self._remote.calls.collect()
 
     async def permit(self, keys: Keys, caller: Caller | None) -> Seat:
-        """A block in which a request of ``caller`` is open, one of those in all processes.
+        """Return a block in which a request of ``caller`` is open; all processes share the limit.
 
         Raises:
             KeyLimit: as many as may be are open already.
@@ -118,12 +118,12 @@ class RemoteServer(AdministrationCalls):
             self._remote.tell(LeaveSeat(number))
 
     async def paused(self) -> bool:
-        """As :attr:`trioserve.Engine.paused`."""
+        """Return :attr:`trioserve.Engine.paused`."""
         await self._remote.look()
         return self._remote.paused
 
     async def memory_released(self) -> bool:
-        """As :attr:`trioserve.Engine.memory_released`."""
+        """Return :attr:`trioserve.Engine.memory_released`."""
         await self._remote.look()
         return self._remote.state.memory_released
 
@@ -133,14 +133,14 @@ class RemoteServer(AdministrationCalls):
         await self._remote.calls.load_adapter(name, absolute(path))
 
     async def iterations(self) -> list[Iteration]:
-        """The steps since this was asked last, by whatever process; the first time none."""
+        """Return the steps since the last call from any process. The first call returns none."""
         told = await self._remote.calls.iterations()
         clock = SharedClock.now()
         return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
-        """As ``Monitor.watched``, of the engine process and all front ends."""
+        """Open a subscription as ``Monitor.watched``, to the snapshots of all processes."""
         self._num_watches += 1
         number = self._num_watches
 
@@ -154,17 +154,17 @@ class RemoteServer(AdministrationCalls):
             await self._remote.calls.watch(number, requests, nodes)
             yield take
         finally:
-            # It may have begun, whatever this was told.
+            # It may have begun even if the call failed.
             self._remote.tell(LeaveWatch(number))
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
-        """What generates a turn of a session of ``owner``, if there is one when it is used."""
+        """Return a ``generate`` for a turn of a session, which is looked up when it is used."""
         return functools.partial(self._turns.generate, id, owner, continuation)
 
     # ---- what the engine process asks
 
     async def count(self) -> Counted:
-        """What this process has counted, and how much is going on in it."""
+        """Return the counts of this process, and how much is going on in it."""
         statistics = self._engine.statistics()
         return Counted(
             snapshot=snapshot_of(self._engine.metrics),
@@ -174,7 +174,7 @@ class RemoteServer(AdministrationCalls):
         )
 
     async def look(self) -> Looked:
-        """The same, and what the tasks of this process are."""
+        """Return the counts and the tasks of this process."""
         tree = TaskNode(name=f"front end {self._index}", state="", children=[task_tree()])
         return Looked(await self.count(), tree)
 
@@ -185,7 +185,7 @@ class RemoteServer(AdministrationCalls):
 
 @attrs.frozen(kw_only=True)
 class _Told:
-    """The engine of a whole server, as metrics read it."""
+    """The engine of a whole server, for metrics."""
 
     config: EngineConfig
     ready: wire.Ready

@@ -27,20 +27,20 @@ from trioserve.requests.generation import GenerationStream, PromptLike
 
 @attrs.define(eq=False)
 class _Running:
-    """A turn of which the engine process may know."""
+    """A turn that the engine process may know."""
 
     stream: GenerationStream | None = None
     is_closed: bool = False
-    """Whether its session was closed."""
+    """True once its session was closed."""
 
 
 @attrs.define(eq=False)
 class RemoteTurns:
-    """Those of one front end: :mod:`trioserve.front_ends.server.turns` is the other side.
+    """The turns of one front end: :mod:`trioserve.front_ends.server.turns` is the other side.
 
     Args:
         engine: this process's.
-        remote: what asks the engine process.
+        remote: its back end, which calls the engine process.
     """
 
     _engine: RequestEngine
@@ -95,14 +95,14 @@ class RemoteTurns:
     async def _keep(
         self, number: int, stream: GenerationStream, cut: int, output_ids: list[int]
     ) -> None:
-        """Have the turn kept, before whoever reads it can send the next one."""
+        """Have the turn kept before its reader can send the next one."""
         said = Said.of(stream, cut, output_ids)
         await self._remote.calls.keep_turn(
             number, packed(said.own), said.num_prompt_tokens, said.salt, said.adapter
         )
 
     def on_closed(self, number: int) -> None:
-        """The session of a turn was closed, which ends it."""
+        """End a turn, because its session was closed."""
         running = self._running.get(number)
         if running is not None:
             running.is_closed = True

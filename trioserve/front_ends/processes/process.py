@@ -1,4 +1,4 @@
-"""One front end's process: how it is started, greeted, watched and ended.
+"""One front end's process: its start, its greeting, its supervision and its end.
 
 It ends as a worker does: when it is told to, when it is killed, or when its standard input ends,
 which is how it learns that the engine process is gone.
@@ -43,7 +43,7 @@ _log = get_logger("trioserve.front_end")
 
 
 def package_folder() -> str:
-    """Where trioserve was imported from."""
+    """Return the folder that trioserve was imported from."""
     return str(Path(__file__).resolve().parents[2])
 
 
@@ -51,7 +51,7 @@ def package_folder() -> str:
 async def run_front_end(
     start: FrontEndStart, descriptors: Sequence[int], *, last_word: Callable[[], Stop | Failed]
 ) -> AsyncIterator[PairSocket]:
-    """A front end that listens, for as long as the block lasts; the block talks to it.
+    """Run a front end that listens for as long as the block lasts; the block talks to it.
 
     Args:
         start: what it is to serve.

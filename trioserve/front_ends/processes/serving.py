@@ -59,7 +59,7 @@ async def serve_with_front_ends(
 
 
 def _name_of(config: ServerConfig, path: Path) -> str:
-    """What the model is called where nobody has given it a name."""
+    """Return the model's name where the options give it none."""
     return path.name if Path(config.engine.model).exists() else config.engine.model
 
 

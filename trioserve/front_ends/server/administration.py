@@ -128,7 +128,7 @@ class HostedAdministration:
         await self._control.resume_memory()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter, whose name and path have been checked."""
+        """Load an adapter. Its name and path have been checked."""
         await self._scheduler.adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What all front ends share in the engine process."""
+"""The parts of the engine process that all front ends share."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trioserve.requests.request import Finish, Request, Sequence
 
 
 class SchedulerPart(Protocol):
-    """What is needed of the :class:`~trioserve.scheduler.scheduler.Scheduler`."""
+    """The part of the :class:`~trioserve.scheduler.scheduler.Scheduler` for front ends."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """The number of sequences that wait for a slot."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Their tokens, prompt and output so far."""
+        """The tokens of waiting sequences, prompt and output so far."""
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent."""
@@ -36,22 +36,22 @@ class ServerContext:
 
     scheduler: SchedulerPart
     enter: Callable[[Request], None]
-    """Counts a request among those that wait; raises ``QueueFull`` or ``Paused``."""
+    """Counts a waiting request; raises ``QueueFull`` or ``Paused``."""
     forget: Callable[[Request], None]
-    """A request that was counted is over."""
+    """Stops counting a request, which has ended."""
     submit: Callable[[Request], None]
     """Takes a request in, behind those that came before."""
     clock: SharedClock
     on_line: Callable[[], None]
-    """Called when somebody may have joined the line, or left it."""
+    """Called when the queue may have changed."""
     permits: Counter[str]
-    """Requests that are open of each limited key."""
+    """Open requests of each limited key."""
     max_seats: int
-    """How many may be, of one key."""
+    """Limit of the open requests of one key."""
     sessions: Sessions
     monitor: Monitor
-    """What pictures are taken of."""
+    """The source of snapshots."""
     look_around: Callable[[], Awaitable[list[TaskNode]]]
-    """Asks all front ends how they are."""
+    """Asks all front ends for their parts of a snapshot."""
     patience: float
-    """Seconds after which a front end counts as hung that gives no sign of life."""
+    """Seconds without a heartbeat after which a front end counts as hung."""

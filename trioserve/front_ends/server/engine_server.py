@@ -2,9 +2,9 @@
 
 ::
 
-    Home 0, Home 1, … ──▶ preparation ──▶ scheduler ══▶ worker
-            ▲                                │   ▲
-            └──────────── routing ◀──────────┘   ╚══════ worker
+    session 0, session 1, … ──▶ preparation ──▶ scheduler ══▶ worker
+               ▲                                   │   ▲
+               └────────────── routing ◀───────────┘   ╚══════ worker
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from trioserve.workers.supervisor import Supervisor
 
 
 class EngineServer:
-    """What front ends are at home in. Made by :func:`open_host`.
+    """The engine process's part of a server with front ends. Made by :func:`open_host`.
 
     Args:
         config: the server's options.
-        ready: what the first worker said of itself.
-        scheduler: computes everybody's requests.
+        ready: the first worker's device and limits.
+        scheduler: computes the requests of all front ends.
         supervisor: keeps its worker alive.
         metrics: this process's own.
         submit: takes a request in for preparation.
-        batcher: has texts computed as a whole, if the model is an encoder.
+        batcher: computes texts as a whole, if the model is an encoder.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class EngineServer:
             weight_version=lambda: self._control.weight_version,
             worker_life=lambda: supervisor.life,
         )
-        """What pictures are taken of."""
+        """The source of snapshots."""
         self._context = ServerContext(
             scheduler=scheduler,
             enter=self._enter,
@@ -140,7 +140,7 @@ class EngineServer:
 
     @contextlib.contextmanager
     def at_home(self, socket: PairSocket) -> Iterator[FrontEndSession]:
-        """A home for the front end at ``socket``, for as long as the block lasts."""
+        """Open a session for the front end at ``socket`` for as long as the block lasts."""
         peer = FrontEndSession(socket, self._context, self._administration)
         with self._peers.connected(peer):
             # There may be others than when it was told to start.
@@ -149,12 +149,12 @@ class EngineServer:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Those that requests may name."""
+        """The adapters that requests may name."""
         return list(self._scheduler.adapters.catalogue)
 
     @property
     def peers(self) -> list[FrontEndSession]:
-        """Those of the front ends that are there."""
+        """The sessions of the connected front ends."""
         return self._peers.sessions
 
     def _enter(self, request: Request) -> None:
@@ -177,7 +177,7 @@ class EngineServer:
             peer.wake()
 
     async def route(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
-        """The task: note at each home what steps gave. Ends when ``outputs`` is closed."""
+        """Give each front end its outputs until ``outputs`` is closed. This is a task."""
         async for first in outputs:
             for batch in (first, *all_waiting(outputs)):
                 self._take_apart(batch)
@@ -214,7 +214,7 @@ class EngineServer:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open, and nothing is computed any more for those that were."""
+        """True if no request is open, and nothing more is computed for closed ones."""
         return (
             not self._peers.have_requests
             and self._scheduler.idle
@@ -226,7 +226,7 @@ class EngineServer:
         return statistics if self._batcher is None else self._batcher.counted_in(statistics)
 
     def statistics(self) -> EngineStatistics:
-        """Counts of this moment; of what goes on in front ends, as they told when asked last."""
+        """Return the counts of this moment, those of front ends as of their last answers."""
         counted = [peer.counted for peer in self._peers.sessions]
         return EngineStatistics(
             scheduler=self._scheduler_statistics(),
@@ -254,7 +254,7 @@ class EngineServer:
         assert self._admission.num_entering <= num_open
 
     async def call_worker(self, name: str, arguments: object = None) -> Any:
-        """Ask the worker for something rare, by name, and return its answer.
+        """Call the worker by name, for something rare, and return its answer.
 
         Raises:
             EngineError: the worker refused.
@@ -263,7 +263,7 @@ class EngineServer:
         return await self._scheduler.call(name, arguments)
 
     def report(self) -> str:
-        """What a dump of tasks begins with."""
+        """Return the beginning of a dump of tasks."""
         num_requests = [len(peer.requests) for peer in self._peers.sessions]
         lag = self.metrics.loop_lag.peak
         return (
@@ -281,7 +281,7 @@ async def open_host(
     *,
     task: ModelTask = "generate",
 ) -> AsyncIterator[EngineServer]:
-    """The engine process's nursery; no front end is started yet. ``task`` is the model's.
+    """Run the engine process's tasks. No front end is started yet. ``task`` is the model's.
 
     Raises:
         ModelLoadError: the model can't be loaded.

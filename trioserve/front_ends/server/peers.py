@@ -40,7 +40,7 @@ class Peers:
 
     @property
     def have_requests(self) -> bool:
-        """Whether a front end has a request open."""
+        """True if a front end has a request open."""
         return any(peer.requests for peer in self._sessions)
 
     def newest_requests(self) -> Iterator[Request]:

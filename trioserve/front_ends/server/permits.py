@@ -1,4 +1,4 @@
-"""Which requests of limited keys a front end has open, so that all front ends share the limit."""
+"""Concurrency permits of limited keys, which all front ends share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 
 
 class FrontEndPermits:
-    """Those of one front end.
+    """The permits of one front end.
 
     Args:
-        seats: requests that are open of each limited key, of all front ends.
-        most: how many may be, of one key.
+        permits: open requests of each limited key, of all front ends.
+        most: limit of the open requests of one key.
     """
 
     def __init__(self, permits: Counter[str], most: int) -> None:
@@ -27,12 +27,12 @@ class FrontEndPermits:
         return True
 
     def leave(self, number: int) -> None:
-        """The request of that number is over, if it had a seat."""
+        """Give back the permit of that number, if there is one."""
         key = self._keys.pop(number, None)
         if key is not None:
             self._permits[key] -= 1
 
     def leave_all(self) -> None:
-        """The front end is gone."""
+        """Give back all permits, because the front end is gone."""
         for number in list(self._keys):
             self.leave(number)

@@ -1,9 +1,9 @@
-"""The requests of a front end in the engine process, and what it is to be told of them.
+"""The requests of a front end in the engine process, and the updates for it.
 
-Whatever the scheduler does with a request is noted here as it happens, by the request itself
-(:class:`HostedRequest`, :class:`HostedSequence`), and goes out in one message. While a front end
-lags, or is stopped, what steps give piles up here, holds nobody else up, and goes out as if it were
-one step. It can't pile up for ever, because what has been admitted is bounded and ends.
+A request notes the scheduler's decisions and its changes of state here
+(:class:`HostedRequest`, :class:`HostedSequence`); they go out in one message. While a front end
+lags, or is stopped, its steps are collected here and go out as one. That delays no other front end,
+and is bounded, because admitted requests are bounded and end.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from trioserve.requests.request import (
 from trioserve.requests.stream import Stream, StreamBudget
 
 MAX_UNTAKEN = 3
-"""Updates on their way to a front end: one that it works on, the next, and one that was taken and
-not told of (:data:`~trioserve.front_ends.client.scheduler.TAKEN_TOGETHER`)."""
+"""Updates on their way to a front end: one in work, the next one, and one that is taken but not
+acknowledged (:data:`~trioserve.front_ends.client.scheduler.TAKEN_TOGETHER`)."""
 
 _NO_PROMPT = TokensPrompt(())
-"""The ids are all that comes here of a prompt."""
+"""The prompt of every request here, because only its ids come."""
 _PLACES = {state: place for place, state in enumerate(STATES)}
 
 
 @attrs.define(eq=False, kw_only=True)
 class HostedRequest(Request):
-    """A request of a front end. What is decided about it is noted with the others'."""
+    """A request of a front end. It notes the scheduler's decision on its admission."""
 
     owner: FrontEndRequests
     number: int
     num_left: int
-    """Sequences whose ends the front end hasn't been told."""
+    """Sequences for which the front end hasn't been sent an end."""
     owes_prompt: bool
-    """Whether the prompt's log-probabilities are wanted and haven't been told."""
+    """True if the prompt's log-probabilities are wanted and haven't been sent."""
 
     def admit(self) -> None:
-        """The request is in the queue, or was rejected. Idempotent."""
+        """Note that the request is in the queue, or was rejected. Idempotent."""
         if not self.admitted.is_set():
             super().admit()
             self.owner.note_decision(self)
@@ -69,12 +69,12 @@ class HostedRequest(Request):
 
 @attrs.define(eq=False, kw_only=True)
 class HostedSequence(Sequence):
-    """A sequence of a front end. Where it comes to is noted with the others'."""
+    """A sequence of a front end. It notes its changes of state."""
 
     owner: FrontEndRequests
     number: int
     is_plain: bool
-    """Whether the next token is all that a step gives, unless it is the last one."""
+    """True if a step gives it just the next token, except for the last one."""
 
     def move_to(self, state: State) -> None:
         """Change the state."""
@@ -86,10 +86,10 @@ class HostedSequence(Sequence):
 
 
 class FrontEndRequests:
-    """Those of one front end.
+    """The requests of one front end.
 
     Args:
-        hosting: what it shares with others.
+        context: the parts of the engine process that front ends share.
         wake: called when there may be something to tell.
     """
 
@@ -97,9 +97,9 @@ class FrontEndRequests:
         self._context = context
         self._wake = wake
         self.requests: dict[HostedRequest, None] = {}
-        """Those of whom the front end waits for something."""
+        """Requests for which the front end waits."""
         self._sequences: dict[int, HostedSequence] = {}
-        """Those that it waits for."""
+        """Sequences for which it waits, by number."""
         self.num_ended = 0
         """Requests that aren't open any more."""
         self._told_line = (0, 0)
@@ -109,19 +109,19 @@ class FrontEndRequests:
         self._scheduled: list[HostedSequence] = []
         self._prompts: list[Prompt] = []
         self._steps: list[StepUpdate] = []
-        """Those that haven't been sent."""
+        """Steps that haven't been sent."""
         self.num_untaken = 0
         """Updates with steps that were sent and not taken."""
         self.numbers: list[int] = []
-        """Of the step that is being taken apart, those who got just the next token."""
+        """Sequences of the present step that got just the next token."""
         self.tokens: list[int] = []
-        """Beside them."""
+        """The tokens of those sequences."""
         self._rows: list[StepRow] = []
 
     # ---- what the scheduler does
 
     def note_decision(self, request: HostedRequest) -> None:
-        """``request`` was admitted or rejected."""
+        """Note that ``request`` was admitted or rejected."""
         if request.num_left == 0:
             return
         if request.rejection is None:
@@ -140,7 +140,7 @@ class FrontEndRequests:
             self._let_go(sequence)
 
     def note_move(self, sequence: HostedSequence, state: State) -> None:
-        """``sequence`` is in that state now."""
+        """Note the new state of ``sequence``."""
         if sequence.number in self._sequences:
             self._moves.append((sequence.number, _PLACES[state]))
             if state is State.PREFILL and sequence.request.times.first_scheduled is None:
@@ -150,7 +150,7 @@ class FrontEndRequests:
         self._context.on_line()
 
     def take(self, sequence: HostedSequence, output: SequenceOutput) -> None:
-        """A step gave ``output``, which isn't just the next token."""
+        """Note a step's output that isn't just the next token."""
         if sequence.number not in self._sequences:
             return
         request, finish = sequence.request, output.finish
@@ -189,7 +189,7 @@ class FrontEndRequests:
         )
 
     def end_step(self, time: float) -> None:
-        """All that a step gave has been taken apart; ``time`` is as messages have it."""
+        """Finish the present step; ``time`` is as messages have it."""
         if not self.numbers and not self._rows:
             return
         self._steps.append(StepUpdate(time, packed(self.numbers), packed(self.tokens), self._rows))
@@ -197,7 +197,7 @@ class FrontEndRequests:
         self._wake()
 
     def _let_go(self, sequence: HostedSequence) -> None:
-        """The front end waits no more for ``sequence``, or has been told of its end."""
+        """Forget ``sequence``: the front end waits no more for it, or has been sent its end."""
         if self._sequences.pop(sequence.number, None) is None:
             return
         request = sequence.request
@@ -209,7 +209,7 @@ class FrontEndRequests:
             self._context.forget(request)
 
     def update(self) -> SchedulerUpdate | None:
-        """All that is new; None if nothing is."""
+        """Return all news; None if there are none."""
         scheduler = self._context.scheduler
         line = (scheduler.num_waiting, scheduler.num_waiting_tokens)
         step: StepUpdate | None = None
@@ -243,12 +243,12 @@ class FrontEndRequests:
     # ---- what the front end says
 
     def taken(self, count: int) -> None:
-        """It has taken so many updates with steps."""
+        """Note that the front end has taken so many updates with steps."""
         self.num_untaken -= count
         self._wake()
 
     def submit(self, message: Submit) -> None:
-        """It sends a request."""
+        """Take in a request of the front end."""
         params = message.params
         request = HostedRequest(
             id=message.id,
@@ -295,7 +295,7 @@ class FrontEndRequests:
         self._context.submit(request)
 
     def abort(self, numbers: list[int]) -> None:
-        """It waits no more for these sequences."""
+        """Abort sequences for which the front end waits no more."""
         for number in numbers:
             sequence = self._sequences.get(number)
             if sequence is not None:
@@ -304,6 +304,6 @@ class FrontEndRequests:
         self._context.on_line()
 
     def abort_all(self) -> None:
-        """The front end is gone: nothing more is computed for it."""
-        # The last one first: nobody is to compute the prompt in place of one that has left.
+        """Abort all sequences, because the front end is gone."""
+        # The last sequence first, so that no other one takes over the prompt.
         self.abort(sorted(self._sequences, reverse=True))

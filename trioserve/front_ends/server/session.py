@@ -1,6 +1,6 @@
-"""A front end as the engine process has it: what is said to it, and what it says.
+"""A front end as the engine process has it: the messages in both directions.
 
-What it is told of its requests, :mod:`~trioserve.front_ends.server.requests` collects.
+The updates for its requests are collected in :mod:`~trioserve.front_ends.server.requests`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class FrontEndSession:
         self._socket = socket
         self._heartbeat = Heartbeat(context.patience)
         self._work = trio.Event()
-        """There may be something to send."""
+        """Set when there may be a message to send."""
         self._letters: list[FromEngine] = []
-        """Go out before the next update."""
+        """Messages that go out before the next update."""
         self.hosted = FrontEndRequests(context, self.wake)
         self.num_lost = 0
         """Requests that were open when it went."""
@@ -66,9 +66,9 @@ class FrontEndSession:
         parts = (administration, self._turns, self._watches, self._permits)
         handlers = EngineCalls.handlers(*parts)
         self.counted = Counted()
-        """What the front end answered when it was asked last what it has counted."""
+        """The last known counts of the front end."""
         self.tasks: TaskNode | None = None
-        """And what its tasks were, when it was asked that; None until then."""
+        """The last known tasks of the front end; None until it was asked for them."""
         self.rpc = RpcPeer(self.tell, handlers, FrontEndLost("the front end is gone"))
         """Calls in both directions."""
         self.calls = FrontEndCalls(self.rpc)
@@ -76,7 +76,7 @@ class FrontEndSession:
 
     @property
     def requests(self) -> dict[HostedRequest, None]:
-        """Those of whom the front end waits for something."""
+        """Requests for which the front end waits."""
         return self.hosted.requests
 
     @property
@@ -116,7 +116,7 @@ class FrontEndSession:
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to tell."""
+        """Wake the sender, because there may be a message to send."""
         self._work.set()
 
     async def _send(self) -> None:
@@ -165,7 +165,7 @@ class FrontEndSession:
                     raise FrontEndLost(f"the front end sent {type(message).__name__}")
 
     def _close(self) -> None:
-        """The front end is gone: nothing more is computed for it."""
+        """Drop all that belongs to the front end, which is gone."""
         self.rpc.close()
         self.num_lost = len(self.requests)
         self.hosted.abort_all()
@@ -175,7 +175,7 @@ class FrontEndSession:
 
 
 async def receive_from_front_end(socket: PairSocket) -> FromFrontEnd:
-    """The next message.
+    """Return the next message.
 
     Raises:
         FrontEndLost: the front end can't be understood.

@@ -1,4 +1,4 @@
-"""Pictures for those who watch through a front end: they are taken in the engine process."""
+"""Subscriptions to snapshots through a front end: snapshots are taken in the engine process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trioserve.protocol.errors import EngineError
 
 @attrs.define(eq=False)
 class FrontEndSubscriptions:
-    """Who watches through one front end.
+    """The subscriptions of one front end.
 
     Args:
-        subject: what pictures are taken of.
-        look_around: asks all front ends how they are; what their tasks are.
+        monitor: the source of snapshots.
+        look_around: asks all front ends for their tasks.
     """
 
     _monitor: Monitor
@@ -26,7 +26,7 @@ class FrontEndSubscriptions:
     _watchers: dict[int, tuple[SnapshotSubscription, contextlib.ExitStack]] = attrs.field(
         init=False, factory=dict
     )
-    """By the front end's own numbers."""
+    """The subscriptions by the front end's own numbers."""
 
     async def watch(self, number: int, requests: int, nodes: int) -> None:
         """Open a subscription of that number."""
@@ -39,17 +39,17 @@ class FrontEndSubscriptions:
         """Return the next snapshot of the subscription of that number."""
         processes = await self._look_around()
         if number not in self._watchers:
-            raise EngineError("nobody of that number watches")
+            raise EngineError("there is no subscription of that number")
         watcher, _ = self._watchers[number]
         return watcher.take(processes)
 
     def leave(self, number: int) -> None:
-        """Whoever has that number watches no more, if it did."""
+        """End the subscription of that number, if there is one."""
         if number in self._watchers:
             _, scope = self._watchers.pop(number)
             scope.close()
 
     def leave_all(self) -> None:
-        """The front end is gone."""
+        """End all subscriptions, because the front end is gone."""
         for number in list(self._watchers):
             self.leave(number)

@@ -1,8 +1,8 @@
-"""Sessions as front ends use them: they are in the engine process, whoever brings the next turn.
+"""Sessions in the engine process, with turns from all front ends.
 
-A turn's request is made in a front end like any other; before it the front end asks where the turn
-goes on from, and before its client gets the last of it, the front end says what was said. So the
-next turn, over whichever front end it comes, finds it.
+A front end makes a turn's request like any other. Before that it asks for the tokens from which the
+turn goes on. Before its client gets the last chunk, the front end sends the turn to be kept. So the
+next turn finds it, from any front end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FrontEndTurns:
     _sessions: Sessions
     _tell: Callable[[TurnClosed], None]
     _running: dict[int, tuple[Session, Beginning]] = attrs.field(init=False, factory=dict)
-    """By the front end's own numbers."""
+    """The running turns by the front end's own numbers."""
 
     async def begin_turn(
         self,
@@ -62,12 +62,12 @@ class FrontEndTurns:
             session.keep(beginning, said)
 
     def leave(self, number: int) -> None:
-        """A turn runs no more; if it wasn't kept it leaves no trace. Idempotent."""
+        """Count a turn as running no more. Unless it was kept it leaves no trace. Idempotent."""
         if number in self._running:
             session, beginning = self._running.pop(number)
             session.leave(beginning)
 
     def leave_all(self) -> None:
-        """The front end is gone."""
+        """End all turns, because the front end is gone."""
         for number in list(self._running):
             self.leave(number)

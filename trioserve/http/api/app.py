@@ -169,7 +169,7 @@ def create_app(
     return app
 
 
-def _empty_app(engine: Engine, config: ServerConfig) -> App:
+def _empty_app(engine: RequestEngine, config: ServerConfig) -> App:
     """Return an application with its limits and without routes."""
     app = App("trioserve", static_folder=None)
     app.engine = engine

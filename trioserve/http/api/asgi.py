@@ -28,7 +28,7 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection, TrioASGIWebsocketConnection
 from quart_trio.wrappers import TrioRequest
 
-from trioserve.engine.engine import Engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.http.api.access_log import AccessRecord, request_id_from
 from trioserve.http.api.bodies import Body, BodyBudget
 from trioserve.http.api.cors import CrossOrigin
@@ -74,7 +74,7 @@ def error_response(error: BaseException, path: str) -> tuple[Response, ErrorRepl
 class ConnectionApp(QuartTrio):
     """Quart application with the attributes that its connections use."""
 
-    engine: Engine
+    engine: RequestEngine
     cross_origin: CrossOrigin
     body_room: BodyBudget
 

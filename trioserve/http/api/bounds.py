@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trioserve.engine.engine import Engine
+from trioserve.engine.request_engine import RequestEngine
 from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.schema.structure import count_outside_texts
 from trioserve.http.api.threads import num_in_entries
@@ -47,7 +47,9 @@ def _check_separators(body: bytes, separators: bytes, most: int, what: str) -> N
         raise InvalidRequest(f"the body holds {number} {what}; at most {most} are read")
 
 
-def check_batch(jobs: Sequence[PromptJob], engine: RequestEngine, *, is_shared: bool = False) -> None:
+def check_batch(
+    jobs: Sequence[PromptJob], engine: RequestEngine, *, is_shared: bool = False
+) -> None:
     """Refuse a batch that wouldn't fit even an empty queue.
 
     Args:
