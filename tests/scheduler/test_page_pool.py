@@ -90,7 +90,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.num_idle)
     @rule()
     def evict(self) -> None:
-        page = self.pool.evict()
+        page = self.pool.next_idle()
+        self.pool.give_up(page)
         assert page == self.idle.pop(0), "not the page that was idle longest"
         self.model[page].kept = False
 

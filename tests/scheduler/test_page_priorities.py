@@ -271,7 +271,10 @@ def test_a_page_that_is_raised_to_its_ancestors_level_goes_before_them() -> None
     cache.priorities.set_own(nodes[1], 50)
     cache.priorities.set_own(nodes[3], 50)
     cache.check()
-    order = [pool.evict() for _ in range(4)]
+    order = []
+    for _ in range(4):
+        order.append(pool.next_idle())
+        pool.give_up(order[-1])
     assert order == [node.page for node in reversed(nodes)]
 
 

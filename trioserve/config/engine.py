@@ -251,8 +251,8 @@ class EngineConfig(ModelOptions):
     )
     max_worker_restarts: int = option(
         3,
-        "deaths of the worker in a row, without progress between them, after which the engine "
-        "gives up",
+        "replacements of a dead worker in a row, without progress between them; the engine gives "
+        "up at the next death",
         group="worker",
         page="reliability#What is promised",
         kind=int,

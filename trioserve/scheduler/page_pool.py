@@ -193,16 +193,6 @@ class PagePool:
         """
         return self._idle.first()
 
-    def evict(self) -> int:
-        """Free the page that :meth:`next_idle` names.
-
-        Returns:
-            That page.
-        """
-        page = self.next_idle()
-        self.give_up(page)
-        return page
-
     def offload(self, page: int) -> int:
         """Free idle ``page`` and move its content to a place on the host. One must be free.
 
