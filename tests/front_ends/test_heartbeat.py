@@ -12,7 +12,7 @@ from trioserve import EngineConfig
 from trioserve.front_ends.heartbeat import MIN_PATIENCE, Heartbeat, interval_of, patience_of
 from trioserve.observability.tracing import FLUSH_SECONDS
 from trioserve.protocol.errors import FrontEndLost
-from trioserve.scheduler.scheduler import SECOND_LOOK
+from trioserve.scheduler.hang_detection import SECOND_LOOK
 
 Clock = trio.testing.MockClock
 

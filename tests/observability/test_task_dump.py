@@ -64,7 +64,9 @@ async def test_a_task_is_shown_with_its_stack_and_its_nurseries_below() -> None:
     shown = part(lines, f"{__name__}.family: waiting")
     calls = [line for line in shown if line.startswith("    ") and " in " in line]
     line = family.__code__.co_firstlineno + 3
-    assert re.fullmatch(rf"    (tests/)?test_task_dump\.py:{line} in family", calls[0])
+    assert re.fullmatch(
+        rf"    (tests/observability/)?test_task_dump\.py:{line} in family", calls[0]
+    )
     assert shown[shown.index(calls[0]) + 1] == "        await sleeper()"
     assert calls[1].endswith(" in sleeper")
     assert calls[2].endswith(" in sleep_forever")
@@ -249,6 +251,11 @@ async def test_an_engines_dump_tells_its_state_and_its_tasks(autojump_clock: obj
         "plans in flight: 1; steps done: 1; pages held: 1 of 256; worker restarts: 0; "
     )
     assert "event loop's worst recent lag: 0.000 s\n" in text
-    for function in ("Scheduler._send", "Scheduler._receive", "Detokenizer.run", "Tokenizer.run"):
+    for function in (
+        "PlanSender.run",
+        "Scheduler._receive",
+        "Detokenizer.run",
+        "TokenizerTask.run",
+    ):
         assert f" in {function}\n" in text
     assert not dump_tasks().startswith("engine")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trioserve.requests.request import Sequence
+from trioserve.scheduler import drafts, planning
 from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.scheduler import core, drafts
 from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Scenario, draw_scenario, run_scenario
 from trioserve.testing.simulation.draw import FIRST_RAGGED
@@ -68,7 +68,7 @@ def _a_row_follows_one_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> Non
         original(builder, memory, max_row_tokens)
         memory.counts.unsettled[:] = False
 
-    monkeypatch.setattr(core, "plan_drafts", plan_drafts)
+    monkeypatch.setattr(planning, "plan_drafts", plan_drafts)
 
 
 def _log_probabilities_are_those_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:

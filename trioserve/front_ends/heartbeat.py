@@ -13,7 +13,7 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.protocol.errors import FrontEndLost
-from trioserve.scheduler.scheduler import SECOND_LOOK
+from trioserve.scheduler.hang_detection import SECOND_LOOK
 from trioserve.scheduler.watchdog import MAX_LATENESS
 
 MIN_PATIENCE = 10.0

@@ -1,24 +1,8 @@
 """The scheduler's task. It connects requests, one worker at a time, and the detokenizer.
 
 All decisions are made in :mod:`trioserve.scheduler.core`, which has no task. Three loops surround
-it: :meth:`Scheduler.run` takes requests in; for the attached worker, one loop sends plans while
-another receives results.
-
-Reading order:
-
-- ``limits`` and ``policy``: the bounds and the choices;
-- ``core`` with ``state`` and ``planning``: the state machine;
-- ``sequence_state`` and ``token_counts``: the progress of one sequence, and of all;
-- ``waiting_queue`` and ``sequence_group``: the queue, and several outputs of one request;
-- ``memory`` with ``slots``, ``page_pool``, ``host_pages`` and ``prefix_cache``: slots and pages;
-- ``page_priorities`` with ``prefix_pins`` and ``eviction``: the value of cached pages;
-- ``plan_builder``, ``result_validation`` and ``result_processing``: a plan and its result;
-- ``calls``: requests to the worker besides plans;
-- ``adapter_residency`` with ``adapters``: the adapters that the worker holds;
-- ``pause_gate`` with ``pause_control``, and ``weights``: pauses, and the exchange of weights;
-- ``recovery`` with ``fault_isolation``, and ``watchdog``: failures and hung workers;
-- ``feeds`` with ``iterations`` and ``cache_events``: event streams;
-- ``invariants``: assertions over the whole state.
+it: :meth:`Scheduler.run` takes requests in; for the attached worker, one loop
+(:mod:`~trioserve.scheduler.plan_sender`) sends plans while another receives results.
 """
 
 from __future__ import annotations
@@ -26,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import trio
@@ -46,8 +29,10 @@ from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.grammar_recompiling import recompile
+from trioserve.scheduler.hang_detection import HangDetection
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.pause_control import PauseControl
+from trioserve.scheduler.plan_sender import PlanSender
 from trioserve.scheduler.prefix_pins import PrefixPins
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
@@ -55,9 +40,6 @@ from trioserve.workers import Link
 from trioserve.workers.power import WorkerPower
 
 _log = get_logger("trioserve.scheduler")
-
-SECOND_LOOK = 1.0
-"""Seconds to receive a step that came while this process itself was stopped."""
 
 
 class Scheduler:
@@ -81,31 +63,24 @@ class Scheduler:
         self._num_attached = 0
         self._attached_at = math.inf
         """Time when the last worker was attached; infinity once its loss has been judged."""
-        self._work = trio.Event()
-        """Set when there may be something to send."""
-        self._outbox: deque[wire.Message] = deque()
-        """Messages that go out before the next plan."""
-        self._is_stuck = False
         self._planned = Conditions()
         """Conditions that may change with each plan, or when there is none to make."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the last plan has come back and no sequence is left."""
         self._num_steps_idle = 0
         """Number of completed steps at the last call of ``on_idle``."""
-        self._calls = Calls(self._send_first, self._owed)
+        self._sender = PlanSender(on_planned=self._note_plan, on_nothing_to_send=self._report_idle)
         self._watchdog = Watchdog(config.watchdog_timeout)
-        self.pause_control = PauseControl(self._existing_core, self._wake)
+        self._hang_detection = HangDetection(self._watchdog, self._existing_core)
+        self._calls = Calls(self._sender.send_first, self._hang_detection.owed)
+        self.pause_control = PauseControl(self._existing_core, self._sender.wake)
         self.pins = PrefixPins(lambda: self._core)
         self.weights = Weights(self.call, self.pause_control)
         self.worker_power = WorkerPower()
         """Switch by which the worker is put to sleep and woken."""
         self.adapters = HeldAdapters(
-            self._existing_core, self._calls.call, self._wake, self._deliver
+            self._existing_core, self._calls.call, self._sender.wake, self._deliver
         )
-        self._accusation = ""
-        """Reason why the worker counts as hung; empty if it doesn't."""
-        self._overdue = trio.CancelScope()
-        """Cancelled when the worker counts as hung."""
 
     # ---- requests
 
@@ -141,7 +116,7 @@ class Scheduler:
             request.reject(error)
             return
         request.admit()
-        self._work.set()
+        self._sender.wake()
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent.
@@ -161,11 +136,11 @@ class Scheduler:
             assert self._core is not None
             drop = self._core.drop(sequence)
             if drop is not None:
-                self._outbox.append(drop)
+                self._sender.send_first(drop)
             output = self._core.abort(sequence, finish)
         if output is not None:
             self._deliver([output])
-        self._wake()
+        self._sender.wake()
         self._notify()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
@@ -191,11 +166,11 @@ class Scheduler:
         else:
             self._deliver(self._core.recovery.restart(limits))
             self._notify()
-        self._accusation = ""
+        self._hang_detection.accusation = ""
         self._num_attached += 1
         self._attached_at = trio.current_time()
         self._worker_there.set()
-        self._work.set()
+        self._sender.wake()
         # Read before either loop runs, because either may run first.
         first_plan = self._core.next_number
         recompiling = functools.partial(
@@ -203,14 +178,14 @@ class Scheduler:
             self._core,
             self._calls.call,
             conditions=self._planned,
-            wake=self._wake,
+            wake=self._sender.wake,
             deliver=self._deliver,
         )
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._send, link, self._core)
+                nursery.start_soon(self._sender.run, link, self._core)
                 nursery.start_soon(self._receive, link, self._core, first_plan)
-                nursery.start_soon(self._watch)
+                nursery.start_soon(self._hang_detection.watch)
                 nursery.start_soon(self.adapters.serve)
                 nursery.start_soon(recompiling)
         except BaseExceptionGroup as group:
@@ -219,11 +194,11 @@ class Scheduler:
             self._worker_there = trio.Event()
             self._core.now = trio.current_time()
             self._core.recovery.on_worker_lost()
-            self._is_stuck = False
             self._watchdog.settle_all(trio.current_time())
-            self._outbox.clear()
-            self._calls.on_worker_lost(self._accusation, sent_away=not self.worker_power.is_on)
-            self.adapters.on_worker_lost(self._accusation)
+            self._sender.on_worker_lost()
+            accusation = self._hang_detection.accusation
+            self._calls.on_worker_lost(accusation, sent_away=not self.worker_power.is_on)
+            self.adapters.on_worker_lost(accusation)
             self._notify()
         raise error
 
@@ -260,49 +235,16 @@ class Scheduler:
                 probation=len(fault_isolation.probation),
             )
 
-    @trio.lowlevel.enable_ki_protection
-    async def _send(self, link: Link, core: SchedulerCore) -> None:
-        """Send messages and plans as soon as there are any."""
-        while True:
-            message: wire.Message | None
-            if self._outbox:
-                message = self._outbox.popleft()
-            else:
-                message = core.next_plan(trio.current_time())
-                self._follow(core)
-                self.adapters.notify()
-                self._planned.notify()
-            if message is None:
-                self._check_idle(core)
-                self._work = trio.Event()
-                await self._work.wait()
-                continue
-            self._is_stuck = False
-            try:
-                await link.send(message)
-            except WorkerLost:
-                # The receiver notices too, once it has read all that the worker still sent.
-                return
+    def _note_plan(self) -> None:
+        """Take note of a new plan, or that there is none to make."""
+        self._hang_detection.follow()
+        self.adapters.notify()
+        self._planned.notify()
 
-    def _check_idle(self, core: SchedulerCore) -> None:
-        """Find out why there is nothing to send: log a stuck scheduler, or report an idle one."""
-        was_stuck = self._is_stuck
-        self._is_stuck = (
-            not core.in_flight
-            and core.num_unfinished > 0
-            and core.pause_gate.is_open
-            and not core.residency.wants_change
-            and not core.uncompiled
-        )
-        if self._is_stuck and not was_stuck:
-            _log.error(
-                "stuck: sequences are left, but no plan is made and none is in flight",
-                running=len(core.running),
-                waiting=core.num_waiting,
-            )
-        num_steps = core.counters.num_steps
-        if self.idle and num_steps > self._num_steps_idle:
-            self._num_steps_idle = num_steps
+    def _report_idle(self) -> None:
+        """Call ``on_idle`` if the scheduler is idle and has completed steps since the last call."""
+        if self.idle and self.num_steps > self._num_steps_idle:
+            self._num_steps_idle = self.num_steps
             self.on_idle()
 
     @trio.lowlevel.enable_ki_protection
@@ -322,43 +264,21 @@ class Scheduler:
                 case wire.Failure() if message.fatal or message.number >= first_valid:
                     self._end(core.recovery.on_failure(message), message.message)
                     first_valid = core.next_number
-                    self._outbox.append(wire.Reset(next_plan=first_valid))
+                    self._sender.send_first(wire.Reset(next_plan=first_valid))
                 case wire.Reply():
                     self._calls.answer(message)
                 case wire.Failure():
                     pass
                 case _:
                     raise WorkerLost(f"the worker sent {type(message).__name__} while serving")
-            self._follow(core)
-            self._wake()
+            self._hang_detection.follow()
+            self._sender.wake()
             self._notify()
-
-    async def _watch(self) -> None:
-        """Block until the worker counts as hung, then raise :exc:`WorkerLost`."""
-        while not self._accusation:
-            with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
-                await trio.sleep_forever()
-            if self._accusation or self._watchdog.forgive(trio.current_time()):
-                continue
-            # If this process itself was stopped, read first what the worker sent meanwhile.
-            await trio.sleep(SECOND_LOOK)
-            if not self._accusation and trio.current_time() >= self._watchdog.deadline:
-                self._accusation = self._watchdog.accusation()
-        raise WorkerLost(self._accusation, reason="hung")
-
-    def _follow(self, core: SchedulerCore) -> None:
-        """Move the watchdog's deadline to the oldest plan in flight."""
-        self._watchdog.follow(core.in_flight[0] if core.in_flight else None, trio.current_time())
-        self._overdue.deadline = self._watchdog.deadline
 
     def _notify(self) -> None:
         """Notify tasks that wait for a change of the state."""
         self.pause_control.notify()
         self.adapters.notify()
-
-    def _wake(self) -> None:
-        """Wake the sender: there may be something to send."""
-        self._work.set()
 
     def _existing_core(self) -> SchedulerCore:
         assert self._core is not None, "no worker has been attached yet"
@@ -387,25 +307,7 @@ class Scheduler:
 
     def report_fault(self, reason: str) -> None:
         """Treat the attached worker as hung, so that it is replaced."""
-        self._accusation = reason
-        self._overdue.cancel()
-
-    def _send_first(self, message: wire.Message) -> None:
-        """Send ``message`` before the next plan."""
-        self._outbox.append(message)
-        self._work.set()
-
-    @contextlib.contextmanager
-    def _owed(self, name: str, num_bytes: int) -> Iterator[None]:
-        """Let the watchdog expect the answer to a call that is sent before the next plan."""
-        before_plan = self._existing_core().next_number
-        reply = self._watchdog.expect(name, num_bytes, before_plan, trio.current_time())
-        self._overdue.deadline = self._watchdog.deadline
-        try:
-            yield
-        finally:
-            self._watchdog.settle(reply, trio.current_time())
-            self._overdue.deadline = self._watchdog.deadline
+        self._hang_detection.accuse(reason)
 
     # ---- observation
 
@@ -466,7 +368,7 @@ class Scheduler:
         but no plan is in flight and none is made, which is a bug.
         """
         late = self._watchdog.is_late(trio.current_time())
-        return self.attached and (late or self._is_stuck)
+        return self.attached and (late or self._sender.is_stuck)
 
     @property
     def idle(self) -> bool:
