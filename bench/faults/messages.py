@@ -34,6 +34,7 @@ from bench.faults.stage import engine_over, model_named, sole_worker
 from bench.report import Made, markdown, run_script
 from trioserve import Engine
 from trioserve.workers import supervisor
+from trioserve.workers.command import worker_command
 
 _STEPS_AFTER = 40
 """A worker that goes on for so many steps after the damage hasn't minded it."""
@@ -63,12 +64,12 @@ class Harmed:
 @contextlib.contextmanager
 def damaged_worker(harm: Harm) -> Iterator[None]:
     """Put the next worker, and no other, behind ``harm``."""
-    real, harms = supervisor.worker_command, [harm]
+    harms = [harm]
 
-    def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
-        return command(url, **attrs.asdict(harms.pop())) if harms else real(url)
+    def damaged_command(url: str) -> tuple[list[str], dict[str, str]]:
+        return command(url, **attrs.asdict(harms.pop())) if harms else worker_command(url)
 
-    with mock.patch.object(supervisor, "worker_command", worker_command):
+    with mock.patch.object(supervisor, "worker_command", damaged_command):
         yield
 
 

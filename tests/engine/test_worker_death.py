@@ -31,6 +31,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.workers import supervisor
+from trioserve.workers.command import worker_command
 from trioserve.workers.link import NngLink
 from trioserve.workers.supervisor import Supervisor
 
@@ -211,11 +212,10 @@ async def test_a_poisoned_context_costs_the_process_and_missing_memory_does_not(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, num_replaced: int
 ) -> None:
     once = tmp_path / "once"
-    command = supervisor.worker_command
 
     def failing_command(url: str) -> tuple[list[str], dict[str, str]]:
         program = FAILING.format(error=error)
-        return [sys.executable, "-P", "-c", program, str(once), url], command(url)[1]
+        return [sys.executable, "-P", "-c", program, str(once), url], worker_command(url)[1]
 
     monkeypatch.setattr(supervisor, "worker_command", failing_command)
     async with open_tiny_engine(tiny, max_plans_in_flight=2, max_num_batched_tokens=64) as engine:
@@ -356,6 +356,6 @@ def test_a_worker_keeps_few_compiled_products(monkeypatch: pytest.MonkeyPatch) -
     """Unless its user says how many."""
     monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
-    _, environment = supervisor.worker_command("ipc:///nowhere")
+    _, environment = worker_command("ipc:///nowhere")
     assert environment["LRU_CACHE_CAPACITY"] == "128"
     assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "512"

@@ -9,11 +9,8 @@ process is gone. No signal is needed for that, and none is sent while the worker
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
-import sys
-import sysconfig
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -28,6 +25,7 @@ from trioserve.observability.task_dump import reporting
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
 from trioserve.workers import Link
+from trioserve.workers.command import PACKAGES_FOLDER, worker_command
 from trioserve.workers.link import NngLink
 from trioserve.workers.power import WorkerPower
 from trioserve.workers.socket_folder import SocketFolder
@@ -44,48 +42,10 @@ SENT_BY_OTHERS = frozenset(
 )
 """Signals that come from outside the worker; the kernel sends SIGKILL when memory runs out."""
 
-BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Sizes of torch's and oneDNN's caches. By default each keeps 1,024 compiled products, one per
-shape, and prompts of all lengths make that most of a gigabyte.
-"""
-SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
-"""Iterations, some 50 to 150 µs, for which an OpenMP thread of torch spins before it sleeps.
-libgomp's default is a hundred times as long. Beside other work on the same cores, a thread may have
-to wait for a core that another one spins on, which would delay each operation by a turn of the
-system's scheduler.
-"""
-
-_PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 _log = get_logger("trioserve.worker")
 
 Attach = Callable[[Link, wire.Ready], Awaitable[None]]
 OnProgress = Callable[[wire.LoadingProgress], None]
-
-
-def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of a worker that dials ``url``.
-
-    ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't
-    imported.
-    """
-    environment = {**BOUNDED_CACHES, **package_environment()}
-    if "OMP_WAIT_POLICY" not in environment:
-        environment = {**SHORT_SPINS, **environment}
-    return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
-
-
-def package_environment() -> dict[str, str]:
-    """Return the environment of an interpreter that imports the same packages as this one.
-
-    A source checkout isn't on the path of a new interpreter, so its folder is added.
-    """
-    environment = dict(os.environ)
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    if _PACKAGES_FOLDER not in installed:
-        inherited = environment.get("PYTHONPATH")
-        paths = [str(_PACKAGES_FOLDER), *([inherited] if inherited else [])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return environment
 
 
 @contextlib.asynccontextmanager
@@ -115,11 +75,7 @@ async def run_worker(
         async def watch(scope: trio.CancelScope) -> None:
             nonlocal lost
             code = await process.wait()
-            lost = WorkerLost(
-                f"worker {process.pid} {describe_exit(code)}{when}",
-                from_outside=-code in SENT_BY_OTHERS,
-                reason="crashed",
-            )
+            lost = _exit_loss(process.pid, code, when)
             scope.cancel()
 
         body_error: BaseException | None = None
@@ -175,6 +131,15 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
+def _exit_loss(pid: int, code: int, when: str) -> WorkerLost:
+    """Return the loss of a process that has ended by itself or by a signal."""
+    return WorkerLost(
+        f"worker {pid} {describe_exit(code)}{when}",
+        from_outside=-code in SENT_BY_OTHERS,
+        reason="crashed",
+    )
+
+
 async def _greet(link: Link, start: wire.Start) -> None:
     with trio.move_on_after(HELLO_TIMEOUT) as scope:
         _check_hello(await link.receive())
@@ -208,7 +173,7 @@ async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wi
 def _check_hello(message: wire.Message) -> None:
     if not isinstance(message, wire.WorkerHello):
         raise WorkerLost(f"the worker began with {type(message).__name__} instead of Hello")
-    expected = _PACKAGES_FOLDER / "gpu"
+    expected = PACKAGES_FOLDER / "gpu"
     if Path(message.package).resolve() != expected:
         raise EngineError(
             f"the worker was loaded from {message.package}, not from {expected}: "

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.doc_blocks import ROOT
 from tests.support.tiny_models import make_tiny
-from trioserve.workers import supervisor
+from trioserve.workers.command import worker_command
 
 PROGRAM = """
 import sys
@@ -58,7 +58,7 @@ def test_threads_of_torch_do_not_wait_out_a_time_slice(monkeypatch: pytest.Monke
     """Unless the user says how they wait."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    _, environment = supervisor.worker_command("ipc:///nowhere")
+    _, environment = worker_command("ipc:///nowhere")
     # What libgomp says of itself when torch loads it: its own default is 300,000.
     done = subprocess.run(
         [sys.executable, "-c", "import torch"],
@@ -69,7 +69,7 @@ def test_threads_of_torch_do_not_wait_out_a_time_slice(monkeypatch: pytest.Monke
     )
     assert "GOMP_SPINCOUNT = '3000'" in done.stderr
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert supervisor.worker_command("ipc:///nowhere")[1]["GOMP_SPINCOUNT"] == "7"
+    assert worker_command("ipc:///nowhere")[1]["GOMP_SPINCOUNT"] == "7"
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert "GOMP_SPINCOUNT" not in supervisor.worker_command("ipc:///nowhere")[1]
+    assert "GOMP_SPINCOUNT" not in worker_command("ipc:///nowhere")[1]
