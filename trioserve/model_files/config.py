@@ -42,6 +42,13 @@ class RopeScaling:
     truncate: bool = True
     frequency_factors: tuple[float, ...] = ()
 
+    def stretched(self, max_positions: int) -> int:
+        """Return the number of positions for a file's ``max_positions``; YaRN may have more."""
+        if self.kind != "yarn":
+            return max_positions
+        stretched = int(self.factor * self.original_max_position_embeddings)
+        return min(max(max_positions, stretched), MAX_SIZE)
+
 
 @attrs.frozen(kw_only=True)
 class ExpertsConfig:

@@ -118,9 +118,8 @@ def read_config(header: GGUFHeader) -> ModelConfig:
     window = keys.positive("attention.sliding_window") if architecture == "llama" else None
     max_positions = keys.integer("context_length")
     scaling = _rope_scaling(keys, max_positions)
-    if scaling is not None and scaling.kind == "yarn":
-        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
-        max_positions = min(max(max_positions, stretched), MAX_SIZE)
+    if scaling is not None:
+        max_positions = scaling.stretched(max_positions)
     embeddings = header.tensors["token_embd.weight"]
     experts = _experts(keys, num_layers)
     config = ModelConfig(

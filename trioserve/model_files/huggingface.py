@@ -19,7 +19,6 @@ from trioserve.model_files.common_fields import (
 )
 from trioserve.model_files.config import (
     MAX_LAYERS,
-    MAX_SIZE,
     ModelConfig,
     RopeScaling,
     check_config,
@@ -85,9 +84,8 @@ def read_config(folder: Path) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     max_positions = fields.integer("max_position_embeddings")
     theta, scaling = _rope(fields, max_positions)
-    if scaling is not None and scaling.kind == "yarn":
-        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
-        max_positions = min(max(max_positions, stretched), MAX_SIZE)
+    if scaling is not None:
+        max_positions = scaling.stretched(max_positions)
     rope_layers = _rope_layers(fields, family, num_layers)
     attention_bias = fields.flag("attention_bias") and family not in ("mistral", "mixtral")
     has_head = _has_head(folder, values)
