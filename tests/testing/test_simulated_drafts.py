@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trioserve.requests.request import Sequence
-from trioserve.scheduler import drafts, planning
 from trioserve.scheduler.result_validation import Results
+from trioserve.scheduler.scheduler import drafts, planning
 from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Scenario, draw_scenario, run_scenario
 from trioserve.testing.simulation.draw import FIRST_RAGGED

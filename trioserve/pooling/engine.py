@@ -37,6 +37,7 @@ class PoolingEngine:
         """Return the embeddings of texts. Cancelling the call aborts it.
 
         A generative model gives embeddings too, made of the hidden states behind its last layer.
+        The arguments from ``request_id`` on are those of :meth:`generate`.
 
         Args:
             inputs: A text, the token ids of one, or a list of either. Ids are taken as they are,
@@ -49,15 +50,6 @@ class PoolingEngine:
                 of all (default: as the model's files say, else ``last``). An encoder's is fixed.
             truncate_prompt_tokens: Cut longer texts to as many tokens, -1 for as many as the model
                 takes (default: refuse longer texts).
-            request_id: A name for :meth:`abort` (default: a random one).
-            timeout: Seconds after which :exc:`~trioserve.protocol.errors.DeadlineExceeded` is
-                raised (default: the option ``default_timeout``); infinity for never.
-            arrived: Time on trio's clock from which ``timeout`` counts (default: now).
-            tenant: As for :meth:`generate`.
-            cache_salt: Share cached prefixes only with requests of the same salt.
-            adapter: Name of a loaded adapter (default: the model as it is).
-            traceparent: As for :meth:`generate`.
-            tracestate: As for :meth:`generate`.
 
         Raises:
             InvalidRequest: The model has another task, or an argument can't be served.
