@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -177,11 +178,13 @@ async def _open_front_end(
             remote,
             Metrics("fake"),
             open_remote,
-            RequestEngine,
+            functools.partial(
+                RequestEngine,
+                worker_restarts=lambda: remote.state.worker_restarts,
+                encoding=remote_encoding(model, remote.calls),
+            ),
             preparation=None,
             output_buffer=0,
-            worker_restarts=lambda: remote.state.worker_restarts,
-            encoding=remote_encoding(model, remote.calls),
             place=Place(index=index, count=config.api_server_count),
         ) as engine:
             server_api = RemoteServer(engine, remote, index)

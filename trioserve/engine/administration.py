@@ -1,7 +1,7 @@
 """The administration of an engine, wherever its scheduler runs.
 
-In a process of one's own it is :class:`trioserve.http.api.server_api.LocalServer`. A front end asks
-the engine process (:class:`trioserve.front_ends.client.server_api.RemoteServer`).
+In a process of one's own it is :class:`trioserve.engine.local_administration.LocalAdministration`.
+A front end asks the engine process (:class:`trioserve.front_ends.client.server_api.RemoteServer`).
 """
 
 from __future__ import annotations

@@ -226,12 +226,15 @@ async def run_engine(
         scheduler,
         metrics,
         start_worker,
-        functools.partial(Engine, worker_life=lambda: supervisor.life),
+        functools.partial(
+            Engine,
+            worker_life=lambda: supervisor.life,
+            worker_restarts=lambda: supervisor.restarts,
+            encoding=encoding,
+        ),
         preparation=Preparation(
             scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
-        worker_restarts=lambda: supervisor.restarts,
-        encoding=encoding,
         asks_idle_worker=asks_idle_worker,
     ) as engine:
         scheduler.on_idle = engine.on_none_open
@@ -257,6 +260,21 @@ class Place:
         total = max(config.max_total_stream_bytes // self.count, 1)
         return StreamBudget(config.max_stream_bytes, total)
 
+    def request_maker(
+        self, config: EngineConfig, model: LoadedModel, ready: wire.Ready
+    ) -> RequestMaker:
+        """Return the maker of this process's requests."""
+        return RequestMaker(
+            config=config,
+            tokenizer=model.tokenizer,
+            generation=model.generation,
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            stream_budget=self.stream_budget(config),
+            seeds=self.seeds(config),
+        )
+
 
 @contextlib.asynccontextmanager
 async def run_tasks(
@@ -268,34 +286,17 @@ async def run_tasks(
     make_engine: Callable[..., _Engine],
     *,
     preparation: Preparation | None,
-    worker_restarts: Callable[[], int],
-    encoding: Encoding | None = None,
     asks_idle_worker: bool = False,
     output_buffer: float = math.inf,
     place: Place = Place(),
 ) -> AsyncIterator[_Engine]:
     """Run the engine's tasks over a back end of requests.
 
-    Args:
-        config: the engine's options.
-        model: its tokenizer, its name, its defaults.
-        backend: takes the requests.
-        metrics: counts.
-        open_backend: starts the tasks that the backend needs, and says what its worker can hold.
-        make_engine: the class of the engine.
-        preparation: the task between tokenizer and backend; None in a front end.
-        worker_restarts: tells how many workers were replaced.
-        encoding: computes texts as a whole, if the model is an encoder.
-        asks_idle_worker: whether a worker with nothing to do is asked if it holds nothing.
-        output_buffer: batches of outputs that may wait for the detokenizer.
-        place: which process of a server this is.
+    ``open_backend`` starts the tasks that the backend needs, and says what its worker can hold.
+    ``make_engine`` gets the fields that are made here. ``preparation`` is the task between
+    tokenizer and backend; None in a front end. With ``asks_idle_worker``, an idle worker is asked
+    if it holds nothing. At most ``output_buffer`` batches of outputs wait for the detokenizer.
     """
-    to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
-    to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
-    to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
-    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](
-        output_buffer
-    )
     engine: _Engine | None = None
 
     def on_failure(error: EngineError) -> None:
@@ -306,40 +307,24 @@ async def run_tasks(
         assert engine is not None
         engine.on_finished(sequence, finish)
 
+    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](
+        output_buffer
+    )
     detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
     async with open_tasks(on_failure) as tasks:
-        if preparation is None:
-            tasks.start_soon(TokenizerTask(model.tokenizer).run, tokenizer_inbox, to_backend)
-        else:
-            tasks.start_soon(TokenizerTask(model.tokenizer).run, tokenizer_inbox, to_preparation)
-            tasks.start_soon(preparation.run, preparation_inbox, to_backend)
+        to_tokenizer, backend_inbox = _start_preparing(tasks, model, preparation)
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
         model.tokenizer.bound(ready.max_model_len)
         engine = make_engine(
+            **_model_fields(model),
             config=config,
-            model_name=model.name,
-            tokenizer=model.tokenizer,
             metrics=metrics,
             ready=ready,
-            generation=model.generation,
-            task=model.task,
-            encoding=encoding,
-            embedding=model.embedding or DecoderEmbedding(),
-            requests=RequestMaker(
-                config=config,
-                tokenizer=model.tokenizer,
-                generation=model.generation,
-                max_model_len=ready.max_model_len,
-                vocab_size=ready.vocab_size,
-                eos_token_ids=model.eos_token_ids,
-                stream_budget=place.stream_budget(config),
-                seeds=place.seeds(config),
-            ),
+            requests=place.request_maker(config, model, ready),
             scheduler=backend,
             to_tokenizer=to_tokenizer,
-            worker_restarts=worker_restarts,
         )
         tasks.is_ready = True
         metrics.watch(engine)
@@ -352,6 +337,33 @@ async def run_tasks(
         finally:
             # The worker's end takes a moment; readers are told before it.
             engine.close(EngineError("the engine is closed"))
+
+
+def _start_preparing(
+    tasks: EngineTasks, model: LoadedModel, preparation: Preparation | None
+) -> tuple[trio.MemorySendChannel[Request], trio.MemoryReceiveChannel[Request]]:
+    """Start the tasks before the back end; return the first one's channel and the back end's."""
+    to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
+    to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
+    tokenizer = TokenizerTask(model.tokenizer)
+    if preparation is None:
+        tasks.start_soon(tokenizer.run, tokenizer_inbox, to_backend)
+    else:
+        to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
+        tasks.start_soon(tokenizer.run, tokenizer_inbox, to_preparation)
+        tasks.start_soon(preparation.run, preparation_inbox, to_backend)
+    return to_tokenizer, backend_inbox
+
+
+def _model_fields(model: LoadedModel) -> dict[str, Any]:
+    """Return the fields of an engine that come from its model."""
+    return {
+        "model_name": model.name,
+        "tokenizer": model.tokenizer,
+        "generation": model.generation,
+        "task": model.task,
+        "embedding": model.embedding or DecoderEmbedding(),
+    }
 
 
 def _report(engine: RequestEngine) -> str:

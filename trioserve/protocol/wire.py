@@ -358,6 +358,8 @@ Message = (
 )
 
 _CLASSES: tuple[type, ...] = typing.get_args(Message)
+_PARTS = (OpenSlot, PromptPiece, PooledPrompt, MockSteps, SamplerParams, Grammar)
+"""The classes of the messages' fields."""
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
@@ -389,14 +391,6 @@ def schema_hash() -> str:
     """Return a hash of every message's fields and types; both sides must have the same."""
     description = [
         (cls.__name__, [(field.name, str(field.type)) for field in attrs.fields(cls)])
-        for cls in (
-            *_CLASSES,
-            OpenSlot,
-            PromptPiece,
-            PooledPrompt,
-            MockSteps,
-            SamplerParams,
-            Grammar,
-        )
+        for cls in (*_CLASSES, *_PARTS)
     ]
     return hashlib.sha256(repr(description).encode()).hexdigest()[:16]

@@ -37,15 +37,13 @@ from trioserve.testing.fake_faults import Script, StepFails, WorkerDies
 from trioserve.testing.fake_model import (
     TokenFunction,
     adapter_shift,
-    digests_of,
     draw,
     fake_logprob,
     fake_logprobs,
     hashed_token,
     prompt_piece,
 )
-
-Ints = npt.NDArray[np.int32]
+from trioserve.testing.fake_pages import FakePages
 
 Accepted = Callable[[list[int]], int]
 """Function that returns how many drafted tokens are accepted after a context."""
@@ -124,15 +122,10 @@ class FakeWorker:
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
     _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
-    _tokens: Ints = attrs.field(init=False, repr=False)
-    """[all pages * page_size]: the token at each place, -1 for none."""
-    _digests: npt.NDArray[np.uint64] = attrs.field(init=False, repr=False)
-    """[all pages * page_size]: the digest of each place's token and all tokens before it."""
+    _pages: FakePages = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        size = (self.num_pages + self.num_host_pages) * self.page_size
-        self._tokens = np.full(size, -1, dtype=np.int32)
-        self._digests = np.zeros(size, dtype=np.uint64)
+        self._pages = FakePages(self.num_pages, self.num_host_pages, self.page_size)
 
     def ready(self, **changes: Any) -> wire.Ready:
         """Return the message of a worker like this once its model is loaded."""
@@ -226,17 +219,7 @@ class FakeWorker:
         assert len(used) <= self.max_loras, "too many adapters are computed together"
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
-        self._copy(wire.ints(plan.copies).reshape(-1, 2))
-
-    def _copy(self, copies: Ints) -> None:
-        """Copy pages; the sources hold no valid content afterwards."""
-        for source, destination in copies.tolist():
-            assert (source < self.num_pages) != (destination < self.num_pages), "on one side"
-            for column in (self._tokens, self._digests):
-                pages = column.reshape(-1, self.page_size)
-                pages[destination] = pages[source]
-            gone = slice(source * self.page_size, (source + 1) * self.page_size)
-            self._tokens[gone] = -1
+        self._pages.copy(wire.ints(plan.copies).reshape(-1, 2))
 
     def _compute(self, slot: _Slot, count: int) -> list[int]:
         """Compute the next ``count`` tokens of ``slot``, and sample if they are its last.
@@ -255,7 +238,7 @@ class FakeWorker:
         assert count <= self.max_row_tokens, "more tokens are to be computed than there are"
         assert start == num_known - 1 >= slot.prompt_length, "tokens are drafted too early"
         # Whatever is accepted, its places are written again.
-        self._tokens[self._places(slot, stop)[num_known:]] = -1
+        self._pages.forget(self._pages.places(slot.pages, stop)[num_known:])
         accepted = min(self.accepted(slot.tokens), stop - num_known)
         given = self._advance(slot, num_known)
         for _ in range(accepted):
@@ -267,16 +250,15 @@ class FakeWorker:
     def _advance(self, slot: _Slot, stop: int) -> list[int]:
         """Compute the tokens of ``slot`` before ``stop``; draw the next one at their end."""
         start = slot.computed
-        places = self._places(slot, stop)
-        before = self._digests[places[start - 1]] if start else self._origin(slot)
-        tokens = np.array(slot.tokens[start:stop], dtype=np.int32)
-        self._tokens[places[start:]] = tokens
-        self._digests[places[start:]] = before + digests_of(tokens, start)
+        places = self._pages.places(slot.pages, stop)
+        self._pages.write(slot.tokens[start:stop], places, self._origin(slot))
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
         assert slot.adapter == 0 or slot.adapter in self.adapters, "an adapter is gone that is used"
-        token = draw(self.token, self._read(slot, places), slot.sampler)
+        context = self._pages.read(places, self._origin(slot))
+        assert context == slot.tokens, "a page holds other tokens than its sequence"
+        token = draw(self.token, context, slot.sampler)
         if slot.adapter and token >= 0:
             token = (token + adapter_shift(self.adapters[slot.adapter])) % self.vocab_size
         slot.tokens.append(token)
@@ -320,23 +302,6 @@ class FakeWorker:
         for other in self.slots.values():
             if other is not slot:
                 assert written.isdisjoint(other.pages), "a page of another sequence is written"
-
-    def _places(self, slot: _Slot, length: int) -> npt.NDArray[np.int64]:
-        """Return the places of the first ``length`` tokens of ``slot``."""
-        position = np.arange(length)
-        pages = np.array(slot.pages)[position // self.page_size]
-        return pages * self.page_size + position % self.page_size
-
-    def _read(self, slot: _Slot, places: npt.NDArray[np.int64]) -> list[int]:
-        """Return the context of ``slot`` from its pages."""
-        tokens = self._tokens[places]
-        assert np.array_equal(self._digests[places], self._origin(slot) + digests_of(tokens, 0)), (
-            "a page was computed after other tokens than those that stand before it, or with "
-            "other weights or another adapter"
-        )
-        context: list[int] = tokens.tolist()
-        assert context == slot.tokens, "a page holds other tokens than its sequence"
-        return context
 
     def _result(
         self, plan: wire.Plan, given: list[list[int]], pieces: list[wire.PromptPiece]

@@ -160,11 +160,13 @@ class _FrontEnd:
                 remote,
                 metrics,
                 open_remote,
-                RequestEngine,
+                functools.partial(
+                    RequestEngine,
+                    worker_restarts=lambda: remote.state.worker_restarts,
+                    encoding=remote_encoding(model, remote.calls),
+                ),
                 preparation=None,
                 output_buffer=0,
-                worker_restarts=lambda: remote.state.worker_restarts,
-                encoding=remote_encoding(model, remote.calls),
                 place=Place(index=start.index, count=start.count),
             ) as engine:
                 tracing.model_name = engine.model_name

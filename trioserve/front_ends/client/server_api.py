@@ -39,7 +39,7 @@ HEALTH_SECONDS = 5.0
 
 @attrs.define(eq=False)
 class RemoteServer(AdministrationCalls):
-    """A server of several processes, as :class:`~trioserve.http.api.server_api.Whole` describes it.
+    """A server of several processes: :class:`~trioserve.http.api.server_api.ServerApi`.
 
     Args:
         engine: this process's.

@@ -108,20 +108,7 @@ class EngineServer:
             worker_life=lambda: supervisor.life,
         )
         """The source of snapshots."""
-        self._context = ServerContext(
-            scheduler=scheduler,
-            enter=self._enter,
-            forget=self._forget,
-            submit=submit,
-            clock=self._clock,
-            on_line=self._on_line,
-            permits=Counter(),
-            max_seats=config.max_requests_per_key or 0,
-            sessions=self.sessions,
-            monitor=self.monitor,
-            look_around=self._peers.look_around,
-            patience=patience_of(config.engine),
-        )
+        self._context = self._make_context(config, submit)
         self._administration = HostedAdministration(
             scheduler=scheduler,
             control=self._control,
@@ -135,6 +122,25 @@ class EngineServer:
         )
         self.on_none_open: Callable[[], None] = lambda: None
         """Called whenever the last open request has ended."""
+
+    def _make_context(
+        self, config: ServerConfig, submit: Callable[[Request], None]
+    ) -> ServerContext:
+        """Return the parts of this process that front ends share."""
+        return ServerContext(
+            scheduler=self._scheduler,
+            enter=self._enter,
+            forget=self._forget,
+            submit=submit,
+            clock=self._clock,
+            on_line=self._on_line,
+            permits=Counter(),
+            max_seats=config.max_requests_per_key or 0,
+            sessions=self.sessions,
+            monitor=self.monitor,
+            look_around=self._peers.look_around,
+            patience=patience_of(config.engine),
+        )
 
     # ---- front ends
 

@@ -131,41 +131,12 @@ def create_app(
         priority_keys=config.priority_api_key,
         max_requests=config.max_requests_per_key,
     )
-    hosts = AllowedHosts(config.allowed_hosts, config.host)
     routes = served_routes(config)
     _add_routes(app, service, keys, routes)
     app.register_error_handler(Exception, _on_error)
-
-    admission = _Admission(engine)
-    generating_rules = {
-        rule for route in routes if route.events is not None for rule in route.rules
-    }
-    control_rules = {rule for route in routes if route.control for rule in route.rules}
-
-    @app.before_request
-    async def authorize() -> quart.Response | None:
-        # Quart would run a function that isn't async in a thread for each request.
-        request = cast(LoggedRequest, quart.request)
-        rule = request.url_rule
-        if rule is not None:
-            request.record.route = rule.rule
-        answer = _preflight(request, app.cross_origin)
-        if answer is None and config.console:
-            answer = console_redirect(request)
-        is_open = request.path in OPEN_PATHS or (rule is not None and rule.rule in OPEN_PATHS)
-        if answer is None and not is_open:
-            control = rule is not None and rule.rule in control_rules
-            caller = keys.caller(authorization_of(request.headers), control=control)
-            if caller is None:
-                _check_host(request, hosts)
-            request.record.key = None if caller is None else caller.name
-            request.record.tenant = keys.tenant(caller)
-            request.record.may_set_priority = keys.may_set_priority(caller)
-            request.at_end.enter_context(await server_api.permit(keys, caller))
-            if rule is not None and rule.rule in generating_rules:
-                await admission.check(request.record.tenant)
-        return answer
-
+    entry = _Entry(engine, config, server_api, keys, app.cross_origin, routes)
+    # Quart would run a function that isn't async in a thread for each request.
+    app.before_request(entry.check)
     return app
 
 
@@ -181,6 +152,53 @@ def _empty_app(engine: RequestEngine, config: ServerConfig) -> App:
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_size
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     return app
+
+
+class _Entry:
+    """The checks of every request before its body is read: host, key, permit and room."""
+
+    def __init__(
+        self,
+        engine: RequestEngine,
+        config: ServerConfig,
+        server_api: ServerApi,
+        keys: Keys,
+        cross_origin: CrossOrigin,
+        routes: Sequence[Route],
+    ) -> None:
+        self._config = config
+        self._server_api = server_api
+        self._keys = keys
+        self._cross_origin = cross_origin
+        self._hosts = AllowedHosts(config.allowed_hosts, config.host)
+        self._admission = _Admission(engine)
+        self._generating_rules = {
+            rule for route in routes if route.events is not None for rule in route.rules
+        }
+        self._control_rules = {rule for route in routes if route.control for rule in route.rules}
+
+    async def check(self) -> quart.Response | None:
+        """Return an answer that needs no handler, or None; refuse a request by raising."""
+        request = cast(LoggedRequest, quart.request)
+        rule = request.url_rule
+        if rule is not None:
+            request.record.route = rule.rule
+        answer = _preflight(request, self._cross_origin)
+        if answer is None and self._config.console:
+            answer = console_redirect(request)
+        is_open = request.path in OPEN_PATHS or (rule is not None and rule.rule in OPEN_PATHS)
+        if answer is None and not is_open:
+            control = rule is not None and rule.rule in self._control_rules
+            caller = self._keys.caller(authorization_of(request.headers), control=control)
+            if caller is None:
+                _check_host(request, self._hosts)
+            request.record.key = None if caller is None else caller.name
+            request.record.tenant = self._keys.tenant(caller)
+            request.record.may_set_priority = self._keys.may_set_priority(caller)
+            request.at_end.enter_context(await self._server_api.permit(self._keys, caller))
+            if rule is not None and rule.rule in self._generating_rules:
+                await self._admission.check(request.record.tenant)
+        return answer
 
 
 def _check_host(request: LoggedRequest, hosts: AllowedHosts) -> None:

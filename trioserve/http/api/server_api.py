@@ -14,17 +14,13 @@ from typing import Protocol
 
 import attrs
 
-from trioserve._util.feed import Tail
 from trioserve.engine.administration import Administration
-from trioserve.engine.engine import Engine
+from trioserve.engine.local_administration import LocalAdministration
 from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.openai.responses.store import KeptResponses, ResponseStore
 from trioserve.observability.health import health_word
 from trioserve.observability.live import Snapshot, subject_of
-from trioserve.observability.statistics import EngineStatistics
-from trioserve.scheduler.cache_events import CacheEvent
-from trioserve.scheduler.iterations import Iteration
 
 Seat = contextlib.AbstractContextManager[None]
 Pictures = Callable[[], Awaitable[Snapshot]]
@@ -56,31 +52,14 @@ class ServerApi(Administration, ResponseStore, Protocol):
 
 
 @attrs.frozen
-class LocalServer:
+class LocalServer(LocalAdministration):
     """A server that is one engine in one process."""
 
-    _engine: Engine
-    _iterations: Tail[Iteration] = attrs.field(
-        init=False,
-        default=attrs.Factory(
-            lambda self: Tail(lambda: self._engine.iterations()), takes_self=True
-        ),
-    )
-    _cache_events: Tail[CacheEvent] = attrs.field(
-        init=False,
-        default=attrs.Factory(
-            lambda self: Tail(lambda: self._engine.cache_events()), takes_self=True
-        ),
-    )
     responses: KeptResponses = attrs.field(init=False, factory=KeptResponses)
 
     async def health_word(self) -> str:
         """Return one word for its health: ``ok``, ``draining``, ``no_worker`` or ``stalled``."""
         return health_word(self._engine)
-
-    async def statistics(self) -> EngineStatistics:
-        """Return the current counts."""
-        return self._engine.statistics()
 
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -92,67 +71,6 @@ class LocalServer:
         """Return a block in which a request of ``caller`` is open; entering raises ``KeyLimit``."""
         return keys.counted(caller)
 
-    async def pause(self, mode: str, refuse: bool) -> None:
-        """Pause as :meth:`trioserve.Engine.pause`."""
-        await self._engine.pause(mode, refuse=refuse)
-
-    async def resume(self) -> None:
-        """Resume as :meth:`trioserve.Engine.resume`."""
-        self._engine.resume()
-
-    async def paused(self) -> bool:
-        """Return :attr:`trioserve.Engine.paused`."""
-        return self._engine.paused
-
-    async def memory_released(self) -> bool:
-        """Return :attr:`trioserve.Engine.memory_released`."""
-        return self._engine.memory_released
-
-    async def abort(self, ids: list[str], prefix: bool) -> int:
-        """Call :meth:`trioserve.Engine.abort` for each of ``ids``; return how many were ended."""
-        return sum(self._engine.abort(id, prefix=prefix) for id in ids)
-
-    async def flush_cache(self) -> int:
-        """Flush the cache as :meth:`trioserve.Engine.flush_cache`."""
-        return self._engine.flush_cache()
-
-    async def update_weights(self, model: str, mode: str, version: str | None) -> str:
-        """Update as :meth:`trioserve.Engine.update_weights`; return the new version's name."""
-        await self._engine.update_weights(model, mode=mode, weight_version=version)
-        return self._engine.weight_version
-
-    async def weight_version(self) -> str:
-        """Return :attr:`trioserve.Engine.weight_version`."""
-        return self._engine.weight_version
-
-    async def set_weights_version(self, version: str) -> None:
-        """Give the current weights another version name."""
-        self._engine.weight_version = version
-
-    async def release_memory(self) -> None:
-        """Release memory as :meth:`trioserve.Engine.release_memory`."""
-        await self._engine.release_memory()
-
-    async def resume_memory(self) -> None:
-        """Resume as :meth:`trioserve.Engine.resume_memory`."""
-        await self._engine.resume_memory()
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load as :meth:`trioserve.Engine.load_adapter`."""
-        await self._engine.load_adapter(name, path)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload as :meth:`trioserve.Engine.unload_adapter`."""
-        await self._engine.unload_adapter(name)
-
-    async def iterations(self) -> list[Iteration]:
-        """Return the newest steps since the last call; the first returns none."""
-        return self._iterations.take()
-
-    async def cache_events(self) -> list[CacheEvent]:
-        """Return the prefix cache's newest events since the last call; the first returns none."""
-        return self._cache_events.take()
-
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
         """Take snapshots as :meth:`trioserve.observability.live.Monitor.watched`."""
@@ -162,27 +80,6 @@ class LocalServer:
                 return watcher.take()
 
             yield take
-
-    async def open_session(
-        self,
-        id: str | None,
-        capacity: int,
-        timeout: float,
-        owner: str | None,
-        tenant: str,
-        goes_on: bool,
-    ) -> str:
-        """Open a session as :meth:`trioserve.engine.sessions.sessions.Sessions.open`; return its
-        id.
-        """
-        session = self._engine.sessions.open(
-            id, capacity=capacity, timeout=timeout, owner=owner, tenant=tenant, goes_on=goes_on
-        )
-        return session.id
-
-    async def close_session(self, id: str, owner: str | None) -> None:
-        """Close a session of ``owner``; raise ``InvalidRequest`` if there is none of that id."""
-        self._engine.sessions.find(id, owner).close()
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """Return the function that generates a turn of a session, or raise ``InvalidRequest``."""

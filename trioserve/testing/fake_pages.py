@@ -1,0 +1,70 @@
+"""The page pool of a worker without a model: tokens in place of keys and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.testing.fake_model import digests_of
+
+Ints = npt.NDArray[np.int32]
+Places = npt.NDArray[np.int64]
+
+
+class FakePages:
+    """Pages that hold tokens, each token with a digest of everything before it.
+
+    Args:
+        num_pages: pages of the device; their numbers come first.
+        num_host_pages: pages of the host.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, num_pages: int, num_host_pages: int, page_size: int) -> None:
+        self._num_pages = num_pages
+        self._page_size = page_size
+        size = (num_pages + num_host_pages) * page_size
+        self._tokens = np.full(size, -1, dtype=np.int32)
+        """[all pages * page_size]: the token at each place, -1 for none."""
+        self._digests = np.zeros(size, dtype=np.uint64)
+        """[all pages * page_size]: the digest of each place's token and all tokens before it."""
+
+    def places(self, pages: list[int], length: int) -> Places:
+        """Return the places of the first ``length`` tokens of a sequence with these pages."""
+        position = np.arange(length)
+        numbers = np.array(pages)[position // self._page_size]
+        return numbers * self._page_size + position % self._page_size
+
+    def copy(self, copies: Ints) -> None:
+        """Copy pages; the sources hold no valid content afterwards."""
+        for source, destination in copies.tolist():
+            assert (source < self._num_pages) != (destination < self._num_pages), "on one side"
+            for column in (self._tokens, self._digests):
+                pages = column.reshape(-1, self._page_size)
+                pages[destination] = pages[source]
+            self._tokens[source * self._page_size : (source + 1) * self._page_size] = -1
+
+    def forget(self, places: Places) -> None:
+        """Write a token that no sequence has to these places."""
+        self._tokens[places] = -1
+
+    def write(self, tokens: list[int], places: Places, origin: np.uint64) -> None:
+        """Write the last of a sequence's tokens; ``places`` are those of all its tokens.
+
+        ``origin`` is the start of the sequence's digests.
+        """
+        start = len(places) - len(tokens)
+        before = self._digests[places[start - 1]] if start else origin
+        column = np.array(tokens, dtype=np.int32)
+        self._tokens[places[start:]] = column
+        self._digests[places[start:]] = before + digests_of(column, start)
+
+    def read(self, places: Places, origin: np.uint64) -> list[int]:
+        """Return the tokens of a sequence from its pages, whose digests have to fit them."""
+        tokens = self._tokens[places]
+        assert np.array_equal(self._digests[places], origin + digests_of(tokens, 0)), (
+            "a page was computed after other tokens than those that stand before it, or with "
+            "other weights or another adapter"
+        )
+        context: list[int] = tokens.tolist()
+        return context
