@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trioserve.requests.request import Sequence
+from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.scheduler import drafts, planning
 from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Scenario, draw_scenario, run_scenario
 from trioserve.testing.simulation.draw import FIRST_RAGGED
@@ -58,17 +58,15 @@ def _rejected_drafts_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _drafts_have_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_grow", lambda _, extra, *__: extra)
+    monkeypatch.setattr("trioserve.scheduler.drafts._grow", lambda _, extra, *__: extra)
 
 
 def _a_row_follows_one_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = drafts.plan_drafts
-
-    def plan_drafts(builder: Any, memory: Any, max_row_tokens: int) -> None:
-        original(builder, memory, max_row_tokens)
+    def plan_drafts_of_settled_rows(builder: Any, memory: Any, max_row_tokens: int) -> None:
+        plan_drafts(builder, memory, max_row_tokens)
         memory.counts.unsettled[:] = False
 
-    monkeypatch.setattr(planning, "plan_drafts", plan_drafts)
+    monkeypatch.setattr("trioserve.scheduler.planning.plan_drafts", plan_drafts_of_settled_rows)
 
 
 def _log_probabilities_are_those_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
