@@ -214,7 +214,7 @@ class RequestEngine(PoolingEngine):
         Args:
             prompt: text, token ids, messages of a chat, or one of the prompt classes.
             params: how to sample; or give its fields as keyword arguments.
-            request_id: a name for logs (default: a random one).
+            request_id: a name for logs and :meth:`abort` (default: a random one).
             priority: smaller runs sooner under the priority policy.
             timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised
                 (default: the option ``default_timeout``); infinity for never.

@@ -52,13 +52,9 @@ class PoolingEngine:
                 takes (default: refuse longer texts).
 
         Raises:
-            InvalidRequest: The model has another task, or an argument can't be served.
-            AdapterNotFound: No adapter of that name is loaded.
+            InvalidRequest: The model has another task, or an argument can't be served. All errors
+                of :meth:`generate` may occur, too.
             ContextTooLong: A text is longer than the model takes.
-            QueueFull: Too many texts wait, or too many tokens in them.
-            Draining: The engine is shutting down.
-            Paused: The engine is paused and refuses requests.
-            DeadlineExceeded: The timeout ran out.
             RequestAborted: The request was aborted.
             EngineError: The worker can't compute one of the texts, or the engine failed.
         """
