@@ -94,7 +94,7 @@ class Stand:
 
     @classmethod
     def emulated(cls) -> Stand:
-        """The tiny shape on the CPU."""
+        """Return the tiny shape on the CPU."""
         from gpu.kernels.emulation import EmulatedLoader
 
         loader = EmulatedLoader()
@@ -228,7 +228,7 @@ def _row(one: Measured, config: ModelConfig, ceilings: Ceilings) -> list[str]:
 
 
 def _verdict(one: Measured, floors: float) -> str:
-    """The targets hold for what is served with: graphs, and two plans in flight."""
+    """Return the verdict on what is served with: graphs, and two plans in flight."""
     if not one.graphs or one.in_flight != 2:
         return ""
     step = "met" if floors <= DECODE_STEP else "MISSED"

@@ -79,7 +79,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "__main__": "kernels models loading cpu worker",
     },
 }
-"""What each folder may import of its own package, from the lowest layer to the highest.
+"""Imports that each folder may make in its own package, from the lowest layer up.
 
 A folder within a folder has a line of its own where it stands in another layer.
 """

@@ -48,6 +48,10 @@ def test_every_module_is_in_a_layer() -> None:
         assert {name for name in outside if layer_of(name) is None} <= {"trioserve.__main__"}
 
 
+def test_no_modules_import_in_a_circle(imports: list[Import]) -> None:
+    assert circles(imports) == []
+
+
 def test_an_import_of_a_higher_layer_is_found() -> None:
     planted = Import("trioserve.protocol.wire", "trioserve.engine.engine")
     assert list(forbidden([planted])) == [planted]

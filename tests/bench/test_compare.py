@@ -1,4 +1,4 @@
-"""Comparisons: who is measured when, what becomes of failures, tables and targets."""
+"""Comparisons: the order of measurements, failures, tables and targets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def healthy(name: str) -> Server:
-    """A server that only says that it is well."""
+    """Open a server that only says that it is well."""
     code = (
         "import http.server as h, sys\n"
         "class Handler(h.BaseHTTPRequestHandler):\n"
@@ -64,7 +64,7 @@ def healthy(name: str) -> Server:
 
 @attrs.define
 class Fake:
-    """A scenario that asks nobody; ``seconds`` is what each turn takes."""
+    """A scenario without requests; each turn takes ``seconds``."""
 
     name: str = "fake"
     seconds: float = 0.0
@@ -415,7 +415,7 @@ def test_a_file_in_another_format_is_the_same_model(tmp_path: Path) -> None:
 
 
 def counting() -> Server:
-    """A server that answers everything with one token, and says so."""
+    """Open a server that answers everything with one token, and says so."""
     code = """
 import http.server, json, sys
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What the fault tests are made of: they have to notice what they look for."""
+"""Parts of the fault tests: each has to notice the fault that it looks for."""
 
 from __future__ import annotations
 

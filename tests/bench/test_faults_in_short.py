@@ -50,8 +50,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @asynccontextmanager
 async def under_load(model: str, **options: Any) -> AsyncIterator[tuple[Engine, Steady]]:
-    """An engine, and clients that ask it for the same things again and again, for as long as the
-    block lasts. Then every answer has to be the undisturbed one, and nothing may be left."""
+    """Open an engine and clients that repeat the same requests until the block is left. Then every answer has to be the undisturbed one, and nothing may be left."""
     outside = await Holdings.now()
     async with engine_over(model, **options) as engine:
         load = Steady(engine=engine, clients=4, requests=8)
@@ -145,7 +144,7 @@ async def test_no_room_for_a_worker_is_a_pause_however_long(autojump_clock: obje
 async def test_three_hundred_clients_that_leave_at_random_moments(model: str) -> None:
     async with under_load(model) as (engine, _), serve_here(engine) as port:
         statuses = await crowd(port, 300, seed=1, spread=0.5)
-        # Some had been answered by then, and nobody with an error of the server's.
+        # Some had been answered by then, and none with an error of the server's.
         assert statuses[200] > 0
         assert set(statuses) <= {0, 200}
 

@@ -50,7 +50,7 @@ class FakeProcess:
     seconds: float
     began: float
     written: float = 0.0
-    """When it last added to its table."""
+    """Time at which it last added to its table."""
     ended: bool = False
 
     def poll(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a rented GPU is given and gives back: the prepared folder, the results and the pages."""
+"""Traffic to a rented GPU and back: the prepared folder, the results and the pages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BROUGHT_TOO = {
 
 
 def needs(names: Sequence[str], known: set[str]) -> set[str]:
-    """The packages that ``names`` need, themselves included, without looking behind ``known``."""
+    """Return ``names`` and the packages that they need, without those behind ``known``."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:

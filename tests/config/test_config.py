@@ -33,7 +33,7 @@ def build(cls: type, **values: Any) -> Any:
 
 
 def sample(option: Option) -> tuple[str, Any]:
-    """A text that is not the option's default, with the value that it stands for."""
+    """Return a text that is not the option's default, with the value that it stands for."""
     if option.choices is not None:
         text = next(choice for choice in option.choices if choice != option.default)
         return text, text

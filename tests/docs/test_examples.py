@@ -50,7 +50,7 @@ def load(name: str) -> ModuleType:
 
 
 async def use_the_web_app(main: Any, printed: Any) -> None:
-    """A story is told, another is left, and OpenAI's API is there."""
+    """Check that a story is told, another is left, and OpenAI's API is there."""
     async with trio.open_nursery() as nursery:
         (url,) = await nursery.start(main, 0)
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:

@@ -20,7 +20,7 @@ MOST_SEEDS = 60
 
 
 def drafting_scenarios(count: int) -> list[Scenario]:
-    """The first scenarios whose workers draft tokens."""
+    """Return the first scenarios whose workers draft tokens."""
     scenarios = map(draw_scenario, itertools.count(FIRST_RAGGED))
     drafting = (each for each in scenarios if each.worker.max_row_tokens > 1)
     return list(itertools.islice(drafting, count))
