@@ -50,7 +50,10 @@ def temporary_folder() -> Iterator[Path]:
 
 @asynccontextmanager
 async def under_load(model: str, **options: Any) -> AsyncIterator[tuple[Engine, Steady]]:
-    """Open an engine and clients that repeat the same requests until the block is left. Then every answer has to be the undisturbed one, and nothing may be left."""
+    """Open an engine and clients that repeat the same requests until the block is left.
+
+    Then every answer has to be the undisturbed one, and nothing may be left.
+    """
     outside = await Holdings.now()
     async with engine_over(model, **options) as engine:
         load = Steady(engine=engine, clients=4, requests=8)
