@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trioserve.engine.offline.async_llm import AsyncLLM
     from trioserve.engine.offline.llm import LLM
     from trioserve.engine.sessions.continuation import Continuation
-    from trioserve.engine.sessions.sessions import Session
+    from trioserve.engine.sessions.session import Session
     from trioserve.front_ends.serving import serve
     from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
     from trioserve.protocol.errors import (
@@ -55,7 +55,7 @@ _HOME = {
     "AsyncLLM": "engine.offline.async_llm",
     "LLM": "engine.offline.llm",
     "Continuation": "engine.sessions.continuation",
-    "Session": "engine.sessions.sessions",
+    "Session": "engine.sessions.session",
     "serve": "front_ends.serving",
     "Classifications": "pooling.results",
     "Embeddings": "pooling.results",

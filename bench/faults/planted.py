@@ -22,7 +22,7 @@ import trio
 from trioserve.engine.engine import Engine
 from trioserve.engine.lifecycle import OpenGenerations
 from trioserve.engine.request_factory import RequestMaker
-from trioserve.engine.sessions.sessions import Session
+from trioserve.engine.sessions.session import Session
 from trioserve.protocol.errors import RequestAborted, WorkerLost
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trioserve.engine.engine import Engine
 from trioserve.engine.sessions.continuation import Continuation
-from trioserve.engine.sessions.sessions import SESSION_PRIORITY
+from trioserve.engine.sessions.session import SESSION_PRIORITY
 from trioserve.engine.sessions.turn_tree import SessionTurn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
 from trioserve.requests.request import TokensPrompt

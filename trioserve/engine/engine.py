@@ -12,7 +12,8 @@ import attrs
 from trioserve.engine.control import Control
 from trioserve.engine.operations import OperatedEngine
 from trioserve.engine.request_engine import RequestEngine
-from trioserve.engine.sessions.sessions import MAX_CAPACITY, Session, Sessions
+from trioserve.engine.sessions.session import MAX_CAPACITY, Session
+from trioserve.engine.sessions.sessions import Sessions
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import EngineError, Paused
 from trioserve.scheduler.scheduler import Scheduler

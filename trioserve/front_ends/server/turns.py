@@ -14,7 +14,8 @@ from collections.abc import Callable
 import attrs
 
 from trioserve.engine.sessions.continuation import Beginning, Continuation, Said
-from trioserve.engine.sessions.sessions import Session, Sessions
+from trioserve.engine.sessions.session import Session
+from trioserve.engine.sessions.sessions import Sessions
 from trioserve.front_ends.messages import TurnClosed, numbers_of, packed
 
 

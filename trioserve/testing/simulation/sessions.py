@@ -14,7 +14,7 @@ import attrs
 
 from trioserve.engine.engine import Engine
 from trioserve.engine.sessions.continuation import Continuation
-from trioserve.engine.sessions.sessions import Session
+from trioserve.engine.sessions.session import Session
 from trioserve.requests.generation import GenerationStream
 from trioserve.testing.simulation.judge import Visit
 from trioserve.testing.simulation.scenario import SessionUse

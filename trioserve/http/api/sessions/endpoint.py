@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import quart
 
-from trioserve.engine.sessions.sessions import MAX_CAPACITY
+from trioserve.engine.sessions.session import MAX_CAPACITY
 from trioserve.http.api.control.schemas import Done
 from trioserve.http.api.generations import renamed
 from trioserve.http.api.service import Service, json_response

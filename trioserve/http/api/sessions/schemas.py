@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from trioserve.engine.sessions.sessions import MAX_CAPACITY
+from trioserve.engine.sessions.session import MAX_CAPACITY
 from trioserve.http.api.schema.reading import Identifier, about
 
 MAX_TIMEOUT = 86_400.0
