@@ -1,7 +1,8 @@
-"""The part of an engine that takes requests: generate, complete, statistics, drain.
+"""The part of an engine that takes requests: limits, aborts, statistics, drain.
 
-Texts that are computed as a whole are in :mod:`trioserve.pooling.engine`. Sessions and operators'
-calls are in :mod:`trioserve.engine.engine`, because they need the scheduler in this process.
+The calls that generate are in :mod:`trioserve.engine.generating`. Texts that are computed as a
+whole are in :mod:`trioserve.pooling.engine`. Sessions and operators' calls are in
+:mod:`trioserve.engine.engine`, because they need the scheduler in this process.
 
 A request isn't a task: it belongs to the scope of the ``async with engine.generate(...)`` block,
 and leaving that block, for whatever reason, is its abort. The tasks behind it are
@@ -10,10 +11,7 @@ and leaving that block, for whatever reason, is its abort. The tasks behind it a
 
 from __future__ import annotations
 
-import contextlib
-import uuid
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import attrs
@@ -22,9 +20,9 @@ import trio
 from trioserve._util.feed import Feed
 from trioserve.config import EngineConfig
 from trioserve.engine.backend import Backend
+from trioserve.engine.generating import GeneratingEngine
 from trioserve.engine.lifecycle import OpenGenerations, abort_by_name
 from trioserve.engine.request_factory import RequestMaker
-from trioserve.engine.submissions import Submissions, open_submissions
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
@@ -36,28 +34,16 @@ from trioserve.pooling.engine import PoolingEngine
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
 from trioserve.protocol import wire
-from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, RequestAborted
-from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.adapters import NO_ADAPTER, Adapter
+from trioserve.protocol.errors import Draining, EngineError, RequestAborted
+from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
-from trioserve.requests.arguments import check_arguments
 from trioserve.requests.deadline import Deadline
-from trioserve.requests.generation import (
-    Completion,
-    GenerationStream,
-    PromptLike,
-    as_prompt,
-    completion_of,
-    sampling_params,
-)
 from trioserve.requests.request import Finish, Request, Sequence
-from trioserve.requests.retention import Retention
-from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 
 
 @attrs.define(eq=False, kw_only=True)
-class RequestEngine(PoolingEngine):
+class RequestEngine(GeneratingEngine, PoolingEngine):
     """The part of an engine that takes requests. Every method is for the same trio program.
 
     A front end has no more than this: the engine process administers the scheduler.
@@ -124,11 +110,6 @@ class RequestEngine(PoolingEngine):
         )
 
     @property
-    def generation_defaults(self) -> dict[str, float | int]:
-        """Sampling parameters of requests that name none."""
-        return self.generation.sampling
-
-    @property
     def newest_requests(self) -> Iterator[Request]:
         """The open requests, the newest first."""
         return reversed(self._open)
@@ -187,141 +168,6 @@ class RequestEngine(PoolingEngine):
     def draining(self) -> bool:
         """True once :meth:`drain` was called."""
         return self._draining.is_set()
-
-    def generate(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        retention: Retention | None = None,
-        adapter: str = "",
-        prefix_ids: Seq[int] = (),
-        traceparent: str = "",
-        tracestate: str = "",
-        **sampling: Any,
-    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
-        """Generate from a prompt: ``async with engine.generate(...) as stream``.
-
-        Entering waits until the request is admitted to the queue; leaving the block, for whatever
-        reason, aborts whatever is still to be computed.
-
-        Args:
-            prompt: text, token ids, messages of a chat, or one of the prompt classes.
-            params: how to sample; or give its fields as keyword arguments.
-            request_id: a name for logs and :meth:`abort` (default: a random one).
-            priority: smaller runs sooner under the priority policy.
-            timeout: seconds after which the block is cancelled and ``DeadlineExceeded`` raised
-                (default: the option ``default_timeout``); infinity for never.
-            arrived: when the request came, on trio's clock: ``timeout`` and the measured times
-                count from then (default: now).
-            cache_salt: share cached prefixes only with requests of the same salt.
-            tenant: the name under which the request's share of the queue counts (default: none).
-            retention: how much its KV is worth in the prefix cache once it has ended.
-            adapter: the name of a loaded adapter (default: the model as it is).
-            prefix_ids: tokens that come before those of the prompt.
-            traceparent: the caller's W3C trace context; the request's span becomes its child.
-            tracestate: what goes with ``traceparent``.
-
-        Raises:
-            InvalidRequest: an argument that can't be served, or the model is for something else;
-                ``param`` names it.
-            AdapterNotFound: no adapter of that name is loaded.
-            ContextTooLong: prompt and output don't fit the model or the page pool.
-            QueueFull: too many requests wait, or too many tokens in their prompts.
-            Draining: the engine is shutting down.
-            Paused: it is paused, and refuses what comes.
-            DeadlineExceeded: the timeout ran out.
-        """
-        if self.task != "generate":
-            raise self.pooling.refusal("generate")
-        if params is None:
-            params = sampling_params({**self.generation_defaults, **sampling})
-        elif sampling:
-            raise InvalidRequest("give either params or its fields, not both", param="params")
-        check_arguments(
-            priority,
-            timeout,
-            arrived,
-            request_id=request_id or "",
-            cache_salt=cache_salt,
-            tenant=tenant,
-            adapter=adapter,
-            traceparent=traceparent,
-            tracestate=tracestate,
-        )
-        number = self._adapter_number(adapter)
-        if retention is not None and not isinstance(retention, Retention):
-            raise InvalidRequest(
-                f"retention must be a Retention, got {retention!r}", param="retention"
-            )
-        request = self._requests.make(
-            as_prompt(prompt),
-            params,
-            id=request_id or f"req-{uuid.uuid4().hex}",
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            retention=retention,
-            adapter=number,
-            prefix_ids=prefix_ids,
-            traceparent=traceparent,
-            tracestate=tracestate,
-            arrived=arrived,
-        )
-        return self._open.opened(request, Deadline.of(timeout, arrived, self.config))
-
-    async def complete(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        arrived: float | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        retention: Retention | None = None,
-        adapter: str = "",
-        traceparent: str = "",
-        tracestate: str = "",
-        **sampling: Any,
-    ) -> Completion:
-        """Generate as :meth:`generate`, and return the whole output at once."""
-        chunks: list[Chunk] = []
-        generation = self.generate(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            arrived=arrived,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            retention=retention,
-            adapter=adapter,
-            traceparent=traceparent,
-            tracestate=tracestate,
-            **sampling,
-        )
-        async with generation as stream:
-            async for chunk in stream:
-                chunks.append(chunk)
-        return completion_of(stream, chunks)
-
-    def submissions(self) -> contextlib.AbstractAsyncContextManager[Submissions]:
-        """Open an executor: ``async with engine.submissions() as executor``, then ``submit``.
-
-        It is for requests that are handed in at once and waited for later. Leaving the block aborts
-        those that haven't ended; its own exceptions come out as they are.
-        """
-        return open_submissions(self.generate)
 
     def check_integrity(self) -> None:
         """Assert the invariants of the scheduler, the page pool and the streams.
@@ -433,22 +279,10 @@ class RequestEngine(PoolingEngine):
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
-    def _adapter_number(self, name: str) -> int:
-        """Return the number of a loaded adapter, or of none."""
-        return self._scheduler.catalogue.find(name).number if name else NO_ADAPTER
-
     async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
         """Return the pooled hidden states of a prompt, a float32 column, and its tokens."""
-        request = self._requests.make(
-            asked.prompt,
-            asked.params,
-            id=asked.id,
-            cache_salt=asked.cache_salt,
-            tenant=asked.tenant,
-            adapter=self._adapter_number(asked.adapter),
-            traceparent=asked.traceparent,
-            tracestate=asked.tracestate,
-        )
+        adapter = self._adapter_number(asked.options.adapter)
+        request = self._requests.make(asked.prompt, asked.params, asked.options, adapter=adapter)
         for sequence in request.sequences:
             sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)
         async with self._open.opened(request, deadline) as stream:

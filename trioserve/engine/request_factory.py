@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence as Seq
 
 import attrs
 import trio
@@ -21,8 +20,8 @@ from trioserve.engine.validation import (
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.options import RequestOptions
 from trioserve.requests.request import Prompt, Request, Sequence, Times, TokensPrompt
-from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 
@@ -55,21 +54,13 @@ class RequestMaker:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        options: RequestOptions,
         *,
-        id: str,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        retention: Retention | None = None,
         adapter: int = NO_ADAPTER,
-        prefix_ids: Seq[int] = (),
-        traceparent: str = "",
-        tracestate: str = "",
-        arrived: float | None = None,
     ) -> Request:
         """Make a request with a sequence for each output. It isn't admitted yet.
 
-        The arguments are those of :meth:`trioserve.Engine.generate`, but for the adapter's number.
+        ``adapter`` is the number of the adapter that the options name.
 
         Raises:
             InvalidRequest: a parameter can't be served, or an id isn't the model's.
@@ -82,25 +73,26 @@ class RequestMaker:
         params = limit_output(params, self.generation.most_tokens)
         keep = max_prompt_tokens(params, self.max_model_len)
         fewest_tokens = self._fewest_tokens(prompt, keep)
+        prefix_ids = tuple(options.prefix_ids)
         if prefix_ids:
-            fewest_tokens += self._fewest_tokens(TokensPrompt(tuple(prefix_ids)))
+            fewest_tokens += self._fewest_tokens(TokensPrompt(prefix_ids))
         request = Request(
-            id=id,
+            id=options.named(),
             prompt=prompt,
             params=params,
             stream=Stream(self.stream_budget),
-            times=Times(arrived=now if arrived is None else min(arrived, now)),
-            priority=priority,
-            cache_salt=_digest(self._scoped(cache_salt, tenant)),
-            tenant=tenant,
-            retention=retention,
+            times=Times(arrived=now if options.arrived is None else min(options.arrived, now)),
+            priority=options.priority,
+            cache_salt=_digest(self._scoped(options.cache_salt, options.tenant)),
+            tenant=options.tenant,
+            retention=options.retention,
             adapter=adapter,
-            traceparent=traceparent,
-            tracestate=tracestate,
+            traceparent=options.traceparent,
+            tracestate=options.tracestate,
             max_prompt_tokens=keep,
             default_max_tokens=self.generation.max_tokens,
             fewest_tokens=fewest_tokens,
-            prefix_ids=tuple(prefix_ids),
+            prefix_ids=prefix_ids,
         )
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         sampler = sampler_params(params, seed, self.eos_token_ids, self.tokenizer)

@@ -21,6 +21,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.deadline import Deadline
+from trioserve.requests.options import RequestOptions
 from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
 
 POOLINGS: tuple[str, ...] = typing.get_args(DecoderPooling)
@@ -33,12 +34,7 @@ class AskedPrompt:
     prompt: Prompt
     pooling: str
     params: SamplingParams
-    id: str
-    cache_salt: str
-    tenant: str
-    adapter: str
-    traceparent: str
-    tracestate: str
+    options: RequestOptions
 
 
 PoolPrompt = Callable[[AskedPrompt, Deadline], Awaitable[tuple[bytes, int]]]
@@ -78,16 +74,16 @@ async def pool_prompts(
     )
 
     async def pool(index: int, item: Item) -> tuple[bytes, int]:
-        asked = AskedPrompt(
-            prompt=_prompt_of(item),
-            pooling=pooling,
-            params=params,
-            id=sender.id if len(items) == 1 else f"{sender.id}-{index}",
+        options = RequestOptions(
+            request_id=sender.id if len(items) == 1 else f"{sender.id}-{index}",
             cache_salt=cache_salt,
             tenant=sender.tenant,
             adapter=adapter,
             traceparent=sender.traceparent,
             tracestate=sender.tracestate,
+        )
+        asked = AskedPrompt(
+            prompt=_prompt_of(item), pooling=pooling, params=params, options=options
         )
         try:
             return await pool_prompt(asked, deadline)
