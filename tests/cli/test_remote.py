@@ -18,7 +18,7 @@ from trioserve.cli.chat_backends import ServerChatBackend, find_server
 from trioserve.cli.conversation import ChatConversation
 from trioserve.cli.terminal import Terminal
 from trioserve.load.events import MAX_EVENT_BYTES, Event, EventReader
-from trioserve.load.remote import Refusal, Remote, RemoteError
+from trioserve.load.remote import RefusedRequest, Remote, RemoteError
 from trioserve.load.response import InvalidAnswer
 
 EVENTS = (
@@ -82,7 +82,7 @@ async def test_a_whole_answer() -> None:
 )
 async def test_a_refusal_is_one_line(status: int, body: bytes, message: str) -> None:
     async with serving([(0, body)], status=status) as (remote, _):
-        with pytest.raises(Refusal, match=message) as refused:
+        with pytest.raises(RefusedRequest, match=message) as refused:
             async with remote.events("/path", {"a": 1}):
                 raise AssertionError("there are no events")
     assert refused.value.status == status

@@ -17,7 +17,7 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.cli.chat_backends import ChatBackend, ChatReply, Piece
 from trioserve.cli.conversation import ChatConversation
 from trioserve.cli.terminal import Terminal
-from trioserve.load.remote import Refusal, RemoteError
+from trioserve.load.remote import RefusedRequest, RemoteError
 from trioserve.protocol.errors import InvalidRequest, printable
 
 BLOCK = '"""'
@@ -164,7 +164,7 @@ class _Talk:
 
 def _advice(error: InvalidRequest | RemoteError) -> str:
     refused = isinstance(error, InvalidRequest) or (
-        isinstance(error, Refusal) and error.status == 400
+        isinstance(error, RefusedRequest) and error.status == 400
     )
     return " (/clear starts a new conversation)" if refused else ""
 

@@ -68,7 +68,7 @@ class Looked:
     tasks: TaskNode
 
 
-class Call(Generic[_P, _R]):
+class RemoteCall(Generic[_P, _R]):
     """An entry of the table. Arguments and reply have the types of ``method``'s annotations."""
 
     def __init__(self, method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]]) -> None:
@@ -112,10 +112,10 @@ class Table:
     rpc: RpcPeer
 
     @classmethod
-    def entries(cls) -> list[Call[Any, Any]]:
+    def entries(cls) -> list[RemoteCall[Any, Any]]:
         """Return all calls of the table."""
         entries = [each for base in cls.__mro__ for each in vars(base).values()]
-        return [each for each in entries if isinstance(each, Call)]
+        return [each for each in entries if isinstance(each, RemoteCall)]
 
     @classmethod
     def handlers(cls, *parts: object) -> Handlers:
@@ -131,22 +131,22 @@ class Table:
 class AdministrationCalls(Table):
     """The calls of operators that a front end passes on to the engine process as they are."""
 
-    pause = Call(Administration.pause)
-    resume = Call(Administration.resume)
-    abort = Call(Administration.abort)
-    flush_cache = Call(Administration.flush_cache)
-    update_weights = Call(Administration.update_weights)
-    weight_version = Call(Administration.weight_version)
-    set_weights_version = Call(Administration.set_weights_version)
-    release_memory = Call(Administration.release_memory)
-    resume_memory = Call(Administration.resume_memory)
-    unload_adapter = Call(Administration.unload_adapter)
-    cache_events = Call(Administration.cache_events)
-    open_session = Call(Administration.open_session)
-    close_session = Call(Administration.close_session)
-    keep_response = Call(ResponseStore.keep_response)
-    kept_conversation = Call(ResponseStore.kept_conversation)
-    drop_response = Call(ResponseStore.drop_response)
+    pause = RemoteCall(Administration.pause)
+    resume = RemoteCall(Administration.resume)
+    abort = RemoteCall(Administration.abort)
+    flush_cache = RemoteCall(Administration.flush_cache)
+    update_weights = RemoteCall(Administration.update_weights)
+    weight_version = RemoteCall(Administration.weight_version)
+    set_weights_version = RemoteCall(Administration.set_weights_version)
+    release_memory = RemoteCall(Administration.release_memory)
+    resume_memory = RemoteCall(Administration.resume_memory)
+    unload_adapter = RemoteCall(Administration.unload_adapter)
+    cache_events = RemoteCall(Administration.cache_events)
+    open_session = RemoteCall(Administration.open_session)
+    close_session = RemoteCall(Administration.close_session)
+    keep_response = RemoteCall(ResponseStore.keep_response)
+    kept_conversation = RemoteCall(ResponseStore.kept_conversation)
+    drop_response = RemoteCall(ResponseStore.drop_response)
 
 
 class EngineCalls(AdministrationCalls):
@@ -155,45 +155,45 @@ class EngineCalls(AdministrationCalls):
     def __init__(self, rpc: RpcPeer) -> None:
         self.rpc = rpc
 
-    load_adapter = Call(Administration.load_adapter)
-    iterations = Call(Administration.iterations)
+    load_adapter = RemoteCall(Administration.load_adapter)
+    iterations = RemoteCall(Administration.iterations)
 
-    @Call
+    @RemoteCall
     async def state(self) -> EngineState:
         """Return the state of the engine process."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def collect(self) -> Collected:
         """Return the counts of all processes."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def call_worker(self, name: str, arguments: Any) -> Any:
         """Call the worker by name."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def encode(self, columns: Any, tenant: str) -> bytes:
         """Compute texts as a whole; return their vectors as a column of float32."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def take_permit(self, number: int, key: str) -> bool:
         """Return whether one more request of ``key`` may be open; if so it has that number."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def watch(self, number: int, requests: int, nodes: int) -> None:
         """Open a subscription of that number to snapshots."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def take_snapshot(self, number: int) -> Snapshot:
         """Return the next snapshot of the subscription of that number."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def begin_turn(
         self,
         number: int,
@@ -205,7 +205,7 @@ class EngineCalls(AdministrationCalls):
         """Begin a turn; return the tokens that it goes on from, as a column."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def keep_turn(
         self, number: int, own: bytes, num_prompt_tokens: int, salt: str, adapter: int
     ) -> None:
@@ -219,17 +219,17 @@ class FrontEndCalls(Table):
     def __init__(self, rpc: RpcPeer) -> None:
         self.rpc = rpc
 
-    @Call
+    @RemoteCall
     async def count(self) -> Counted:
         """Return the front end's counts."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def look(self) -> Looked:
         """Return the front end's part of a snapshot."""
         raise NotImplementedError
 
-    @Call
+    @RemoteCall
     async def abort_own(self, ids: list[str], prefix: bool) -> int:
         """Abort the front end's requests by name; return how many were ended."""
         raise NotImplementedError

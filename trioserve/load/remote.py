@@ -36,7 +36,7 @@ class RemoteError(TrioserveError):
         super().__init__(printable(message))
 
 
-class Refusal(RemoteError):
+class RefusedRequest(RemoteError):
     """The server answered with an error; ``status`` is HTTP's."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -99,7 +99,7 @@ class Remote:
         Leaving the block closes the connection, which stops the answer.
 
         Raises:
-            RemoteError: there is no answer; :class:`Refusal` if its status isn't 200.
+            RemoteError: there is no answer; :class:`RefusedRequest` if its status isn't 200.
         """
         with _told(self.url):
             with trio.fail_after(_TIMEOUT):
@@ -130,7 +130,7 @@ class Remote:
             told += ": give the right --api-key"
         elif answer.refusal:
             told += f": {answer.refusal}"
-        raise Refusal(told, answer.status)
+        raise RefusedRequest(told, answer.status)
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}", "Connection: close"]

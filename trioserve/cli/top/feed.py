@@ -12,7 +12,7 @@ import trio
 
 from trioserve.load.answer import DECODING_ERRORS
 from trioserve.load.events import Event
-from trioserve.load.remote import Refusal, Remote, RemoteError, RemoteEvents
+from trioserve.load.remote import RefusedRequest, Remote, RemoteError, RemoteEvents
 from trioserve.observability.live.schema import SCHEMA, Hello, Snapshot
 from trioserve.protocol.errors import printable
 
@@ -65,7 +65,7 @@ class SnapshotFeed:
                     raise RemoteError(f"{remote.url} has no live feed")
                 hello = _decode(first.data, Hello, remote.url)
                 yield cls(hello, remote.url, events, patience)
-        except Refusal as refusal:
+        except RefusedRequest as refusal:
             if refusal.status != 404:
                 raise
             raise RemoteError(

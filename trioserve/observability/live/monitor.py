@@ -151,7 +151,7 @@ class Monitor:
         """
         if self.departures.num_readers >= MAX_WATCHERS:
             raise WatcherLimit(f"{MAX_WATCHERS} watch the engine already; that is the limit")
-        departures = Departures(self, max(requests, 1))
+        departures = RecentRequests(self, max(requests, 1))
         with (
             self.departures.read_by(departures),
             self.scheduler.feeds.iterations.feed.subscribe(MAX_STEPS) as iterations,
@@ -159,7 +159,7 @@ class Monitor:
             yield SnapshotSubscription(self, departures, iterations, requests, nodes)
 
 
-class Departures:
+class RecentRequests:
     """The newest rows of requests that ended since the last snapshot.
 
     A row is made at the request's end: later its pages are unknown.
@@ -197,7 +197,7 @@ class SnapshotSubscription:
     def __init__(
         self,
         monitor: Monitor,
-        departures: Departures,
+        departures: RecentRequests,
         iterations: Subscription[Iteration],
         max_requests: int,
         max_nodes: int,

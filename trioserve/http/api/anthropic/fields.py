@@ -9,8 +9,8 @@ import msgspec
 
 from trioserve.http.api.anthropic.schemas import (
     AnyToolChoice,
-    Conversation,
     InputMessage,
+    MessagesPrompt,
     MessagesRequest,
     NamedToolChoice,
     NoToolChoice,
@@ -49,7 +49,7 @@ WORDS = FieldNames(
 )
 
 
-def chat_request(request: Conversation, format: ChatFormat) -> ChatCompletionRequest:
+def chat_request(request: MessagesPrompt, format: ChatFormat) -> ChatCompletionRequest:
     """Return ``request`` as a chat request.
 
     Raises:
@@ -77,7 +77,7 @@ def chat_request(request: Conversation, format: ChatFormat) -> ChatCompletionReq
     )
 
 
-def _messages(request: Conversation) -> list[ChatMessage]:
+def _messages(request: MessagesPrompt) -> list[ChatMessage]:
     messages = []
     if request.system:
         messages.append(ChatMessage(role="system", content=_content(request.system)))
@@ -201,7 +201,7 @@ def _tool(tool: ToolDefinition) -> ChatTool:
     return ChatTool(function=function)
 
 
-def _tool_choice(request: Conversation) -> dict[str, Any]:
+def _tool_choice(request: MessagesPrompt) -> dict[str, Any]:
     choice = request.tool_choice
     if choice is None:
         return {}
@@ -215,7 +215,7 @@ def _tool_choice(request: Conversation) -> dict[str, Any]:
     }
 
 
-def _thinking(request: Conversation, format: ChatFormat) -> dict[str, Any]:
+def _thinking(request: MessagesPrompt, format: ChatFormat) -> dict[str, Any]:
     asked = request.thinking
     if asked is None:
         return {}
@@ -228,7 +228,7 @@ def _thinking(request: Conversation, format: ChatFormat) -> dict[str, Any]:
     return {**fields, "include_reasoning": False} if asked.display == "omitted" else fields
 
 
-def _output(request: Conversation) -> dict[str, Any]:
+def _output(request: MessagesPrompt) -> dict[str, Any]:
     config = request.output_config
     asked = None if config is None else config.format
     if asked is not None and request.output_format is not None:

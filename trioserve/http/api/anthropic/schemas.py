@@ -193,7 +193,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     task_budget: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None
 
 
-class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class MessagesPrompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A conversation, to be answered or counted."""
 
     model: fields.Model = None
@@ -229,7 +229,7 @@ class Conversation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     speed: Annotated[Any, only("standard", refusal=Refusal.SPEEDS)] = None
 
 
-class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+class MessagesRequest(MessagesPrompt, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/messages``."""
 
     max_tokens: Annotated[Count, about("Most tokens of the answer, reasoning included.")]
@@ -251,7 +251,7 @@ class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
     inference_geo: Annotated[Any, only(refusal=Refusal.REGIONS)] = None
 
 
-class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+class CountTokensRequest(MessagesPrompt, forbid_unknown_fields=True, kw_only=True):
     """The body of ``POST /v1/messages/count_tokens``."""
 
 
