@@ -3,6 +3,8 @@
 A backend owns the paged KV cache and the table of rotary angles. Once a step,
 :meth:`Attention.begin` gives it the step's layout; then each layer calls
 :meth:`Attention.rope_and_write` and :meth:`Attention.attend`.
+
+Imported by ``kernels``, ``models``, ``cpu``, ``cuda`` and ``models.transformers_models``.
 """
 
 from __future__ import annotations

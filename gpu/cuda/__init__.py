@@ -1,1 +1,4 @@
-"""Steps on an NVIDIA GPU: loading, the executor, its state on the device, graphs, the sampler."""
+"""Steps on an NVIDIA GPU: loading, the executor, its state on the device, graphs, the sampler.
+
+Imported by ``loading.loading`` and ``worker``.
+"""

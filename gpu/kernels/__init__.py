@@ -7,6 +7,8 @@ replayed.
 
 The same kernels run on a GPU (:mod:`gpu.kernels.device`) and on the CPU
 (:mod:`gpu.kernels.emulation`): what launches them knows neither, only :class:`KernelLoader`.
+
+Imported by ``kernels.emulation``, ``lora``, ``models``, ``cuda`` and ``__main__``.
 """
 
 from __future__ import annotations

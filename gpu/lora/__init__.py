@@ -6,4 +6,7 @@ form of them is kept by :mod:`gpu.lora.store`, and a step's tokens are put toget
 :mod:`gpu.lora.groups`. What computes is beside the rest that does: :mod:`gpu.cpu.adapters`,
 :mod:`gpu.cuda.adapters` with :mod:`gpu.lora.places`, and :mod:`gpu.lora.torch_adapters`, the
 reference.
+
+Imported by ``models``, ``loading``, ``cpu``, ``cuda``, ``models.transformers_models`` and
+``worker``.
 """

@@ -2,6 +2,8 @@
 
 They are NumPy's arrays, so that a model can be computed without torch. :mod:`gpu.weights.tensors`
 makes torch's tensors of them.
+
+Imported by ``lora``, ``models``, ``cpu``, ``cuda``, ``models.encoder`` and ``loading.loading``.
 """
 
 from __future__ import annotations

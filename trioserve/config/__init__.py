@@ -1,6 +1,10 @@
 """Every option of the engine and of the server. Names follow vLLM's where it has the option.
 
 :mod:`trioserve.config.options` turns each into a flag and an environment variable.
+
+Imported by ``requests``, ``observability``, ``text``, ``workers``, ``scheduler``, ``pooling``,
+``engine``, ``observability.live``, ``http.server``, ``http.api``, ``front_ends``, ``testing`` and
+``cli``.
 """
 
 from __future__ import annotations

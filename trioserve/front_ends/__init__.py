@@ -21,4 +21,6 @@ Reading order: ``messages`` with ``wire_errors`` and ``clock``, ``coalesce`` (se
 ``processes/process`` (the life of one front end) and ``processes/pool`` (all of them),
 ``client/main`` (the front end's own program) and ``client/server_api`` (the whole server for its
 HTTP).
+
+Imported by ``cli``.
 """

@@ -2,6 +2,8 @@
 
 :func:`create_app` returns an application for any hypercorn. :func:`serve_app` runs it on sockets of
 our own, with limits and deadlines. Both are loaded on first use.
+
+Imported by ``front_ends``.
 """
 
 from __future__ import annotations

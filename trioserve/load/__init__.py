@@ -16,6 +16,8 @@ report             a table, JSON, plots and a page
 
 The client has a small HTTP parser of its own and reads all sockets in one task. A client library
 would cost more per event than the server does, and on a small machine both share the cores.
+
+Imported by ``cli``.
 """
 
 from __future__ import annotations

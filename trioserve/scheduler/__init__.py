@@ -20,4 +20,7 @@ Reading order:
 - ``hang_detection`` with ``watchdog``: hung workers;
 - ``feeds`` with ``iterations`` and ``cache_events``: event streams;
 - ``invariants``: assertions over the whole state.
+
+Imported by ``pooling``, ``engine``, ``observability.live``, ``http.api``, ``front_ends`` and
+``testing``.
 """

@@ -2,6 +2,8 @@
 
 A worker without a model, a link without a socket, a whole engine on them, and virtual time.
 Everything is public; the rest of trioserve doesn't import it.
+
+Imported by no other folder.
 """
 
 from trioserve.testing.fake_engine import open_fake_engine

@@ -3,6 +3,9 @@
 The scheduler knows only :class:`Link`. In production it is a pair of nng sockets
 (:mod:`trioserve.workers.link`), in the simulation and in users' tests two memory channels
 (:mod:`trioserve.testing`).
+
+Imported by ``scheduler``, ``pooling``, ``engine``, ``observability.live``, ``front_ends`` and
+``testing``.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ deadlock, a divergent warp operation, too much shared memory) is an :class:`Emul
 sanitizer, reads and writes outside of arrays and races between threads are reported, too.
 
 The emulation says nothing of speed, and of weak memory order only what ThreadSanitizer sees.
+
+Imported by no other folder.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Encoders: texts to embeddings, or to a score for each label."""
+"""Encoders: texts to embeddings, or to a score for each label.
+
+Imported by ``loading.loading``.
+"""

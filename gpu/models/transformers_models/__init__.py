@@ -20,4 +20,6 @@ plain
 - :mod:`~gpu.models.transformers_models.packing`: its matrices as the processor likes them.
 - :mod:`~gpu.models.transformers_models.reading`: from files to a model.
 - :mod:`~gpu.models.transformers_models.loading`: all of these, up to an executor.
+
+Imported by ``loading.loading``.
 """

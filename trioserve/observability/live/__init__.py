@@ -8,6 +8,8 @@
 
 A :class:`Snapshot` is made on demand from the engine's own state. While a subscription is open, the
 newest steps and finished requests are recorded for it, too.
+
+Imported by ``http.api``, ``front_ends`` and ``cli``.
 """
 
 from __future__ import annotations
