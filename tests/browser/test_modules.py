@@ -46,5 +46,5 @@ def test_every_stylesheet_is_the_pages_and_text_is_never_markup() -> None:
 def test_the_page_on_the_console_lists_the_keys() -> None:
     source = (STATIC / "shortcuts.js").read_text()
     listed = re.findall(r'\{ key: "([^"]+)", does: "([^"]+)"', source)
-    page = (STATIC.parents[3] / "docs/console.md").read_text()
+    page = (STATIC.parents[4] / "docs/console.md").read_text()
     assert re.findall(r"^\| `(.+)` \| (.+) \|$", page, re.MULTILINE) == listed
