@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
-from tests.support.source_files import ROOT, modules_of
+from tests.support.source_files import ROOT, modules_of, names_imported
 
 MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
     "trioserve": {
@@ -108,15 +107,11 @@ def module_name(path: Path) -> str:
 def imports_in(source: str, importer: str, modules: Iterable[str]) -> Iterator[Import]:
     """Yield the imports of ``modules`` in a source, those under TYPE_CHECKING included."""
     known = set(modules)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in known else str(node.module) for name in inner]
-        else:
-            continue
-        yield from (Import(importer, name) for name in names if name in known)
+    for name in names_imported(source):
+        # The last part is a module or a name in one.
+        imported = name if name in known else name.rpartition(".")[0]
+        if imported in known:
+            yield Import(importer, imported)
 
 
 def all_imports() -> list[Import]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.audit.layers import SHARED
 from tests.support.source_files import ROOT, imports_of, modules_of
 
 FORBIDDEN_IN_TRIOSERVE = {"torch", "cupy", "gpu", "asyncio", "pickle"}
@@ -17,8 +18,6 @@ FOR_ASYNCIO = {
     "trioserve/engine/offline/async_llm.py",
 }
 """The modules that wait in an asyncio program's loop, and so import asyncio."""
-SHARED = {"trioserve.protocol", "trioserve.model_files"}
-"""The only folders of trioserve that the worker may import."""
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -109,4 +108,4 @@ def test_a_module_of_the_worker_names_nothing_of_the_server(path: Path) -> None:
     assert [name for name in names if is_under(name, FORBIDDEN_IN_GPU)] == []
     ours = [name for name in names if is_under(name, {"trioserve"})]
     # "from trioserve import wire" names trioserve.wire.
-    assert [name for name in ours if not is_under(name, SHARED)] == []
+    assert [name for name in ours if not is_under(name, set(SHARED))] == []

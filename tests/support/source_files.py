@@ -15,10 +15,15 @@ def modules_of(package: str) -> list[Path]:
 
 def imports_of(path: Path) -> Iterator[str]:
     """Yield the full name of every module that a file's import statements name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return names_imported(path.read_text())
+
+
+def names_imported(source: str) -> Iterator[str]:
+    """Yield the full names in a source's import statements, wherever they stand."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
+            assert node.level == 0, f"a relative import in line {node.lineno}"
             assert node.module is not None
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
