@@ -127,7 +127,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def bench_peers(session: nox.Session) -> None:
     """Install the servers to compare with, each into an environment of its own."""
-    session.run(development(session), "-m", "bench.peers", *session.posargs)
+    session.run(development(session), "-m", "bench.peers.servers", *session.posargs)
 
 
 @nox.session

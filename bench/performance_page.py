@@ -44,7 +44,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.engine.long_prompts": ("--plans", "1", "--lengths", "1000", "4000", "--rounds", "2"),
 }
 """The scripts of single parts, and their options."""
-_PEERS = ("--compare", "llama.cpp", "--compare", "vllm", "--compare", "transformers")
+_PEERS = ("--compare", "llama.cpp", "--compare", "vllm")
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -65,11 +65,11 @@ def page_blocks(page: str, folder: Path = RESULTS) -> dict[str, str]:
     names = [match[2] for match in _BLOCK.finditer(page)]
     paths = {name: folder / f"{name}.json" for name in names}
     results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
-    blocks: dict[str, str] = {}
+    blocks = {}
     for name, result in results.items():
         pictures = [f"![{plot}](pictures/{plot}.png)" for plot in PICTURES.get(name, ())]
-        parts = [result["table"], f"From `bench/results/{name}.json`.", *pictures]
-        blocks[name] = "\n\n".join(parts)
+        source = f"From `bench/results/{name}.json`."
+        blocks[name] = "\n\n".join([result["table"], source, *pictures])
     verdicts = [Verdict(**each) for one in results.values() for each in one.get("verdicts", [])]
     missed = [verdict for verdict in verdicts if verdict.met is False]
     every = {
@@ -95,20 +95,17 @@ def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return where and when each result was measured, and the versions of all servers."""
     lines, versions = [], []
     for name, result in sorted(results.items()):
-        machine, busy = result["machine"], result.get("busy")
+        machine = result["machine"]
         about = f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB"
-        cores = f"{max(busy.values()):.2f}" if busy else ""
-        failures = len(result.get("failures", []))
-        file = f"`{name}.json`"
-        lines.append([file, result["time"], about, machine["system"], cores, failures])
+        cores = f"{max(result['busy'].values()):.2f}" if result.get("busy") else ""
+        line = [f"`{name}.json`", result["time"], about, machine["system"], cores]
+        lines.append([*line, len(result.get("failures", []))])
         for server, known in result.get("servers", {}).items():
             shown = ", ".join(f"{k} {v}" for k, v in known.items() if k != "started_with")
             versions.append((server, shown))
     heads = ["result", "time", "machine", "system", "cores busy elsewhere", "failures"]
-    tables = [markdown(heads, lines)]
-    if versions:
-        tables.append(markdown(["server", "versions"], list(dict.fromkeys(versions))))
-    return "\n\n".join(tables)
+    table = markdown(["server", "versions"], list(dict.fromkeys(versions))) if versions else ""
+    return f"{markdown(heads, lines)}\n\n{table}".rstrip()
 
 
 def readme_figures(folder: Path = RESULTS) -> str:
@@ -117,21 +114,20 @@ def readme_figures(folder: Path = RESULTS) -> str:
     leaving = table_cells(folder / "cpu_after_leave.json")
     servers = [f"{name} bf16" for name in ("trioserve", "vllm", "llama.cpp")]
 
-    def figure(case: str, server: str, name: str) -> str:
+    def figure(case: str, server: str, name: str = "tokens/s") -> str:
         return f"{float(throughput[case, server][name]):,.0f}"
 
-    shown = []
+    lines = []
     for case in ("1 stream", "8 streams", "32 streams"):
-        pairs = [(figure(case, s, "tokens/s"), figure(case, s, "TTFT p50 ms")) for s in servers]
-        shown.append([case, *(f"{rate} tokens/s, {first} ms" for rate, first in pairs)])
+        pairs = [(figure(case, each), figure(case, each, "TTFT p50 ms")) for each in servers]
+        lines.append([case, *(f"{rate} tokens/s, {first} ms" for rate, first in pairs)])
     burnt = [f"{leaving['', server]['CPU burnt s']} s" for server in servers]
-    shown.append(["CPU time after 16 clients left", *burnt])
+    lines.append(["CPU time after 16 clients left", *burnt])
     events = json.loads((folder / "sse.json").read_text())
     (ratio,) = [v["reached"] for v in events["verdicts"] if "SSE event, 256" in v["what"]]
-    ours = figure("1 stream", "trioserve q4_1", "tokens/s")
-    theirs = figure("1 stream", "llama.cpp q4_1", "tokens/s")
+    ours, theirs = (figure("1 stream", f"{name} q4_1") for name in ("trioserve", "llama.cpp"))
     return (
-        f"{markdown(['', 'trioserve', 'vLLM', 'llama.cpp'], shown)}\n\n"
+        f"{markdown(['', 'trioserve', 'vLLM', 'llama.cpp'], lines)}\n\n"
         f"With the 4-bit weights of the model's own file one stream gets {ours} tokens/s "
         f"(llama.cpp {theirs}).\nAn event of a stream costs {ratio:.2f} times the CPU time "
         f"that it costs under uvicorn."

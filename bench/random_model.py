@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import safetensors.torch
 import tokenizers
 import torch
@@ -16,22 +18,12 @@ from trioserve.model_files import ModelConfig
 
 # What initializes most models; activations and logits stay in range through any number of layers.
 _SPREAD = 0.02
-_SHARD_BYTES = 2 << 30
+# Of Llama-3.1-8B, 2.5 GB at most.
+_SHARD_TENSORS = 30
 
 
-def _llama(**sizes: Any) -> ModelConfig:
-    layers = sizes["num_layers"]
-    return ModelConfig(
-        family="llama",
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        windows=(None,) * layers,
-        rope_layers=(True,) * layers,
-        **sizes,
-    )
-
-
-LLAMA_8B = _llama(
+LLAMA_8B = ModelConfig(
+    family="llama",
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -40,10 +32,15 @@ LLAMA_8B = _llama(
     num_kv_heads=8,
     head_dim=128,
     max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    windows=(None,) * 32,
+    rope_layers=(True,) * 32,
 )
 """The shape of Llama-3.1-8B."""
 
-TINY = _llama(
+TINY = attrs.evolve(
+    LLAMA_8B,
     vocab_size=300,
     hidden_size=128,
     intermediate_size=96,
@@ -52,6 +49,8 @@ TINY = _llama(
     num_kv_heads=1,
     head_dim=64,
     max_position_embeddings=512,
+    windows=(None,) * 2,
+    rope_layers=(True,) * 2,
 )
 """Small enough for the emulation."""
 
@@ -75,32 +74,20 @@ def write_model(config: ModelConfig, folder: Path, device: torch.device) -> None
     Every byte of a text is one token, so a prompt of n ASCII characters has n tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shard: dict[str, torch.Tensor] = {}
+    weights = ((n, each.cpu()) for n, each in random_weights(config, device, torch.bfloat16))
     index: dict[str, str] = {}
-    number = 0
-
-    def write() -> None:
-        nonlocal number
-        name = f"model-{number:05}.safetensors"
+    while shard := dict(itertools.islice(weights, _SHARD_TENSORS)):
+        name = f"model-{len(index):05}.safetensors"
         safetensors.torch.save_file(shard, folder / name)
         index.update(dict.fromkeys(shard, name))
-        shard.clear()
-        number += 1
-
-    for name, tensor in random_weights(config, device, torch.bfloat16):
-        shard[name] = tensor.cpu()
-        if sum(held.nbytes for held in shard.values()) >= _SHARD_BYTES:
-            write()
-    write()
-    index_file = folder / "model.safetensors.index.json"
-    index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    (folder / "config.json").write_text(
-        json.dumps({**llama_config(config), "rope_theta": config.rope_theta}, indent=2)
-    )
+    files = {
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": index},
+        "config.json": {**llama_config(config), "rope_theta": config.rope_theta},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }
+    for name, fields in files.items():
+        (folder / name).write_text(json.dumps(fields, indent=2))
     _byte_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
 
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:

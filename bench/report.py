@@ -7,13 +7,15 @@ it depends on.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +23,8 @@ from typing import Any
 
 import attrs
 import trio
+
+from trioserve.protocol.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -31,17 +35,28 @@ def markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in every)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile as NumPy defines it; NaN of nothing."""
-    import numpy as np
+def table_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return a Markdown table of rows by column; mappings are facts that stay out of it."""
+    shown = [
+        {head: _cell(value) for head, value in row.items() if not isinstance(value, Mapping)}
+        for row in rows
+    ]
+    heads = list(dict.fromkeys(head for row in shown for head in row))
+    return markdown(heads, [[row.get(head, "") for head in heads] for row in shown])
 
-    return float(np.percentile(values, percent)) if len(values) else float("nan")
+
+def _cell(value: object) -> object:
+    if not isinstance(value, float):
+        return "" if value is None else value
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def pair(seconds: Sequence[float], digits: int = 1) -> str:
-    """Return a cell: p50 and p99 in milliseconds."""
-    p50, p99 = (1000 * percentile(seconds, percent) for percent in (50, 99))
-    return f"{p50:.{digits}f} · {p99:.{digits}f}"
+def in_turns(rounds: int, cases: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield each round's number with each case; every other round goes backwards."""
+    for number in range(rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
+            yield number, case
 
 
 class Rounds:
@@ -122,10 +137,8 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 def machine() -> dict[str, Any]:
     """Return the facts of this machine that figures depend on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": Machine().cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -162,8 +175,10 @@ def save(folder: Path, name: str, table: str, **facts: Any) -> Path:
     path = folder / f"{name}.json"
     time = datetime.now(UTC).isoformat(timespec="seconds")
     result = {"time": time, "machine": machine(), **facts, "table": table}
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n")
-    return path
+    # A script that is killed leaves the last result whole.
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n")
+    return part.replace(path)
 
 
 @attrs.frozen
@@ -175,10 +190,23 @@ class Made:
     status: int = 0
 
 
-def verdict_of(title: str, figures: Mapping[str, Any], passed: bool, **facts: Any) -> Made:
-    """Return a table of two columns; the exit code is 1 unless the test has ``passed``."""
-    table = markdown((title, ""), list(figures.items()))
-    return Made(table, {**facts, "passed": passed}, int(not passed))
+def script(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the decorated function if its module is the program: a module's last definition.
+
+    Its keyword arguments are the command line's options; its module or folder names the result.
+    """
+    if measure.__module__ == "__main__":
+        parameters = inspect.signature(measure).parameters
+        defaults = {name: each.default for name, each in parameters.items()}
+
+        @functools.wraps(measure)
+        def with_options(options: argparse.Namespace) -> Any:
+            return measure(**asked(options))
+
+        path = Path(inspect.getfile(measure))
+        name = path.parent.name if path.stem == "__main__" else path.stem
+        sys.exit(run_script(name, with_options, **defaults))
+    return measure
 
 
 def run_script(
@@ -189,32 +217,43 @@ def run_script(
 ) -> int:
     """Parse the command line, have ``measure`` make a table, print it, and save it with ``--save``.
 
-    Each of ``defaults`` is an option of the default's type: a list takes several values, False is
-    a switch, None is a text that may be missing. ``measure`` may be async, and returns a table or
+    ``defaults`` are those of :func:`parser_of`. ``measure`` may be async, and returns a table or
     :class:`Made`.
     """
-    parser = argparse.ArgumentParser(
-        description=inspect.getmodule(measure).__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for option, default in defaults.items():
-        flag = f"--{option.replace('_', '-')}"
-        if default is False:
-            parser.add_argument(flag, action="store_true")
-        elif isinstance(default, list):
-            parser.add_argument(flag, nargs="+", type=type(default[0]), default=default)
-        else:
-            kind = str if default is None else type(default)
-            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
+    parser = parser_of(inspect.getmodule(measure).__doc__, **defaults)
     add_save(parser)
     options = parser.parse_args(arguments)
-    made = trio.run(measure, options) if inspect.iscoroutinefunction(measure) else measure(options)
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(measure))
+    made = trio.run(measure, options) if is_async else measure(options)
     made = made if isinstance(made, Made) else Made(made)
     print(made.table)
     if options.save:
         facts = {"versions": own_versions(), "options": asked(options), **made.facts}
         print(f"saved to {save(options.save, name, made.table, **facts)}")
     return made.status
+
+
+def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser of options.
+
+    Each of ``defaults`` is an option of the default's type. A sequence takes several values; an
+    empty list is a text that may be given several times. False is a switch, None is a text that may
+    be missing.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=raw)
+    for option, default in defaults.items():
+        flag = f"--{option.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif default == []:
+            parser.add_argument(flag, action="append", default=[], help="again for several")
+        elif isinstance(default, (list, tuple)):
+            parser.add_argument(flag, nargs="+", type=type(default[0]), default=default)
+        else:
+            kind = str if default is None else type(default)
+            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
+    return parser
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:

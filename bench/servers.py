@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
 import signal
 import socket
 import subprocess
+import tempfile
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import attrs
 import tokenizers
 import trio
 
-from trioserve.load import Target, over_tcp
-from trioserve.load.texts import CountedTexts
+from trioserve.load import CountedTexts, Lengths, Target, over_tcp, random_prompts
 from trioserve.model_files import locate, open_model
 
 MODEL = "smollm2-135m"
@@ -117,33 +117,34 @@ def _kib(pid: int, file: str, name: str) -> int:
 
 
 @contextlib.asynccontextmanager
-async def running(server: Server, log: Path) -> AsyncIterator[Running]:
-    """Start ``server``, its output in ``log``: healthy inside the block, gone after it."""
+async def running(server: Server) -> AsyncIterator[Running]:
+    """Start ``server``: healthy inside the block, gone after it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     started = trio.current_time()
-    with log.open("wb") as output:
+    with tempfile.TemporaryFile() as log:
         process = await trio.lowlevel.open_process(
             server.argv(port),
-            stdout=output,
+            stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **server.env},
             start_new_session=True,
         )
-    try:
-        with trio.move_on_after(_START_TIMEOUT) as patience:
-            while process.poll() is None and not await _healthy(port):
-                await trio.sleep(_ASK_AGAIN)
-        if patience.cancelled_caught or process.returncode is not None:
-            tail = log.read_text(errors="replace")[-2000:]
-            raise ServerFailed(f"{server.name} didn't start:\n{tail}")
-        connect = over_tcp(f"http://127.0.0.1:{port}")
-        target = Target(connect=connect, path=server.path, fields=server.fields)
-        yield Running(server=server, target=target, port=port, process=process, started=started)
-    finally:
-        with trio.CancelScope(shield=True):
-            await _stop(process)
+        try:
+            with trio.move_on_after(_START_TIMEOUT) as patience:
+                while process.poll() is None and not await _healthy(port):
+                    await trio.sleep(_ASK_AGAIN)
+            if patience.cancelled_caught or process.returncode is not None:
+                log.seek(0)
+                tail = log.read()[-2000:].decode(errors="replace")
+                raise ServerFailed(f"{server.name} didn't start:\n{tail}")
+            connect = over_tcp(f"http://127.0.0.1:{port}")
+            target = Target(connect=connect, path=server.path, fields=server.fields)
+            yield Running(server=server, target=target, port=port, process=process, started=started)
+        finally:
+            with trio.CancelScope(shield=True):
+                await _stop(process)
 
 
 async def _stop(process: trio.Process) -> None:
@@ -180,19 +181,12 @@ def tokenizer() -> tokenizers.Tokenizer:
     return open_model(locate(MODEL)).load_tokenizer()
 
 
-def exact_prompts(count: int, tokens: int, seed: int | str, *, prefix_tokens: int = 0) -> list[str]:
-    """Return ``count`` different texts of random English words, of ``tokens`` ids each.
+def exact_prompts(count: int, tokens: int, seed: object) -> list[str]:
+    """Return ``count`` texts of random English words, of ``tokens`` ids each.
 
-    All begin with the same ``prefix_tokens`` further ids. Another ``seed`` gives other texts; a
-    server keeps what it has computed, so each purpose has a seed of its own.
+    Another ``seed`` gives other texts; a server keeps what it has computed, so each purpose has a
+    seed of its own.
     """
-    texts = CountedTexts(tokenizer())
-    # A number and its negative would be the same seed.
-    chooser = random.Random(f"prompts {seed}")
-    prefix = texts.make(prefix_tokens, chooser) if prefix_tokens else ""
-    prompts: dict[str, None] = {}
-    while len(prompts) < count:
-        text = texts.make(tokens, chooser, prefix)
-        if texts.count(text) == prefix_tokens + tokens:
-            prompts[text] = None
-    return list(prompts)
+    lengths, number = Lengths(input_tokens=tokens, output_tokens=1), zlib.crc32(f"{seed}".encode())
+    work = random_prompts(CountedTexts(tokenizer()), count, lengths, seed=number)
+    return [str(one.turns[0].prompt) for one in work]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,22 +20,21 @@ from pathlib import Path
 import attrs
 import trio
 
-from bench.compare.contest import Notes, busy_cases, contest, one_by_one, table
+from bench.compare.contest import Notes, busy_cases, contest, table
 from bench.compare.scenarios import (
-    ClosedLoop,
+    SHARED_PREFIX,
+    THROUGHPUT,
     CpuAfterLeave,
-    Load,
+    Loads,
     Memory,
     Scenario,
     Setting,
     Start,
-    load_of,
-    shared_prefix,
+    options_of,
 )
 from bench.compare.targets import judge
-from bench.peers import BF16_ONLY, SERVERS
 from bench.peers.model_files import FORMATS
-from bench.peers.servers import own_server
+from bench.peers.servers import BF16_ONLY, SERVERS, own_server
 from bench.performance_page import QUIET
 from bench.report import add_save, asked, save, verdict_table
 from bench.servers import Server
@@ -70,7 +70,7 @@ def parts_of(
     chosen: Sequence[str],
     formats: Sequence[str],
     peers: Sequence[str],
-    widths: ClosedLoop | Load,
+    widths: Loads,
     make: Callable[[str, Setting], Server],
 ) -> list[Part]:
     """Return what is measured beside what.
@@ -79,27 +79,25 @@ def parts_of(
     the format is measured in the first one alone. Memory is measured in the first and the last,
     start in the last, both beside llama.cpp alone: the others take a multiple of either.
     """
-    parts = []
+    groups: list[tuple[Setting, list[Scenario]]] = []
     for format in formats:
-        every: list[Scenario] = [widths]
-        if format == formats[0]:
-            every += [shared_prefix(), CpuAfterLeave()]
-        scenarios = [scenario for scenario in every if scenario.name in chosen]
-        names = ["", *(peer for peer in peers if format == "bf16" or peer not in BF16_ONLY)]
-        if scenarios:
-            servers = [make(name, Setting(format=format)) for name in names]
-            title = f"{format}: {', '.join(scenario.name for scenario in scenarios)}"
+        once = [SHARED_PREFIX, CpuAfterLeave()] if format == formats[0] else []
+        groups.append((Setting(format=format), [widths, *once]))
+    memory = Memory()
+    for format in dict.fromkeys((formats[0], formats[-1])):
+        groups.append((memory.setting(format), [memory]))
+    groups.append((Setting(format=formats[-1]), [Start()]))
+    parts = []
+    for setting, every in groups:
+        if scenarios := [scenario for scenario in every if scenario.name in chosen]:
+            alone = scenarios[0].alone
+            without = BF16_ONLY if alone or setting.format != "bf16" else ()
+            names = ["", *(peer for peer in peers if peer not in without)]
+            servers = [make(name, setting) for name in names]
+            title = f"{setting.format}: {', '.join(scenario.name for scenario in scenarios)}"
             # Widths take as long as two other scenarios.
-            share = 1.0 * len(servers) * (1 + len(scenarios))
-            run = partial(contest, servers, scenarios)
-            parts.append(Part(title=title, share=share, run=run))
-    alone = {Memory(): list(dict.fromkeys((formats[0], formats[-1]))), Start(): [formats[-1]]}
-    for scenario in [scenario for scenario in alone if scenario.name in chosen]:
-        names = ["", *(peer for peer in peers if peer not in BF16_ONLY)]
-        for format in alone[scenario]:
-            servers = [make(name, scenario.setting(format)) for name in names]
-            run = partial(one_by_one, servers, scenario)
-            parts.append(Part(title=f"{format}: {scenario.name}", share=0.5, run=run))
+            share = 0.5 if alone else 1.0 * len(servers) * (1 + len(scenarios))
+            parts.append(Part(title=title, share=share, run=partial(contest, servers, scenarios)))
     return parts
 
 
@@ -112,17 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     peer = "another server, installed first if need be (repeatable)"
-    add("--compare", action="append", choices=[*SERVERS, "none"], help=peer)
+    add("--compare", action="append", choices=SERVERS, default=[], help=peer)
     add("--minutes", type=float, help="time; installing and the last round come on top")
     add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
     add("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     load = "instead of scenarios, any load of trioserve bench, whose options follow"
     add("--load", nargs=argparse.REMAINDER, metavar="OPTION", help=load)
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
-    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="widths of the closed loops")
-    add("--requests-per-stream", type=int, default=2, help="requests of each stream in a round")
-    add("--prompt-tokens", type=int, default=128, help="tokens in each prompt")
-    add("--output-tokens", type=int, default=128, help="tokens in each answer")
     add("--plots", type=Path, metavar="FOLDER", help="draw plots (needs the extra bench)")
     add_save(parser)
     return parser
@@ -133,19 +127,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Servers are in sessions of their own: however this program ends, it has to stop them.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    names = ("streams", "requests_per_stream", "prompt_tokens", "output_tokens")
-    chosen, widths = options.scenarios, ClosedLoop(**{n: getattr(options, n) for n in names})
+    chosen, widths = options.scenarios, THROUGHPUT
     if options.load is not None:
+        chosen, widths = ["load"], Loads(name="load", loads=[shlex.join(options.load)])
         try:
-            chosen, widths = ["load"], load_of(options.load)
+            options_of(widths.loads[0])
         except UsageError as error:
             print(f"bench: {error}", file=sys.stderr)
             return 2
     # A developer's shell may hold libraries to one thread; servers start as a user's would.
     for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "MKL_"))]:
         del os.environ[name]
-    peers = [name for name in options.compare or [] if name != "none"]
-    parts = parts_of(chosen, options.formats, peers, widths, _make)
+    parts = parts_of(chosen, options.formats, options.compare, widths, _make)
     rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
     notes = Notes()
     try:
@@ -177,9 +170,9 @@ def report(notes: Notes, options: argparse.Namespace) -> None:
             }
             print(f"\nsaved to {save(options.save, scenario, table(rows), **facts)}")
     if options.plots:
-        from bench.compare.pictures import save_pictures  # needs matplotlib, which is optional
+        from bench.compare.pictures import plots_of, save_plots  # needs the extra bench
 
-        for picture in save_pictures(notes.runs, options.plots):
+        for picture in save_plots(plots_of(notes.rows), options.plots):
             print(f"saved to {picture}")
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 import psutil
 import trio
 
-from bench.compare.scenarios import (
-    InvalidRun,
-    Lonely,
-    Scenario,
-    Taken,
-    check_agreement,
-)
+from bench.compare.scenarios import InvalidRun, Scenario, Taken, check_agreement
 from bench.report import markdown
 from bench.servers import Running, Server, ServerFailed, running
 from trioserve.load import Run
+from trioserve.load.measure import MeasureError
 
 OWN = "trioserve"
 # The next round may take longer than the longest so far.
@@ -69,11 +62,8 @@ class Row:
     format: str
     round: int
     values: Mapping[str, float]
-
-    @property
-    def title(self) -> str:
-        """The server's name in tables."""
-        return f"{self.server} {self.format}"
+    run: Run | None = None
+    """The client's records."""
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -82,34 +72,29 @@ def table(rows: Sequence[Row]) -> str:
     The last column is the first figure of this project's server in the same format by the line's.
     """
     names = [name for name in _COLUMNS if name in rows[0].values]
+    cases = list(dict.fromkeys(row.case for row in rows))
     keys = list(dict.fromkeys((row.case, row.format, row.server) for row in rows))
-    cases = [key[0] for key in keys]
     lines = []
     for case, format, server in sorted(keys, key=lambda key: cases.index(key[0])):
         same = [row for row in rows if (row.case, row.format, row.server) == (case, format, server)]
-        cells = [
-            _COLUMNS[name][1].format(statistics.median(row.values[name] for row in same))
-            for name in names
-        ]
+        medians = [(n, statistics.median(row.values[n] for row in same)) for n in names]
         found = ratios(rows, case, format, OWN, server, names[0])
         last = f"{statistics.median(found):.2f}" if found and server != OWN else ""
+        cells = [_COLUMNS[name][1].format(figure) for name, figure in medians]
         lines.append([case, f"{server} {format}", len(same), *cells, last])
-    heads = ["case", "server", "rounds", *(_COLUMNS[name][0] for name in names)]
-    return markdown([*heads, f"{_COLUMNS[names[0]][0]}: {OWN} / this"], lines)
+    titles = [_COLUMNS[name][0] for name in names]
+    return markdown(["case", "server", "rounds", *titles, f"{titles[0]}: {OWN} / this"], lines)
 
 
 def ratios(
     rows: Sequence[Row], case: str, format: str, server: str, other: str, name: str
 ) -> list[float]:
     """Return one server's figure by another's, for each round in which both were measured."""
-    ours, theirs = (
-        {
-            row.round: row.values[name]
-            for row in rows
-            if (row.case, row.format, row.server) == (case, format, one)
-        }
-        for one in (server, other)
-    )
+    found: dict[str, dict[int, float]] = {server: {}, other: {}}
+    for row in rows:
+        if (row.case, row.format) == (case, format) and row.server in found:
+            found[row.server][row.round] = row.values[name]
+    ours, theirs = found[server], found[other]
     return [ours[round] / theirs[round] for round in ours if theirs.get(round)]
 
 
@@ -131,35 +116,24 @@ class Notes:
     """The findings of a comparison so far, and its failures; a failure doesn't end it."""
 
     rows: list[Row] = attrs.field(factory=list)
-    runs: list[tuple[Row, Run]] = attrs.field(factory=list)
-    """The client's records behind rows."""
     failures: list[str] = attrs.field(factory=list)
     servers: dict[str, dict[str, dict[str, Any]]] = attrs.field(factory=dict)
     """Versions and command line of each server, by scenario."""
 
-    def fail(self, failure: Exception) -> None:
-        """Note and show a failure."""
-        self.failures.append(str(failure))
-        print(f"FAILED: {failure}", flush=True)
-
-    def note(self, row: Row, run: Run | None = None) -> None:
-        """Note a row."""
-        self.rows.append(row)
-        if run is not None:
-            self.runs.append((row, run))
-
-    def know(self, server: Server, scenarios: Sequence[Scenario | Lonely]) -> None:
+    def know(self, server: Server, scenarios: Sequence[Scenario]) -> None:
         """Note how a server is started for ``scenarios``."""
         started = {**server.versions, "started_with": " ".join(server.argv(0)[1:])}
         for scenario in scenarios:
             self.servers.setdefault(scenario.name, {})[server.title] = started
 
-
-def show(row: Row) -> None:
-    """Print the first figures of a row."""
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in list(row.values.items())[:4])
-    case = f"{row.scenario} {row.case}".rstrip()
-    print(f"round {row.round + 1}  {case:24} {row.title:18} {shown}", flush=True)
+    @contextlib.contextmanager
+    def failing(self, about: str) -> Iterator[None]:
+        """Note and show a failure of the block, and go on after it."""
+        try:
+            yield
+        except (ServerFailed, InvalidRun, MeasureError) as failure:
+            self.failures.append(f"{about}: {failure}")
+            print(f"FAILED: {self.failures[-1]}", flush=True)
 
 
 async def contest(
@@ -172,51 +146,49 @@ async def contest(
     """Measure ``scenarios`` on ``servers`` up to ``rounds`` times, at least once.
 
     No round begins that isn't likely to end before ``deadline``, a time of trio's clock. A server
-    that doesn't start, or fails while it is warmed up, is left out and noted.
+    that doesn't start, or fails while it is warmed up, is left out and noted. Scenarios are all of
+    them alone, or none.
     """
-    async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        up: list[Running] = []
+    async with contextlib.AsyncExitStack() as stack:
+        up: list[Running | Server] = []
         for server in servers:
-            print(f"starting {server.title}", flush=True)
             notes.know(server, scenarios)
-            try:
-                one = await stack.enter_async_context(running(server, logs / server.name))
+            if scenarios[0].alone:
+                up.append(server)
+                continue
+            print(f"starting {server.title}", flush=True)
+            with notes.failing(server.title):
+                one = await stack.enter_async_context(running(server))
                 for turn in [turn for scenario in scenarios for turn in scenario.warm_up()]:
                     await turn.measure(one)
-            except (ServerFailed, InvalidRun) as failure:
-                notes.fail(failure)
-            else:
                 up.append(one)
         for round in _rounds(rounds if up else 0, deadline):
             for scenario in scenarios:
                 await _one_round(up, scenario, round, notes)
 
 
-async def one_by_one(
-    servers: Sequence[Server],
-    scenario: Lonely,
-    notes: Notes,
-    rounds: int,
-    deadline: float = float("inf"),
+async def _one_round(
+    up: Sequence[Running | Server], scenario: Scenario, round: int, notes: Notes
 ) -> None:
-    """Measure servers that are started anew in each round, each of them alone."""
-    for server in servers:
-        notes.know(server, [scenario])
-    for round in _rounds(rounds, deadline):
-        for server in servers if round % 2 == 0 else servers[::-1]:
-            await _calm()
-            with tempfile.TemporaryDirectory() as folder:
-                measure = partial(scenario.measure, server, Path(folder) / "log", round)
-                try:
-                    taken, elsewhere, _ = await _beside(measure, _ended_seconds)
-                except (ServerFailed, InvalidRun) as failure:
-                    notes.fail(failure)
-                    continue
-            values = {**taken.values, "elsewhere_cores": elsewhere}
-            row = _row(scenario.name, "", server, round, values)
-            show(row)
-            notes.note(row, taken.run)
+    """Take each turn on every server; the round counts if their answers agree."""
+    found: list[Row] = []
+    answers: list[dict[str, Sequence[str]]] = []
+    for turn in scenario.turns(round):
+        answers.append({})
+        for one in up if round % 2 == 0 else up[::-1]:
+            server = _server_of(one)
+            seconds = one.family.cpu_seconds if isinstance(one, Running) else _ended_seconds
+            with notes.failing(server.title):
+                taken, more = await _beside(partial(turn.measure, one), seconds)
+                found.append(_row(scenario.name, turn.case, server, round, taken, more))
+                answers[-1][server.title] = taken.answers
+    with notes.failing(scenario.name):
+        check_agreement(answers, _server_of(up[0]).title)
+        notes.rows += found
+
+
+def _server_of(one: Running | Server) -> Server:
+    return one.server if isinstance(one, Running) else one
 
 
 def _rounds(most: int, deadline: float) -> Iterator[int]:
@@ -230,32 +202,16 @@ def _rounds(most: int, deadline: float) -> Iterator[int]:
         longest = max(longest, trio.current_time() - began)
 
 
-async def _one_round(up: Sequence[Running], scenario: Scenario, round: int, notes: Notes) -> None:
-    """Take each turn on every server; the round counts if their answers agree."""
-    rows: list[tuple[Row, Run | None]] = []
-    answers: list[dict[str, Sequence[str]]] = []
-    for turn in scenario.turns(round):
-        answers.append({})
-        for one in up if round % 2 == 0 else up[::-1]:
-            await _calm()
-            try:
-                measure = partial(turn.measure, one)
-                taken, elsewhere, used = await _beside(measure, one.family.cpu_seconds)
-            except InvalidRun as failure:
-                notes.fail(failure)
-                continue
-            values = {**taken.values, "server_cpu_seconds": used, "elsewhere_cores": elsewhere}
-            row = _row(scenario.name, turn.case, one.server, round, values)
-            rows.append((row, taken.run))
-            answers[-1][one.server.title] = taken.answers
-            show(row)
-    try:
-        check_agreement(answers, up[0].server.title)
-    except InvalidRun as failure:
-        notes.fail(failure)
-    else:
-        for row, run in rows:
-            notes.note(row, run)
+def _row(
+    scenario: str, case: str, server: Server, round: int, taken: Taken, more: Mapping[str, float]
+) -> Row:
+    """Return a row, and print its first figures."""
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in list(taken.values.items())[:4])
+    where = f"{scenario} {case}".rstrip()
+    print(f"round {round + 1}  {where:24} {server.title:18} {shown}", flush=True)
+    values = {**taken.values, **more}
+    of = {"server": server.name, "format": server.format, "run": taken.run}
+    return Row(scenario=scenario, case=case, round=round, values=values, **of)
 
 
 def busy_seconds() -> float:
@@ -277,23 +233,20 @@ async def _calm() -> None:
 
 async def _beside(
     measure: Callable[[], Awaitable[Taken]], server_seconds: Callable[[], float]
-) -> tuple[Taken, float, float]:
-    """Measure; return also the cores busy elsewhere, and the server's CPU seconds."""
+) -> tuple[Taken, dict[str, float]]:
+    """Measure in calm; return also the server's CPU seconds, and the cores busy elsewhere."""
+    await _calm()
     began = trio.current_time()
     everything, own, client = busy_seconds(), server_seconds(), time.process_time()
     taken = await measure()
     duration = trio.current_time() - began
     used = server_seconds() - own
     others = busy_seconds() - everything - used - (time.process_time() - client)
-    return taken, max(others, 0.0) / duration, used
+    elsewhere = max(others, 0.0) / duration
+    return taken, {"server_cpu_seconds": used, "elsewhere_cores": elsewhere}
 
 
 def _ended_seconds() -> float:
     """Return the CPU seconds of all servers that have ended, known only at their end."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _row(scenario: str, case: str, server: Server, round: int, values: Mapping[str, float]) -> Row:
-    names = {"server": server.name, "format": server.format}
-    return Row(scenario=scenario, case=case, round=round, values=values, **names)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import attrs
 import trio
@@ -15,10 +17,8 @@ from trioserve.cli.bench_options import BenchOptions
 from trioserve.cli.bench_points import points_of
 from trioserve.cli.flags import bench_options
 from trioserve.cli.parser import parse
-from trioserve.load import Client, Record, Run, closed_loop, figures_of
-from trioserve.load.measure import MeasureError, Point, measure, warm_up
-from trioserve.load.texts import CountedTexts
-from trioserve.load.work import Conversation
+from trioserve.load import Client, Conversation, CountedTexts, Record, Run, figures_of
+from trioserve.load.measure import Point, measure, warm_up
 
 # The compared beginning of two answers, and the share of answers that must agree.
 _SAME_CHARACTERS, _SAME_ANSWERS = 12, 0.5
@@ -63,16 +63,20 @@ class Taken:
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """One measurement that every server takes, one after the other."""
+    """One measurement that every server takes, one after the other: it's given one that is up.
+
+    Turns of a scenario ``alone`` start the server themselves.
+    """
 
     case: str
-    measure: Callable[[Running], Awaitable[Taken]]
+    measure: Callable[[Any], Awaitable[Taken]]
 
 
 class Scenario(Protocol):
-    """A scenario of servers that are up all together, of which one at a time is busy."""
+    """A scenario of servers that are up all together, or ``alone``; one at a time is busy."""
 
     name: str
+    alone: bool
 
     def warm_up(self) -> list[Turn]:
         """Return the turns that come before and aren't measured."""
@@ -81,45 +85,27 @@ class Scenario(Protocol):
         """Return a round's turns; no two rounds ask the same."""
 
 
-class Lonely(Protocol):
-    """A scenario for which servers are started one at a time."""
+def check(run: Run, work: Sequence[Conversation]) -> None:
+    """Raise :class:`InvalidRun` unless every request was answered with exactly the work asked.
 
-    name: str
-
-    def setting(self, format: str) -> Setting:
-        """Return the settings of a server."""
-
-    async def measure(self, server: Server, log: Path, round: int) -> Taken:
-        """Start the server, measure, and stop it."""
-
-
-def check(name: str, run: Run, prompt_tokens: int, output_tokens: int) -> None:
-    """Raise :class:`InvalidRun` unless every request was answered with exactly the work asked."""
+    A client that leaves and an answer in a form have no length, a prompt has one without a history.
+    """
     for record in run.records:
         if record.error:
-            raise InvalidRun(f"{name}: a request failed: {record.error}")
-        counted = (record.prompt_tokens, record.completion_tokens)
-        if counted != (prompt_tokens, output_tokens):
-            raise InvalidRun(
-                f"{name} counts {counted[0]} tokens in and {counted[1]} out, "
-                f"not {prompt_tokens} and {output_tokens}"
-            )
-        if not record.text:
-            raise InvalidRun(f"{name}: an answer has no text")
-
-
-def check_answers(name: str, run: Run, work: Sequence[Conversation]) -> None:
-    """Check each turn's own length; a client that leaves and an answer in a form have none."""
-    for record in run.records:
-        if record.error:
-            raise InvalidRun(f"{name}: a request failed: {record.error}")
-        turn = work[record.conversation].turns[record.turn]
+            raise InvalidRun(f"a request failed: {record.error}")
+        turns = work[record.conversation].turns
+        turn = turns[record.turn]
         if record.cancelled or turn.form is not None:
             continue
         if record.completion_tokens != turn.max_tokens:
-            raise InvalidRun(
-                f"{name} counts {record.completion_tokens} tokens, not {turn.max_tokens}"
-            )
+            counted = record.completion_tokens
+            raise InvalidRun(f"it counts {counted} tokens out, not {turn.max_tokens}")
+        if len(turns) == 1 and isinstance(turn.prompt, str):
+            given = CountedTexts(tokenizer()).count(turn.prompt)
+            if record.prompt_tokens != given:
+                raise InvalidRun(f"it counts {record.prompt_tokens} tokens in, not {given}")
+        if not record.text:
+            raise InvalidRun("an answer has no text")
 
 
 def check_agreement(turns: Sequence[Mapping[str, Sequence[str]]], first: str) -> None:
@@ -142,8 +128,68 @@ def check_agreement(turns: Sequence[Mapping[str, Sequence[str]]], first: str) ->
             )
 
 
-def taken_from(run: Run) -> Taken:
-    """Return the figures of a run that comparisons show, as ``trioserve.load`` defines them."""
+def options_of(load: str) -> BenchOptions:
+    """Return a load's options of ``trioserve bench``; raise UsageError where one is wrong."""
+    return bench_options(vars(parse(["bench", *shlex.split(load)])))
+
+
+def points_of_load(load: str, seed: object) -> tuple[list[Point], list[Conversation]]:
+    """Return the measurements of a load, and its warm-up; another ``seed`` has other prompts."""
+    number = zlib.crc32(f"{load} {seed}".encode())
+    options = attrs.evolve(options_of(load), seed=number)
+    return points_of(options, CountedTexts(tokenizer()))
+
+
+async def ask(one: Running, point: Point) -> Run:
+    """Measure one point, and check its answers."""
+    run = (await measure(one.target, point)).run
+    check(run, point.work)
+    return run
+
+
+@attrs.frozen(kw_only=True)
+class Loads:
+    """Loads of ``trioserve bench``, as its options: each concurrency or rate is a case."""
+
+    name: str
+    loads: Sequence[str]
+    alone: bool = False
+
+    def warm_up(self) -> list[Turn]:
+        """Return the requests that ``trioserve bench`` sends before it measures."""
+        works = [points_of_load(load, "warm-up")[1] for load in self.loads]
+        return [Turn(case="", measure=partial(_warm_up, work)) for work in works]
+
+    def turns(self, round: int) -> list[Turn]:
+        """Return each case once, with prompts of its own."""
+        points = [point for load in self.loads for point in points_of_load(load, round)[0]]
+        return [Turn(case=point.label, measure=partial(_take, point)) for point in points]
+
+
+THROUGHPUT = Loads(
+    name="throughput",
+    loads=[
+        f"--concurrency {n} --num-prompts {2 * n} --input-tokens 128 --output-tokens 128 "
+        f"--warmup {n}"
+        for n in (1, 8, 32)
+    ],
+)
+SHARED_PREFIX = Loads(
+    name="shared_prefix",
+    loads=[
+        "--concurrency 4 --num-prompts 16 --prefix-tokens 1000 --input-tokens 32 --output-tokens 64"
+    ],
+)
+
+
+async def _warm_up(work: Sequence[Conversation], one: Running) -> Taken:
+    await warm_up(one.target, work, max(len(work), 1))
+    return Taken(values={})
+
+
+async def _take(point: Point, one: Running) -> Taken:
+    """Return the figures of a point as ``trioserve.load`` defines them."""
+    run = await ask(one, point)
     figures = figures_of(run)
     values = {
         "tokens_per_second": figures.output_tokens_per_second,
@@ -153,59 +199,10 @@ def taken_from(run: Run) -> Taken:
         "itl_p99_ms": figures.itl_ms.p99,
         "tpot_p50_ms": figures.tpot_ms.p50,
     }
-    return Taken(values=values, answers=[record.text for record in run.records], run=run)
-
-
-async def ask_all(one: Running, prompts: Sequence[str], output: int, streams: int) -> Run:
-    """Have ``output`` tokens generated for each prompt, ``streams`` at a time."""
-    bodies = [{"prompt": prompt, "max_tokens": output} for prompt in prompts]
-    return await closed_loop(one.target, bodies, streams)
-
-
-@attrs.frozen(kw_only=True)
-class ClosedLoop:
-    """Closed loops of several widths, each of which is a case."""
-
-    streams: Sequence[int] = (1, 8, 32)
-    requests_per_stream: int = 2
-    prefix_tokens: int = 0
-    prompt_tokens: int = 128
-    output_tokens: int = 128
-    warm_up_requests: int = 1
-    warm_up_tokens: int = 8
-    named: bool = True
-    name: str = "throughput"
-
-    def warm_up(self) -> list[Turn]:
-        """Return a few requests at each width."""
-        few = (self.warm_up_requests, self.warm_up_tokens, "warm-up")
-        return [self._turn(streams, *few) for streams in self.streams]
-
-    def turns(self, round: int) -> list[Turn]:
-        """Return each width once."""
-        all_of_it = (self.requests_per_stream, self.output_tokens, f"round {round}")
-        return [self._turn(streams, *all_of_it) for streams in self.streams]
-
-    def _turn(self, streams: int, requests: int, output: int, when: str) -> Turn:
-        seed, prefix = f"{self.name}, {streams} streams, {when}", self.prefix_tokens
-        count = streams * requests
-        prompts = exact_prompts(count, self.prompt_tokens, seed, prefix_tokens=prefix)
-
-        async def take(one: Running) -> Taken:
-            run = await ask_all(one, prompts, output, streams)
-            check(one.server.title, run, prefix + self.prompt_tokens, output)
-            return taken_from(run)
-
-        case = f"{streams} streams" if streams > 1 else "1 stream"
-        return Turn(case=case if self.named else "", measure=take)
-
-
-def shared_prefix() -> ClosedLoop:
-    """Return 16 requests, 4 at a time, that begin with 1,000 tokens of no other round."""
-    return ClosedLoop(
-        **{"streams": (4,), "requests_per_stream": 4, "prefix_tokens": 1000, "prompt_tokens": 32},
-        **{"output_tokens": 64, "warm_up_tokens": 64, "named": False, "name": "shared_prefix"},
-    )
+    # Later turns hold earlier answers, which part after a while.
+    comparable = all(len(one.turns) == 1 and one.turns[0].cancel is None for one in point.work)
+    answers = [record.text for record in run.records] if comparable else ()
+    return Taken(values=values, answers=answers, run=run)
 
 
 @attrs.frozen(kw_only=True)
@@ -217,6 +214,7 @@ class CpuAfterLeave:
     prompt_tokens: int = 128
     output_tokens: int = 1000
     name: str = "cpu_after_leave"
+    alone: bool = False
 
     def warm_up(self) -> list[Turn]:
         """Return one client that leaves: other scenarios warm the servers up."""
@@ -240,26 +238,28 @@ class CpuAfterLeave:
         return Turn(case="", measure=take)
 
     async def _come_and_go(self, one: Running, prompts: list[str]) -> None:
-        records: list[Record] = []
+        records = [Record(started=trio.current_time()) for _ in prompts]
 
-        async def ask(prompt: str) -> None:
-            records.append(Record(started=trio.current_time()))
+        async def ask(prompt: str, record: Record) -> None:
             async with Client(one.target) as client:
-                await client.ask({"prompt": prompt, "max_tokens": self.output_tokens}, records[-1])
+                await client.ask({"prompt": prompt, "max_tokens": self.output_tokens}, record)
+
+        def late() -> list[Record]:
+            return [record for record in records if len(record.chunks) < self.events]
+
+        def ended() -> list[Record]:
+            return [record for record in records if record.error or record.finish_reason]
 
         async with trio.open_nursery() as nursery:
-            for prompt in prompts:
-                nursery.start_soon(ask, prompt)
+            for prompt, record in zip(prompts, records, strict=True):
+                nursery.start_soon(ask, prompt, record)
             with trio.move_on_after(_ALL_STARTED):
-                while sum(len(r.chunks) >= self.events for r in records) < len(prompts):
+                while late() and not ended():
                     await trio.sleep(_LOOK_EVERY)
-                    if any(record.error or record.finish_reason for record in records):
-                        break
             nursery.cancel_scope.cancel()
-        late = [record for record in records if len(record.chunks) < self.events]
-        if late or any(record.finish_reason for record in records):
-            why = late[0].error if late else "one has ended"
-            raise InvalidRun(f"{one.server.title}: not all streams ran at the same time: {why}")
+        if failed := ended() or late():
+            why = failed[0].error or "one has ended or is late"
+            raise InvalidRun(f"not all streams ran at the same time: {why}")
 
 
 async def _until_idle(one: Running, idle: float) -> tuple[float, float]:
@@ -276,11 +276,26 @@ async def _until_idle(one: Running, idle: float) -> tuple[float, float]:
             # The use of the quiet time counts, too, as far as it is more than before.
             return max(used - samples[0][1] - idle * now, 0.0), then
         if now > _ALL_DONE:
-            raise InvalidRun(f"{one.server.title}: still busy after {_ALL_DONE:g} s")
+            raise InvalidRun(f"still busy after {_ALL_DONE:g} s")
+
+
+class _Alone:
+    """A scenario whose turns start their server."""
+
+    alone = True
+    measure: Callable[[int, Server], Awaitable[Taken]]
+
+    def warm_up(self) -> list[Turn]:
+        """Return no turns."""
+        return []
+
+    def turns(self, round: int) -> list[Turn]:
+        """Return one turn."""
+        return [Turn(case="", measure=partial(self.measure, round))]
 
 
 @attrs.frozen(kw_only=True)
-class Memory:
+class Memory(_Alone):
     """The PSS of all processes, with a KV cache of 16,384 tokens that requests have filled."""
 
     streams: int = 8
@@ -291,19 +306,18 @@ class Memory:
 
     def setting(self, format: str) -> Setting:
         """Return a KV cache for all streams at their full length."""
-        streams, context = self.streams, self.context
-        tokens = streams * context
-        return Setting(format=format, streams=streams, context=context, kv_tokens=tokens)
+        limits = {"streams": self.streams, "context": self.context}
+        return Setting(format=format, kv_tokens=self.streams * self.context, **limits)
 
-    async def fill(self, one: Running, seed: int | str) -> None:
+    async def fill(self, one: Running, seed: object) -> None:
         """Fill the cache of a server."""
-        prompts = exact_prompts(self.streams, self.prompt_tokens, seed)
-        run = await ask_all(one, prompts, self.output_tokens, self.streams)
-        check(one.server.title, run, self.prompt_tokens, self.output_tokens)
+        load = f"--concurrency {self.streams} --num-prompts {self.streams} --warmup 0 "
+        load += f"--input-tokens {self.prompt_tokens} --output-tokens {self.output_tokens}"
+        await ask(one, points_of_load(load, seed)[0][0])
 
-    async def measure(self, server: Server, log: Path, round: int) -> Taken:
+    async def measure(self, round: int, server: Server) -> Taken:
         """Start a server, fill its cache, and read its memory."""
-        async with running(server, log) as one:
+        async with running(server) as one:
             before = one.family.pss_bytes()
             await self.fill(one, round)
             found = {
@@ -317,74 +331,16 @@ class Memory:
 
 
 @attrs.frozen(kw_only=True)
-class Start:
+class Start(_Alone):
     """The seconds from starting a server to its first token; files are cached but at first."""
 
-    prompt_tokens: int = 128
-    output_tokens: int = 4
+    load: str = "--concurrency 1 --num-prompts 1 --input-tokens 128 --output-tokens 4 --warmup 0"
     name: str = "start"
 
-    def setting(self, format: str) -> Setting:
-        """Return the settings of the other scenarios."""
-        return Setting(format=format)
-
-    async def measure(self, server: Server, log: Path, round: int) -> Taken:
+    async def measure(self, round: int, server: Server) -> Taken:
         """Start a server and ask once."""
-        prompts = exact_prompts(1, self.prompt_tokens, round)
-        async with running(server, log) as one:
-            run = await ask_all(one, prompts, self.output_tokens, 1)
-        check(server.title, run, self.prompt_tokens, self.output_tokens)
-        first, healthy = run.records[0].chunks[0], run.records[0].started
-        seconds = {"first_token_seconds": first, "healthy_seconds": healthy}
-        return Taken(values={name: at - one.started for name, at in seconds.items()})
-
-
-@attrs.frozen(kw_only=True)
-class Load:
-    """Any load of ``trioserve bench``: each concurrency or rate is a case."""
-
-    options: BenchOptions
-    name: str = "load"
-
-    def warm_up(self) -> list[Turn]:
-        """Return the requests that ``trioserve bench`` sends before it measures."""
-        before = points_of(self.options, CountedTexts(tokenizer()))[1]
-
-        async def take(one: Running) -> Taken:
-            await warm_up(one.target, before, max(len(before), 1))
-            return Taken(values={})
-
-        return [Turn(case="", measure=_valid(take))]
-
-    def turns(self, round: int) -> list[Turn]:
-        """Return each case once, with prompts of its own."""
-        options = attrs.evolve(self.options, seed=self.options.seed + 97 * (round + 1))
-        return [self._turn(point) for point in points_of(options, CountedTexts(tokenizer()))[0]]
-
-    def _turn(self, point: Point) -> Turn:
-        turns = [turn for one in point.work for turn in one.turns]
-        # Later turns hold earlier answers, which part after a while.
-        comparable = len(turns) == len(point.work) and all(turn.cancel is None for turn in turns)
-
-        async def take(one: Running) -> Taken:
-            measured = await measure(one.target, point)
-            check_answers(one.server.title, measured.run, point.work)
-            taken = taken_from(measured.run)
-            return taken if comparable else attrs.evolve(taken, answers=())
-
-        return Turn(case=point.label, measure=_valid(take))
-
-
-def _valid(take: Callable[[Running], Awaitable[Taken]]) -> Callable[[Running], Awaitable[Taken]]:
-    async def valid(one: Running) -> Taken:
-        try:
-            return await take(one)
-        except MeasureError as error:
-            raise InvalidRun(f"{one.server.title}: {error}") from error
-
-    return valid
-
-
-def load_of(words: Sequence[str]) -> Load:
-    """Return the load of ``trioserve bench``'s options; raise UsageError where one is wrong."""
-    return Load(options=bench_options(vars(parse(["bench", *words]))))
+        (point,), _ = points_of_load(self.load, round)
+        async with running(server) as one:
+            (record,) = (await ask(one, point)).records
+        times = {"first_token_seconds": record.chunks[0], "healthy_seconds": record.started}
+        return Taken(values={name: time - one.started for name, time in times.items()})

@@ -1,13 +1,10 @@
-"""The project's targets, and which of them a comparison reached.
-
-Every target is a ratio of figures of one run on one machine, the median of the ratios of each
-round, or a bound on one figure.
-"""
+"""The project's targets, and which of them a comparison reached."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -15,100 +12,75 @@ from bench.compare.contest import OWN, Row, ratios
 from bench.report import Verdict
 
 
-def judge(rows: Sequence[Row]) -> list[Verdict]:
-    """Return all targets that comparisons of servers decide."""
-    return [*_throughput(rows), *_shared_prefix(rows), *_alone(rows)]
-
-
-def _throughput(rows: Sequence[Row]) -> Iterator[Verdict]:
-    for format, bound in (("bf16", 1.05), ("q8_0", 1.5), ("q4_1", 1.5)):
-        of = _Case(rows, "throughput", "1 stream", format)
-        yield of.ratio("1 stream, tokens/s", "llama.cpp", "tokens_per_second", bound)
-    for case in ("8 streams", "32 streams"):
-        of = _Case(rows, "throughput", case, "bf16")
-        best = of.best("tokens_per_second", max)
-        yield of.ratio(f"{case}, tokens/s", best, "tokens_per_second", 1.5, moonshot=1.8)
-        best = of.best("itl_p99_ms", min)
-        yield of.ratio(f"{case}, ITL p99", best, "itl_p99_ms", 1.0, at_most=True)
-    for case in ("1 stream", "8 streams", "32 streams"):
-        of = _Case(rows, "throughput", case, "bf16")
-        best = of.best("ttft_p50_ms", min)
-        yield of.ratio(f"{case}, TTFT p50", best, "ttft_p50_ms", 1.0, at_most=True)
-
-
-def _shared_prefix(rows: Sequence[Row]) -> Iterator[Verdict]:
-    of = _Case(rows, "shared_prefix", "", "bf16")
-    what = "1,000-token shared prefix"
-    best = of.best("tokens_per_second", max)
-    yield of.ratio(f"{what}, tokens/s", best, "tokens_per_second", 2.0)
-    best = of.best("ttft_p50_ms", min)
-    yield of.ratio(f"{what}, TTFT p50", best, "ttft_p50_ms", 0.25, at_most=True)
-
-
-def _alone(rows: Sequence[Row]) -> Iterator[Verdict]:
-    of = _Case(rows, "cpu_after_leave", "", "bf16")
-    theirs = of.median("vllm", "burnt_cpu_seconds")
-    detail = "" if theirs is None else f"vllm: {theirs:.2f} s"
-    what = "CPU burnt after 16 clients leave"
-    yield of.bound(what, "burnt_cpu_seconds", 0.2, against="vllm bf16", detail=detail)
-    for format in ("q4_1", "bf16"):
-        of = _Case(rows, "memory", "", format)
-        yield of.ratio("memory (PSS), MiB", "llama.cpp", "pss_mib", 1.0, at_most=True)
-    of = _Case(rows, "start", "", "q4_1")
-    yield of.bound("start to first token, default model", "first_token_seconds", 3.0)
-
-
 @attrs.frozen
-class _Case:
-    """All servers in one case of one scenario, in one format."""
+class Target:
+    """A bound on the ratio of this server's figure to a peer's, of one run on one machine.
 
-    every: Sequence[Row]
+    Without a ``peer`` it is the best one in that figure. A target in seconds is a bound on this
+    server's own figure, and its peer's is shown.
+    """
+
+    what: str
     scenario: str
     case: str
     format: str
+    figure: str
+    bound: float
+    peer: str = ""
+    at_most: bool = False
+    moonshot: float | None = None
+    unit: str = "times"
 
-    @property
-    def rows(self) -> list[Row]:
-        wanted = (self.scenario, self.case, self.format)
-        return [row for row in self.every if (row.scenario, row.case, row.format) == wanted]
+    def verdict(self, rows: Sequence[Row]) -> Verdict:
+        """Return the target beside the median of all rounds."""
+        here = (self.scenario, self.case, self.format)
+        mine = [row for row in rows if (row.scenario, row.case, row.format) == here]
+        found: dict[str, list[float]] = {}
+        for row in mine:
+            found.setdefault(row.server, []).append(row.values[self.figure])
+        medians = {server: statistics.median(values) for server, values in found.items()}
+        ours, best = medians.pop(OWN, None), min if self.at_most else max
+        if self.unit == "s":
+            peer, reached, rounds = self.peer, ours, len(found.get(OWN, ()))
+            detail = f"{peer}: {medians[peer]:.2f} s" if peer in medians else ""
+        else:
+            peer = self.peer or best(sorted(medians), key=medians.__getitem__, default="")
+            each = ratios(mine, self.case, self.format, OWN, peer, self.figure)
+            reached, rounds = statistics.median(each) if each else None, len(each)
+            detail = f"{ours:.4g} : {medians[peer]:.4g}" if each else ""
+            peer = peer or "the best peer"
+        bounds = {"bound": self.bound, "at_most": self.at_most, "moonshot": self.moonshot}
+        shown: dict[str, Any] = {"what": self.what, "unit": self.unit, "detail": detail}
+        against = f"{peer} {self.format}" if peer else ""
+        return Verdict(against=against, reached=reached, rounds=rounds or None, **shown, **bounds)
 
-    def median(self, server: str, name: str) -> float | None:
-        """Return a server's figure over the rounds; None where it wasn't measured."""
-        found = [row.values[name] for row in self.rows if row.server == server]
-        return statistics.median(found) if found else None
 
-    def best(self, name: str, choose: Callable[..., str]) -> str:
-        """Return the best peer's name, "" where there is none."""
-        peers = {row.server for row in self.rows if row.server != OWN}
-        return choose(sorted(peers), key=lambda one: self.median(one, name)) if peers else ""
+_RATE, _TTFT, _GAPS = "tokens_per_second", "ttft_p50_ms", "itl_p99_ms"
+_WIDTHS, _PREFIX = "throughput", "shared_prefix"
+_SHARED = "1,000-token shared prefix"
+_LEFT, _BURNT = "CPU burnt after 16 clients leave", "burnt_cpu_seconds"
+_STARTED, _FIRST = "start to first token, default model", "first_token_seconds"
+_PSS = ("memory (PSS), MiB", "memory", "")
+TARGETS = [
+    Target("1 stream, tokens/s", _WIDTHS, "1 stream", "bf16", _RATE, 1.05, "llama.cpp"),
+    Target("1 stream, tokens/s", _WIDTHS, "1 stream", "q8_0", _RATE, 1.5, "llama.cpp"),
+    Target("1 stream, tokens/s", _WIDTHS, "1 stream", "q4_1", _RATE, 1.5, "llama.cpp"),
+    Target("8 streams, tokens/s", _WIDTHS, "8 streams", "bf16", _RATE, 1.5, moonshot=1.8),
+    Target("8 streams, ITL p99", _WIDTHS, "8 streams", "bf16", _GAPS, 1.0, at_most=True),
+    Target("32 streams, tokens/s", _WIDTHS, "32 streams", "bf16", _RATE, 1.5, moonshot=1.8),
+    Target("32 streams, ITL p99", _WIDTHS, "32 streams", "bf16", _GAPS, 1.0, at_most=True),
+    Target("1 stream, TTFT p50", _WIDTHS, "1 stream", "bf16", _TTFT, 1.0, at_most=True),
+    Target("8 streams, TTFT p50", _WIDTHS, "8 streams", "bf16", _TTFT, 1.0, at_most=True),
+    Target("32 streams, TTFT p50", _WIDTHS, "32 streams", "bf16", _TTFT, 1.0, at_most=True),
+    Target(f"{_SHARED}, tokens/s", _PREFIX, "4 streams", "bf16", _RATE, 2.0),
+    Target(f"{_SHARED}, TTFT p50", _PREFIX, "4 streams", "bf16", _TTFT, 0.25, at_most=True),
+    Target(_LEFT, "cpu_after_leave", "", "bf16", _BURNT, 0.2, "vllm", at_most=True, unit="s"),
+    Target(*_PSS, "q4_1", "pss_mib", 1.0, "llama.cpp", at_most=True),
+    Target(*_PSS, "bf16", "pss_mib", 1.0, "llama.cpp", at_most=True),
+    Target(_STARTED, "start", "", "q4_1", _FIRST, 3.0, at_most=True, unit="s"),
+]
 
-    def bound(self, what: str, name: str, bound: float, **more: str) -> Verdict:
-        """Hold our figure, in seconds, to a bound."""
-        rounds = sum(row.server == OWN for row in self.rows) or None
-        reached = self.median(OWN, name)
-        fields = {"at_most": True, "unit": "s", "rounds": rounds, "against": "", **more}
-        return Verdict(what=what, bound=bound, reached=reached, **fields)
 
-    def ratio(
-        self,
-        what: str,
-        peer: str,
-        name: str,
-        bound: float,
-        *,
-        at_most: bool = False,
-        moonshot: float | None = None,
-    ) -> Verdict:
-        """Compare our figure with that of ``peer``."""
-        found = ratios(self.rows, self.case, self.format, OWN, peer, name)
-        ours, theirs = self.median(OWN, name), self.median(peer, name)
-        return Verdict(
-            what=what,
-            against=f"{peer or 'the best peer'} {self.format}",
-            bound=bound,
-            reached=statistics.median(found) if found else None,
-            at_most=at_most,
-            detail=f"{ours:.4g} : {theirs:.4g}" if found else "",
-            moonshot=moonshot,
-            rounds=len(found) or None,
-        )
+def judge(rows: Sequence[Row]) -> list[Verdict]:
+    """Return all targets that comparisons of servers decide."""
+    return [target.verdict(rows) for target in TARGETS]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import attrs
+import torch
 
+from bench.kernels.report import Row
+from gpu.cuda.assembly import ServingLimits
 from gpu.runner import Runner
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, StepResult, from_ints
-
-_SAMPLER = SamplerParams(temperature=0.8)
 
 
 @attrs.frozen(kw_only=True)
@@ -24,7 +26,6 @@ class StepTimes:
     ``submit`` is what handing over a plan takes on the host.
     """
 
-    num_steps: int
     step: float
     device: float
     idle: float
@@ -37,115 +38,118 @@ class StepTimes:
 
 
 class DecodeBatch:
-    """Sequences of random tokens, one for each of ``contexts``, in slots from 0 on.
+    """Sequences of ``context`` random tokens, in slots from 0 on, on a new runner.
 
-    ``plan_number`` is the last plan that ``runner`` was given. There must be pages for the
-    contexts and all steps to come.
+    ``limits`` leave pages for the contexts and all steps to come.
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        contexts: Sequence[int],
-        *,
-        page_size: int,
-        num_pages: int,
-        vocab_size: int,
-        plan_number: int,
+        self, runner: Runner, *, context: int, limits: ServingLimits, vocab_size: int
     ) -> None:
         self._runner = runner
-        self._page_size = page_size
-        self._free = list(range(num_pages))
-        self.plan_number = plan_number
-        self._computed = [0] * len(contexts)
-        self._pages = [0] * len(contexts)
-        self._contexts = list(contexts)
-        chooser = random.Random(0)
+        self._limits = limits
+        self._free = list(range(limits.num_pages))
+        self._number = 0
+        self._context = context
+        rows = limits.max_num_seqs
+        self.computed = [0] * rows
+        """The computed tokens of each sequence."""
+        self._pages = [0] * rows
+        rng = random.Random(0)
         # Letters that differ from the first token on: no two sequences share a page.
         self._opened = [
             OpenSlot(
                 slot=slot,
                 generation=1,
-                tokens=from_ints([chooser.randrange(vocab_size) for _ in range(context)]),
+                tokens=from_ints([rng.randrange(vocab_size) for _ in range(context)]),
                 prompt_length=context,
                 computed=0,
                 pages=b"",
-                sampler=attrs.evolve(_SAMPLER, seed=slot),
+                sampler=SamplerParams(temperature=0.8, seed=slot),
             )
-            for slot, context in enumerate(contexts)
+            for slot in range(rows)
         ]
 
-    def prefill(self, max_tokens: int) -> float:
-        """Compute all contexts in steps of up to ``max_tokens``; the seconds that took."""
-        began = time.perf_counter()
-        while counts := self._prefill_counts(max_tokens):
+    def prefill(self) -> float:
+        """Compute all contexts in steps as large as the limits allow; return the seconds."""
+        began, max_tokens = time.perf_counter(), self._limits.max_num_batched_tokens
+        while min(self.computed) < self._context:
+            counts: dict[int, int] = {}
+            for slot, computed in enumerate(self.computed):
+                if count := min(self._context - computed, max_tokens - sum(counts.values())):
+                    counts[slot] = count
             self._runner.step(self._plan(counts))
         return time.perf_counter() - began
 
-    def _prefill_counts(self, max_tokens: int) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        lengths = zip(self._contexts, self._computed, strict=True)
-        for slot, (context, computed) in enumerate(lengths):
-            if count := min(context - computed, max_tokens - sum(counts.values())):
-                counts[slot] = count
-        return counts
-
     def decode(self, num_steps: int, *, in_flight: int, warm_up: int = 3) -> StepTimes:
         """Run steps of one token for each sequence, with up to ``in_flight`` plans submitted."""
-        every_row = dict.fromkeys(range(len(self._contexts)), 1)
+        every_row = dict.fromkeys(range(len(self.computed)), 1)
         submits: list[float] = []
         results: list[StepResult] = []
         ends: list[float] = []
 
-        def finish() -> None:
-            results.append(self._runner.finish())
-            ends.append(time.perf_counter())
+        def finish_until(most_pending: int) -> None:
+            while self._runner.num_pending > most_pending:
+                results.append(self._runner.finish())
+                ends.append(time.perf_counter())
 
         for _ in range(warm_up + num_steps):
-            while self._runner.num_pending >= in_flight:
-                finish()
+            finish_until(in_flight - 1)
             plan = self._plan(every_row)
             began = time.perf_counter()
             self._runner.submit(plan)
             submits.append(time.perf_counter() - began)
-        while self._runner.num_pending:
-            finish()
+        finish_until(0)
         counted = results[warm_up:]
         return StepTimes(
-            num_steps=num_steps,
             step=(ends[-1] - ends[warm_up - 1]) / num_steps,
             device=sum(result.step_us for result in counted) / num_steps / 1e6,
             idle=sum(result.idle_us + result.gap_us for result in counted) / num_steps / 1e6,
             submit=sum(submits[warm_up:]) / num_steps,
         )
 
-    def close(self) -> None:
-        """Close every slot; the batch is used up."""
-        self.plan_number += 1
-        slots = range(len(self._contexts))
-        self._runner.step(Plan(number=self.plan_number, closed=from_ints(slots)))
-
-    @property
-    def lengths(self) -> list[int]:
-        """The computed tokens of each sequence."""
-        return list(self._computed)
-
-    def _plan(self, counts: dict[int, int]) -> Plan:
+    def _plan(self, counts: Mapping[int, int]) -> Plan:
+        """Return a plan of so many tokens of each slot, with the pages that they need."""
         page_slots: list[int] = []
-        page_ids: list[int] = []
         for slot, count in counts.items():
-            self._computed[slot] += count
-            while self._pages[slot] * self._page_size < self._computed[slot]:
-                page_slots.append(slot)
-                page_ids.append(self._free.pop())
-                self._pages[slot] += 1
-        self.plan_number += 1
+            self.computed[slot] += count
+            needed = -(-self.computed[slot] // self._limits.page_size) - self._pages[slot]
+            self._pages[slot] += needed
+            page_slots += [slot] * needed
+        self._number += 1
         opened, self._opened = self._opened, []
         return Plan(
-            number=self.plan_number,
+            number=self._number,
             opened=opened,
             page_slots=from_ints(page_slots),
-            page_ids=from_ints(page_ids),
+            page_ids=from_ints([self._free.pop() for _ in page_slots]),
             row_slots=from_ints(list(counts)),
             row_counts=from_ints(list(counts.values())),
         )
+
+
+def profile_steps(run: Callable[[], object], num_steps: int) -> dict[str, Row]:
+    """Run ``run``, which computes ``num_steps`` steps without CUDA graphs, under the profiler.
+
+    Kernels are seen one by one only where they are launched one by one. Profiling costs the host
+    time, not the device: the gaps between kernels are not those of a step that is measured.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return shares(profiler.key_averages(), num_steps)
+
+
+def shares(events: Iterable[Any], num_steps: int) -> dict[str, Row]:
+    """Return a row for each kernel of a step from the profiler's averages, the longest first."""
+    ran = [each for each in events if each.self_device_time_total]
+    total = sum(each.self_device_time_total for each in ran)
+    return {
+        each.key: {
+            "kernel": each.key[:60],
+            "launches": each.count / num_steps,
+            "µs a step": each.self_device_time_total / num_steps,
+            "share": f"{each.self_device_time_total / total:.1%}",
+        }
+        for each in sorted(ran, key=lambda event: -event.self_device_time_total)
+    }

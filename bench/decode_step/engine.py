@@ -1,4 +1,4 @@
-"""The GPU's idle share behind HTTP: a served model, and streaming clients in other processes.
+"""The GPU's idle share behind HTTP: a served model, and streaming clients in another process.
 
 The server's own counters tell what its worker computed and waited for:
 ``trioserve:worker_step_seconds`` and ``trioserve:worker_idle_seconds``. They are read several times
@@ -7,34 +7,41 @@ a second; what counts is the time in which all streams run.
 
 from __future__ import annotations
 
-import functools
 import json
-import subprocess
+import random
+import shutil
+import string
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
+import msgspec
 import torch
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.decode_step.room import NoRoomError, folder_with_room, model_bytes, temporary_folders
-from bench.kernels.report import ResultFile, markdown_table
+from bench.front_end.client import Load, Seen
+from bench.kernels.report import Row
 from bench.kernels.targets import IDLE_SHARE
 from bench.random_model import LLAMA_8B, TINY, write_model
-from bench.servers import Running, Server, ServerFailed, get, running
+from bench.servers import Running, Server, get, running
+from trioserve.load.figures import spread_of
 from trioserve.model_files import ModelConfig
 
 _MODEL = "random"
 # Of the time in which all streams run, this much at the beginning is left out: prompts come in.
 _LEAD_IN = 0.2
-
-
-class ClientsFailed(Exception):
-    """A client's request failed, or all streams never ran at once."""
+_COUNTERS = {
+    "running": "num_requests_running",
+    "steps": "worker_steps_total",
+    "step_seconds": "worker_step_seconds_total",
+    "idle_seconds": "worker_idle_seconds_total",
+    "tokens": "generation_tokens_total",
+}
+Sample = Mapping[str, float]
+"""The server's counters at one moment, ``at`` that time of trio's clock."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,106 +50,83 @@ class EngineLoad:
 
     config: ModelConfig
     streams: int
-    processes: int
     prompt_tokens: int
     output_tokens: int
     sample_seconds: float
-    flags: Sequence[str]
-
-    @classmethod
-    def on_gpu(cls, streams: int) -> EngineLoad:
-        """Return the load of Llama-3.1-8B's shape."""
-        flags = ["--device", "cuda", "--max-model-len", "2048", "--max-num-seqs", str(streams)]
-        sizes = {"processes": 8, "prompt_tokens": 128, "output_tokens": 768}
-        return cls(config=LLAMA_8B, streams=streams, sample_seconds=0.2, flags=flags, **sizes)
-
-    @classmethod
-    def tiny(cls, streams: int) -> EngineLoad:
-        """Return the load of a tiny model on the CPU, a second or two in all."""
-        flags = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
-        sizes = {"processes": 2, "prompt_tokens": 12, "output_tokens": 400}
-        return cls(config=TINY, streams=streams, sample_seconds=0.01, flags=flags, **sizes)
+    flags: str
 
 
-@attrs.frozen(kw_only=True)
-class Sample:
-    """The server's counters at one moment, in seconds and numbers since its start."""
-
-    at: float
-    running: int
-    steps: float
-    step_seconds: float
-    idle_seconds: float
-    tokens: float
-
-
-@attrs.frozen(kw_only=True)
-class Steady:
-    """The figures between two samples."""
-
-    seconds: float
-    step_seconds: float
-    idle_share: float
-    tokens_per_second: float
+_ON_GPU = EngineLoad(
+    config=LLAMA_8B,
+    streams=256,
+    prompt_tokens=128,
+    output_tokens=768,
+    sample_seconds=0.2,
+    flags="--device cuda --max-model-len 2048",
+)
+# A second or two in all.
+_EMULATED = EngineLoad(
+    config=TINY,
+    streams=4,
+    prompt_tokens=12,
+    output_tokens=400,
+    sample_seconds=0.01,
+    flags="--device cpu --dtype float32 --num-threads 1",
+)
 
 
-def measure_engine(*, on_gpu: bool, streams: int | None, out: Path) -> int:
-    """Serve a random model to clients, print and save; return 1 if that failed."""
-    load = EngineLoad.on_gpu(streams or 256) if on_gpu else EngineLoad.tiny(streams or 4)
-    try:
-        place = folder_with_room(model_bytes(load.config), temporary_folders())
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            model = Path(folder) / _MODEL
-            print("writing a model with random weights", flush=True)
-            write_model(load.config, model, torch.device("cuda" if on_gpu else "cpu"))
-            if on_gpu:
-                torch.cuda.empty_cache()
-            found, clients = trio.run(_serve, load, model, Path(folder) / "log")
-    except (NoRoomError, ServerFailed, ClientsFailed) as failure:
-        print(f"bench.decode_step: {failure}", file=sys.stderr)
-        return 1
-    text = _table(load, found, clients, timed=on_gpu)
-    result = ResultFile.start(out, "engine-idle" if on_gpu else "engine-idle-emulated")
-    details = {"streams": load.streams, "steady": attrs.asdict(found) if on_gpu else None}
-    result.save(ceilings=None, table=text, details=details)
-    print(f"\n{text}\n\nsaved to {result.path}")
-    return 0
+def measure_engine(on: str) -> list[Row]:
+    """Serve a random model to clients; return what the server's counters tell."""
+    on_gpu = on == "gpu"
+    load = _ON_GPU if on_gpu else _EMULATED
+    # The model takes 16 GB: it is written where there is most room, memory or disk.
+    places = [path for path in (Path("/dev/shm"), Path(tempfile.gettempdir())) if path.is_dir()]
+    place = max(places, key=lambda path: shutil.disk_usage(path).free)
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        model = Path(folder) / _MODEL
+        print("writing a model with random weights", flush=True)
+        write_model(load.config, model, torch.device("cuda" if on_gpu else "cpu"))
+        if on_gpu:
+            torch.cuda.empty_cache()
+        found, seen = trio.run(_serve, load, model)
+    row: Row = {"streams": load.streams, "result": "served"}
+    if not on_gpu:
+        return [row]
+    gaps, idle = spread_of(seen.gaps), found["idle_share"]
+    row |= {"step ms": found["step_seconds"] * 1e3, "GPU idle": f"{idle:.1%}"}
+    row |= {"tokens/s": found["tokens_per_second"], "ITL p50 ms": gaps.p50, "ITL p99 ms": gaps.p99}
+    verdict = "met" if idle < IDLE_SHARE else "MISSED"
+    return [{**row, "target": f"idle < {IDLE_SHARE:.0%}: {verdict}", "steady": found}]
 
 
-async def _serve(load: EngineLoad, model: Path, log: Path) -> tuple[Steady, list[dict[str, Any]]]:
+async def _serve(load: EngineLoad, model: Path) -> tuple[dict[str, float], Seen]:
     server = Server(
         name="trioserve",
         argv=lambda port: [
             *(sys.executable, "-m", "trioserve", "serve", str(model), "--port", str(port)),
-            *("--served-model-name", _MODEL, "--log-level", "warning", *load.flags),
+            *("--served-model-name", _MODEL, "--max-num-seqs", str(load.streams)),
+            *("--log-level", "warning", *load.flags.split()),
         ],
         fields={},
         versions={},
     )
-    async with running(server, log) as up:
+    async with running(server) as up:
         print("warming up", flush=True)
         await _clients(up, attrs.evolve(load, output_tokens=8), seed=1000)
         print(f"{load.streams} streams", flush=True)
         samples: list[Sample] = []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, up, load, samples)
-            clients = await _clients(up, load, seed=0)
+            seen = await _clients(up, load, seed=0)
             nursery.cancel_scope.cancel()
-    return steady(samples, load.streams), clients
+    return steady(samples, load.streams), seen
 
 
 async def _watch(up: Running, load: EngineLoad, samples: list[Sample]) -> None:
     while True:
         metrics = parse_metrics((await get(up.port, "/metrics"))[1])
-        sample = Sample(
-            at=trio.current_time(),
-            running=int(metrics["trioserve:num_requests_running"]),
-            steps=metrics["trioserve:worker_steps_total"],
-            step_seconds=metrics["trioserve:worker_step_seconds_total"],
-            idle_seconds=metrics["trioserve:worker_idle_seconds_total"],
-            tokens=metrics["trioserve:generation_tokens_total"],
-        )
-        samples.append(sample)
+        found = {field: metrics[f"trioserve:{name}"] for field, name in _COUNTERS.items()}
+        samples.append({"at": trio.current_time(), **found})
         await trio.sleep(load.sample_seconds)
 
 
@@ -156,77 +140,37 @@ def parse_metrics(text: str) -> dict[str, float]:
     }
 
 
-def steady(samples: Sequence[Sample], streams: int) -> Steady:
+def steady(samples: Sequence[Sample], streams: int) -> dict[str, float]:
     """Return what the worker did while all ``streams`` ran; raise if they never did for a while."""
-    together = [sample for sample in samples if sample.running == streams]
+    together = [sample for sample in samples if sample["running"] == streams]
     if together:
-        length = together[-1].at - together[0].at
-        together = [s for s in together if s.at >= together[0].at + _LEAD_IN * length]
-    if len(together) < 2 or together[-1].steps == together[0].steps:
-        most = max((sample.running for sample in samples), default=0)
-        raise ClientsFailed(f"{streams} streams never ran together for a while (at most {most})")
-    first, last = together[0], together[-1]
-    seconds = last.at - first.at
-    busy, idle = last.step_seconds - first.step_seconds, last.idle_seconds - first.idle_seconds
-    return Steady(
-        seconds=seconds,
-        step_seconds=seconds / (last.steps - first.steps),
-        idle_share=idle / (busy + idle) if idle else 0.0,
-        tokens_per_second=(last.tokens - first.tokens) / seconds,
-    )
+        length = together[-1]["at"] - together[0]["at"]
+        together = [s for s in together if s["at"] >= together[0]["at"] + _LEAD_IN * length]
+    if len(together) < 2 or together[-1]["steps"] == together[0]["steps"]:
+        most = max((sample["running"] for sample in samples), default=0)
+        raise RuntimeError(f"{streams} streams never ran together for a while (at most {most:.0f})")
+    took = {name: together[-1][name] - figure for name, figure in together[0].items()}
+    idle = took["idle_seconds"]
+    return {
+        "seconds": took["at"],
+        "step_seconds": took["at"] / took["steps"],
+        "idle_share": idle / (took["step_seconds"] + idle) if idle else 0.0,
+        "tokens_per_second": took["tokens"] / took["at"],
+    }
 
 
-async def _clients(up: Running, load: EngineLoad, seed: int) -> list[dict[str, Any]]:
-    """Run all streams, spread over processes; return what each of these printed."""
-    shares = [len(range(i, load.streams, load.processes)) for i in range(load.processes)]
-    shares = [share for share in shares if share]
-    results: list[dict[str, Any]] = []
-    num_ready, all_ready = 0, trio.Event()
-
-    async def one(number: int, streams: int) -> None:
-        nonlocal num_ready
-        command = [sys.executable, "-m", "bench.decode_step.clients"]
-        command += [f"http://127.0.0.1:{up.port}", "--model", _MODEL, "--streams", str(streams)]
-        command += ["--seed", str(seed + 10_000 * number)]
-        command += ["--prompt-tokens", str(load.prompt_tokens)]
-        command += ["--output-tokens", str(load.output_tokens)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        start = functools.partial(trio.run_process, command, check=False, **pipes)
-        said, is_told = b"", False
-        async with trio.open_nursery() as nursery:
-            process: trio.Process = await nursery.start(start)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            async for part in process.stdout:
-                said += part
-                if b"ready\n" in said and not is_told:
-                    is_told = True
-                    num_ready += 1
-                    if num_ready == len(shares):
-                        all_ready.set()
-                    await all_ready.wait()
-                    await process.stdin.send_all(b"\n")
-        if process.returncode:
-            raise ClientsFailed(f"the clients failed:\n{said.decode(errors='replace')[-1000:]}")
-        results.append(json.loads(said.splitlines()[-1]))
-
-    try:
-        async with trio.open_nursery() as nursery:
-            for number, streams in enumerate(shares):
-                nursery.start_soon(one, number, streams)
-    except* ClientsFailed as group:
-        raise group.exceptions[0] from None
-    return results
-
-
-def _table(
-    load: EngineLoad, found: Steady, clients: Sequence[dict[str, Any]], *, timed: bool
-) -> str:
-    if not timed:
-        return markdown_table(["streams", "result"], [[str(load.streams), "served"]])
-    p50, p99 = (max(client["figures"]["itl_ms"][p] for client in clients) for p in ("p50", "p99"))
-    idle = "met" if found.idle_share < IDLE_SHARE else "MISSED"
-    head = ["streams", "step ms", "GPU idle", "tokens/s", "ITL p50 ms", "ITL p99 ms", "target"]
-    row = [str(load.streams), f"{found.step_seconds * 1e3:.2f}", f"{found.idle_share:.1%}"]
-    row += [f"{found.tokens_per_second:.0f}", f"{p50:.1f}", f"{p99:.1f}"]
-    return markdown_table(head, [[*row, f"idle < {IDLE_SHARE:.0%}: {idle}"]])
+async def _clients(up: Running, load: EngineLoad, seed: int) -> Seen:
+    """Send one request on each stream, from a process of its own; return what it read."""
+    rng = random.Random(seed)
+    fields = {"model": _MODEL, "temperature": 0.8, "ignore_eos": True, "stream": True}
+    fields |= {"max_tokens": load.output_tokens, "stream_options": {"include_usage": True}}
+    bodies = []
+    for stream in range(load.streams):
+        # As many letters as tokens to a model of bytes.
+        prompt = "".join(rng.choices(string.ascii_letters, k=load.prompt_tokens))
+        bodies.append(json.dumps({**fields, "prompt": prompt, "seed": seed + stream}))
+    where = {"host": "127.0.0.1", "port": up.port, "path": up.server.path}
+    work = Load(**where, streams=load.streams, bodies=bodies, cores=[])
+    command = [sys.executable, "-m", "bench.front_end.client"]
+    done = await trio.run_process(command, stdin=msgspec.json.encode(work), capture_stdout=True)
+    return msgspec.json.decode(done.stdout, type=Seen)

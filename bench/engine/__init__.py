@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from trioserve import Engine
-from trioserve.load import EmbeddedTarget, Run, closed_loop
+from trioserve.load import EmbeddedTarget, Figures, Run, closed_loop, figures_of
 
 
 def random_ids(rng: random.Random, count: int) -> list[int]:
@@ -24,3 +24,12 @@ async def answer_all(
     if failed := [record.error for record in run.records if record.error]:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
     return run
+
+
+async def measure_streams(
+    engine: Engine, streams: int, seed: object, *, prompt: int, output: int, requests: int
+) -> Figures:
+    """Return the figures of a closed loop, so many requests of each stream; prompts are new."""
+    rng = random.Random(f"{streams} {seed}")
+    prompts = [random_ids(rng, prompt) for _ in range(streams * requests)]
+    return figures_of(await answer_all(engine, prompts, output=output, at_a_time=streams))

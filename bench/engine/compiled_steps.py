@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,17 +77,34 @@ class CompiledSteps:
         counts = from_ints([count] * rows)
         plan = Plan(number=1, opened=opened, row_slots=from_ints(range(rows)), row_counts=counts)
         self._rows = self._slots.apply(plan)
-        self.seconds: list[float] = []
 
     def run(self) -> None:
         """Compute the step: layers and the most probable tokens."""
-        began = time.perf_counter()
         hidden, ends = self._model.forward(self._rows, self._slots)
         self._model.most_probable(hidden, ends)
-        self.seconds.append(time.perf_counter() - began)
 
 
-def usual(seconds: Sequence[float]) -> float:
-    """Return the mean of the quickest quarter."""
-    quickest = sorted(seconds)[: max(len(seconds) // 4, 1)]
-    return sum(quickest) / len(quickest)
+def timed_in_turns(
+    ways: Mapping[str, Callable[[], None]],
+    *,
+    rounds: int = 2,
+    seconds: float = 0.0,
+    prepare: Callable[[str], None] = lambda name: None,
+) -> dict[str, float]:
+    """Return the seconds that each way takes: the mean of its quickest quarter.
+
+    They take turns, for ``seconds`` and at least ``rounds`` times. ``prepare`` isn't timed.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    end, done = time.perf_counter() + seconds, 0
+    while done < rounds or time.perf_counter() < end:
+        done += 1
+        for name, run in ways.items():
+            prepare(name)
+            began = time.perf_counter()
+            run()
+            taken[name].append(time.perf_counter() - began)
+    return {
+        name: statistics.fmean(sorted(times)[: max(len(times) // 4, 1)])
+        for name, times in taken.items()
+    }

@@ -9,16 +9,13 @@ of which two are measured.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.compiled_steps import CompiledSteps, load_compiled, num_pages_of, usual
-from bench.report import Made, markdown, own_versions, run_script
+from bench.engine.compiled_steps import CompiledSteps, load_compiled, num_pages_of, timed_in_turns
+from bench.report import Made, markdown, own_versions, script
 
 _COMMON = {
     **{"vocab_size": 32000, "num_hidden_layers": 6, "hidden_size": 1024, "head_dim": 64},
@@ -91,36 +88,33 @@ def measure(
             way: load_compiled(Path(folder), quantization=quantization, **room)
             for way, quantization in _OURS.items()
         }
+
+    def prepare(way: str) -> None:
+        if way in _PEERS:
+            peer.set_experts_implementation(way)
+
     found = {}
     for step, (rows, count) in steps.items():
         context = CONTEXT if count == 1 else 0
-        ours = {
-            way: CompiledSteps(model, rows=rows, context=context, count=count)
+        ways: dict[str, Callable[[], None]] = {
+            way: CompiledSteps(model, rows=rows, context=context, count=count).run
             for way, model in models.items()
         }
-        run, taken = _peer_step(peer, rows, count), {way: list[float]() for way in _PEERS}
-        end, rounds = time.perf_counter() + seconds, 0
-        while rounds < 2 or time.perf_counter() < end:
-            rounds += 1
-            for own in ours.values():
-                own.run()
-            for way, times in taken.items():
-                peer.set_experts_implementation(way)
-                began = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - began)
-        every = {way: own.seconds for way, own in ours.items()} | taken
-        found[step] = {way: usual(times) for way, times in every.items()}
+        ways |= dict.fromkeys(_PEERS, _peer_step(peer, rows, count))
+        found[step] = timed_in_turns(ways, seconds=seconds, prepare=prepare)
     return found
 
 
-def compare(options: argparse.Namespace) -> Made:
+@script
+def compare(
+    *, models: Sequence[str] = tuple(MODELS), threads: int = 1, seconds: float = 30.0
+) -> Made:
     """Return a table with a line for each step of each model, in milliseconds."""
     lines = []
-    how = {"threads": options.threads, "seconds": options.seconds, "steps": STEPS}
-    for name in options.models:
+    for name in models:
         print(name, flush=True)
-        for step, of in measure(name, MODELS[name], **how).items():
+        found = measure(name, MODELS[name], threads=threads, seconds=seconds, steps=STEPS)
+        for step, of in found.items():
             shown = [f"{of[way] * 1e3:.1f}" for way in (*_OURS, *_PEERS)]
             best = min(of[way] for way in _PEERS) / of["bf16"]
             lines.append([name, step, *shown, f"{best:.2f}"])
@@ -129,13 +123,3 @@ def compare(options: argparse.Namespace) -> Made:
     versions = own_versions("transformers")
     beside = f"transformers {versions['transformers']} over torch {versions['torch']}."
     return Made(f"{markdown(heads, lines)}\n\nBeside {beside}", {"versions": versions})
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    options = {"models": list(MODELS), "threads": 1, "seconds": 30.0}
-    return run_script("experts", compare, arguments, **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

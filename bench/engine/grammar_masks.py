@@ -8,18 +8,17 @@ has ended makes room for a new one.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from bench.report import markdown, run_script
+from bench.report import markdown, script
 from bench.servers import MODEL
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
@@ -79,27 +78,19 @@ def measure(
     return times
 
 
-def compare(options: argparse.Namespace) -> str:
+@script
+def compare(
+    *, model: str = MODEL, rows: Sequence[int] = (1, 16, 64), threads: int = 2, steps: int = 100
+) -> str:
     """Return a table with a line for each grammar and number of rows."""
-    files = open_model(locate(options.model))
+    files = open_model(locate(model))
     cache = GrammarCache(GrammarVocabulary.of(files))
-    constraints = Constraints(files.config.vocab_size, cache, num_threads=options.threads)
+    constraints = Constraints(files.config.vocab_size, cache, num_threads=threads)
     lines = []
-    for name, grammar in GRAMMARS.items():
-        for rows in options.rows:
-            eos = files.config.eos_token_ids
-            times = measure(constraints, grammar, eos, rows=rows, steps=options.steps)
-            figures = statistics.median(times), statistics.fmean(times), max(times)
-            lines.append([name, rows, *(f"{figure:.0f}" for figure in figures)])
+    for (name, grammar), number in itertools.product(GRAMMARS.items(), rows):
+        eos = files.config.eos_token_ids
+        times = measure(constraints, grammar, eos, rows=number, steps=steps)
+        figures = statistics.median(times), statistics.fmean(times), max(times)
+        lines.append([name, number, *(f"{figure:.0f}" for figure in figures)])
     cache.close()
     return markdown(["grammar", "rows", "median µs/row", "mean", "worst step"], lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    options = {"model": MODEL, "rows": [1, 16, 64], "threads": 2, "steps": 100}
-    return run_script("grammar_masks", compare, arguments, **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,15 +7,12 @@ does meets all of them; the quickest quarter of each counts.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from bench.engine.compiled_steps import CompiledSteps, load_compiled, num_pages_of, usual
-from bench.report import markdown, run_script
+from bench.engine.compiled_steps import CompiledSteps, load_compiled, num_pages_of, timed_in_turns
+from bench.report import markdown, script
 from bench.servers import MODEL
 from gpu.lora.reading import LoraWeights, LowRankUpdate
 from gpu.weights.expected import expected_tensors
@@ -44,44 +41,32 @@ def random_adapter(config: ModelConfig, rank: int, seed: int) -> LoraWeights:
     return LoraWeights(updates=updates, checksum="")
 
 
-def measure(options: argparse.Namespace) -> str:
+@script
+def measure(
+    *,
+    model: str = MODEL,
+    rows: int = 8,
+    rank: int = 16,
+    context: int = 200,
+    threads: int = 1,
+    quantization: str = "auto",
+    rounds: int = 200,
+) -> str:
     """Return a table with a line for each kind of step."""
-    rows, context = options.rows, options.context
     each = num_pages_of(rows, context)
-    room = {"num_pages": each * (len(KINDS) + 1), "max_rank": options.rank}
-    how = {"quantization": options.quantization, "threads": options.threads}
-    model = load_compiled(Path(locate(options.model)), **how, **room)
-    before = CompiledSteps(model, rows=rows, context=context)
-    for _ in range(options.rounds):
-        before.run()
+    room = {"num_pages": each * (len(KINDS) + 1), "max_rank": rank}
+    path, how = Path(locate(model)), {"quantization": quantization, "threads": threads}
+    loaded = load_compiled(path, **how, **room)
+    before = CompiledSteps(loaded, rows=rows, context=context)
+    times = timed_in_turns({"no adapter is loaded": before.run}, rounds=rounds)
     for number in range(1, 5):
-        model.adapters.put(number, random_adapter(model.config, options.rank, number))
-    steps = {
-        name: CompiledSteps(
-            model, rows=rows, context=context, adapters=numbers, first_page=each * (place + 1)
-        )
-        for place, (name, numbers) in enumerate(KINDS.items())
-    }
-    for _ in range(options.rounds):
-        for kind in steps.values():
-            kind.run()
-    plain = usual(steps["no adapter"].seconds)
-    times = {
-        name: usual(k.seconds) for name, k in {"no adapter is loaded": before, **steps}.items()
-    }
-    print(f"weights in {model.describe_weights()}, {rows} rows, rank {options.rank}")
+        loaded.adapters.put(number, random_adapter(loaded.config, rank, number))
+    steps = {}
+    for place, (name, numbers) in enumerate(KINDS.items(), 1):
+        how = {"adapters": numbers, "first_page": each * place}
+        steps[name] = CompiledSteps(loaded, rows=rows, context=context, **how).run
+    times |= timed_in_turns(steps, rounds=rounds)
+    print(f"weights in {loaded.describe_weights()}, {rows} rows, rank {rank}")
+    plain = times["no adapter"]
     lines = [[name, f"{1e3 * time:.3f}", f"{time / plain:.3f}"] for name, time in times.items()]
     return markdown(["rows", "ms", "of no adapter"], lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    return run_script(
-        *("lora_step", measure, arguments),
-        **{"model": MODEL, "rows": 8, "rank": 16, "context": 200, "threads": 1},
-        **{"quantization": "auto", "rounds": 200},
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

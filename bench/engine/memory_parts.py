@@ -8,18 +8,15 @@ does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import trio
 
 from bench.compare.scenarios import Memory
 from bench.peers.model_files import gguf_file
 from bench.peers.servers import own_server
-from bench.report import markdown, run_script
+from bench.report import markdown, script
 from bench.servers import Family, running
 from gpu.loading.memory import kv_bytes_per_page
 from trioserve.model_files import open_model
@@ -33,10 +30,10 @@ for line in open("/proc/self/smaps_rollup"):
 """
 
 
-async def parts_of(format: str, log: Path) -> dict[tuple[str, str], float]:
+async def parts_of(format: str) -> dict[tuple[str, str], float]:
     """Return the bytes of each part of a server whose cache has been filled."""
     scenario = Memory()
-    async with running(own_server(scenario.setting(format)), log) as one:
+    async with running(own_server(scenario.setting(format))) as one:
         await scenario.fill(one, f"parts, {format}")
         whole = one.family.pss_bytes()
         (worker,) = [each for each in one.family.members() if "gpu" in each.cmdline()]
@@ -64,18 +61,9 @@ async def _imports(modules: str) -> int:
     return int((await trio.run_process(command, capture_stdout=True)).stdout) * 1024
 
 
-async def measure(options: argparse.Namespace) -> str:
+@script
+async def measure(*, formats: Sequence[str] = ("bf16", "q4_1")) -> str:
     """Return a table with a column for each format."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = [await parts_of(format, Path(folder) / format) for format in options.formats]
+    found = [await parts_of(format) for format in formats]
     lines = [[*part, *(f"{sizes[part] / 2**20:.0f}" for sizes in found)] for part in found[0]]
-    return markdown(["process", "PSS, MiB", *options.formats], lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    return run_script("memory_parts", measure, arguments, formats=["bf16", "q4_1"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return markdown(["process", "PSS, MiB", *formats], lines)

@@ -7,72 +7,54 @@ one thread, by tokens of output: what else the machine does meanwhile hardly mat
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
-import sys
+import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-import trio
 
+from bench.engine import measure_streams
 from bench.peers.model_files import write_folder
-from bench.report import markdown, run_script
+from bench.report import Rounds, markdown, script
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 
 
-async def measure(engine: Engine, num_streams: int, draw: random.Random) -> float:
+async def measure(engine: Engine, num_streams: int, seed: int) -> float:
     """Return milliseconds of the worker's processor time by token; streams begin together."""
     (worker,) = (each for each in psutil.Process().children() if "gpu" in each.cmdline())
-
-    async def complete() -> None:
-        prompt = draw.choices(range(100, 40_000), k=PROMPT_TOKENS)
-        await engine.complete(prompt, max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
-
     began = sum(worker.cpu_times()[:2])
-    async with trio.open_nursery() as nursery:
-        for _ in range(num_streams):
-            nursery.start_soon(complete)
+    lengths = {"prompt": PROMPT_TOKENS, "output": OUTPUT_TOKENS, "requests": 1}
+    await measure_streams(engine, num_streams, seed, **lengths)
     return 1000 * (sum(worker.cpu_times()[:2]) - began) / (num_streams * OUTPUT_TOKENS)
 
 
-async def compare(options: argparse.Namespace) -> str:
+@script
+async def compare(
+    *,
+    model: str = MODEL,
+    dtype: Sequence[str] = ("float32", "bfloat16"),
+    streams: Sequence[int] = (1, 8),
+    rounds: int = 3,
+) -> str:
     """Return a table of medians, after one turn that isn't counted."""
-    lines = []
+    found = Rounds()
     with tempfile.TemporaryDirectory() as place:
-        folder = write_folder(options.model, Path(place) / "model")
+        folder = write_folder(model, Path(place) / "model")
         # There the peers read that no token ends a text, by a number that isn't one.
         (folder / "generation_config.json").write_text("{}")
-        for dtype in options.dtype:
-            found = []
-            for implementation in ("native", "transformers"):
-                draw, how = random.Random(0), {"model_impl": implementation, "dtype": dtype}
-                async with open_engine(str(folder), device="cpu", num_threads=1, **how) as engine:
-                    await measure(engine, max(options.streams), draw)
-                    found.append(
-                        [
-                            statistics.median(
-                                [await measure(engine, count, draw) for _ in range(options.rounds)]
-                            )
-                            for count in options.streams
-                        ]
-                    )
-            for count, own, other in zip(options.streams, *found, strict=True):
-                lines.append([dtype, count, f"{own:.1f}", f"{other:.1f}", f"{own / other:.2f}"])
+        for format, way in itertools.product(dtype, ("native", "transformers")):
+            how = {"model_impl": way, "dtype": format}
+            async with open_engine(str(folder), device="cpu", num_threads=1, **how) as engine:
+                await measure(engine, max(streams), -1)
+                for count, number in itertools.product(streams, range(rounds)):
+                    found.add((format, count), **{way: await measure(engine, count, number)})
+    lines = []
+    for case, of in found.medians().items():
+        own, other = of["native"], of["transformers"]
+        lines.append([*case, f"{own:.1f}", f"{other:.1f}", f"{own / other:.2f}"])
     heads = ["number format", "streams", "native, ms", "transformers, ms", "share"]
     return markdown(heads, lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    options = {"dtype": ["float32", "bfloat16"], "streams": [1, 8], "rounds": 3}
-    return run_script("model_impl", compare, arguments, model=MODEL, **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

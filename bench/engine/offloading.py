@@ -9,18 +9,16 @@ host's memory is the same memory, so that this shows the cost of copying and its
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
-import sys
-from collections.abc import Sequence
 
 import attrs
 
 from bench.engine import answer_all, random_ids
-from bench.report import Rounds, markdown, percentile, run_script
+from bench.report import Rounds, in_turns, markdown, script
 from bench.servers import MODEL
 from trioserve import Engine, open_engine
+from trioserve.load import figures_of
 
 KINDS = ("computed again", "copied back", "all in the cache")
 PAGE_SIZE, HOST_BYTES = 16, 1 << 30
@@ -54,43 +52,29 @@ async def measure(engine: Engine, load: Load, round: int) -> dict[str, float]:
     rng = random.Random(f"offloading {round}")
     histories = [random_ids(rng, load.length) for _ in range(load.conversations)]
     await answer_all(engine, histories, output=load.output)
-    before = engine.statistics().scheduler
     turns = [each + random_ids(rng, load.turn) for each in histories]
-    run = await answer_all(engine, turns, output=load.output)
-    waits = [1e3 * (record.chunks[0] - record.started) for record in run.records]
-    after = engine.statistics().scheduler
-    queries = after.prefix_cache_queries - before.prefix_cache_queries
-    cached = (after.prefix_cache_hits - before.prefix_cache_hits) / queries
-    return {"p50": percentile(waits, 50), "p99": percentile(waits, 99), "cached": cached}
+    figures = figures_of(await answer_all(engine, turns, output=load.output))
+    cached = figures.cached_tokens / figures.prompt_tokens
+    return {"p50": figures.ttft_ms.p50, "p99": figures.ttft_ms.p99, "cached": cached}
 
 
-async def compare(options: argparse.Namespace) -> str:
+@script
+async def compare(*, model: str = MODEL, rounds: int = 6) -> str:
     """Return a table of medians over the rounds, and each wait's ratio to computing again."""
-    load = Load(**{name: getattr(options, name) for name in attrs.asdict(Load())})
-    rounds, length = Rounds(), load.pages * PAGE_SIZE
+    load, found = Load(), Rounds()
     async with contextlib.AsyncExitStack() as stack:
         engines = {}
         for kind in KINDS:
-            opening = open_engine(options.model, max_model_len=length, **options_of(kind, load))
+            limits = options_of(kind, load)
+            opening = open_engine(model, max_model_len=load.pages * PAGE_SIZE, **limits)
             engines[kind] = await stack.enter_async_context(opening)
             await measure(engines[kind], attrs.evolve(load, length=64), -1)
-        for number in range(options.rounds):
-            for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
-                rounds.add(kind, **await measure(engines[kind], load, number))
+        for number, kind in in_turns(rounds, KINDS):
+            found.add(kind, **await measure(engines[kind], load, number))
     lines = []
-    for kind in KINDS:
-        of, ratio = rounds.medians()[kind], rounds.ratio(kind, KINDS[0], "p50")
+    for kind, of in found.medians().items():
         waits = f"{of['p50']:.1f} · {of['p99']:.1f}"
+        ratio = found.ratio(kind, KINDS[0], "p50")
         lines.append([kind, f"{of['cached']:.0%}", waits, f"{ratio:.3f}"])
     heads = ["what becomes of the pages", "tokens found", "TTFT p50 · p99 ms", "TTFT p50, ratio"]
     return markdown(heads, lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    options = {"model": MODEL, **attrs.asdict(Load()), "rounds": 6}
-    return run_script("offloading", compare, arguments, **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,31 +7,29 @@ thread, as it would be without batches. Both take turns on the same texts.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import sys
 import time
 from collections.abc import Sequence
 
 import trio
 
-from bench.report import Rounds, markdown, run_script
+from bench.micro.cases import make_request
+from bench.report import Rounds, in_turns, markdown, script
 from bench.servers import exact_prompts, tokenizer
-from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.request import Request, TextPrompt, Times
-from trioserve.requests.request import Sequence as Output
-from trioserve.requests.stream import Stream, StreamBudget
+from trioserve.requests.request import Request
+from trioserve.requests.stream import StreamBudget
 from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer_task import TokenizerTask
 
 
 async def measure(backend: Tokenizer, texts: Sequence[str]) -> tuple[float, float]:
     """Return the milliseconds in the task, and in a thread one by one."""
     to_tokenizer, inbox = trio.open_memory_channel[Request](math.inf)
     to_scheduler, tokenized = trio.open_memory_channel[Request](math.inf)
-    requests = [_request(text) for text in texts]
+    requests = [make_request(text, StreamBudget(1 << 20, 1 << 20)) for text in texts]
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(backend.run, inbox, to_scheduler)
+        nursery.start_soon(TokenizerTask(backend).run, inbox, to_scheduler)
         began = time.perf_counter()
         for request in requests:
             to_tokenizer.send_nowait(request)
@@ -44,40 +42,22 @@ async def measure(backend: Tokenizer, texts: Sequence[str]) -> tuple[float, floa
     return 1e3 * together, 1e3 * (time.perf_counter() - began)
 
 
-def _request(text: str) -> Request:
-    request = Request(
-        id="crowd",
-        prompt=TextPrompt(text),
-        params=SamplingParams(),
-        stream=Stream(StreamBudget(1 << 20, 1 << 20)),
-        times=Times(arrived=0.0),
-    )
-    request.sequences.append(Output(request=request, index=0, sampler=SamplerParams()))
-    return request
-
-
-async def compare(options: argparse.Namespace) -> str:
+@script
+async def compare(
+    *,
+    counts: Sequence[int] = (1, 8, 64, 256),
+    lengths: Sequence[int] = (64, 256, 1024),
+    rounds: int = 7,
+) -> str:
     """Return a table of medians over the rounds."""
-    backend, rounds = Tokenizer(tokenizer()), Rounds()
-    for number, tokens, prompts in itertools.product(
-        range(options.rounds), options.lengths, options.counts
-    ):
+    backend, found = Tokenizer(tokenizer()), Rounds()
+    for number, (tokens, prompts) in in_turns(rounds, list(itertools.product(lengths, counts))):
         texts = exact_prompts(prompts, tokens, f"{number} {tokens}")
         together, alone = await measure(backend, texts)
-        rounds.add((tokens, prompts), together=together, alone=alone, ratio=alone / together)
+        found.add((tokens, prompts), together=together, alone=alone, ratio=alone / together)
     lines = [
         [prompts, tokens, *(f"{of[name]:.2f}" for name in ("together", "alone", "ratio"))]
-        for (tokens, prompts), of in sorted(rounds.medians().items())
+        for (tokens, prompts), of in sorted(found.medians().items())
     ]
     heads = ["prompts at once", "tokens each", "together ms", "one by one ms", "times faster"]
     return markdown(heads, lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table."""
-    options = {"counts": [1, 8, 64, 256], "lengths": [64, 256, 1024], "rounds": 7}
-    return run_script("tokenizing", compare, arguments, **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

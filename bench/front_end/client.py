@@ -83,7 +83,7 @@ def run(load: Load) -> Seen:
     if load.cores:
         os.sched_setaffinity(0, load.cores)
     poll, seen = select.epoll(), Seen()
-    requests = iter([_request(load, body) for body in load.bodies])
+    requests = iter([http1_request(load.path, body) for body in load.bodies])
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_connect(load)) for _ in range(load.streams)]
         connections = {each.fileno(): _Connection(each) for each in opened}
@@ -107,9 +107,10 @@ def _connect(load: Load) -> socket.socket:
     return connected
 
 
-def _request(load: Load, body: str) -> bytes:
+def http1_request(path: str, body: str) -> bytes:
+    """Return a POST of JSON."""
     head = (
-        f"POST {load.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body.encode())}\r\n\r\n"
     )
     return (head + body).encode()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,38 +19,37 @@ _CHUNK = {
     "model": "fake",
     "choices": [{"index": 0, "delta": {"content": " token"}, "finish_reason": None}],
 }
+INTERVAL = 0.02
+"""Seconds from a token to the next one, here and in :mod:`.sse_server`."""
 EVENT = b"data: " + json.dumps(_CHUNK, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Ticker:
     """Wakes all streams for each token."""
 
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
+    def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._begun = False
 
     def next(self) -> asyncio.Future[None]:
         """Return a future that ends with the next token."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        return future
-
-    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            due = max(due + self._interval, loop.time())
-            await asyncio.sleep(due - loop.time())
-            waiting, self._waiting = self._waiting, []
-            for future in waiting:
-                if not future.done():
-                    future.set_result(None)
+        if not self._begun:
+            self._begun = True
+            self._tick(loop, loop.time())
+        self._waiting.append(loop.create_future())
+        return self._waiting[-1]
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+        due = max(due + INTERVAL, loop.time())
+        loop.call_at(due, self._tick, loop, due)
 
 
-ticker = Ticker(float(os.environ.get("BENCH_INTERVAL", "0.02")))
+ticker = Ticker()
 
 
 async def raw(scope: dict[str, Any], receive: Any, send: Any) -> None:

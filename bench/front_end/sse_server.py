@@ -1,6 +1,6 @@
 """This project's whole HTTP layer over an engine that gives every stream a token per tick.
 
-``python -m bench.front_end.sse_server PORT INTERVAL``. Requests are read, checked and admitted as
+``python -m bench.front_end.sse_server PORT``. Requests are read, checked and admitted as
 ever; what would come from the scheduler and the detokenizer is pushed into each request's stream.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import trio
 
+from bench.front_end.sse_peers import INTERVAL
 from trioserve.config import ServerConfig
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
@@ -29,11 +30,10 @@ _TOKEN = Chunk(" token", (17,))
 
 
 class PacedEngine:
-    """``engine`` with other output: a token for all streams at once, every ``interval`` seconds."""
+    """``engine`` with other output: a token for all streams at once, every :data:`INTERVAL`."""
 
-    def __init__(self, engine: Engine, interval: float) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._interval = interval
         self._budget = StreamBudget(per_stream=1 << 20, total=1 << 30)
         self._streams: dict[Stream, None] = {}
 
@@ -64,26 +64,26 @@ class PacedEngine:
         """Push a token to all streams on each tick; one that comes late isn't made up for."""
         due = trio.current_time()
         while True:
-            due = max(due + self._interval, trio.current_time())
+            due = max(due + INTERVAL, trio.current_time())
             await trio.sleep_until(due)
             for stream in self._streams:
                 stream.push(_TOKEN)
-            if trio.current_time() > due + self._interval:
+            if trio.current_time() > due + INTERVAL:
                 for _ in range(2):  # By then every reader has run, so that no tokens are merged.
                     await trio.lowlevel.checkpoint()
 
 
-async def main(port: int, interval: float) -> None:
+async def main(port: int) -> None:
     raise_descriptor_limit()
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
-        paced = PacedEngine(engine, interval)
+        paced = PacedEngine(engine)
         nursery.start_soon(paced.tick)
         config = ServerConfig(engine=engine.config, host="127.0.0.1", port=port)
         app = create_app(cast(Engine, paced), config)
-        with rare_collections() as settle:  # As the server's own process does.
-            settle()
+        with rare_collections() as freeze:  # As the server's own process does.
+            freeze()
             await serve_app(app, config)
 
 
 if __name__ == "__main__":
-    trio.run(main, int(sys.argv[1]), float(sys.argv[2]))
+    trio.run(main, int(sys.argv[1]))

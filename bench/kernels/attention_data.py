@@ -7,42 +7,45 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from bench.kernels.case import Setting, poison
-from bench.kernels.roofline import AttentionShape
+from bench.kernels.case import Setting
+from bench.kernels.roofline import AttentionShape, Work, prefill_attention, shared_prefix_attention
+from gpu.attention import CacheShape
+from gpu.attention.kv_cache import FP8, KvCache, LayerCache
 
+DTYPE = torch.bfloat16
+"""Type of queries, keys and values before they are in a cache."""
 _E4M3_LARGEST = 448.0
 # Scores of a block of the reference: so many numbers of 8 bytes at once.
 _BLOCK_SCORES = 1 << 27
 
 
 @attrs.frozen(kw_only=True)
-class AttentionSpec:
+class AttentionSpec(AttentionShape):
     """One shape of an attention case.
 
     Row i has ``rows[i][0]`` queries, the last tokens of a context of ``rows[i][1]``. The first
-    ``shared`` tokens (whole pages) are the same pages in all rows. ``cache_dtype`` is ``dtype`` or
-    e4m3, which has a scale for each token and head.
+    ``shared`` tokens (whole pages) are the same pages in all rows.
     """
 
-    rows: tuple[tuple[int, int], ...]
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
+    rows: Sequence[tuple[int, int]]
     page_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    cache_dtype: torch.dtype = torch.bfloat16
     window: int | None = None
     shared: int = 0
 
     @property
-    def fp8(self) -> bool:
-        """True for an e4m3 cache."""
-        return self.cache_dtype == torch.float8_e4m3fn
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the cache's numbers."""
+        return FP8 if self.fp8 else DTYPE
 
     @property
-    def num_tokens(self) -> int:
-        """The queries of all rows together."""
-        return sum(count for count, _ in self.rows)
+    def decodes(self) -> bool:
+        """True if every row has one query."""
+        return all(count == 1 for count in self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Each row's queries."""
+        return [count for count, _ in self.rows]
 
     @property
     def contexts(self) -> list[int]:
@@ -62,42 +65,37 @@ class AttentionSpec:
     @property
     def num_pages(self) -> int:
         """Different pages in use."""
-        own = sum(pages - self.num_shared_pages for pages in self.pages_of_rows)
-        return own + self.num_shared_pages
+        return sum(self.pages_of_rows) - self.num_shared_pages * (len(self.rows) - 1)
 
     @property
-    def work_shape(self) -> AttentionShape:
-        """The shape as :mod:`bench.kernels.roofline` counts it."""
-        names = ("num_heads", "num_kv_heads", "head_dim")
-        heads = {name: getattr(self, name) for name in names}
-        return AttentionShape(kv_bytes=2 - self.fp8, scale_bytes=4 * self.fp8, **heads)
+    def work(self) -> Work:
+        """The least work; a shared prefix is read once."""
+        if self.shared:
+            suffixes = [context - self.shared for context in self.contexts]
+            return shared_prefix_attention(self, self.shared, suffixes)
+        return prefill_attention(self, self.rows, self.window)
 
 
 @attrs.frozen(kw_only=True)
 class Buffers:
-    """The tensors of one launch.
+    """The tensors of one launch: queries and output [T, H, D], and a layer of the cache.
 
-    Caches are [num_pages, K, page_size, D], their scales [num_pages, K, page_size] float32.
+    The queries are a view of ``qkv`` [T, H + 2 K, D], as in a model.
     """
 
-    qkv: torch.Tensor  # [T, H + 2 K, D]; only the queries matter
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    out: torch.Tensor  # [T, H, D]
-
-    def queries(self, num_heads: int) -> torch.Tensor:
-        """Return [T, H, D], a view as the model has it."""
-        return self.qkv[:, :num_heads]
+    qkv: torch.Tensor
+    q: torch.Tensor
+    cache: LayerCache
+    out: torch.Tensor
 
 
 @attrs.frozen(kw_only=True)
 class AttentionData:
-    """Several sets of buffers under one set of block tables."""
+    """Several sets of buffers under one set of block tables; each set is a layer of ``cache``."""
 
     spec: AttentionSpec
     block_tables: torch.Tensor  # [rows, pages] int32 on the device; past a row's last page is -1
+    cache: KvCache
     sets: Sequence[Buffers]
 
     def pages(self, row: int) -> torch.Tensor:
@@ -107,41 +105,42 @@ class AttentionData:
 
 def make_data(spec: AttentionSpec, setting: Setting) -> AttentionData:
     """Return random queries, keys and values, in pages that lie in random order."""
-    order = setting.permutation(spec.num_pages)
-    width = max(spec.pages_of_rows)
-    tables = torch.full((len(spec.rows), width), -1, dtype=torch.int32, device=setting.device)
-    shared = spec.num_shared_pages
-    tables[:, :shared] = order[:shared]
-    given = shared
-    for row, pages in enumerate(spec.pages_of_rows):
-        tables[row, shared:pages] = order[given : given + pages - shared]
-        given += pages - shared
     tokens = spec.num_pages * spec.page_size
-    count = setting.sets(tokens * spec.work_shape.kv_bytes_per_token)
-    sets = [_make_buffers(spec, setting) for _ in range(count)]
-    return AttentionData(spec=spec, block_tables=tables, sets=sets)
+    shape = CacheShape(
+        num_layers=setting.sets(tokens * spec.kv_bytes_per_token),
+        num_pages=spec.num_pages,
+        page_size=spec.page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.cache_dtype,
+        device=setting.device,
+    )
+    cache = KvCache(shape)
+    sets = [_buffers(spec, layer, setting) for layer in cache.layers]
+    tables = _block_tables(spec, setting)
+    return AttentionData(spec=spec, block_tables=tables, cache=cache, sets=sets)
 
 
-def _make_buffers(spec: AttentionSpec, setting: Setting) -> Buffers:
+def _block_tables(spec: AttentionSpec, setting: Setting) -> torch.Tensor:
+    shared, *own = setting.permutation(spec.num_pages).split(
+        [spec.num_shared_pages, *(pages - spec.num_shared_pages for pages in spec.pages_of_rows)]
+    )
+    rows = [torch.cat([shared, pages]) for pages in own]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def _buffers(spec: AttentionSpec, layer: LayerCache, setting: Setting) -> Buffers:
+    for cache, scale in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
+        values = setting.random(*cache.shape)
+        if scale is not None:
+            torch.div(values.float().abs().amax(-1), _E4M3_LARGEST, out=scale)
+            values = values.float() / scale[..., None]
+        cache.copy_(values)
     heads = spec.num_heads + 2 * spec.num_kv_heads
-    qkv = setting.random((spec.num_tokens, heads, spec.head_dim), spec.dtype)
-    shape = (spec.num_tokens, spec.num_heads, spec.head_dim)
-    out = torch.empty(shape, dtype=spec.dtype, device=setting.device)
-    poison(out)
-    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    caches = [setting.random(shape, spec.dtype) for _ in range(2)]
-    scales: list[torch.Tensor | None] = [None, None]
-    if spec.fp8:
-        found = [_quantize(cache) for cache in caches]
-        caches, scales = [cache for cache, _ in found], [scale for _, scale in found]
-    pages = {"k_cache": caches[0], "v_cache": caches[1]}
-    return Buffers(qkv=qkv, out=out, k_scale=scales[0], v_scale=scales[1], **pages)
-
-
-def _quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3 numbers, and the float32 scale of each vector of ``head_dim``."""
-    scale = values.float().abs().amax(-1) / _E4M3_LARGEST
-    return (values.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+    qkv = setting.random(sum(spec.counts), heads, spec.head_dim)
+    q = qkv[:, : spec.num_heads]
+    out = torch.empty(q.shape, dtype=DTYPE, device=setting.device)
+    return Buffers(qkv=qkv, q=q, cache=layer, out=out)
 
 
 def reference(data: AttentionData, *, one_scale: float | None = None) -> torch.Tensor:
@@ -151,43 +150,32 @@ def reference(data: AttentionData, *, one_scale: float | None = None) -> torch.T
     """
     spec, buffers = data.spec, data.sets[0]
     group = spec.num_heads // spec.num_kv_heads
-    out = torch.empty(buffers.out.shape, dtype=torch.float64, device=buffers.out.device)
-    start = 0
-    for row, (count, context) in enumerate(spec.rows):
-        keys, values = _gathered(data, row, context, one_scale)
-        q = buffers.queries(spec.num_heads)[start : start + count].double()
-        grouped = q.view(count, spec.num_kv_heads, group, spec.head_dim)
+    outs = []
+    for row, q in enumerate(buffers.q.split(spec.counts)):
+        context = spec.contexts[row]
+        in_pages = in_sequence(buffers.cache, data.pages(row), one_scale)
+        keys, values = (each[:context] for each in in_pages)
+        positions = torch.arange(context, device=q.device)
         block = max(1, _BLOCK_SCORES // (context * spec.num_heads))
-        for first in range(0, count, block):
-            chunk = grouped[first : first + block]
-            scores = torch.einsum("tkgd,nkd->tkgn", chunk, keys) * spec.head_dim**-0.5
-            seen = _seen(context - count + first, len(chunk), context, spec.window, q.device)
+        for queries, places in zip(q.split(block), positions[-len(q) :].split(block), strict=True):
+            grouped = queries.double().unflatten(1, (spec.num_kv_heads, group))
+            scores = torch.einsum("tkgd,nkd->tkgn", grouped, keys) * spec.head_dim**-0.5
+            seen = positions <= places[:, None]
+            if spec.window:
+                seen &= positions > places[:, None] - spec.window
             scores.masked_fill_(~seen[:, None, None], float("-inf"))
-            attended = torch.einsum("tkgn,nkd->tkgd", scores.softmax(-1), values)
-            out[start + first : start + first + len(chunk)] = attended.flatten(1, 2)
-        start += count
-    return out
+            outs.append(torch.einsum("tkgn,nkd->tkgd", scores.softmax(-1), values).flatten(1, 2))
+    return torch.cat(outs)
 
 
-def _seen(
-    position: int, count: int, context: int, window: int | None, device: torch.device
-) -> torch.Tensor:
-    """Return [count, context]: the keys that the queries from ``position`` on see."""
-    queries = torch.arange(position, position + count, device=device)[:, None]
-    keys = torch.arange(context, device=device)
-    seen = keys <= queries
-    return seen & (keys > queries - window) if window else seen
-
-
-def _gathered(
-    data: AttentionData, row: int, context: int, one_scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a row's keys and values, each [context, K, D] float64."""
-    buffers, pages = data.sets[0], data.pages(row)
-    found = []
-    for cache, scale in ((buffers.k_cache, buffers.k_scale), (buffers.v_cache, buffers.v_scale)):
-        values = cache[pages].double()
+def in_sequence(
+    layer: LayerCache, pages: torch.Tensor | None = None, one_scale: float | None = None
+) -> list[torch.Tensor]:
+    """Return the keys and values of ``pages``, or of all: each [tokens, K, D] float64, scaled."""
+    chosen, found = slice(None) if pages is None else pages, []
+    for cache, scale in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
+        values = cache[chosen].double()
         if scale is not None:
-            values *= scale[pages].double()[..., None] if one_scale is None else one_scale
-        found.append(values.transpose(1, 2).flatten(0, 1)[:context])
-    return found[0], found[1]
+            values *= scale[chosen].double()[..., None] if one_scale is None else one_scale
+        found.append(values.transpose(1, 2).flatten(0, 1))
+    return found

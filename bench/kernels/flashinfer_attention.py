@@ -6,39 +6,51 @@ computes something else than we do, of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.kernels.attention_data import AttentionData, AttentionSpec, Buffers, reference
-from bench.kernels.case import Contestant, Peer, PeerAbsent, poison, relative_error
-from bench.kernels.peers import flashinfer_module
-from bench.kernels.timing import Launch
+from bench.kernels.attention_data import DTYPE, AttentionData, reference
+from bench.kernels.case import Contestant, Contestants, PeerAbsent, flashinfer_module
 
 _WORKSPACE_BYTES = 256 << 20
 _LAYOUT = "HND"
 # About what brings e4m3 numbers of up to 448 back to those of a normal distribution.
 _SCALE = 1 / 128
 
-
-def attention_peers(data: AttentionData) -> list[Peer]:
-    """Return the back ends that offer what ``data`` asks for."""
-    decodes = all(count == 1 for count, _ in data.spec.rows)
-    peers = [Peer(name="flashinfer fa3", make=lambda: _prefill(data, "fa3"))]
-    if not decodes:
-        return [Peer(name="flashinfer fa2", make=lambda: _prefill(data, "fa2")), *peers]
-    return [
-        Peer(name="flashinfer fa2", make=lambda: _decode(data)),
-        *peers,
-        Peer(name="flashinfer xqa", make=lambda: _xqa(data)),
-    ]
+Pages = tuple[torch.Tensor, torch.Tensor]
+Run = Callable[[torch.Tensor, Pages, torch.Tensor], object]
 
 
-def cascade_peers(data: AttentionData) -> list[Peer]:
-    """Return attention over a shared prefix and each row's own pages, merged."""
-    return [Peer(name="flashinfer cascade", make=lambda: _cascade(data))]
+def attention_peers(data: AttentionData) -> Contestants:
+    """Return the back ends that offer what ``data`` asks for, those of a shared prefix first.
+
+    With tensor cores the library's own wrapper for decoding runs the kernel of its fa2 prefill.
+    """
+    makers: dict[str, Callable[[AttentionData], Run]] = {"cascade": _cascade}
+    makers = makers if data.spec.shared else {}
+    makers |= {name: partial(_paged, backend=name) for name in ("fa2", "fa3")}
+    makers |= {"xqa": _xqa} if data.spec.decodes else {}
+    return {
+        f"flashinfer {name}": lambda make=make: _contestant(data, make(data))
+        for name, make in makers.items()
+    }
+
+
+def _contestant(data: AttentionData, run: Run) -> Contestant:
+    """Return a contestant that runs with contiguous queries, the best case of this library."""
+    return Contestant.over(
+        [
+            (each.q.contiguous(), (each.cache.keys, each.cache.values), each.out)
+            for each in data.sets
+        ],
+        run,
+        lambda: reference(data, one_scale=_SCALE),
+        # An e4m3 product rounds the weights, too.
+        tolerance=0.08 if data.spec.fp8 else 0.01,
+    )
 
 
 def _workspace() -> torch.Tensor:
@@ -46,122 +58,71 @@ def _workspace() -> torch.Tensor:
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
+def _ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _starts(counts: Sequence[int]) -> torch.Tensor:
+    return _ints([0, *counts]).cumsum(0, dtype=torch.int32)
+
+
 def _page_lists(data: AttentionData, first: int = 0) -> tuple[torch.Tensor, ...]:
     """Return indptr, indices and tokens on the last page of each row's pages from ``first`` on."""
     spec = data.spec
-    counts = [pages - first for pages in spec.pages_of_rows]
-    indptr = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    rows = range(len(spec.rows))
-    indices = torch.cat([data.pages(row)[first:] for row in rows]).to(torch.int32)
+    indptr = _starts([pages - first for pages in spec.pages_of_rows])
+    indices = torch.cat([data.pages(row)[first:] for row in range(len(spec.rows))])
     last = [(context - 1) % spec.page_size + 1 for context in spec.contexts]
-    return indptr, indices, torch.tensor(last, dtype=torch.int32)
+    return indptr, indices.to(torch.int32), _ints(last)
 
 
-def _sizes(spec: AttentionSpec) -> tuple[int, ...]:
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
-
-
-def _types(spec: AttentionSpec) -> dict[str, torch.dtype]:
-    return {"q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype}
+def _plan(data: AttentionData, wrapper: Any, *lists: Any, **options: Any) -> None:
+    """Plan the steps of ``wrapper`` over ``lists`` of pages."""
+    spec = data.spec
+    sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size)
+    wrapper.plan(*(*lists, *sizes), q_data_type=DTYPE, kv_data_type=spec.cache_dtype, **options)
 
 
 def _window_left(data: AttentionData) -> int:
     return data.spec.window - 1 if data.spec.window else -1
 
 
-def _contestant(data: AttentionData, run: Callable[[torch.Tensor, Buffers], object]) -> Contestant:
-    """Return a contestant that runs with contiguous queries, the best case of this library."""
-    queries = [buffers.queries(data.spec.num_heads).contiguous() for buffers in data.sets]
-    launches: list[Launch] = [
-        partial(run, q, buffers) for q, buffers in zip(queries, data.sets, strict=True)
-    ]
-
-    def error() -> float:
-        poison(data.sets[0].out)
-        launches[0]()
-        return relative_error(data.sets[0].out, reference(data, one_scale=_SCALE))
-
-    # An e4m3 product rounds the weights, too.
-    return Contestant(launches=launches, error=error, tolerance=0.08 if data.spec.fp8 else 0.01)
-
-
-def _scales(data: AttentionData) -> dict[str, float]:
-    return {"k_scale": _SCALE, "v_scale": _SCALE} if data.spec.fp8 else {}
-
-
-def _decode(data: AttentionData) -> Contestant:
-    spec = data.spec
-    wrapper = flashinfer_module().BatchDecodeWithPagedKVCacheWrapper(
-        _workspace(), _LAYOUT, use_tensor_cores=True, backend="fa2"
-    )
-    wrapper.plan(*_page_lists(data), *_sizes(spec), window_left=_window_left(data), **_types(spec))
-    return _contestant(data, _paged_run(wrapper, data))
-
-
-def _prefill(data: AttentionData, backend: str) -> Contestant:
-    spec = data.spec
-    if spec.fp8 and backend == "fa3":
+def _paged(data: AttentionData, backend: str) -> Run:
+    if data.spec.fp8 and backend == "fa3":
         raise PeerAbsent("flashinfer fa3 wants e4m3 queries for an e4m3 cache")
     wrapper = flashinfer_module().BatchPrefillWithPagedKVCacheWrapper(
         _workspace(), _LAYOUT, backend=backend
     )
-    counts = [0, *(count for count, _ in spec.rows)]
-    wrapper.plan(
-        torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        *(*_page_lists(data), *_sizes(spec)),
-        causal=True,
-        window_left=_window_left(data),
-        **_types(spec),
-    )
-    return _contestant(data, _paged_run(wrapper, data))
+    lists = (_starts(data.spec.counts), *_page_lists(data))
+    how = {"causal": not data.spec.decodes, "window_left": _window_left(data)}
+    _plan(data, wrapper, *lists, **how)
+    scales = {"k_scale": _SCALE, "v_scale": _SCALE} if data.spec.fp8 else {}
+    return lambda q, pages, out: wrapper.run(q, pages, out=out, **scales)
 
 
-def _paged_run(wrapper: Any, data: AttentionData) -> Callable[[torch.Tensor, Buffers], object]:
-    def run(q: torch.Tensor, buffers: Buffers) -> None:
-        pages = (buffers.k_cache, buffers.v_cache)
-        wrapper.run(q, pages, out=buffers.out, **_scales(data))
-
-    return run
-
-
-def _xqa(data: AttentionData) -> Contestant:
+def _xqa(data: AttentionData) -> Run:
     spec = data.spec
     decode = flashinfer_module().decode.xqa_batch_decode_with_kv_cache
-    workspace = _workspace()
-    tables = data.block_tables.clamp(min=0).contiguous()
+    workspace, tables = _workspace(), data.block_tables.clamp(min=0).contiguous()
     lengths = torch.tensor(spec.contexts, dtype=torch.uint32, device=tables.device)
     scale = _SCALE if spec.fp8 else 1.0
-
-    def run(q: torch.Tensor, buffers: Buffers) -> None:
-        pages = (buffers.k_cache, buffers.v_cache)
-        scales = {"bmm1_scale": scale * spec.head_dim**-0.5, "bmm2_scale": scale}
-        how = {"window_left": _window_left(data), "out": buffers.out, "kv_layout": _LAYOUT}
-        decode(q, pages, workspace, tables, lengths, max(spec.contexts), **scales, **how)
-
-    return _contestant(data, run)
-
-
-def _cascade(data: AttentionData) -> Contestant:
-    spec, rows = data.spec, len(data.spec.rows)
-    shared = spec.num_shared_pages
-    wrapper = flashinfer_module().MultiLevelCascadeAttentionWrapper(2, _workspace(), _LAYOUT)
-    indptr, indices, last = _page_lists(data, first=shared)
-    device = data.block_tables.device
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    wrapper.plan(
-        [ints([0, rows]), ints(list(range(rows + 1)))],
-        [ints([0, shared]), indptr.to(device)],
-        [data.block_tables[0, :shared].contiguous(), indices],
-        [ints([spec.page_size]), last.to(device)],
-        *_sizes(spec),
-        **_types(spec),
+    how = {"bmm1_scale": scale * spec.head_dim**-0.5, "bmm2_scale": scale, "kv_layout": _LAYOUT}
+    how["window_left"] = _window_left(data)
+    longest = max(spec.contexts)
+    return lambda q, pages, out: decode(
+        q, pages, workspace, tables, lengths, longest, out=out, **how
     )
 
-    def run(q: torch.Tensor, buffers: Buffers) -> None:
-        # It has no argument for the output; copying it costs 2 x 256 kB here.
-        buffers.out.copy_(wrapper.run(q, (buffers.k_cache, buffers.v_cache)))
 
-    return _contestant(data, run)
+def _cascade(data: AttentionData) -> Run:
+    rows, shared, device = len(data.spec.rows), data.spec.num_shared_pages, data.block_tables.device
+    wrapper = flashinfer_module().MultiLevelCascadeAttentionWrapper(2, _workspace(), _LAYOUT)
+    indptr, indices, last = _page_lists(data, first=shared)
+    _plan(
+        *(data, wrapper),
+        [_ints([0, rows]).to(device), _ints(range(rows + 1)).to(device)],
+        [_ints([0, shared]).to(device), indptr.to(device)],
+        [data.block_tables[0, :shared].contiguous(), indices],
+        [_ints([data.spec.page_size]).to(device), last.to(device)],
+    )
+    # It has no argument for the output; copying it costs 2 x 256 kB here.
+    return lambda q, pages, out: out.copy_(wrapper.run(q, pages))

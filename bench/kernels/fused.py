@@ -11,262 +11,179 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from bench.kernels.case import Case, Contestant, Peer, Setting, Trial, poison, relative_error
-from bench.kernels.peers import flashinfer_module
-from bench.kernels.roofline import AttentionShape, Work, rms_norm, rope_and_write, silu_mul
-from bench.kernels.targets import Target
-from bench.kernels.timing import Launch
+from bench.kernels.attention_data import DTYPE, AttentionSpec, in_sequence, make_data
+from bench.kernels.case import (
+    ONE_ROUNDING,
+    Case,
+    Contestant,
+    Contestants,
+    Setting,
+    flashinfer_module,
+    poison,
+)
+from bench.kernels.roofline import Work, rms_norm, rope_and_write, silu_mul
+from bench.kernels.targets import OURS, Target
+from bench.random_model import LLAMA_8B, TINY
+from gpu.attention.kv_cache import LayerCache
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.kernels.rms_norm import RmsNorm
 from gpu.kernels.rope_and_write import RopeAndWrite
 from gpu.kernels.silu_mul import SiluMul
+from gpu.models.rope import cos_sin_table
+from trioserve.model_files import ModelConfig
 
+_TOKENS = (1, 32, 256, 8192)
+_MAX_POSITION = 16384
 _EPS = 1e-5
-_DTYPE, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
-# One rounding to bfloat16 is 2**-9 at most and half of that on average.
-_ONE_ROUNDING = 3e-3
-# Shares of the floor are asked for where the data is far larger than any launch's overhead.
-_MANY_TOKENS = 8192
-
-
-@attrs.frozen(kw_only=True)
-class _Sizes:
-    tokens: tuple[int, ...] = (1, 32, 256, _MANY_TOKENS)
-    hidden: int = 4096
-    inner: int = 14336
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    max_position: int = 16384
-
-
-_TINY = _Sizes(
-    tokens=(3,), hidden=64, inner=96, num_heads=4, num_kv_heads=2, head_dim=64, max_position=64
-)
 
 
 def cases(*, tiny: bool) -> list[Case]:
     """Return every case of these kernels."""
-    sizes = _TINY if tiny else _Sizes()
-    found: list[Case] = []
-    for tokens in sizes.tokens:
-        quick = tokens in (sizes.tokens[0], sizes.tokens[-1])
-        found.append(
-            Case(
-                kernel="rms_norm",
-                shape=f"{tokens}x{sizes.hidden} add",
-                work=rms_norm(tokens, sizes.hidden, residual=True),
-                make=partial(_norm, sizes, tokens),
-                targets=_targets(tokens, 0.85),
-                quick=quick,
-            )
-        )
-        found.append(
-            Case(
-                kernel="silu_mul",
-                shape=f"{tokens}x{sizes.inner}",
-                work=silu_mul(tokens, sizes.inner),
-                make=partial(_silu, sizes, tokens),
-                targets=_targets(tokens, 0.9),
-                quick=quick,
-            )
-        )
-        found.append(_rope_case(sizes, tokens, quick, fp8=False))
-    found.append(_rope_case(sizes, sizes.tokens[-1], False, fp8=True))
-    rows = min(256, sizes.max_position)
-    found.append(
-        Case(
-            kernel="gather_tokens",
-            shape=f"{rows} rows",
-            # A slot, a position, a token read and a token written, 4 + 4 + 4 + 8 bytes.
-            work=Work(bytes=20.0 * rows),
-            make=partial(_gather, rows),
-            targets=[Target(kind="microseconds", value=3.0)],
-            quick=True,
-        )
+    sizes, counts, rows = (TINY, (3,), 64) if tiny else (LLAMA_8B, _TOKENS, 256)
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    gather = Case(
+        kernel="gather_tokens",
+        shape=f"{rows} rows",
+        # A slot, a position, a token read and a token written, 4 + 4 + 4 + 8 bytes.
+        work=Work(bytes=20.0 * rows),
+        make=partial(_gather, rows),
+        targets=[Target("microseconds", 3.0)],
+        first=True,
     )
+    found = [gather, _rope_case(sizes, counts[-1], fp8=True)]
+    for tokens in counts:
+        norm, silu = rms_norm(tokens, hidden), silu_mul(tokens, inner)
+        make_norm, make_silu = partial(_norm, tokens, hidden), partial(_silu, tokens, inner)
+        found += [
+            _case("rms_norm", tokens, f"{tokens}x{hidden} add", norm, make_norm, 0.85),
+            _case("silu_mul", tokens, f"{tokens}x{inner}", silu, make_silu, 0.9),
+            _rope_case(sizes, tokens),
+        ]
     return found
 
 
-def _targets(tokens: int, share: float, microseconds: float | None = None) -> list[Target]:
-    if tokens >= _MANY_TOKENS:
-        return [Target(kind="floor", value=share)]
-    if microseconds is not None and tokens <= 256:
-        return [Target(kind="microseconds", value=microseconds)]
-    return []
+def _case(
+    kernel: str,
+    tokens: int,
+    shape: str,
+    work: Work,
+    make: Callable[[Setting], Contestants],
+    share: float,
+    otherwise: Sequence[Target] = (),
+) -> Case:
+    """Return a case that is to reach a share of the floor.
+
+    The share is asked for where the data is far larger than any launch's overhead.
+    """
+    targets = [Target("floor", share)] if tokens == _TOKENS[-1] else otherwise
+    first = tokens not in _TOKENS[1:-1]
+    return Case(kernel=kernel, shape=shape, work=work, make=make, targets=targets, first=first)
 
 
-def _contestant(
-    launches: Sequence[Launch],
-    out: torch.Tensor,
-    reference: Callable[[], torch.Tensor],
-    *,
-    roundings: int = 2,
-    poisoned: torch.Tensor | None = None,
-) -> Contestant:
-    """Return a contestant; its first launch writes ``out``, which equals ``reference`` exactly."""
-
-    def error() -> float:
-        expected = reference()
-        poison(out if poisoned is None else poisoned)
-        launches[0]()
-        return relative_error(out, expected)
-
-    return Contestant(launches=launches, error=error, tolerance=roundings * _ONE_ROUNDING)
+def _rope_case(sizes: ModelConfig, tokens: int, *, fp8: bool = False) -> Case:
+    spec = AttentionSpec(
+        rows=[(tokens, tokens)],
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        fp8=fp8,
+    )
+    shape, work = f"{tokens} tokens{' fp8' if fp8 else ''}", rope_and_write(spec, tokens)
+    short, make = [Target("microseconds", 3.0)], partial(_rope, sizes, spec)
+    return _case("rope_and_write", tokens, shape, work, make, 0.8, short)
 
 
-def _norm(sizes: _Sizes, tokens: int, setting: Setting) -> Trial:
-    kernel = RmsNorm(setting.loader, hidden_size=sizes.hidden, dtype=_DTYPE)
-    weight = setting.random((sizes.hidden,))
-    count = setting.sets(rms_norm(tokens, sizes.hidden, residual=True).bytes)
-    xs = [setting.random((tokens, sizes.hidden)) for _ in range(count)]
-    residuals = [setting.random((tokens, sizes.hidden)) for _ in range(count)]
-    outs = [torch.empty_like(x) for x in xs]
+def _norm(tokens: int, hidden: int, setting: Setting) -> Contestants:
+    kernel = RmsNorm(setting.loader, hidden_size=hidden, dtype=DTYPE)
+    weight = setting.random(hidden)
+    inputs = [
+        [setting.random(tokens, hidden) for _ in range(2)]
+        for _ in range(setting.sets(rms_norm(tokens, hidden).bytes))
+    ]
+    sets = [(x, residual, weight, _EPS, torch.empty_like(x)) for x, residual in inputs]
 
-    def reference() -> torch.Tensor:
-        total = (xs[0].double() + residuals[0].double()).to(_DTYPE).double()
-        scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + _EPS)
-        return total * scale * weight.double()
+    def expected() -> torch.Tensor:
+        x, residual = (each.double() for each in inputs[0])
+        total = (x + residual).to(DTYPE).double()
+        return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + _EPS) * weight.double()
 
     def flashinfer() -> Contestant:
-        fused = flashinfer_module().fused_add_rmsnorm
         # It norms in place: copies keep the inputs of the others.
-        copies = [x.clone() for x in xs]
-        pairs = zip(copies, residuals, strict=True)
-        launches = [partial(fused, x, residual, weight, _EPS) for x, residual in pairs]
-        return _contestant(launches, copies[0], reference, poisoned=outs[0])
+        copies = [(x.clone(), *others) for x, *others, _ in sets]
+        run = flashinfer_module().fused_add_rmsnorm
+        return Contestant.over(copies, run, expected, found=lambda _: copies[0][0])
 
-    def eager() -> Contestant:
-        def launch(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> None:
-            residual.add_(x)
-            out.copy_(F.rms_norm(residual, (sizes.hidden,), weight, _EPS))
+    def eager(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        residual.add_(x)
+        out.copy_(F.rms_norm(residual, (hidden,), weight, eps))
 
-        sets = zip(xs, residuals, outs, strict=True)
-        return _contestant([partial(launch, *one) for one in sets], outs[0], reference)
-
-    ours = [
-        partial(kernel.launch_add, x, residual, weight, _EPS, out)
-        for x, residual, out in zip(xs, residuals, outs, strict=True)
-    ]
-    peers = [Peer(name="flashinfer", make=flashinfer), Peer(name="torch eager", make=eager)]
-    return Trial(ours=_contestant(ours, outs[0], reference, roundings=1), peers=peers)
+    return {
+        OURS: lambda: Contestant.over(sets, kernel.launch_add, expected, tolerance=ONE_ROUNDING),
+        "flashinfer": flashinfer,
+        "torch eager": lambda: Contestant.over(sets, eager, expected),
+    }
 
 
-def _silu(sizes: _Sizes, tokens: int, setting: Setting) -> Trial:
-    kernel = SiluMul(setting.loader, inner_size=sizes.inner, dtype=_DTYPE)
-    count = setting.sets(silu_mul(tokens, sizes.inner).bytes)
-    inputs = [setting.random((tokens, 2 * sizes.inner)) for _ in range(count)]
-    outs = [x.new_empty(tokens, sizes.inner) for x in inputs]
+def _silu(tokens: int, inner: int, setting: Setting) -> Contestants:
+    kernel = SiluMul(setting.loader, inner_size=inner, dtype=DTYPE)
+    num_sets = setting.sets(silu_mul(tokens, inner).bytes)
+    inputs = [setting.random(tokens, 2 * inner) for _ in range(num_sets)]
+    sets = [(x, x.new_empty(tokens, inner)) for x in inputs]
 
-    def reference() -> torch.Tensor:
+    def expected() -> torch.Tensor:
         gate, up = inputs[0].double().chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def contestant(run: Callable[[torch.Tensor, torch.Tensor], object]) -> Contestant:
-        launches = [partial(run, x, out) for x, out in zip(inputs, outs, strict=True)]
-        return _contestant(launches, outs[0], reference)
 
     def eager(x: torch.Tensor, out: torch.Tensor) -> None:
         gate, up = x.chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out)
 
-    peers = [
-        Peer(name="flashinfer", make=lambda: contestant(flashinfer_module().silu_and_mul)),
-        Peer(name="torch eager", make=lambda: contestant(eager)),
-    ]
-    return Trial(ours=contestant(kernel.launch), peers=peers)
+    return {
+        OURS: lambda: Contestant.over(sets, kernel.launch, expected),
+        "flashinfer": lambda: Contestant.over(sets, flashinfer_module().silu_and_mul, expected),
+        "torch eager": lambda: Contestant.over(sets, eager, expected),
+    }
 
 
-def _rope_case(sizes: _Sizes, tokens: int, quick: bool, *, fp8: bool) -> Case:
-    heads = {name: getattr(sizes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    shape = AttentionShape(kv_bytes=1 if fp8 else 2, scale_bytes=4 if fp8 else 0, **heads)
-    return Case(
-        kernel="rope_and_write",
-        shape=f"{tokens} tokens{' fp8' if fp8 else ''}",
-        work=rope_and_write(shape, tokens),
-        make=partial(_rope, sizes, tokens, fp8),
-        targets=_targets(tokens, 0.8, 3.0),
-        quick=quick,
+def _rope(sizes: ModelConfig, spec: AttentionSpec, setting: Setting) -> Contestants:
+    data, [tokens] = make_data(spec, setting), spec.counts
+    cos_sin = torch.from_numpy(cos_sin_table(sizes, _MAX_POSITION)).to(setting.device)
+    kernel = RopeAndWrite(
+        setting.loader,
+        dtype=DTYPE,
+        cache_dtype=spec.cache_dtype,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=spec.page_size,
+        cos_sin=cos_sin,
     )
-
-
-@attrs.frozen
-class _Cache:
-    """Keys and values [num_pages, K, page_size, D], and their scales [num_pages, K, page_size]."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-
-    @classmethod
-    def new(cls, sizes: _Sizes, num_pages: int, dtype: torch.dtype, setting: Setting) -> _Cache:
-        """Return a poisoned cache."""
-        shape = (num_pages, sizes.num_kv_heads, sizes.page_size, sizes.head_dim)
-        tensors = [torch.empty(shape, dtype=dtype, device=setting.device) for _ in range(2)]
-        if dtype == _E4M3:
-            tensors += [torch.empty(shape[:3], device=setting.device) for _ in range(2)]
-        poison(*tensors)
-        return cls(*tensors)
-
-    def written(self, locations: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-        """Return keys and values at ``locations``, each [T, K, D] float64, scales applied."""
-        pages, offsets = (locations // page_size).long(), (locations % page_size).long()
-        found = []
-        for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            values = cache[pages, :, offsets].double()
-            if scale is not None:
-                values = values * scale[pages, :, offsets].double()[..., None]
-            found.append(values)
-        return found
-
-
-def _rope(sizes: _Sizes, tokens: int, fp8: bool, setting: Setting) -> Trial:
-    heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    cache_dtype, page_size = _E4M3 if fp8 else _DTYPE, sizes.page_size
-    cos_sin = _angles(sizes, setting)
-    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
-    types = {"dtype": _DTYPE, "cache_dtype": cache_dtype}
-    how = {"page_size": page_size, "cos_sin": cos_sin}
-    kernel = RopeAndWrite(setting.loader, **shape, **types, **how)
-    num_pages = -(-tokens // page_size)
-    locations = setting.permutation(num_pages * page_size)[:tokens].contiguous()
-    positions = setting.permutation(sizes.max_position)[:tokens].contiguous()
+    locations = setting.permutation(spec.num_pages * spec.page_size)[:tokens].contiguous()
+    positions = setting.permutation(_MAX_POSITION)[:tokens].contiguous()
     kernel.prepare(positions, locations)
-    count = setting.sets(2 * tokens * (heads + 2 * kv_heads) * size)
-    qkvs = [setting.random((tokens, heads + 2 * kv_heads, size)) for _ in range(count)]
-    caches = [_Cache.new(sizes, num_pages, cache_dtype, setting) for _ in range(count)]
+    first, kv_heads = data.sets[0], spec.num_kv_heads
 
-    def launch(qkv: torch.Tensor, cache: _Cache) -> None:
-        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-        kernel.launch(qkv, cache.k, cache.v, rotate=True, **scales)
+    def launch(qkv: torch.Tensor, layer: LayerCache) -> None:
+        scales = {"k_scale": layer.key_scales, "v_scale": layer.value_scales}
+        kernel.launch(qkv, layer.keys, layer.values, rotate=True, **scales)
 
-    launches = [partial(launch, *pair) for pair in zip(qkvs, caches, strict=True)]
+    def expected() -> torch.Tensor:
+        q, k, v = first.qkv.double().split((spec.num_heads, kv_heads, kv_heads), dim=1)
+        angles = cos_sin[positions.long()]
+        poison(*(each for each in attrs.astuple(first.cache) if each is not None))
+        return torch.cat([_rotate(q, angles), _rotate(k, angles), v], dim=1)
 
-    def error() -> float:
-        rotated = _rotate(qkvs[0][:, : heads + kv_heads].double(), cos_sin[positions.long()])
-        values = qkvs[0][:, heads + kv_heads :].double()
-        launches[0]()
-        keys_read, values_read = caches[0].written(locations, page_size)
-        return max(
-            relative_error(qkvs[0][:, :heads], rotated[:, :heads]),
-            relative_error(keys_read, rotated[:, heads:]),
-            relative_error(values_read, values),
-        )
+    def found(_: object) -> torch.Tensor:
+        keys, values = (each[locations.long()] for each in in_sequence(first.cache))
+        return torch.cat([first.q.double(), keys, values], dim=1)
 
     # e4m3 keeps three bits: half a step is up to 2**-4, a third of that on average.
-    tolerance = 0.04 if fp8 else _ONE_ROUNDING
-    return Trial(ours=Contestant(launches=launches, error=error, tolerance=tolerance))
-
-
-def _angles(sizes: _Sizes, setting: Setting) -> torch.Tensor:
-    """Return cos and sin of half a head each, [positions, D] float32."""
-    half = sizes.head_dim // 2
-    frequencies = 500000.0 ** (-torch.arange(half, device=setting.device) / half)
-    positions = torch.arange(sizes.max_position, device=setting.device)
-    angles = positions[:, None].double() * frequencies.double()
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).float().contiguous()
+    tolerance = 0.04 if spec.fp8 else ONE_ROUNDING
+    sets = [(buffers.qkv, buffers.cache) for buffers in data.sets]
+    how = {"found": found, "tolerance": tolerance}
+    return {OURS: lambda: Contestant.over(sets, launch, expected, **how)}
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -276,18 +193,15 @@ def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _gather(rows: int, setting: Setting) -> Trial:
-    length, where = 4096, {"generator": setting.generator, "device": setting.device}
-    history = torch.randint(128256, (rows, length), **where).to(torch.int32)
+def _gather(rows: int, setting: Setting) -> Contestants:
+    length = 4096
+    history = setting.integers(128256, rows, length)
     kernel = GatherTokens(setting.loader, history=history)
-    slots = setting.permutation(rows)
-    positions = setting.permutation(length)[:rows].contiguous()
+    slots, positions = setting.permutation(rows), setting.permutation(length)[:rows].contiguous()
     tokens = torch.empty(rows, dtype=torch.int64, device=setting.device)
-    launch = partial(kernel.launch, slots, positions, tokens)
+    sets = [(slots, positions, tokens)]
 
-    def error() -> float:
-        poison(tokens)
-        launch()
-        return float((tokens != history[slots.long(), positions.long()]).sum())
+    def expected() -> torch.Tensor:
+        return history[slots.long(), positions.long()]
 
-    return Trial(ours=Contestant(launches=[launch], error=error, tolerance=0.0))
+    return {OURS: lambda: Contestant.over(sets, kernel.launch, expected, tolerance=0.0)}

@@ -2,113 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import attrs
 import numpy as np
 import torch
 
-from bench.kernels.case import Case, Contestant, Peer, Setting, Trial, relative_error
+from bench.kernels.case import Case, Contestant, Contestants, Setting
 from bench.kernels.roofline import lora_update
-from bench.kernels.targets import Target
+from bench.kernels.targets import OURS, Target
 from gpu.kernels.lora import ENTRY, TILE, LoraUpdate, ProductShape, padded_rank
 
-_DTYPE = torch.bfloat16
-_ONE_ROUNDING = 3e-3
+Update = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-@attrs.frozen(kw_only=True)
-class _Spec:
-    tokens: int
-    adapters: int
-    rank: int = 16
-    inputs: int = 4096
-    outputs: int = 4096
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of tokens of each adapter: all have one, in turn."""
-        return [len(range(first, self.tokens, self.adapters)) for first in range(self.adapters)]
-
-
-_SPECS = (
-    (_Spec(tokens=1, adapters=1), [Target(kind="microseconds", value=8.0)]),
-    (_Spec(tokens=32, adapters=8), [Target(kind="microseconds", value=10.0)]),
-    (_Spec(tokens=256, adapters=8), []),
-    (_Spec(tokens=256, adapters=8, rank=64, inputs=14336), []),
-    (_Spec(tokens=8192, adapters=4), [Target(kind="floor", value=0.5)]),
-)
-_TINY = ((_Spec(tokens=5, adapters=2, inputs=1096, outputs=88), []),)
+# Tokens, adapters, their rank, and what a product has of inputs and outputs.
+_SHAPES: Mapping[tuple[int, ...], Sequence[Target]] = {
+    (1, 1, 16, 4096, 4096): [Target("microseconds", 8.0)],
+    (32, 8, 16, 4096, 4096): [Target("microseconds", 10.0)],
+    (256, 8, 16, 4096, 4096): [],
+    (256, 8, 64, 14336, 4096): [],
+    (8192, 4, 16, 4096, 4096): [Target("floor", 0.5)],
+}
+_TINY: Mapping[tuple[int, ...], Sequence[Target]] = {(5, 2, 16, 1096, 88): []}
 
 
 def cases(*, tiny: bool) -> list[Case]:
     """Return every case of these kernels."""
-    specs = _TINY if tiny else _SPECS
     return [
         Case(
             kernel="lora",
-            shape=f"{spec.tokens}x{spec.inputs} to {spec.outputs}, "
-            f"{spec.adapters} of rank {spec.rank}",
-            work=lora_update(spec.counts, spec.inputs, spec.outputs, spec.rank),
-            make=partial(_trial, spec),
+            shape=f"{num_tokens}x{inputs} to {outputs}, {adapters} of rank {rank}",
+            work=lora_update(num_tokens, adapters, inputs, outputs, rank),
+            make=partial(_contestants, num_tokens, adapters, rank, inputs, outputs),
             targets=targets,
-            quick=spec.rank == 16,
+            first=rank == 16,
         )
-        for spec, targets in specs
+        for (num_tokens, adapters, rank, inputs, outputs), targets in (
+            _TINY if tiny else _SHAPES
+        ).items()
     ]
 
 
-def _trial(spec: _Spec, setting: Setting) -> Trial:
-    shape = ProductShape(spec.inputs, (spec.outputs,))
-    a = setting.random((spec.adapters, spec.rank, spec.inputs), scale=spec.inputs**-0.5)
-    b = setting.random((spec.adapters, spec.outputs, spec.rank), scale=spec.rank**-0.5)
-    work = lora_update(spec.counts, spec.inputs, spec.outputs, spec.rank)
-    count = setting.sets(work.bytes)
-    xs = [setting.random((spec.tokens, spec.inputs)) for _ in range(count)]
-    ys = [setting.random((spec.tokens, spec.outputs)) for _ in range(count)]
-    tokens = [torch.arange(first, spec.tokens, spec.adapters) for first in range(spec.adapters)]
+def _contestants(
+    num_tokens: int, adapters: int, rank: int, inputs: int, outputs: int, setting: Setting
+) -> Contestants:
+    a = setting.random(adapters, rank, inputs, scale=inputs**-0.5)
+    b = setting.random(adapters, outputs, rank, scale=rank**-0.5)
+    work = lora_update(num_tokens, adapters, inputs, outputs, rank)
+    sets = [
+        (setting.random(num_tokens, inputs), setting.random(num_tokens, outputs))
+        for _ in range(setting.sets(work.bytes))
+    ]
+    (x, y), *_ = sets
+    # Each adapter has one token, in turn.
+    every = torch.arange(num_tokens, device=setting.device)
+    before, tokens = y.clone(), [every[first::adapters] for first in range(adapters)]
 
-    def contestant(run: Callable[[torch.Tensor, torch.Tensor], object]) -> Contestant:
-        def error() -> float:
-            before = ys[0].clone()
-            wanted = before.double()
-            for adapter, own in enumerate(tokens):
-                t = xs[0][own].double() @ a[adapter].double().t()
-                wanted[own] += t @ b[adapter].double().t()
-            run(xs[0], ys[0])
-            # Launches add up, so the next one finds the numbers of before.
-            found = ys[0].clone()
-            ys[0].copy_(before)
-            return relative_error(found, wanted)
+    def expected() -> torch.Tensor:
+        wanted = before.double()
+        by_group(x.double(), wanted, a.double(), b.double())
+        return wanted
 
-        launches = [partial(run, x, y) for x, y in zip(xs, ys, strict=True)]
-        return Contestant(launches=launches, error=error, tolerance=2 * _ONE_ROUNDING)
+    def by_group(
+        x: torch.Tensor, y: torch.Tensor, a: torch.Tensor = a, b: torch.Tensor = b
+    ) -> None:
+        for adapter, own in enumerate(tokens):
+            y.index_add_(0, own, x.index_select(0, own) @ a[adapter].t() @ b[adapter].t())
 
-    on_device = [own.to(setting.device) for own in tokens]
+    def contestant(run: Update) -> Contestant:
+        # Launches add up.
+        return Contestant.over(sets, run, expected, prepare=lambda: y.copy_(before))
 
-    def by_group(x: torch.Tensor, y: torch.Tensor) -> None:
-        for adapter, own in enumerate(on_device):
-            delta = x.index_select(0, own) @ a[adapter].t() @ b[adapter].t()
-            y.index_add_(0, own, delta)
-
-    ours = _kernels(spec, shape, a, b, tokens, setting)
-    return Trial(
-        ours=contestant(ours), peers=[Peer(name="torch eager", make=lambda: contestant(by_group))]
-    )
+    return {
+        OURS: lambda: contestant(_kernels(a, b, tokens, setting)),
+        "torch eager": lambda: contestant(by_group),
+    }
 
 
 def _kernels(
-    spec: _Spec,
-    shape: ProductShape,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    tokens: list[torch.Tensor],
-    setting: Setting,
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    assert padded_rank(spec.rank) == spec.rank
-    entries = np.zeros((spec.adapters, 1), ENTRY)
-    entries["b"], entries["rank0"] = a[0].numel(), spec.rank
+    a: torch.Tensor, b: torch.Tensor, tokens: list[torch.Tensor], setting: Setting
+) -> Update:
+    adapters, rank, inputs = a.shape
+    assert padded_rank(rank) == rank
+    shape = ProductShape(inputs, (b.shape[1],))
+    entries = np.zeros((adapters, 1), ENTRY)
+    entries["b"], entries["rank0"] = a[0].numel(), rank
     tiles: list[tuple[int, int, int]] = []
     first = 0
     for adapter, own in enumerate(tokens):
@@ -121,7 +100,7 @@ def _kernels(
         places=torch.cat([a.flatten(1), b.flatten(1)], dim=1),
         entries=torch.from_numpy(entries.view(np.int64).reshape(-1, 1, 4)).to(setting.device),
         tiles=torch.tensor(tiles, dtype=torch.int32, device=setting.device),
-        tokens=torch.cat(tokens).to(setting.device, torch.int32),
-        max_rank=spec.rank,
+        tokens=torch.cat(tokens).to(torch.int32),
+        max_rank=rank,
     )
-    return lambda x, y: update.launch(0, shape, len(tiles), x, y)
+    return partial(update.launch, 0, shape, len(tiles))

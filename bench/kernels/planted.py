@@ -5,9 +5,7 @@ compute-sanitizer is to report it. A sanitizer that doesn't has not looked at th
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 
 from gpu.kernels import KernelSource, parameters
 
-FILE = Path(__file__).parent / "planted.cu"
+FILE = Path(__file__).with_suffix(".cu")
 NAMES = ("planted_overflow", "planted_race", "planted_barrier", "planted_gap")
 _PARAMETERS = parameters(("a", "u8"), ("out", "u8"), ("num", "i4"))
 _THREADS = 64
@@ -25,16 +23,14 @@ _ELEMENTS = 70
 
 def planted_source(name: str) -> KernelSource:
     """Return the kernel ``name`` of planted.cu."""
+    assert name in NAMES, name
     return KernelSource(
         name=name, parameters=_PARAMETERS, num_threads=_THREADS, file=str(FILE.resolve())
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch the kernel that was asked for; 0, for the sanitizer's status is what counts."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels.planted", description=__doc__)
-    parser.add_argument("name", choices=NAMES)
-    options = parser.parse_args(arguments)
+def main(name: str) -> None:
+    """Launch the kernel of that name; the sanitizer's status is what counts."""
     from gpu.kernels.device import DeviceLoader
 
     loader = DeviceLoader(torch.device("cuda", torch.cuda.current_device()))
@@ -42,10 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unwritten, out = (torch.empty(_ELEMENTS, device=loader.device) for _ in range(2))
     values = np.zeros(1, _PARAMETERS)
     values["a"], values["out"], values["num"] = unwritten.data_ptr(), out.data_ptr(), _ELEMENTS
-    loader.load(planted_source(options.name)).launch((1, 1, 1), values)
+    loader.load(planted_source(name)).launch((1, 1, 1), values)
     torch.cuda.synchronize()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1])

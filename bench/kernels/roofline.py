@@ -9,13 +9,13 @@ reach (Williams et al., "Roofline: an insightful visual performance model", CACM
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from trioserve.model_files import ModelConfig
 
-_FLOAT32 = 4
+_FLOAT32, _ELEMENT = 4, 2
 
 
 @attrs.frozen
@@ -24,9 +24,6 @@ class Work:
 
     bytes: float
     flops: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
 
 
 @attrs.frozen(kw_only=True)
@@ -40,63 +37,37 @@ class Ceilings:
     copy: float
     matrix: float
 
-    def floor(self, work: Work) -> float:
-        """Return the seconds that ``work`` takes at least."""
-        return max(self.memory_seconds(work), self.matrix_seconds(work))
-
-    def floor_of_parts(self, parts: Iterable[Work]) -> float:
-        """Return the seconds of parts that run one after the other."""
-        return sum(self.floor(part) for part in parts)
-
-    def memory_seconds(self, work: Work) -> float:
-        """Return the seconds of the bytes alone."""
-        return work.bytes / self.copy
-
-    def matrix_seconds(self, work: Work) -> float:
-        """Return the seconds of the operations alone."""
-        return work.flops / self.matrix
+    def floor(self, *parts: Work) -> float:
+        """Return the seconds that ``parts`` take at least, one after the other."""
+        return sum(max(part.bytes / self.copy, part.flops / self.matrix) for part in parts)
 
     def bound(self, work: Work) -> str:
         """Return ``memory`` or ``matrix``, where the floor comes from."""
-        return "memory" if self.memory_seconds(work) >= self.matrix_seconds(work) else "matrix"
+        return "memory" if work.bytes / self.copy >= work.flops / self.matrix else "matrix"
 
 
 @attrs.frozen(kw_only=True)
 class AttentionShape:
-    """Heads and number formats of an attention layer; sizes of elements in bytes.
+    """Heads of an attention layer in 16-bit numbers; those of Llama-3.1-8B unless told otherwise.
 
-    ``scale_bytes`` are those of the scale that a quantized cache keeps for each token, head, and
-    once for keys and once for values.
+    An ``fp8`` cache is in e4m3, with a scale for each token and head, of keys and of values.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    element_bytes: int = 2
-    kv_bytes: int = 2
-    scale_bytes: int = 0
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    fp8: bool = False
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in one layer's cache."""
-        return 2 * self.num_kv_heads * (self.head_dim * self.kv_bytes + self.scale_bytes)
+        head = self.head_dim + _FLOAT32 if self.fp8 else self.head_dim * _ELEMENT
+        return 2 * self.num_kv_heads * head
 
     @property
     def query_bytes_per_token(self) -> int:
         """Bytes of one token's queries, which are also those of its output."""
-        return self.num_heads * self.head_dim * self.element_bytes
-
-    @property
-    def flops_per_pair(self) -> int:
-        """Operations of one query against one key in all heads: score and weighted value."""
-        return 4 * self.num_heads * self.head_dim
-
-
-def decode_attention(
-    shape: AttentionShape, contexts: Sequence[int], window: int | None = None
-) -> Work:
-    """Count one query of each row over its own keys, ``contexts[i]`` of them."""
-    return prefill_attention(shape, [(1, context) for context in contexts], window)
+        return self.num_heads * self.head_dim * _ELEMENT
 
 
 def prefill_attention(
@@ -111,7 +82,8 @@ def prefill_attention(
         queries += count
     return Work(
         bytes=keys * shape.kv_bytes_per_token + 2 * queries * shape.query_bytes_per_token,
-        flops=pairs * shape.flops_per_pair,
+        # Of one query against one key in all heads: the score and the weighted value.
+        flops=pairs * 4 * shape.num_heads * shape.head_dim,
     )
 
 
@@ -120,6 +92,11 @@ def _visible(length: int, window: int | None) -> int:
     if window is None or length <= window:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
+
+
+def decode_attention(shape: AttentionShape, contexts: Sequence[int]) -> Work:
+    """Count one query of each row over its own keys, ``contexts[i]`` of them."""
+    return prefill_attention(shape, [(1, context) for context in contexts])
 
 
 def shared_prefix_attention(shape: AttentionShape, prefix: int, suffixes: Sequence[int]) -> Work:
@@ -134,51 +111,43 @@ def shared_prefix_attention(shape: AttentionShape, prefix: int, suffixes: Sequen
 
 def rope_and_write(shape: AttentionShape, num_tokens: int) -> Work:
     """Count queries, keys, values and angles read, queries and the cache written."""
-    read = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.element_bytes
+    read = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * _ELEMENT
     angles = shape.head_dim * _FLOAT32
     written = shape.query_bytes_per_token + shape.kv_bytes_per_token
     return Work(bytes=num_tokens * (read + angles + written))
 
 
-def rms_norm(num_tokens: int, hidden: int, *, residual: bool, element_bytes: int = 2) -> Work:
-    """Count a row read and written; with ``residual``, one more row is read and its sum written."""
-    passes = 4 if residual else 2
-    return Work(bytes=(passes * num_tokens + 1) * hidden * element_bytes)
+def rms_norm(num_tokens: int, hidden: int) -> Work:
+    """Count a row and the residual read, their sum and its norm written; and the weight."""
+    return Work(bytes=(4 * num_tokens + 1) * hidden * _ELEMENT)
 
 
-def silu_mul(num_tokens: int, inner: int, element_bytes: int = 2) -> Work:
+def silu_mul(num_tokens: int, inner: int) -> Work:
     """Count gate and up read, their product written."""
-    return Work(bytes=3 * num_tokens * inner * element_bytes)
+    return Work(bytes=3 * num_tokens * inner * _ELEMENT)
 
 
-def lora_update(
-    counts: Sequence[int], inputs: int, outputs: int, rank: int, element_bytes: int = 2
-) -> Work:
-    """Count adapters of so many tokens: their matrices and x are read, y read and written."""
-    tokens, weights = sum(counts), len(counts) * rank * (inputs + outputs)
+def lora_update(tokens: int, adapters: int, inputs: int, outputs: int, rank: int) -> Work:
+    """Count the adapters' matrices and x read, y read and written."""
+    weights = adapters * rank * (inputs + outputs)
     return Work(
-        bytes=(weights + tokens * (inputs + 2 * outputs)) * element_bytes,
+        bytes=(weights + tokens * (inputs + 2 * outputs)) * _ELEMENT,
         flops=2.0 * tokens * rank * (inputs + outputs),
     )
 
 
-def sampling(num_rows: int, vocab_size: int, element_bytes: int = _FLOAT32) -> Work:
+def sampling(num_rows: int, vocab_size: int) -> Work:
     """Count one pass over the logits: the least that any way to draw needs."""
-    return Work(bytes=num_rows * vocab_size * element_bytes)
+    return Work(bytes=num_rows * vocab_size * _FLOAT32)
 
 
-def decode_step_parts(
-    config: ModelConfig, contexts: Sequence[int], kv_bytes: int = 2
-) -> list[Work]:
+def decode_step_parts(config: ModelConfig, contexts: Sequence[int]) -> list[Work]:
     """Count a step of a whole model in 16-bit numbers: its products, then its attention.
 
     Activations stay out: even for 256 rows they are a hundredth of the weights.
     """
     shape = AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        kv_bytes=kv_bytes,
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
     )
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (heads + config.num_heads * config.head_dim)

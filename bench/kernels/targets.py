@@ -1,4 +1,4 @@
-"""Targets of kernels, as ratios within one run, and verdicts."""
+"""Targets of kernels, as ratios within one run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import attrs
 
 DECODE_STEP = 1.10
 """The longest decode step, in floors."""
-DECODE_ATTENTION = 0.95
-"""The least share of the copy rate that decode attention reaches on large caches."""
-PREFILL_ATTENTION = 0.85
-"""The least share of the matrix rate that attention over a long prompt reaches."""
 IDLE_SHARE = 0.02
 """The share of its time below which the GPU waits between steps."""
+OURS = "ours"
+"""The contestant of a case that isn't a peer."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Target:
     """One target of a case.
 
@@ -45,56 +43,33 @@ class Target:
             other = f"the best of {self.of}"
         return f"≥ {self.value:g} times {other}"
 
+    def reached(
+        self, floor: float, seconds: Mapping[str, float], others: Mapping[str, float]
+    ) -> float | None:
+        """Return the case's figure, None where there is nothing to compare with.
 
-@attrs.frozen(kw_only=True)
-class Result:
-    """The seconds of one case: the floor, ours, and each peer that ran."""
+        ``seconds`` are those of the case's contestants; ``others`` ours of all cases by title.
+        """
+        if self.kind == "floor":
+            return floor / seconds[OURS]
+        if self.kind == "microseconds":
+            return seconds[OURS] * 1e6
+        if self.kind == "case":
+            return others[self.of] / seconds[OURS] if self.of in others else None
+        assert self.kind == "peer", self
+        # The target is one peer, all of a library, or all there are.
+        peers = {name: s for name, s in seconds.items() if name != OURS}
+        chosen = [s for name, s in peers.items() if self.of in ("", name, name.split()[0])]
+        return min(chosen) / seconds[OURS] if chosen else None
 
-    title: str
-    floor: float
-    seconds: float
-    peers: Mapping[str, float]
+    def met(self, reached: float | None) -> bool | None:
+        """Return whether the figure reaches the target, None if there is none."""
+        if reached is None:
+            return None
+        return reached <= self.value if self.kind == "microseconds" else reached >= self.value
 
-
-@attrs.frozen(kw_only=True)
-class Judged:
-    """A target beside what was reached; ``met`` is None where there was nothing to compare with."""
-
-    target: Target
-    reached: float | None
-    met: bool | None
-
-    @property
-    def text(self) -> str:
-        """The verdict in a table's cell."""
-        if self.reached is None:
-            return f"{self.target.text}: nothing to compare with"
-        verdict = "met" if self.met else "MISSED"
-        return f"{self.target.text}: {verdict} ({self.reached:.2f})"
-
-
-def judge(target: Target, result: Result, others: Mapping[str, Result]) -> Judged:
-    """Return whether ``result`` reaches ``target``; ``others`` are all cases by title."""
-    reached = _reached(target, result, others)
-    met = None
-    if reached is not None:
-        met = reached <= target.value if target.kind == "microseconds" else reached >= target.value
-    return Judged(target=target, reached=reached, met=met)
-
-
-def _reached(target: Target, result: Result, others: Mapping[str, Result]) -> float | None:
-    if target.kind == "floor":
-        return result.floor / result.seconds
-    if target.kind == "microseconds":
-        return result.seconds * 1e6
-    if target.kind == "case":
-        other = others.get(target.of)
-        return other.seconds / result.seconds if other else None
-    assert target.kind == "peer", target
-    chosen = [s for name, s in result.peers.items() if _is_of(name, target.of)]
-    return min(chosen) / result.seconds if chosen else None
-
-
-def _is_of(name: str, of: str) -> bool:
-    """Return whether ``of`` is empty, ``name`` or its first word."""
-    return of in ("", name) or name.partition(" ")[0] == of
+    def verdict(self, reached: float | None) -> str:
+        """Return the verdict in a table's cell."""
+        if reached is None:
+            return f"{self.text}: nothing to compare with"
+        return f"{self.text}: {'met' if self.met(reached) else 'MISSED'} ({reached:.2f})"

@@ -11,9 +11,8 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import attrs
 import torch
@@ -27,101 +26,46 @@ _MAX_LAUNCHES, _REPLAYS, _MAX_BUFFER_SETS = 2048, 15, 64
 _COPY_BYTES, _MATRIX_SIZE = 4 << 30, 8192
 
 
-class Recording(Protocol):
-    """Launches that are ready to be timed; ``how`` is ``graph`` or ``eager``, or ``dry``."""
-
-    how: str
-
-    def seconds(self) -> float:
-        """Return the median time of one launch; NaN in a dry run."""
-
-
-class Stopwatch(Protocol):
-    """A watch that times launches, or only runs them."""
-
-    def record(self, launches: Sequence[Launch]) -> Recording:
-        """Run each launch once, then prepare to time them one after the other."""
-
-    def host_seconds(self, launches: Sequence[Launch]) -> float:
-        """Return the time of the thread that issues one launch; NaN in a dry run."""
-
-
 @attrs.frozen
-class DryRun:
-    """A watch that runs every launch once and times nothing, for the emulation."""
+class Recording:
+    """Launches that are ready to be timed; ``how`` is ``graph``, or ``eager``, from Python."""
 
-    how: str = "dry"
-
-    def record(self, launches: Sequence[Launch]) -> Recording:
-        """See :meth:`Stopwatch.record`."""
-        for launch in launches:
-            launch()
-        return self
-
-    def seconds(self) -> float:
-        """Return no time."""
-        return math.nan
-
-    def host_seconds(self, launches: Sequence[Launch]) -> float:
-        """Return no time."""
-        return math.nan
-
-
-class GraphStopwatch:
-    """A watch that replays a CUDA graph of launches.
-
-    Launches that can't be captured are timed one by one from Python instead, and say so.
-    """
-
-    def record(self, launches: Sequence[Launch]) -> Recording:
-        """See :meth:`Stopwatch.record`."""
-
-        def run_all() -> None:
-            for launch in launches:
-                launch()
-
-        run_all()  # loads modules, allocates, compiles
-        torch.cuda.synchronize()
-        try:
-            once = _capture(launches, 1)
-        except RuntimeError:
-            torch.cuda.synchronize()
-            return _Recorded("eager", run_all, len(launches))
-        took = min(_time(once.replay, 1) for _ in range(3))
-        rounds = math.ceil(_REPLAY_SECONDS / max(took, 1e-6))
-        rounds = max(1, min(rounds, _MAX_LAUNCHES // len(launches)))
-        graph = once if rounds == 1 else _capture(launches, rounds)
-        return _Recorded("graph", graph.replay, rounds * len(launches))
-
-    def host_seconds(self, launches: Sequence[Launch]) -> float:
-        """See :meth:`Stopwatch.host_seconds`."""
-        times = []
-        for _ in range(_REPLAYS):
-            torch.cuda.synchronize()  # a full queue would make the thread wait
-            began = time.perf_counter()
-            for launch in launches:
-                launch()
-            times.append((time.perf_counter() - began) / len(launches))
-        torch.cuda.synchronize()
-        return statistics.median(times)
-
-
-@attrs.frozen
-class _Recorded:
     how: str
     run: Callable[[], object]
     num_launches: int
 
     def seconds(self) -> float:
+        """Return the median time of one launch."""
         return _time(self.run, _REPLAYS) / self.num_launches
+
+
+def record(launches: Sequence[Launch]) -> Recording:
+    """Run each launch once, then prepare to time them, in a CUDA graph where they allow it."""
+    run_all = partial(_run_all, launches)
+    run_all()  # loads modules, allocates, compiles
+    torch.cuda.synchronize()
+    try:
+        once = _capture(launches, 1)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return Recording("eager", run_all, len(launches))
+    took = min(_time(once.replay, 1) for _ in range(3))
+    rounds = math.ceil(_REPLAY_SECONDS / max(took, 1e-6))
+    rounds = max(1, min(rounds, _MAX_LAUNCHES // len(launches)))
+    graph = once if rounds == 1 else _capture(launches, rounds)
+    return Recording("graph", graph.replay, rounds * len(launches))
+
+
+def _run_all(launches: Sequence[Launch], rounds: int = 1) -> None:
+    for _ in range(rounds):
+        for launch in launches:
+            launch()
 
 
 def _capture(launches: Sequence[Launch], rounds: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for launch in launches:
-                launch()
+        _run_all(launches, rounds)
     return graph
 
 
@@ -159,29 +103,25 @@ def buffer_sets(bytes_per_set: float, cache_bytes: int) -> int:
 
 
 def measure_ceilings() -> Ceilings:
-    """Return the rates of this card, now.
+    """Measure and print the rates of this card, now.
 
     The copy is larger than any cache, its bytes count read and written; the product is of random
     numbers, since zeros would be faster than any data is.
     """
-    ceilings = Ceilings(copy=_copy_rate(), matrix=_matrix_rate())
-    torch.cuda.empty_cache()
-    return ceilings
-
-
-def _copy_rate() -> float:
     source = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source))
-
-
-def _matrix_rate() -> float:
+    copy = 2 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source))
     numbers = {"dtype": torch.bfloat16, "device": "cuda"}
     a, b = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, **numbers) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * _MATRIX_SIZE**3 / _median_seconds(lambda: torch.mm(a, b, out=out))
+    matrix = 2 * _MATRIX_SIZE**3 / _median_seconds(lambda: torch.mm(a, b, out=out))
+    copied = f"copy {copy / 1e12:.2f} TB/s (read plus written)"
+    print(
+        f"{copied}, matrix product {matrix / 1e12:.0f} TFLOP/s (bf16, random numbers)", flush=True
+    )
+    return Ceilings(copy=copy, matrix=matrix)
 
 
 def _median_seconds(launch: Launch) -> float:
-    recording = GraphStopwatch().record([launch])
+    recording = record([launch])
     return statistics.median(recording.seconds() for _ in range(3))

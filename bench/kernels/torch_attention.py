@@ -6,31 +6,27 @@ What gathering them from pages would cost isn't counted, which is in its favor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from bench.kernels.attention_data import AttentionData, reference
-from bench.kernels.case import Contestant, Peer, PeerAbsent, poison, relative_error
-from bench.kernels.peers import needs_cuda
-from bench.kernels.timing import Launch
+from bench.kernels.case import Contestant, Contestants, PeerAbsent, needs_cuda
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def torch_peers(data: AttentionData, *, flex: bool = False) -> list[Peer]:
+def torch_peers(data: AttentionData, *, flex: bool = False) -> Contestants:
     """Return Flash and cuDNN; with ``flex``, flex_attention too, which compiles for each shape."""
-    peers = [
-        Peer(name="sdpa flash", make=lambda: sdpa(data, "FLASH_ATTENTION")),
-        Peer(name="sdpa cudnn", make=lambda: sdpa(data, "CUDNN_ATTENTION")),
-    ]
-    if flex:
-        peers.append(Peer(name="flex_attention", make=lambda: _flex(data)))
-    return peers
+    peers = {
+        "sdpa flash": lambda: sdpa(data, "FLASH_ATTENTION"),
+        "sdpa cudnn": lambda: sdpa(data, "CUDNN_ATTENTION"),
+    }
+    return {**peers, "flex_attention": lambda: _flex(data)} if flex else peers
 
 
-def _check(data: AttentionData) -> None:
+def _only_row(data: AttentionData) -> tuple[int, int]:
+    """Return the queries and the context of all rows; raise if torch doesn't offer the case."""
     needs_cuda()
     spec = data.spec
     if spec.fp8:
@@ -39,6 +35,7 @@ def _check(data: AttentionData) -> None:
         raise PeerAbsent("torch's fused attention has no sliding window")
     if len(set(spec.rows)) != 1:
         raise PeerAbsent("torch's attention wants rows of one length")
+    return spec.rows[0]
 
 
 def sdpa(data: AttentionData, backend: str) -> Contestant:
@@ -46,8 +43,7 @@ def sdpa(data: AttentionData, backend: str) -> Contestant:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
-    _check(data)
-    count, context = data.spec.rows[0]
+    count, context = _only_row(data)
     chosen = getattr(SDPBackend, backend)
     if 1 < count < context and backend == "CUDNN_ATTENTION":
         raise PeerAbsent("torch's cuDNN attention masks from the upper left only")
@@ -65,8 +61,7 @@ def sdpa(data: AttentionData, backend: str) -> Contestant:
 def _flex(data: AttentionData) -> Contestant:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    _check(data)
-    count, context = data.spec.rows[0]
+    count, context = _only_row(data)
     start = context - count
 
     def causal(b: object, h: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -85,22 +80,25 @@ def _flex(data: AttentionData) -> Contestant:
 
 
 def _contestant(data: AttentionData, attend: Attend) -> Contestant:
-    """``attend`` gets [rows, heads, tokens, head_dim], each contiguous."""
-    spec = data.spec
-    rows, (count, context) = len(spec.rows), spec.rows[0]
-    launches: list[Launch] = []
-    for buffers in data.sets:
-        q = buffers.queries(spec.num_heads).view(rows, count, spec.num_heads, spec.head_dim)
-        gathered = []
-        for cache in (buffers.k_cache, buffers.v_cache):
-            pages = cache[data.block_tables.long()].transpose(2, 3).flatten(1, 2)[:, :context]
-            gathered.append(pages.transpose(1, 2).contiguous())
-        launches.append(partial(attend, q.transpose(1, 2).contiguous(), *gathered))
+    """Return a contestant; ``attend`` gets [rows, heads, tokens, head_dim], each contiguous."""
+    count, context = data.spec.rows[0]
 
-    def error() -> float:
-        poison(data.sets[0].out)
-        attended = launches[0]()
-        assert isinstance(attended, torch.Tensor)
-        return relative_error(attended.transpose(1, 2).flatten(0, 1), reference(data))
+    def gathered(cache: torch.Tensor) -> torch.Tensor:
+        pages = cache[data.block_tables.long()].transpose(2, 3).flatten(1, 2)[:, :context]
+        return pages.transpose(1, 2).contiguous()
 
-    return Contestant(launches=launches, error=error, tolerance=0.01)
+    sets = [
+        (
+            buffers.q.unflatten(0, (-1, count)).transpose(1, 2).contiguous(),
+            gathered(buffers.cache.keys),
+            gathered(buffers.cache.values),
+        )
+        for buffers in data.sets
+    ]
+    return Contestant.over(
+        sets,
+        attend,
+        lambda: reference(data),
+        found=lambda attended: attended.transpose(1, 2).flatten(0, 1),
+        tolerance=0.01,
+    )

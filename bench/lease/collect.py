@@ -1,4 +1,4 @@
-"""Puts results into their folder, and their tables into the pages."""
+"""Puts results into their folder, and their tables into docs/performance.md."""
 
 from __future__ import annotations
 
@@ -6,79 +6,71 @@ import json
 import re
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.lease.archive import members
-from bench.lease.goals import goals_page
-from bench.lease.manifest import PreparedError
-from bench.performance_page import filled
+from bench.lease.call import LeaseError
+from bench.lease.plan import ROOT
+from bench.performance_page import fill
+from bench.report import RESULTS, table_of
 
 _RESULT = re.compile(r"results/((kernels|decode-step|engine-idle)-\d{8}-\d{6}\.json)")
-_PARTS = ("cases", "steps")
-"""Lists of a result that several processes measured a piece of each."""
 _TABLES = {"kernels": "gpu_kernels", "decode-step": "gpu_steps", "engine-idle": "gpu_engine"}
 """Kinds of results, and their places on the page."""
 
+Result = Mapping[str, Any]
 
-def collect(archives: Sequence[Path], *, results: Path, docs: Path) -> int:
-    """Read ``archives``, write one result of each kind, fill the pages; 1 if nothing was timed."""
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+
+def collect(
+    archives: Sequence[Path],
+    *,
+    results: Path = RESULTS,
+    page: Path = ROOT / "docs" / "performance.md",
+) -> int:
+    """Read ``archives``, write one result of each kind, fill the page; 1 if nothing was timed."""
+    found: dict[str, dict[str, Result]] = {}
     for archive in archives:
         try:
-            for kind, file, result in _results_in(archive):
-                found.setdefault(kind, {})[file] = result
-            print(_summary_in(archive))
+            for name, data in members(archive):
+                if match := _RESULT.fullmatch(name):
+                    found.setdefault(match[2], {})[match[1]] = json.loads(data)
+                if name == "summary.md":
+                    print(data.decode())
         except (OSError, ValueError, tarfile.TarError) as error:
-            raise PreparedError(f"{archive} can't be read: {error}") from error
-    whole: dict[str, Mapping[str, Any]] = {}
+            raise LeaseError(f"{archive} can't be read: {error}") from error
+    whole: dict[str, Result] = {}
     results.mkdir(parents=True, exist_ok=True)
     for kind, files in sorted(found.items()):
-        newest = max(files)
+        path = results / max(files)
         whole[kind] = merged([files[file] for file in sorted(files)])
-        (results / newest).write_text(json.dumps(whole[kind], indent=2) + "\n")
-        print(f"wrote {results / newest}")
+        path.write_text(json.dumps(whole[kind], indent=2) + "\n")
+        print(f"wrote {path}")
     if not whole:
         print("bench.lease: the archives have no figures", file=sys.stderr)
         return 1
-    _fill(docs / "kernels.md", {"gpu_goals": goals_page(list(whole.values()))})
-    _fill(docs / "performance.md", tables_of(whole))
+    fill(page, tables_of(whole))
     return 0
 
 
-def merged(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return one result of all: facts of the last one, pieces and rows of each in turn."""
-    whole = dict(results[-1])
-    for name in _PARTS:
-        if name in whole:
-            whole[name] = [piece for result in results for piece in result[name]]
-    heads = results[-1]["table"].splitlines()[:2]
-    rows = [row for result in results for row in result["table"].splitlines()[2:]]
-    whole["table"] = "\n".join([*heads, *rows])
-    return whole
+def members(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of each plain file in ``archive``."""
+    with tarfile.open(archive, "r:gz") as tar:
+        for entry in tar:
+            if file := tar.extractfile(entry):
+                yield entry.name, file.read()
 
 
-def tables_of(whole: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def merged(results: Sequence[Result]) -> Result:
+    """Return one result of all: facts of the last one, and the rows of each in turn."""
+    rows = [row for result in results for row in result["rows"]]
+    return {**results[-1], "rows": rows, "table": table_of(rows)}
+
+
+def tables_of(whole: Mapping[str, Result]) -> dict[str, str]:
     """Return each kind's block of the page, with the card and the revision below."""
-    blocks = {}
-    for kind, result in whole.items():
-        about = f"{result['device']}, {result['time'][:10]}, revision {result['commit']}."
-        blocks[_TABLES[kind]] = f"{result['table']}\n\n{about}"
-    return blocks
-
-
-def _summary_in(archive: Path) -> str:
-    return "".join(data.decode() for name, data in members(archive) if name == "summary.md")
-
-
-def _results_in(archive: Path) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
-    for name, data in members(archive):
-        match = _RESULT.fullmatch(name)
-        if match:
-            yield match[2], match[1], json.loads(data)
-
-
-def _fill(page: Path, blocks: Mapping[str, str]) -> None:
-    page.write_text(filled(page.read_text(), blocks))
-    print(f"wrote {page}")
+    return {
+        _TABLES[kind]: f"{result['table']}\n\n{result['device']}, {result['time'][:10]}, "
+        f"revision {result['commit']}."
+        for kind, result in whole.items()
+    }

@@ -13,45 +13,23 @@ LIMIT = 560.0
 """Seconds of one call. A rented machine may end a command after 600."""
 RESERVE = 15.0
 """Seconds of a call that no stage gets: for ending processes and for the last archive."""
-MAX_FILES = 8
-"""Files that come back from one command."""
 SECONDS = "{seconds}"
 """Stands in a command for the whole seconds that the step has left when it starts."""
 
-KERNEL_TESTS = Path("tests/kernels")
-# These are about the compiler, the emulation and the fake GPU, not about what a GPU does.
+# Of tests/kernels: about the compiler, the emulation and the fake GPU, not what a GPU does.
 HOST_TESTS = (
-    "test_budget",
-    "test_builds",
-    "test_cubins",
-    "test_emulation",
-    "test_fake_gpu",
-    "test_memory",
-    "test_mutations",
-    "test_sanitizers",
-    "test_steps_on_fake_gpu",
+    *("budget", "builds", "cubins", "emulation", "fake_gpu", "memory", "mutations", "sanitizers"),
+    "steps_on_fake_gpu",
 )
-# Each runs one kernel on small inputs. The first ones are the most telling.
+# Of tests/kernels: each runs one kernel on small inputs. The first ones are the most telling.
 SANITIZED_TESTS = (
-    "test_decode_attention",
-    "test_prefill_attention",
-    "test_prefix_attention",
-    "test_rope_and_write",
-    "test_sampling",
-    "test_combine_partials",
-    "test_conformance",
-    "test_lora",
-    "test_rms_norm",
-    "test_silu_mul",
-    "test_token_movement",
+    *("decode_attention", "prefill_attention", "prefix_attention", "rope_and_write", "sampling"),
+    *("combine_partials", "conformance", "lora", "rms_norm", "silu_mul", "token_movement"),
 )
 WORKER_TESTS = (
-    "tests/gpu/attention/test_attention.py",
-    "tests/gpu/models/test_models.py",
-    "tests/gpu/sampling/test_philox.py",
-    "tests/gpu/test_runner.py",
-    "tests/gpu/sampling/test_sampler.py",
-    "tests/gpu/weights/test_weights.py",
+    *("tests/gpu/attention/test_attention.py", "tests/gpu/models/test_models.py"),
+    *("tests/gpu/sampling/test_philox.py", "tests/gpu/test_runner.py"),
+    *("tests/gpu/sampling/test_sampler.py", "tests/gpu/weights/test_weights.py"),
     "tests/gpu/test_worker.py",
 )
 # Kernels that are measured in one process, and the seconds of that.
@@ -62,8 +40,6 @@ KERNEL_GROUPS: Mapping[str, tuple[tuple[str, ...], float]] = {
     "sampling": (("sampling",), 45.0),
     "lora": (("lora",), 30.0),
 }
-FIRST_SCENARIO = "1x1k"
-OTHER_SCENARIOS = ("256x1k", "32x8k", "32x1k")
 CONTROLS = {
     "memcheck": "planted_overflow",
     "racecheck": "planted_race",
@@ -73,6 +49,7 @@ CONTROLS = {
 """Each tool of compute-sanitizer, and the planted fault that it must report."""
 REPORTED = 9
 """The exit status of compute-sanitizer that says that it found something."""
+_NEED_A_GPU = ("tests", "peers", "sanitizer controls", "sanitizers")
 _KERNEL_FILES = ("gpu/kernels/*.cu", "tests/kernels/conformance.cu", "bench/kernels/planted.cu")
 _DEFINITION = re.compile(
     r'extern\s+"C"\s+__global__\s[^;{]*?\b(\w+)\s*\(\s*(?:const\s+)?Parameters\b'
@@ -80,7 +57,7 @@ _DEFINITION = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Step:
     """One command.
 
@@ -88,13 +65,13 @@ class Step:
     """
 
     name: str
-    command: tuple[str, ...]
+    command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     status: int = 0
     says: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """Steps of one kind, up to ``at_once`` of them side by side.
 
@@ -103,13 +80,13 @@ class Stage:
     """
 
     name: str
-    steps: tuple[Step, ...]
     seconds: float
+    steps: Sequence[Step]
     at_once: int = 1
     background: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
     """Place that a part runs in: a ``gpu`` or in the ``emulation``, with which Python.
 
@@ -120,7 +97,23 @@ class Setting:
     on: str
     python: str
     results: Path
-    install: tuple[str, ...] = ()
+    install: Sequence[str] = ()
+
+    def measure(self, module: str, *options: str) -> list[str]:
+        """Return the command of a benchmark."""
+        how = ["--on", self.on, "--out", str(self.results), "--seconds", SECONDS]
+        return [self.python, "-m", module, *how, *options]
+
+    def decode_steps(self, *scenarios: str) -> list[str]:
+        """Return the command that times decode steps; the emulation runs all of its own."""
+        options = [each for one in scenarios for each in ("--scenario", one)]
+        return self.measure("bench.decode_step", *(options if self.on == "gpu" else ()))
+
+    def pytest(self, *tests: str) -> list[str]:
+        """Return the command that runs test files, the kernels where the setting says."""
+        where = "gpu" if self.on == "gpu" else "cpu"
+        options = ["-q", "-p", "no:cacheprovider", f"--kernels-on={where}"]
+        return [self.python, "-m", "pytest", *options, *tests]
 
 
 def kernel_names() -> list[str]:
@@ -133,13 +126,17 @@ def kernel_names() -> list[str]:
     return sorted({one or other for one, other in found} - {"ENTRY"})
 
 
+def kernel_tests(name: str) -> str:
+    """Return the file of one kernel's tests."""
+    return f"tests/kernels/test_{name}.py"
+
+
 def stages_of(part: int, setting: Setting) -> list[Stage]:
     """Return what ``part`` runs, the most telling first."""
-    chosen = {1: _first, 2: _second, 3: _third}[part](setting)
-    if setting.install:
-        install = Step(name="install", command=setting.install)
-        chosen.insert(0, Stage(name="install", steps=(install,), seconds=40))
-    return chosen
+    stages = {1: _first, 2: _second, 3: _third}[part](setting)
+    if setting.on == "emulation":
+        stages = [stage for stage in stages if stage.name not in _NEED_A_GPU]
+    return [_alone("install", 40, setting.install), *stages] if setting.install else stages
 
 
 def deadline(stages: Sequence[Stage], number: int, now: float, end: float) -> float:
@@ -153,126 +150,82 @@ def deadline(stages: Sequence[Stage], number: int, now: float, end: float) -> fl
     return min(end, max(end - sum(each.seconds for each in later), now + stage.seconds))
 
 
+def _alone(name: str, seconds: float, command: Sequence[str]) -> Stage:
+    return Stage(name, seconds, [Step(name, command)])
+
+
 def _first(setting: Setting) -> list[Stage]:
     """Return the stages that check the kernels, and time one decode step."""
-    doctor = Step(name="doctor", command=(setting.python, "-m", "gpu", "--doctor"))
-    if setting.on == "emulation":
-        few = ("-k", "pack", *_files("test_conformance"))
-        conformance = Step(name="conformance", command=(*_pytest(setting), *few))
-        tests = []
-    else:
-        everything = _files("test_conformance")
-        conformance = Step(name="conformance", command=(*_pytest(setting), *everything))
-        tests = [Stage(name="tests", steps=_tests(setting), seconds=230, at_once=6)]
+    few = () if setting.on == "gpu" else ("-k", "pack")
     return [
-        Stage(name="doctor", steps=(doctor,), seconds=45),
-        Stage(name="conformance", steps=(conformance,), seconds=60),
-        *tests,
-        Stage(name="step", steps=(_steps(setting, FIRST_SCENARIO),), seconds=130),
-        *_peers(setting, seconds=30, background=True),
+        _alone("doctor", 45, (setting.python, "-m", "gpu", "--doctor")),
+        _alone("conformance", 60, setting.pytest(*few, kernel_tests("conformance"))),
+        Stage("tests", 230, _tests(setting), at_once=6),
+        _alone("step", 130, setting.decode_steps("1x1k")),
+        _peers(setting, 30, background=True),
     ]
 
 
 def _second(setting: Setting) -> list[Stage]:
     """Return the stages that time each kernel beside its peers."""
-    stages = _peers(setting, seconds=140, background=False)
+    stages = [_peers(setting, 140)]
     for name, (kernels, seconds) in KERNEL_GROUPS.items():
         # A process for each group: a kernel that spoils its context spoils no other's result.
-        command = [setting.python, "-m", "bench.kernels", *_measured(setting)]
-        for kernel in kernels:
-            command += ["--kernel", kernel]
-        steps = (Step(name=name, command=tuple(command)),)
-        stages.append(Stage(name=f"kernels {name}", steps=steps, seconds=seconds))
+        options = [each for kernel in kernels for each in ("--kernel", kernel)]
+        command = setting.measure("bench.kernels", *options)
+        stages.append(_alone(f"kernels {name}", seconds, command))
     return stages
 
 
 def _third(setting: Setting) -> list[Stage]:
     """Return the stages of the sanitizers, of the whole server and of the other decode steps."""
-    engine = (setting.python, "-m", "bench.decode_step", "--engine", *_measured(setting))
-    last = [
-        Stage(name="engine", steps=(Step(name="engine", command=engine),), seconds=140),
-        Stage(name="steps", steps=(_steps(setting, *OTHER_SCENARIOS),), seconds=80),
-    ]
-    if setting.on == "emulation":
-        return last
-    controls = tuple(
-        _sanitized(setting, tool, f"control {tool}", ("-m", "bench.kernels.planted", fault), fault)
+    controls = [
+        _sanitized(tool, f"control {tool}", setting.python, "-m", "bench.kernels.planted", fault)
         for tool, fault in CONTROLS.items()
-    )
-    checks = tuple(
-        _sanitized(setting, tool, f"{tool} {name}", (*_pytest(setting)[1:], *_files(name)))
+    ]
+    checks = [
+        _sanitized(tool, f"{tool} {name}", *setting.pytest(kernel_tests(name)))
         for tool in CONTROLS
         for name in SANITIZED_TESTS
-    )
+    ]
     return [
-        Stage(name="sanitizer controls", steps=controls, seconds=60, at_once=4),
-        Stage(name="sanitizers", steps=checks, seconds=210, at_once=8),
-        *last,
+        Stage("sanitizer controls", 60, controls, at_once=4),
+        Stage("sanitizers", 210, checks, at_once=8),
+        _alone("engine", 140, setting.measure("bench.decode_step", "--engine")),
+        _alone("steps", 80, setting.decode_steps("256x1k", "32x8k", "32x1k")),
     ]
 
 
-def _measured(setting: Setting) -> tuple[str, ...]:
-    return ("--on", setting.on, "--out", str(setting.results), "--seconds", SECONDS)
-
-
-def _steps(setting: Setting, *scenarios: str) -> Step:
-    command = [setting.python, "-m", "bench.decode_step", *_measured(setting)]
-    # The emulation's scenarios have other names.
-    if setting.on == "gpu":
-        for scenario in scenarios:
-            command += ["--scenario", scenario]
-    return Step(name="decode steps", command=tuple(command))
-
-
-def _pytest(setting: Setting) -> tuple[str, ...]:
-    where = "gpu" if setting.on == "gpu" else "cpu"
-    return (setting.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--kernels-on={where}")
-
-
-def _files(*names: str) -> tuple[str, ...]:
-    return tuple(str(KERNEL_TESTS / f"{name}.py") for name in names)
-
-
-def _tests(setting: Setting) -> tuple[Step, ...]:
+def _tests(setting: Setting) -> list[Step]:
     """Return a process for each file: a fault on the device ends the tests of one kernel."""
-    names = [path.stem for path in sorted((ROOT / KERNEL_TESTS).glob("test_*.py"))]
-    done = (*HOST_TESTS, "test_conformance")
+    found = (path.stem.removeprefix("test_") for path in ROOT.glob(kernel_tests("*")))
     # Single kernels first: what they get wrong explains what a whole model does.
-    names = [*SANITIZED_TESTS, *(name for name in names if name not in SANITIZED_TESTS)]
-    groups = {name: _files(name) for name in names if name not in done}
-    groups["worker tests"] = WORKER_TESTS
-    environment = {"OMP_NUM_THREADS": "2"}
-    return tuple(
-        Step(name=name, command=(*_pytest(setting), *tests), environment=environment)
-        for name, tests in groups.items()
-    )
+    names = dict.fromkeys([*SANITIZED_TESTS, *sorted(found)])
+    others = {*HOST_TESTS, "conformance"}
+    groups = {name: [kernel_tests(name)] for name in names if name not in others}
+    groups["worker tests"] = list(WORKER_TESTS)
+    return [Step(n, setting.pytest(*each), {"OMP_NUM_THREADS": "2"}) for n, each in groups.items()]
 
 
-def _peers(setting: Setting, *, seconds: float, background: bool) -> list[Stage]:
+def _peers(setting: Setting, seconds: float, *, background: bool = False) -> Stage:
     """Return the compilation of the peers' kernels by nvcc; it is kept for the next part."""
-    if setting.on == "emulation":
-        return []
     command = ("nice", "-n", "19", setting.python, "-m", "bench.kernels.build_peers")
-    steps = (Step(name="peers", command=command, environment={"MAX_JOBS": "8"}),)
-    return [Stage(name="peers", steps=steps, seconds=seconds, background=background)]
+    return Stage("peers", seconds, [Step("peers", command, {"MAX_JOBS": "8"})], 1, background)
 
 
-def _sanitized(
-    setting: Setting, tool: str, name: str, command: Sequence[str], reported: str = ""
-) -> Step:
-    """Run ``command`` of Python under ``tool``, which must find nothing, or ``reported``."""
-    only: list[str] = []
-    # What torch's kernels write counts as written only where those are watched, too.
-    if tool != "initcheck":
-        # Once for each: several names in one option may have to hold all at once.
-        for kernel in kernel_names():
-            only += ["--kernel-name", f"kne={kernel}"]
+def _sanitized(tool: str, name: str, *command: str) -> Step:
+    """Run ``command`` of Python under ``tool``, which must find nothing, or the planted fault."""
+    reported = CONTROLS[tool] if command[-1] == CONTROLS[tool] else ""
+    # Once for each: several names in one option may have to hold all at once. What torch's kernels
+    # write counts as written for initcheck only where those are watched, too.
+    kernels = [] if tool == "initcheck" else kernel_names()
+    only = [each for kernel in kernels for each in ("--kernel-name", f"kne={kernel}")]
     options = ("--tool", tool, "--error-exitcode", str(REPORTED), *only)
     return Step(
-        name=name,
-        command=("compute-sanitizer", *options, setting.python, *command),
+        name,
+        ("compute-sanitizer", *options, *command),
         # Each tensor has an allocation of its own, so that its end can be seen.
-        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         status=REPORTED if reported else 0,
         says=reported,
     )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bench.lease.plan import ROOT, SECONDS, Stage, Step, deadline
 
@@ -21,20 +21,42 @@ SAVE_EVERY = 10.0
 _CHILD_RESERVE = 8.0
 
 
-class World(Protocol):
-    """A clock and processes: the machine's own, or those of a test.
+@dataclass(frozen=True)
+class Machine:
+    """The clock and the processes of this machine; ``environment`` is added to their own."""
 
-    A process has ``poll``, the exit status or None, and ``end``, which ends all that it started.
-    """
+    environment: Mapping[str, str]
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Return the monotonic clock."""
+        return time.monotonic()
 
-    def sleep(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Any: ...
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Any:
+        """Start ``command`` in the repository, in a process group of its own."""
+        environment = {**os.environ, **self.environment, **environment}
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def end(self, process: Any) -> None:
+        """End a process and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """The end of a step: ``ok``, ``failed``, ``out of time`` or ``not run``."""
 
@@ -56,29 +78,29 @@ def processes(stage: Stage, cores: int) -> int:
 
 def run_stages(
     stages: Sequence[Stage],
-    world: World,
+    machine: Machine,
     *,
     end: float,
     cores: int,
     logs: Path,
     save: Callable[[Sequence[Outcome]], None],
 ) -> list[Outcome]:
-    """Run ``stages`` in order, over at ``end`` of the world's clock.
+    """Run ``stages`` in order, over at ``end`` of the machine's clock.
 
     A step that fails or has no time left doesn't stop those behind it. ``save`` gets the outcomes
     so far after each step, and every few seconds between.
     """
-    runner = _Runner(world, logs, save)
+    runner = _Runner(machine, logs, save, saved=machine.now())
     try:
         for stage in stages:
             for step in stage.steps if stage.background else ():
                 runner.start(stage, step, end)
         for number, stage in enumerate(stages):
-            until = deadline(stages, number, world.now(), end)
+            until = deadline(stages, number, machine.now(), end)
             runner.run(stage, until, processes(stage, cores))
     finally:  # no process is left behind
         for one in runner.running:
-            one.process.end()
+            machine.end(one.process)
     return runner.outcomes
 
 
@@ -92,104 +114,63 @@ class _Running:
 
 @dataclass(eq=False)
 class _Runner:
-    world: World
+    machine: Machine
     logs: Path
     save: Callable[[Sequence[Outcome]], None]
+    saved: float
     outcomes: list[Outcome] = field(default_factory=list)
     running: list[_Running] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._saved = self.world.now()
 
     def run(self, stage: Stage, until: float, at_once: int) -> None:
         """Run all steps of ``stage`` that fit before ``until``."""
         waiting = [] if stage.background else list(stage.steps)
         while waiting or self._of(stage):
-            self._collect(stage)
-            if self.world.now() >= until:
+            for one in self._of(stage):
+                if (status := one.process.poll()) is not None:
+                    log = (self.logs / log_name(stage.name, one.step)).read_text(errors="replace")
+                    well = status == one.step.status and one.step.says in log
+                    self._finish(one, "ok" if well else "failed")
+            if self.machine.now() >= until:
                 for one in self._of(stage):
                     self._finish(one, "out of time")
                 for step in waiting:
-                    self._note(stage, step, "not run")
+                    self._note(Outcome(stage.name, step, "not run"))
                 return
             while waiting and len(self._of(stage)) < at_once:
                 self.start(stage, waiting.pop(0), until)
             if self._of(stage):
-                self.world.sleep(_TICK)
-            if self.world.now() - self._saved >= SAVE_EVERY:
-                self._keep()
+                self.machine.sleep(_TICK)
+            if self.machine.now() - self.saved >= SAVE_EVERY:
+                self._save()
 
     def start(self, stage: Stage, step: Step, until: float) -> None:
         """Start ``step``; one whose program is missing has failed."""
-        left = max(1, int(until - self.world.now() - _CHILD_RESERVE))
+        now = self.machine.now()
+        left = max(1, int(until - now - _CHILD_RESERVE))
         command = [str(left) if word == SECONDS else word for word in step.command]
         log = self.logs / log_name(stage.name, step)
         try:
-            process = self.world.start(command, step.environment, log)
+            process = self.machine.start(command, step.environment, log)
         except OSError as error:
             log.write_text(f"{error}\n")
-            self._note(stage, step, "failed")
+            self._note(Outcome(stage.name, step, "failed"))
         else:
-            self.running.append(_Running(stage, step, process, self.world.now()))
+            self.running.append(_Running(stage, step, process, now))
 
     def _of(self, stage: Stage) -> list[_Running]:
         return [one for one in self.running if one.stage is stage]
 
-    def _collect(self, stage: Stage) -> None:
-        for one in self._of(stage):
-            status = one.process.poll()
-            if status is not None:
-                log = (self.logs / log_name(stage.name, one.step)).read_text(errors="replace")
-                well = status == one.step.status and one.step.says in log
-                self._finish(one, "ok" if well else "failed")
-
     def _finish(self, one: _Running, verdict: str) -> None:
         # Those that ended may have left children.
-        one.process.end()
+        self.machine.end(one.process)
         self.running.remove(one)
-        self._note(one.stage, one.step, verdict, self.world.now() - one.began)
+        seconds = self.machine.now() - one.began
+        self._note(Outcome(one.stage.name, one.step, verdict, seconds))
 
-    def _note(self, stage: Stage, step: Step, verdict: str, seconds: float = 0.0) -> None:
-        found = Outcome(stage=stage.name, step=step, verdict=verdict, seconds=seconds)
-        self.outcomes.append(found)
-        self._keep()
+    def _note(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._save()
 
-    def _keep(self) -> None:
-        self._saved = self.world.now()
+    def _save(self) -> None:
+        self.saved = self.machine.now()
         self.save(self.outcomes)
-
-
-class Machine:
-    """The clock and the processes of this machine."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = {**os.environ, **environment}
-
-    def now(self) -> float:
-        """Return the monotonic clock."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
-
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> _Group:
-        """Start ``command`` in the repository, in a process group of its own."""
-        environment = {**self._environment, **environment}
-        how = {"cwd": ROOT, "env": environment, "start_new_session": True}
-        with log.open("wb") as output:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            return _Group(subprocess.Popen(command, **how, **streams))
-
-
-class _Group:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()

@@ -6,8 +6,8 @@ and of a row; ``--plot`` draws cost against size.
 
 from __future__ import annotations
 
-import argparse
 import gc
+import itertools
 import math
 import statistics
 import sys
@@ -16,17 +16,31 @@ from collections.abc import Sequence
 
 import attrs
 
-from bench.micro.cases import CASES
-from bench.micro.fixtures import Prepared
-from bench.report import Made, Verdict, markdown, run_script
+from bench.micro import cases as plain
+from bench.micro import loops
+from bench.report import Made, Verdict, markdown, script
 
 _STEP_TARGETS = {256: 1.0, 4096: 4.0}
 """Rows to the milliseconds that the scheduler and the wire may take for a step."""
+CASES: dict[str, plain.Case] = {
+    "policy": plain.share_out,
+    "pages": plain.pages,
+    "prefix tree": plain.prefix_tree,
+    "plan message": plain.plan_message,
+    "result message": plain.result_message,
+    "scheduler and wire": plain.scheduler_and_wire,
+    "worker's slots": plain.worker_side,
+    "detokenizer": plain.detokenizer,
+    "stream fan-out": loops.stream_fan_out,
+    "server-sent events": loops.server_sent_events,
+    "link round trip": loops.link,
+}
+"""By the name in the table."""
 Timed = dict[tuple[str, int], float]
 """Microseconds by case and rows."""
 
 
-async def time_case(prepared: Prepared, *, seconds: float, fewest: int, most: int) -> float:
+async def time_case(prepared: plain.Prepared, *, seconds: float, fewest: int, most: int) -> float:
     """Call a case for about so many seconds; return the median of its processor time, in µs.
 
     What was there before is out of the garbage collector's sight, as in a server that has run for a
@@ -37,9 +51,11 @@ async def time_case(prepared: Prepared, *, seconds: float, fewest: int, most: in
     taken: list[float] = []
     ends = time.perf_counter() + seconds
     while len(taken) < fewest + 1 or (time.perf_counter() < ends and len(taken) < most):
-        await prepared.before()
+        if waits := prepared.before():
+            await waits
         began = time.process_time_ns()
-        await prepared.run()
+        if waits := prepared.run():
+            await waits
         taken.append((time.process_time_ns() - began) / 1000)
     gc.unfreeze()
     return statistics.median(taken[1:])  # the first call fills caches
@@ -88,20 +104,18 @@ def verdicts(timed: Timed) -> list[Verdict]:
     ]
 
 
-def plot(timed: Timed, path: str) -> None:
+def draw(timed: Timed, path: str) -> None:
     """Write a PNG: a line for each case, both axes logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sizes = sorted({rows for _, rows in timed})
     for name in dict.fromkeys(name for name, _ in timed):
         mine = sorted((rows, us) for (case, rows), us in timed.items() if case == name)
-        axes.plot(*zip(*mine, strict=True), "o-", label=name)
-    axes.plot(sizes, sizes, "--", color="grey", linewidth=1, label="1 µs a row")
-    axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="µs of CPU for all of them")
+        axes.loglog(*zip(*mine, strict=True), "o-", label=name)
+    axes.loglog(sizes, sizes, "--", color="grey", linewidth=1, label="1 µs a row")
+    axes.set(xlabel="rows", ylabel="µs of CPU for all of them")
     axes.set_title("What a part of a step costs")
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
@@ -110,26 +124,21 @@ def plot(timed: Timed, path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-async def measure(options: argparse.Namespace) -> Made:
+@script
+async def measure(
+    *,
+    cases: Sequence[str] = tuple(CASES),
+    rows: Sequence[int] = (1, 4, 16, 64, 256, 1024, 4096),
+    seconds: float = 1.0,
+    plot: str | None = None,
+) -> Made:
     """Return the table of every case at every size."""
     timed: Timed = {}
-    for name in options.cases:
-        for rows in options.rows:
-            async with CASES[name](rows) as prepared:
-                how = {"seconds": options.seconds, "fewest": 5, "most": 2000}
-                timed[name, rows] = await time_case(prepared, **how)
-        print(table(timed).splitlines()[-1], flush=True)
-    if options.plot:
-        plot(timed, options.plot)
+    for name, number in itertools.product(cases, rows):
+        async with CASES[name](number) as prepared:
+            how = {"seconds": seconds, "fewest": 5, "most": 2000}
+            timed[name, number] = await time_case(prepared, **how)
+        print(f"{name}, {number} rows: {timed[name, number]:.0f} µs", file=sys.stderr, flush=True)
+    if plot:
+        draw(timed, plot)
     return Made(table(timed), {"verdicts": [attrs.asdict(each) for each in verdicts(timed)]})
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the table."""
-    rows = [1, 4, 16, 64, 256, 1024, 4096]
-    options = {"cases": list(CASES), "rows": rows, "seconds": 1.0, "plot": None}
-    return run_script("micro", measure, arguments, **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

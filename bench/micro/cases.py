@@ -1,53 +1,154 @@
-"""Cases of plain functions: what a call of each does for ``rows`` rows, ready to be repeated."""
+"""Cases of plain functions: what a call of each does for ``rows`` rows, ready to be repeated.
+
+They are made of requests, a scheduler over them, and a worker without a model.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import cast
 
 import attrs
 import numpy as np
 
-from bench.micro.fixtures import (
-    PAGE_SIZE,
-    PROMPT_TOKENS,
-    VOCAB_SIZE,
-    Loop,
-    Prepared,
-    make_request,
-    make_runner,
-)
-from bench.micro.loops import link, server_sent_events, stream_fan_out
 from bench.servers import tokenizer
+from gpu.mock import MockExecutor
+from gpu.runner import Runner
+from gpu.slots import SlotTable
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
-from trioserve.protocol.sampling import SamplerParams
-from trioserve.requests.request import SequenceOutput
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.requests.request import (
+    Request,
+    Sequence,
+    SequenceOutput,
+    TextPrompt,
+    Times,
+    TokensPrompt,
+)
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.scheduler import policy
+from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.result_validation import Results
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 
-Case = tuple[Callable[[], object], Callable[[], object]]
-"""The function that is timed, and the one that comes before each time."""
+PAGE_SIZE = 16
+PROMPT_TOKENS = 32
+VOCAB_SIZE = 49152
+MAX_TOKENS = 4000
+"""The tokens of each sequence: more than there are steps in any measurement."""
+
+_numbers = itertools.count()
 
 
-def _nothing() -> None:
-    return None
+def make_request(prompt: list[int] | str, budget: StreamBudget) -> Request:
+    """Return a request before or after it is tokenized: greedy, one output, a chat's stop ids."""
+    given = TextPrompt(prompt) if isinstance(prompt, str) else TokensPrompt(tuple(prompt))
+    request = Request(
+        id=f"request-{next(_numbers)}",
+        prompt=given,
+        params=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
+        stream=Stream(budget),
+        times=Times(arrived=0.0),
+        prompt_ids=[] if isinstance(prompt, str) else prompt,
+    )
+    sampler = SamplerParams(temperature=0.0, stop_ids=[0, 2])
+    request.sequences.append(Sequence(request=request, sampler=sampler))
+    return request
 
 
-def share_out(rows: int) -> Case:
+Call = Callable[[], Awaitable[None] | None]
+
+
+@attrs.frozen
+class Prepared:
+    """One case at one size: ``run`` is what is timed, ``before`` comes before each time."""
+
+    run: Call
+    before: Call = lambda: None
+
+
+@attrs.define(eq=False)
+class Loop:
+    """A scheduler's core with ``rows`` sequences in decode, and a worker whose steps take no time.
+
+    ``answer`` is the worker's to the prompts. Answers to later steps have other numbers alone,
+    since every row gives a token in each.
+    """
+
+    core: SchedulerCore
+    runner: Runner
+    answer: wire.StepResult
+    now: float = 0.0
+
+    @classmethod
+    def of(cls, rows: int) -> Loop:
+        """Return the loop once every prompt has been computed; each plan is a step of decoding."""
+        sizes = {"page_size": PAGE_SIZE, "num_pages": 256 * rows}
+        sizes |= {"max_model_len": 1 << 14, "vocab_size": VOCAB_SIZE}
+        most = max(rows * PROMPT_TOKENS, 8192)
+        limits = SchedulerLimits(
+            max_num_seqs=rows,
+            max_num_batched_tokens=most,
+            max_plans_in_flight=1,
+            enable_prefix_caching=True,
+            scheduling_policy="fcfs",
+            capacity_policy="max_utilization",
+            **sizes,
+        )
+        executor = MockExecutor(wire.MockSteps(step_seconds=0.0), np.arange(500, 600, dtype="i4"))
+        runner = Runner(executor, SlotTable(**sizes), max_num_batched_tokens=most)
+        core, budget = SchedulerCore(limits, Metrics("micro")), StreamBudget(1 << 40, 1 << 40)
+        for row in range(rows):
+            core.submit(make_request([row + 1] + [7] * (PROMPT_TOKENS - 1), budget), 0.0)
+        plan = core.next_plan(0.0)
+        assert plan is not None
+        assert len(plan.opened) == rows
+        answer = runner.step(plan)
+        core.on_result(answer, 0.0)
+        return cls(core, runner, answer)
+
+    def next_plan(self) -> wire.Plan:
+        """Return the plan of a step that decodes every row."""
+        self.now += 0.01
+        plan = self.core.next_plan(self.now)
+        assert plan is not None
+        return plan
+
+    def answer_to(self, number: int) -> wire.StepResult:
+        """Return the answer to the plan ``number``."""
+        return attrs.evolve(self.answer, number=number)
+
+
+Case = Callable[[int], AbstractAsyncContextManager[Prepared]]
+
+
+def plain(prepare: Callable[[int], Prepared]) -> Case:
+    """Make a case of one that has nothing to close."""
+    return lambda rows: contextlib.nullcontext(prepare(rows))
+
+
+@plain
+def share_out(rows: int) -> Prepared:
     """Share out with the policy: a step's tokens shared out among as many as decode."""
     remaining = np.ones(rows, dtype=np.int64)
     may_run = np.ones(rows, dtype=np.bool_)
-    return lambda: policy.Share.out(remaining, may_run, 2 * rows, rows), _nothing
+
+    def run() -> None:
+        policy.Share.divide(remaining, may_run, 2 * rows, rows)
+
+    return Prepared(run)
 
 
-def pages(rows: int) -> Case:
+@plain
+def pages(rows: int) -> Prepared:
     """Use the pool: a page for each row, taken, given back and acknowledged."""
     pool = PagePool(2 * rows)
     plan = 0
@@ -59,10 +160,11 @@ def pages(rows: int) -> Case:
         pool.release(taken, plan)
         pool.acknowledge(plan)
 
-    return run, _nothing
+    return Prepared(run)
 
 
-def prefix_tree(rows: int) -> Case:
+@plain
+def prefix_tree(rows: int) -> Prepared:
     """Look up as many prompts of eight pages in the tree, which has half of their pages."""
     pages_each = 8
     pool = PagePool(rows * pages_each)
@@ -76,10 +178,11 @@ def prefix_tree(rows: int) -> Case:
         for prompt in prompts:
             assert len(tree.match(("",), prompt, 2).nodes) == pages_each // 2
 
-    return run, _nothing
+    return Prepared(run)
 
 
-def plan_message(rows: int) -> Case:
+@plain
+def plan_message(rows: int) -> Prepared:
     """Encode a plan of as many decodes, and decode it as the worker does."""
     plan = Loop.of(rows).next_plan()
 
@@ -89,24 +192,26 @@ def plan_message(rows: int) -> Case:
         wire.ints(message.row_slots).tolist()
         wire.ints(message.row_counts).tolist()
 
-    return run, _nothing
+    return Prepared(run)
 
 
-def result_message(rows: int) -> Case:
+@plain
+def result_message(rows: int) -> Prepared:
     """Encode its result, decode it, and check it against the plan."""
     loop = Loop.of(rows)
-    loop.next_plan()
-    result, plan = loop.result(), loop.core.in_flight[0]
+    result = loop.answer_to(loop.next_plan().number)
+    plan = loop.core.in_flight[0]
 
     def run() -> None:
         message = wire.decode(wire.encode(result))
         assert isinstance(message, wire.StepResult)
         Results.read(message, plan, VOCAB_SIZE)
 
-    return run, _nothing
+    return Prepared(run)
 
 
-def scheduler_and_wire(rows: int) -> Case:
+@plain
+def scheduler_and_wire(rows: int) -> Prepared:
     """Do a whole step of the engine's side: plan made and encoded, result decoded and taken.
 
     With metrics, and pages that are appended as sequences grow.
@@ -115,11 +220,8 @@ def scheduler_and_wire(rows: int) -> Case:
     answer = b""
 
     def before() -> None:
-        # The plan of the step to come is known beforehand: every row decodes.
         nonlocal answer
-        number = loop.core.next_number
-        result = attrs.evolve(loop.result(), number=number)
-        answer = wire.encode(result)
+        answer = wire.encode(loop.answer_to(loop.core.next_number))
 
     def run() -> None:
         wire.encode(loop.next_plan())
@@ -127,33 +229,25 @@ def scheduler_and_wire(rows: int) -> Case:
         assert isinstance(message, wire.StepResult)
         assert len(loop.core.on_result(message, loop.now)) == rows
 
-    return run, before
+    return Prepared(run, before)
 
 
-def worker_side(rows: int) -> Case:
+@plain
+def worker_side(rows: int) -> Prepared:
     """Do the worker's side of a step without the model: plan applied to slots, result made."""
-    pages_each = 256
-    runner = make_runner(rows, rows * pages_each)
-    number = 1
-    slots = wire.from_ints(np.arange(rows, dtype=np.int32))
-    tokens = wire.from_ints([7] * PROMPT_TOKENS)
-    fields = {"generation": 1, "tokens": tokens, "prompt_length": PROMPT_TOKENS, "computed": 0}
-    sampler = SamplerParams(temperature=0.0, stop_ids=[0, 2])
-    pages = [wire.from_ints(range(n * pages_each, (n + 1) * pages_each)) for n in range(rows)]
-    opened = [
-        wire.OpenSlot(slot=slot, pages=own, sampler=sampler, **fields)
-        for slot, own in enumerate(pages)
-    ]
-    counts = wire.from_ints(np.full(rows, PROMPT_TOKENS, dtype=np.int32))
-    runner.step(wire.Plan(number=1, opened=opened, row_slots=slots, row_counts=counts))
-    ones = wire.from_ints(np.ones(rows, dtype=np.int32))
+    loop = Loop.of(rows)
+    plan = loop.next_plan()
+
+    def before() -> None:
+        nonlocal plan
+        loop.core.on_result(loop.answer_to(plan.number), loop.now)
+        plan = loop.next_plan()
 
     def run() -> None:
-        nonlocal number
-        number += 1
-        runner.step(wire.Plan(number=number, row_slots=slots, row_counts=ones))
+        loop.runner.step(plan)
 
-    return run, _nothing
+    loop.runner.step(plan)
+    return Prepared(run, before)
 
 
 class _Drain:
@@ -163,7 +257,8 @@ class _Drain:
         """Drop it."""
 
 
-def detokenizer(rows: int) -> Case:
+@plain
+def detokenizer(rows: int) -> Prepared:
     """Turn as many outputs of one token each into text and chunks."""
     words = tokenizer().encode(" the keeper wrote one line for every ship").ids
     delivering = Detokenizer(Tokenizer(tokenizer(), None), lambda *_: None, lambda *_: None)
@@ -177,39 +272,4 @@ def detokenizer(rows: int) -> Case:
         for output in outputs:
             delivering.deliver(output)
 
-    return run, _nothing
-
-
-def _plain(
-    prepare: Callable[[int], Case],
-) -> Callable[[int], AbstractAsyncContextManager[Prepared]]:
-    """Make an async case of one that needs no event loop."""
-
-    @contextlib.asynccontextmanager
-    async def prepared(rows: int) -> AsyncIterator[Prepared]:
-        run, before = prepare(rows)
-
-        async def run_it() -> None:
-            run()
-
-        async def prepare_it() -> None:
-            before()
-
-        yield Prepared(run=run_it, before=prepare_it)
-
-    return prepared
-
-
-CASES: dict[str, Callable[[int], AbstractAsyncContextManager[Prepared]]] = {
-    "policy": _plain(share_out),
-    "pages": _plain(pages),
-    "prefix tree": _plain(prefix_tree),
-    "plan message": _plain(plan_message),
-    "result message": _plain(result_message),
-    "scheduler and wire": _plain(scheduler_and_wire),
-    "worker's slots": _plain(worker_side),
-    "detokenizer": _plain(detokenizer),
-    "stream fan-out": stream_fan_out,
-    "server-sent events": server_sent_events,
-    "link round trip": link,
-}
+    return Prepared(run)

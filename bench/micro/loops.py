@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, cast
 
+import pynng
 import trio
 import trio.testing
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 
-from bench.micro.fixtures import Loop, Prepared, make_request
+from bench.micro.cases import Loop, Prepared, make_request
 from bench.servers import tokenizer
 from trioserve.http.api.openai.completions.writer import CompletionWriter, Wanted
 from trioserve.http.server.connection import Connection
@@ -29,7 +28,6 @@ from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers.link import NngLink
 from trioserve.workers.socket_folder import SocketFolder
 
-_ROOT = Path(__file__).resolve().parents[2]
 _CHUNK = Chunk(" lighthouse", (17,))
 
 
@@ -60,7 +58,7 @@ async def stream_fan_out(rows: int) -> AsyncIterator[Prepared]:
         for stream in streams:
             nursery.start_soon(read, stream)
         await trio.testing.wait_all_tasks_blocked()
-        yield Prepared(run=run)
+        yield Prepared(run)
         nursery.cancel_scope.cancel()
 
 
@@ -80,13 +78,13 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
         connections.append(Connection(app, settings, context, stream, every, budget))
         writers.append(_writer(wanted))
 
-    async def before() -> None:
+    def before() -> None:
         for client in clients:
             with contextlib.suppress(BlockingIOError):
                 while client.recv(1 << 16):
                     pass
 
-    async def run() -> None:
+    def run() -> None:
         for writer, connection in zip(writers, connections, strict=True):
             data = writer.text(_CHUNK)
             assert data is not None
@@ -94,7 +92,7 @@ async def server_sent_events(rows: int) -> AsyncIterator[Prepared]:
             assert sent
 
     try:
-        yield Prepared(run=run, before=before)
+        yield Prepared(run, before)
     finally:
         for client in clients:
             client.close()
@@ -126,8 +124,9 @@ async def link(rows: int) -> AsyncIterator[Prepared]:
         contextlib.closing(SocketFolder.make()) as folder,
         contextlib.closing(NngLink.listen(folder.url)) as ours,
     ):
-        command = [sys.executable, "-m", "bench.micro.echo", folder.url]
-        echo = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, cwd=_ROOT)
+        spawn = multiprocessing.get_context("spawn")
+        peer = spawn.Process(target=echo, args=(folder.url,), daemon=True)
+        peer.start()
         try:
             await ours.receive()
 
@@ -135,8 +134,17 @@ async def link(rows: int) -> AsyncIterator[Prepared]:
                 await ours.send(plan)
                 assert isinstance(await ours.receive(), wire.Plan)
 
-            yield Prepared(run=run)
+            yield Prepared(run)
         finally:
-            echo.kill()
-            with trio.CancelScope(shield=True):
-                await echo.wait()
+            peer.kill()
+            peer.join()
+
+
+def echo(url: str) -> None:
+    """Send every message back, after one that says that it is there."""
+    limits = {"recv_max_size": wire.MAX_MESSAGE_BYTES, "recv_buffer_size": wire.BUFFERED_MESSAGES}
+    limits["send_buffer_size"] = wire.BUFFERED_MESSAGES
+    with pynng.Pair0(dial=url, block_on_dial=True, **limits) as theirs:
+        theirs.send(wire.encode(wire.Quit()))
+        while True:
+            theirs.send(theirs.recv())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -53,40 +52,29 @@ def built_from_sdist(
 ) -> Path:
     """Return the folder of ``target``, built with CMake from ``source`` inside of an ``sdist``.
 
-    The build takes half an hour on two cores; it is niced, and goes on where it was interrupted.
+    The build takes half an hour on two cores; it is niced, and goes on where it was interrupted,
+    since unpacked files have the times that they have in the archive.
     """
     folder = KEPT / name
-    built = folder / "build" / "bin"
+    build = folder / "build"
     wanted = f"{sdist}\n{' '.join(options)}"
-    if _noted(folder) == wanted:
-        return built
-    unpacked = _unpacked(folder, sdist)
-    print(f"building {sdist}: half an hour on two cores", flush=True)
-    configure = ["cmake", "-S", str(unpacked / source), "-B", str(folder / "build"), *options]
-    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    build = ["cmake", "--build", str(folder / "build"), "--target", target]
-    jobs = str(len(os.sched_getaffinity(0)))
-    subprocess.run(["nice", "-n", "10", *build, "--parallel", jobs], check=True)
-    (folder / "installed.txt").write_text(wanted)
-    return built
-
-
-def _unpacked(folder: Path, sdist: str) -> Path:
-    package, _, version = sdist.partition("==")
-    unpacked = folder / f"{package.replace('-', '_')}-{version}"
-    if unpacked.exists():
-        return unpacked
-    folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    only = ["--no-deps", "--no-binary", package, "--dest", str(folder), sdist]
-    subprocess.run([*pip, *only], check=True)
-    part = folder / "part"
-    shutil.rmtree(part, ignore_errors=True)
-    with tarfile.open(folder / f"{unpacked.name}.tar.gz") as archive:
-        archive.extractall(part, filter="data")
-    (part / unpacked.name).rename(unpacked)
-    part.rmdir()
-    return unpacked
+    if _noted(folder) != wanted:
+        folder.mkdir(parents=True, exist_ok=True)
+        package, _, version = sdist.partition("==")
+        root = folder / f"{package.replace('-', '_')}-{version}"
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        only = ["--no-deps", "--no-binary", package, "--dest", str(folder), sdist]
+        subprocess.run([*pip, *only], check=True)
+        with tarfile.open(f"{root}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+        print(f"building {sdist}: half an hour on two cores", flush=True)
+        configure = ["cmake", "-S", str(root / source), "-B", str(build), *options]
+        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
+        make = ["nice", "-n", "10", "cmake", "--build", str(build), "--target", target]
+        jobs = str(len(os.sched_getaffinity(0)))
+        subprocess.run([*make, "--parallel", jobs], check=True)
+        (folder / "installed.txt").write_text(wanted)
+    return build / "bin"
 
 
 def _noted(folder: Path) -> str | None:

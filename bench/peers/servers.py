@@ -1,4 +1,7 @@
-"""Commands that start each server on the default model: this project's, and its peers."""
+"""Commands that start each server on the default model: this project's, and its peers.
+
+``python -m bench.peers.servers [NAME ...]`` installs peers, each into an environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ _OPTIONS = (
     # Its web page would be downloaded.
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
 )
-_BLOCK_TOKENS, _BATCH_TOKENS = 256, 2048
 
 
 def own_server(setting: Setting) -> Server:
@@ -76,35 +78,6 @@ def llama_server(setting: Setting) -> Server:
     )
 
 
-def make_transformers() -> Path:
-    """Install transformers, and return its Python."""
-    return python_environment("transformers")
-
-
-def transformers_server(setting: Setting) -> Server:
-    """Return ``transformers serve`` with continuous batching, in bf16 alone."""
-    if setting.format != "bf16":
-        raise ValueError("transformers is measured in bf16 alone")
-    python, folder = make_transformers(), hugging_face_folder()
-    # By itself it would take nine tenths of the memory, which others need.
-    blocks = -(-setting.streams * setting.context // _BLOCK_TOKENS)
-    return Server(
-        name="transformers",
-        format=setting.format,
-        argv=lambda port: [
-            *(str(python), "-m", "transformers.cli.transformers", "serve", str(folder)),
-            *("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16"),
-            *("--cb-block-size", str(_BLOCK_TOKENS), "--cb-num-blocks", str(blocks)),
-            *("--cb-max-batch-tokens", str(_BATCH_TOKENS)),
-            *("--host", "127.0.0.1", "--port", str(port)),
-        ],
-        # Its last event always has the usage, and nothing in its folder ends a sequence.
-        fields={"temperature": 0},
-        versions=installed_versions(python, "transformers", "torch"),
-        env={"HF_HUB_OFFLINE": "1"},
-    )
-
-
 def make_vllm() -> Path:
     """Install vLLM for CPUs, and return its Python."""
     # These are compiled for another torch than vLLM brings, and it looks for them at its start.
@@ -142,3 +115,16 @@ def vllm_server(setting: Setting) -> Server:
             "LD_PRELOAD": str(openmp),
         },
     )
+
+
+SERVERS = {"llama.cpp": llama_server, "vllm": vllm_server}
+"""Functions that start each peer; it is installed first if need be."""
+MAKERS = {"llama.cpp": make_llama, "vllm": make_vllm}
+BF16_ONLY = ("vllm",)
+"""Peers that don't read GGUF's formats on a CPU, or not well."""
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or MAKERS:
+        MAKERS[name]()
+        print(f"{name} is ready", flush=True)

@@ -16,15 +16,13 @@ RECORD = Path(__file__).parents[2] / "bench" / "results" / "first_time.json"
 def table_lines(record: dict[str, Any]) -> Iterator[str]:
     """Yield the record's table, and a paragraph on where it was taken."""
     machine, versions = record["machine"], record["versions"]
-    kept = "had been kept" if record["options"]["pip_cache"] else "were downloaded"
-    terminal = " --terminal" if record["options"].get("terminal") else ""
     yield record["table"]
     yield ""
     yield (
-        f"By `python -m bench.first_time{terminal}`, in a fresh clone and without an environment, "
+        "By `python -m bench.first_time`, in a fresh clone and without an environment, "
         f"on {machine['cores']} cores of an {machine['processor']} with Python "
-        f"{versions['python']}, at commit {versions['commit']}; packages {kept}. What you read and "
-        f"think comes on top."
+        f"{versions['python']}, at commit {versions['commit']}; packages were downloaded. What you "
+        "read and think comes on top."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,26 @@ from bench.compare import contest, pictures, scenarios
 from bench.compare.__main__ import parts_of
 from bench.compare.contest import Notes, Row, busy_cases, ratios, table
 from bench.compare.scenarios import (
-    ClosedLoop,
+    SHARED_PREFIX,
+    THROUGHPUT,
     CpuAfterLeave,
     InvalidRun,
+    Loads,
     Setting,
     Taken,
     Turn,
-    check_answers,
-    load_of,
-    shared_prefix,
+    options_of,
 )
 from bench.compare.targets import judge
 from bench.peers.model_files import gguf_file
 from bench.peers.servers import own_server
 from bench.report import Verdict, verdict_table
 from bench.servers import Running, Server, ServerFailed, exact_prompts, running
+from trioserve.cli.bench_points import points_of
 from trioserve.cli.usage import UsageError
 from trioserve.load import Record, Run
-from trioserve.load import work as load_work
 
-OTHERS = ("llama.cpp", "vllm", "transformers")
+OTHERS = ("llama.cpp", "vllm")
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,7 @@ class Fake:
     seconds: float = 0.0
     answers: dict[str, str] = attrs.field(factory=dict)
     asked: list[tuple[int, str]] = attrs.field(factory=list)
+    alone: bool = False
 
     def warm_up(self) -> list[Turn]:
         return []
@@ -80,7 +82,7 @@ class Fake:
             await trio.sleep(self.seconds)
             answer = self.answers.get(one.server.name, "the same answer")
             if answer == "none":
-                raise InvalidRun(f"{one.server.name} says nothing")
+                raise InvalidRun("it says nothing")
             return Taken(values={"rate": 1.0}, answers=[answer])
 
         return [Turn(case="one", measure=measure)]
@@ -121,7 +123,7 @@ async def test_a_failure_is_noted_and_leaves_the_others_figures() -> None:
     assert [row.server for row in notes.rows] == ["ours"]
     dead, mute = notes.failures
     assert "no luck" in dead
-    assert mute == "mute says nothing"
+    assert mute == "mute bf16: it says nothing"
 
 
 async def test_figures_of_answers_that_differ_do_not_count() -> None:
@@ -130,37 +132,43 @@ async def test_figures_of_answers_that_differ_do_not_count() -> None:
     assert "0 of 1 answers begin alike" in notes.failures[0]
 
 
+class Alone:
+    """A scenario whose turns start their server."""
+
+    alone = True
+
+    def warm_up(self) -> list[Turn]:
+        return []
+
+    def turns(self, round: int) -> list[Turn]:
+        return [Turn(case="", measure=partial(self.measure, round))]
+
+
 async def test_a_lonely_scenario_goes_on_after_a_server_has_failed() -> None:
-    class Lonely:
+    class Lonely(Alone):
         name = "lonely"
 
-        def setting(self, format: str) -> Setting:
-            return Setting(format=format)
-
-        async def measure(self, server: Server, log: Path, round: int) -> Taken:
+        async def measure(self, round: int, server: Server) -> Taken:
             if server.name == "dead":
-                raise ServerFailed("dead")
+                raise ServerFailed("it is gone")
             return Taken(values={"rate": float(round)})
 
     notes = Notes()
     servers = [healthy("ours"), healthy("dead")]
-    await contest.one_by_one(servers, Lonely(), notes, rounds=2)
+    await contest.contest(servers, [Lonely()], notes, rounds=2)
     assert [row.values["rate"] for row in notes.rows] == [0.0, 1.0]
-    assert notes.failures == ["dead", "dead"]
+    assert notes.failures == ["dead bf16: it is gone"] * 2
 
 
 @attrs.frozen
-class Computing:
+class Computing(Alone):
     """A lonely scenario whose server's processor time is part of what the machine computes."""
 
     busy: list[float]
     elsewhere: float
     name: str = "computing"
 
-    def setting(self, format: str) -> Setting:
-        return Setting(format=format)
-
-    async def measure(self, server: Server, log: Path, round: int) -> Taken:
+    async def measure(self, round: int, server: Server) -> Taken:
         code = "import time\nwhile time.process_time() < 0.3: pass"
         await trio.run_process([sys.executable, "-c", code])
         self.busy[0] += 0.3 + self.elsewhere
@@ -187,7 +195,7 @@ async def test_a_lonely_scenario_begins_in_calm_and_knows_what_else_was_busy(
     monkeypatch.setattr(contest, "_CALM_SECONDS", 0.01)
     notes = Notes()
     scenario = Computing(busy=busy, elsewhere=elsewhere)
-    await contest.one_by_one([healthy("ours")], scenario, notes, rounds=1)
+    await contest.contest([healthy("ours")], [scenario], notes, rounds=1)
     # Twice to find out that it isn't calm, twice that it is, and around the measurement.
     assert len(asked) == 6
     assert (notes.rows[0].values["elsewhere_cores"] > 0.1) == disturbed
@@ -211,7 +219,7 @@ def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
         made.append((name, setting.format, setting.kv_tokens))
         return healthy(name)
 
-    parts = parts_of(compare.SCENARIOS, ("bf16", "q4_1"), OTHERS, ClosedLoop(), make)
+    parts = parts_of(compare.SCENARIOS, ("bf16", "q4_1"), OTHERS, THROUGHPUT, make)
     assert [part.title for part in parts] == [
         "bf16: throughput, shared_prefix, cpu_after_leave",
         "q4_1: throughput",
@@ -223,7 +231,7 @@ def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
     ]
     assert {name for name, format, _ in made if format == "q4_1"} == {"", "llama.cpp"}
     assert {tokens for name, _, tokens in made if tokens} == {16384}
-    assert parts_of(["start"], ["bf16"], [], ClosedLoop(), make)[0].title == "bf16: start"
+    assert parts_of(["start"], ["bf16"], [], THROUGHPUT, make)[0].title == "bf16: start"
 
 
 async def test_time_that_a_part_leaves_goes_to_those_after_it() -> None:
@@ -448,23 +456,24 @@ def run_at(streams: int, ttft: float) -> Run:
 def test_pictures_show_all_rounds_of_each_case(tmp_path: Path) -> None:
     figures = {"tokens_per_second": 1.0}
     keys = [("throughput", f"{n} streams", "ours", "bf16") for n in (2, 4)]
-    runs = [(row, run_at(int(row.case[0]), 0.1)) for row in rows(dict.fromkeys(keys, figures))]
-    measured = pictures.merged(runs)
+    found = [
+        attrs.evolve(row, run=run_at(int(row.case[0]), 0.1))
+        for row in rows(dict.fromkeys(keys, figures))
+    ]
+    measured = pictures.merged(found)
     assert [len(one.run.records) for one in measured] == [4, 8]
     assert [one.figures.output_tokens_per_second for one in measured] == [4.0, 8.0]
-    names = [path.name for path in pictures.save_pictures(runs, tmp_path / "new")]
+    names = [path.name for path in pictures.save_plots(pictures.plots_of(found), tmp_path)]
     assert names == [
         "throughput-bf16-load.png",
         *(f"throughput-bf16-{n}-streams-{what}.png" for n in (2, 4) for what in ("ttft", "itl")),
     ]
 
 
-async def test_any_load_of_the_load_generator_is_asked_and_differs_each_round(
-    tmp_path: Path,
-) -> None:
+async def test_any_load_of_the_load_generator_is_asked_and_differs_each_round() -> None:
     words = "--dataset chat --turns 2 --input-tokens 4 --output-tokens 1 --num-prompts 3"
-    load = load_of([*words.split(), "--concurrency", "2", "--warmup", "1"])
-    async with running(counting(), tmp_path / "log") as one:
+    load = Loads(name="load", loads=[f"{words} --concurrency 2 --warmup 1"])
+    async with running(counting()) as one:
         for turn in load.warm_up():
             await turn.measure(one)
         (first,), (second,) = load.turns(0), load.turns(1)
@@ -475,31 +484,34 @@ async def test_any_load_of_the_load_generator_is_asked_and_differs_each_round(
             assert len(taken.run.records) == 6
             assert taken.answers == ()  # of chats, they part
     with pytest.raises(UsageError, match="--data"):
-        load_of(["--dataset", "sharegpt"])
-
-
-def test_an_answer_of_another_length_than_its_turn_asked_for_is_invalid() -> None:
-    work = [load_work.Conversation(turns=(load_work.Turn(prompt="a", max_tokens=2),))]
-    good = run_at(1, 0.1)
-    check_answers("ours", good, work)
-    good.records[0].completion_tokens = 1
-    with pytest.raises(InvalidRun, match="counts 1 tokens, not 2"):
-        check_answers("ours", good, work)
+        options_of("--dataset sharegpt")
 
 
 def test_no_scenario_asks_what_another_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their prompts don't even begin alike, since servers keep what they have computed."""
     asked: list[str] = []
 
-    def note(*arguments: Any, **options: Any) -> list[str]:
-        found = exact_prompts(*arguments, **options)
-        # Those of one call may share a prefix, by intention.
+    def note_points(*arguments: Any) -> Any:
+        points, before = points_of(*arguments)
+        # Those of one measurement may share a prefix, by intention.
+        works = [work for work in (*(point.work for point in points), before) if work]
+        asked.extend(str(work[0].turns[0].prompt)[:40] for work in works)
+        return points, before
+
+    def note(*arguments: Any) -> list[str]:
+        found = exact_prompts(*arguments)
         asked.append(found[0][:40])
         return found
 
     monkeypatch.setattr(scenarios, "exact_prompts", note)
-    for scenario in (ClosedLoop(streams=(1, 3)), shared_prefix(), CpuAfterLeave()):
+    monkeypatch.setattr(scenarios, "points_of", note_points)
+    small = "--concurrency {0} --num-prompts {0} --input-tokens 9 --output-tokens 1"
+    for scenario in (
+        Loads(name="small", loads=[small.format(1), small.format(3)]),
+        SHARED_PREFIX,
+        CpuAfterLeave(),
+    ):
         scenario.warm_up()
         for round in range(3):
             scenario.turns(round)
-    assert len(asked) == len(set(asked)) == 16
+    assert len(asked) == len(set(asked)) == 28

@@ -8,12 +8,23 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
-from bench.engine import accuracy, embeddings, experts, live, long_prompts, offloading, waiting
+from bench.engine import (
+    accuracy,
+    embeddings,
+    experts,
+    live,
+    long_prompts,
+    offloading,
+    tokenizing,
+    waiting,
+)
 from bench.engine import grammar_masks as masks
+from bench.servers import tokenizer
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
 from gpu.cpu.build import LibraryBuildError
@@ -29,8 +40,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 
 def test_what_a_format_costs_is_as_worked_out_by_hand() -> None:
-    reference = accuracy.Reading([math.log(0.5), math.log(0.25)], [1, 2])
-    reading = accuracy.Reading([math.log(0.25), math.log(0.25)], [1, 3])
+    reference = np.log([0.5, 0.25]), np.array([1, 2])
+    reading = np.log([0.25, 0.25]), np.array([1, 3])
     found = accuracy.compare(reading, reference)
     assert found == pytest.approx((4.0, math.log(2) / 2, 0.5))
 
@@ -38,8 +49,9 @@ def test_what_a_format_costs_is_as_worked_out_by_hand() -> None:
 async def test_a_window_gives_one_figure_for_every_token_but_its_first() -> None:
     windows = [[1, 504, 338, 253, 3575], [1, 1008, 28, 216, 33]]
     reading = await accuracy.read(accuracy.FORMATS["float32"], windows)
-    assert len(reading.logprobs) == len(reading.most_probable) == 8
-    assert all(logprob < 0 for logprob in reading.logprobs)
+    logprobs, choices = reading
+    assert len(logprobs) == len(choices) == 8
+    assert (logprobs < 0).all()
     assert accuracy.compare(reading, reading)[1:] == (0.0, 0.0)
 
 
@@ -93,6 +105,11 @@ def test_every_grammar_is_measured() -> None:
         assert len(times) == 30
         assert min(times) > 0
     cache.close()
+
+
+async def test_prompts_are_tokenized_in_the_task_and_one_by_one() -> None:
+    found = await tokenizing.measure(tokenizing.Tokenizer(tokenizer()), ["one text", "another"])
+    assert min(found) > 0
 
 
 LOAD = offloading.Load(length=64, turn=16, output=2, conversations=4, fit=2)

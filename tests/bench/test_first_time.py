@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.first_time import Part, ask, open_console, started, stories, table
+from bench.first_time import ask, open_console, started, stories, table
 from tests.support.doc_blocks import ROOT
 
 COMMAND = f"{sys.executable} -m trioserve serve --mock-worker 1ms --port 0"
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_server_is_started_asked_and_stopped(terminal: bool) -> None:
-    server = started(f"echo begun; {COMMAND}", ROOT, os.environ, terminal=terminal)
+def test_a_server_is_started_asked_and_stopped() -> None:
+    server = started(f"echo begun; {COMMAND}", ROOT, os.environ)
     assert server.silence > 0
     assert ask(server.url)
     assert open_console(server.url) > 2
@@ -35,13 +34,12 @@ def test_the_program_is_the_tutorials() -> None:
 
 
 def test_the_table_and_what_the_page_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = table([Part("one", 1.25), Part("two", 60.0)])
+    text = table({"one": 1.25, "two": 60.0})
     assert text.endswith("| one | 1.25 |\n| two | 60.00 |\n| **all of it** | **61** |")
     monkeypatch.syspath_prepend(str(Path(ROOT, "docs", "_ext")))
     record = {
         "machine": {"cores": 2, "processor": "EPYC"},
         "versions": {"python": "3.11.7", "commit": "abc"},
-        "options": {"pip_cache": False},
         "table": text,
     }
     lines = list(importlib.import_module("first_time").table_lines(record))

@@ -6,15 +6,12 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import attrs
 import pytest
 
-from bench.front_end.__main__ import processes, table, verdicts
+from bench.front_end.__main__ import Workload, once, own, processes, table, verdicts
 from bench.front_end.client import Load, WrongAnswer, run
-from bench.front_end.measure import Measured, Workload, once, own
+from bench.report import Rounds
 
 
 def event(**values: object) -> bytes:
@@ -85,40 +82,40 @@ def test_a_server_that_refuses_or_leaves_ends_the_run(
         run(load_of(listener))
 
 
-async def test_a_server_with_a_mock_worker_is_measured_from_outside(tmp_path: Path) -> None:
+async def test_a_server_with_a_mock_worker_is_measured_from_outside() -> None:
     load = Workload(streams=4, requests=8, output_tokens=20)
-    async with own(load, tmp_path / "log") as at, at(0.0) as up:
-        measured = await once("trioserve", 0, up, 0.0, load)
-    assert (measured.requests, measured.tokens) == (8, 160)
-    assert 1.0 <= measured.tokens_per_event <= 20.0
-    assert measured.server_us_per_token > 0
-    assert measured.ttft_p99_ms >= measured.ttft_p50_ms > 0
+    async with own(load) as at, at(0.0) as up:
+        found = await once(up, 0.0, load)
+    assert 1.0 <= found["tokens_per_event"] <= 20.0
+    assert found["tokens_per_second"] == pytest.approx(20 * found["requests_per_second"])
+    assert found["ttft_p99_ms"] >= found["ttft_p50_ms"] > 0
+    assert found["server_us"] > 0
+    assert found["server_us"] == pytest.approx(found["engine"] + found["worker"], rel=0.5)
+
+
+NAMES = """
+step_ms tokens_per_second requests_per_second tokens_per_event ttft_mean_ms ttft_p50_ms ttft_p99_ms
+gap_p50_ms gap_p99_ms server_us client_core_used
+"""
+FIGURES = dict.fromkeys(NAMES.split(), 1.0)
 
 
 def test_ratios_are_of_runs_of_the_same_round_and_width() -> None:
-    values: dict[str, Any] = {field.name: 1.0 for field in attrs.fields(Measured)}
-    values |= {"requests": 1, "tokens": 1, "streams": 64, "round": 0}
-    values |= {"front_ends": 1, "us_by_process": {}}
-    runs = [
-        Measured(**{**values, "server": server, "round": round, "tokens_per_second": rate})
-        for round, pair in enumerate([(30.0, 10.0), (90.0, 10.0), (50.0, 10.0)])
-        for server, rate in zip(("trioserve", "vllm"), pair, strict=True)
-    ]
-    (verdict,) = verdicts(runs)
+    rounds = Rounds()
+    for rates in ((30.0, 10.0), (90.0, 10.0), (50.0, 10.0)):
+        for server, rate in zip(("trioserve", "vllm"), rates, strict=True):
+            rounds.add((64, server), **FIGURES | {"tokens_per_second": rate})
+    (verdict,) = verdicts(rounds)
     assert (verdict.what, verdict.reached) == ("tokens/s over a mock, 64 streams", 5.0)
-    assert verdicts(runs[:1]) == []
-    lines = table(runs).splitlines()
+    lines = table(rounds).splitlines()
     assert [line.split(" | ")[3] for line in lines[2:]] == ["50", "10"]
 
 
 def test_the_busiest_process_bounds_the_rate_and_a_mock_worker_does_not() -> None:
-    values: dict[str, Any] = {field.name: 1.0 for field in attrs.fields(Measured)}
+    rounds = Rounds()
     used = {"engine": 4.0, "front end 0": 8.0, "front end 1": 10.0, "worker": 20.0}
-    one = Measured(
-        **{**values, "server": "trioserve", "streams": 64, "front_ends": 2, "us_by_process": used}
-    )
-    assert one.bound == 100_000
-    heads, _, row = processes([one]).splitlines()
+    rounds.add((64, "trioserve, 2 front ends"), **FIGURES | used)
+    heads, _, row = processes(rounds).splitlines()
     assert "not measured" in heads
     assert row == "| 64 | trioserve, 2 front ends | 4.0 | 8.0 · 10.0 | 20.0 | 100000 |"
-    assert verdicts([one]) == []
+    assert verdicts(rounds) == []

@@ -14,14 +14,20 @@ import torch
 
 from bench.kernels import __main__ as kernels
 from bench.kernels import torch_attention
-from bench.kernels.__main__ import Measured, measure, summary, table
-from bench.kernels.all import all_cases
+from bench.kernels.__main__ import all_cases, judge, measure
 from bench.kernels.attention_data import AttentionSpec, make_data, reference
-from bench.kernels.case import Case, Contestant, Peer, PeerAbsent, Setting, Trial, relative_error
-from bench.kernels.report import markdown_table
+from bench.kernels.case import (
+    Case,
+    Contestant,
+    Contestants,
+    PeerAbsent,
+    Setting,
+    relative_error,
+)
+from bench.kernels.report import Row
 from bench.kernels.roofline import Ceilings, Work
 from bench.kernels.targets import Target
-from bench.kernels.timing import DryRun, GraphStopwatch, buffer_sets, measure_in_turn
+from bench.kernels.timing import buffer_sets, measure_in_turn, record
 from gpu.kernels.emulation import EmulatedLoader
 
 
@@ -30,12 +36,6 @@ class TestTiming:
         assert buffer_sets(10.0, 100) == 30
         assert buffer_sets(1000.0, 100) == 2
         assert buffer_sets(1.0, 10**9) == 64
-
-    def test_a_dry_run_runs_each_launch_once_and_has_no_time(self) -> None:
-        ran: list[int] = []
-        recording = DryRun().record([lambda: ran.append(1), lambda: ran.append(2)])
-        assert ran == [1, 2]
-        assert recording.seconds() != recording.seconds()
 
 
 class Clock:
@@ -90,19 +90,18 @@ class TestStopwatch:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = Clock(monkeypatch)
-        recording = GraphStopwatch().record([clock.launch, clock.launch, clock.launch])
+        recording = record([clock.launch, clock.launch, clock.launch])
         assert recording.how == "graph"
         before = clock.now
         assert recording.seconds() == pytest.approx(1e-4)
         replays = 16  # one that isn't counted
         assert clock.now - before >= replays * 2e-3
-        assert 0 <= GraphStopwatch().host_seconds([clock.launch]) < 1e-3
 
     def test_what_cannot_be_captured_is_timed_from_python(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = Clock(monkeypatch, capturable=False)
-        recording = GraphStopwatch().record([clock.launch, clock.launch])
+        recording = record([clock.launch, clock.launch])
         assert recording.how == "eager"
         assert recording.seconds() == pytest.approx(1e-4)
 
@@ -141,9 +140,9 @@ class TestReference:
         for row, (count, context) in enumerate(spec.rows):
             keys, values = (
                 cache[data.pages(row)].transpose(1, 2).flatten(0, 1)[:context].double()
-                for cache in (data.sets[0].k_cache, data.sets[0].v_cache)
+                for cache in (data.sets[0].cache.keys, data.sets[0].cache.values)
             )
-            queries = data.sets[0].queries(4)[start : start + count].double()
+            queries = data.sets[0].q[start : start + count].double()
             places = torch.arange(context)
             own = torch.arange(context - count, context)[:, None]
             mask = (places <= own) & (places > own - 9)
@@ -187,20 +186,20 @@ class TestReference:
 
 
 class TestMeasure:
-    def case(self, trial: Trial | Exception) -> Case:
-        def make(setting: Setting) -> Trial:
-            if isinstance(trial, Exception):
-                raise trial
-            return trial
+    def case(self, contestants: Contestants | Exception) -> Case:
+        def make(setting: Setting) -> Contestants:
+            if isinstance(contestants, Exception):
+                raise contestants
+            return contestants
 
         return Case(kernel="k", shape="s", work=Work(8), make=make)
 
     def contestant(self, error: float) -> Contestant:
         return Contestant(launches=[lambda: None], error=lambda: error, tolerance=0.1)
 
-    def measured(self, trial: Trial | Exception) -> Measured:
+    def measured(self, contestants: Contestants | Exception) -> Row:
         setting = Setting(loader=EmulatedLoader(), generator=torch.Generator(), cache_bytes=0)
-        return measure(self.case(trial), setting, DryRun())
+        return measure(self.case(contestants), setting)
 
     def test_peers_that_lack_something_are_named(self) -> None:
         def absent() -> Contestant:
@@ -210,19 +209,16 @@ class TestMeasure:
             raise ValueError("no such size\nand more")
 
         measured = self.measured(
-            Trial(
-                ours=self.contestant(0.01),
-                peers=[
-                    Peer(name="absent", make=absent),
-                    Peer(name="broken", make=broken),
-                    Peer(name="wrong", make=lambda: self.contestant(0.5)),
-                    Peer(name="fine", make=lambda: self.contestant(0.0)),
-                ],
-            )
+            {
+                "ours": lambda: self.contestant(0.01),
+                "absent": absent,
+                "broken": broken,
+                "wrong": lambda: self.contestant(0.5),
+                "fine": lambda: self.contestant(0.0),
+            }
         )
-        assert not measured.failed
-        assert set(measured.seconds) == {"ours", "fine"}
-        assert measured.notes == {
+        assert measured["result"] == "right"
+        assert measured["notes"] == {
             "absent": "absent: not installed",
             "broken": "failed: ValueError: no such size",
             "wrong": "wrong: error 0.5 over 0.1",
@@ -230,34 +226,31 @@ class TestMeasure:
 
     @pytest.mark.parametrize("error", [0.2, float("nan"), float("inf")])
     def test_a_wrong_kernel_is_not_timed(self, error: float) -> None:
-        measured = self.measured(Trial(ours=self.contestant(error)))
-        assert measured.failed
-        assert "wrong" in measured.notes["ours"]
-        assert "FAILED" in table([measured], None)
+        measured = self.measured({"ours": lambda: self.contestant(error)})
+        assert measured["result"] == "FAILED"
+        assert "wrong" in measured["notes"]["ours"]
 
     def test_a_kernel_that_raises_has_failed(self) -> None:
         measured = self.measured(RuntimeError("no"))
-        assert measured.failed
-        assert measured.notes == {"ours": "RuntimeError: no"}
+        assert measured["result"] == "FAILED"
+        assert measured["notes"] == {"ours": "failed: RuntimeError: no"}
 
     def test_the_table_tells_ratios_peers_and_verdicts(self) -> None:
         case = attrs.evolve(
-            self.case(Trial(ours=self.contestant(0.0))),
+            self.case({}),
             targets=[Target(kind="floor", value=0.9), Target(kind="peer", value=1.0)],
         )
-        measured = Measured(
-            case=case,
-            seconds={"ours": [4e-6, 3e-6, 5e-6], "other": [6e-6, 6e-6, 6e-6]},
-            errors={"ours": 0.0, "other": 0.0},
-            notes={"third": "absent: not installed"},
+        notes = {"third": "absent: not installed"}
+        measured = {"seconds": {"ours": 4e-6, "other": 6e-6}, "notes": notes}
+        row = judge(case, measured, Ceilings(copy=2e6, matrix=1.0), {})
+        assert row["bound"] == "memory"
+        assert (row["floor µs"], row["of floor"]) == pytest.approx((4.0, 1.0))
+        assert row["peers µs"] == "third absent, other 6.0"
+        assert (
+            row["targets"] == "≥ 0.9 of the floor: met (1.00); ≥ 1 times the best peer: met (1.50)"
         )
-        row = table([measured], Ceilings(copy=2e6, matrix=1.0)).splitlines()[-1]
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[:6] == ["k", "s", "memory", "4.0", "4.0", "1.00"]
-        assert cells[7] == "third absent, other 6.0"
-        assert cells[8] == "≥ 0.9 of the floor: met (1.00); ≥ 1 times the best peer: met (1.50)"
-        short = summary([measured], Ceilings(copy=2e6, matrix=1.0)).splitlines()[-1]
-        assert short == "| k s  | 4.0 | 1.00  | other 6.0 | met met |"
+        failed = judge(case, {"seconds": {}, "notes": {}}, Ceilings(copy=2e6, matrix=1.0), {})
+        assert failed["targets"].count("MISSED") == 1
 
 
 def test_every_kernel_runs_in_the_emulation(
@@ -269,10 +262,10 @@ def test_every_kernel_runs_in_the_emulation(
     assert "FAILED" not in printed
     saved = json.loads(next(tmp_path.glob("kernels-emulated-*.json")).read_text())
     assert saved["ceilings"] is None
-    assert {case["kernel"] for case in saved["cases"]} == {
+    assert {case["kernel"] for case in saved["rows"]} == {
         case.kernel for case in all_cases(tiny=False)
     }
-    for case in saved["cases"]:
+    for case in saved["rows"]:
         assert case["seconds"] == {}
         assert case["errors"]["ours"] >= 0
     assert "flashinfer: absent" not in printed  # a peer is said by its own name
@@ -281,10 +274,6 @@ def test_every_kernel_runs_in_the_emulation(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert kernels.main([]) == 1
-    assert "no GPU was found" in capsys.readouterr().out
-
-
-def test_markdown_columns_line_up() -> None:
-    lines = markdown_table(["a", "long"], [["1", "2"], ["333", "4"]]).splitlines()
-    assert lines == ["| a   | long |", "|-----|------|", "| 1   | 2    |", "| 333 | 4    |"]
+    with pytest.raises(SystemExit):
+        kernels.main([])
+    assert "no GPU was found" in capsys.readouterr().err

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.micro.__main__ import growth, main, time_case, verdicts
-from bench.micro.cases import CASES
+from bench.micro.__main__ import CASES, growth, measure, time_case, verdicts
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -30,9 +29,8 @@ def test_the_targets() -> None:
     assert found == [(1.0, 0.5), (4.0, 4.1)]
 
 
-def test_the_command_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "policy", "pages", "--rows", "1", "16", "--seconds", "0"]
-    picture = str(tmp_path / "micro.png")
-    assert main([*arguments, "--plot", picture, "--save", str(tmp_path)]) == 0
-    assert "| pages |" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["micro.json", "micro.png"]
+async def test_the_table_and_its_curves(tmp_path: Path) -> None:
+    picture = tmp_path / "micro.png"
+    made = await measure(cases=["policy", "pages"], rows=[1, 16], seconds=0.0, plot=str(picture))
+    assert "| pages |" in made.table
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bench.kernels import targets
-from bench.kernels.all import all_cases
+from bench.kernels.__main__ import all_cases
 from bench.kernels.case import Case
-from bench.kernels.targets import Result, Target, judge
+from bench.kernels.targets import OURS, Target
 
 PEERS = {"flashinfer fa2": 3.0, "flashinfer xqa": 2.0, "torch flash": 1.0}
 
 
 def reached(of: str, peers: dict[str, float]) -> float | None:
-    result = Result(title="case", floor=1.0, seconds=2.0, peers=peers)
-    return judge(Target(kind="peer", value=1.0, of=of), result, {}).reached
+    return Target(kind="peer", value=1.0, of=of).reached(1.0, {OURS: 2.0, **peers}, {})
 
 
 def named(title: str) -> Case:

@@ -47,8 +47,8 @@ def words(work: list[Conversation]) -> list[int]:
 @given(st.integers(1, 5000), st.floats(0, 0.99), st.integers(0, 99))
 def test_lengths_are_drawn_from_the_range_that_vllm_has(n: int, ratio: float, seed: int) -> None:
     lengths = Lengths(input_tokens=n, output_tokens=n, range_ratio=ratio)
-    chooser = random.Random(seed)
-    for value in (value for _ in range(5) for value in lengths.draw(chooser)):
+    rng = random.Random(seed)
+    for value in (value for _ in range(5) for value in lengths.draw(rng)):
         assert max(int(n * (1 - ratio)), 1) <= value <= n * (1 + ratio) + 1
         if not ratio:
             assert value == n
@@ -56,8 +56,8 @@ def test_lengths_are_drawn_from_the_range_that_vllm_has(n: int, ratio: float, se
 
 def test_both_ends_of_the_range_are_drawn() -> None:
     lengths = Lengths(input_tokens=10, output_tokens=4, range_ratio=0.25)
-    chooser = random.Random(0)
-    drawn = [lengths.draw(chooser) for _ in range(500)]
+    rng = random.Random(0)
+    drawn = [lengths.draw(rng) for _ in range(500)]
     assert {tokens_in for tokens_in, _ in drawn} == set(range(7, 14))
     assert {tokens_out for _, tokens_out in drawn} == {3, 4, 5}
 

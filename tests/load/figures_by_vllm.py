@@ -1,4 +1,4 @@
-"""Are our figures vLLM's? ``python -m bench.figures_by_vllm RESULT.json`` lets its own code judge.
+"""Compare our figures with vLLM's: ``python -m tests.load.figures_by_vllm RESULT.json``.
 
 RESULT.json comes from ``trioserve bench --json RESULT.json --records``. ``calculate_metrics`` of
 vLLM computes the figures of the same requests, in vLLM's environment (``nox -s bench_peers`` makes
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PYTHON = Path(__file__).parent / ".peers" / "vllm" / "bin" / "python"
+_PYTHON = Path(__file__).parents[2] / "bench" / ".peers" / "vllm" / "bin" / "python"
 _TOLERANCE = 1e-4
 """Times in the file are rounded to a microsecond."""
 
@@ -61,15 +61,15 @@ def differences(
     if not lines:
         raise SystemExit(f"vLLM's code failed:\n{done.stderr[-2000:]}")
     theirs = json.loads(lines[0].removeprefix("JUDGED "))
-    pairs = [
-        ("completed", figures["completed"], theirs["completed"]),
-        ("requests/s", figures["requests_per_second"], theirs["request_throughput"]),
-        ("output tokens/s", figures["output_tokens_per_second"], theirs["output_throughput"]),
-        ("total tokens/s", figures["total_tokens_per_second"], theirs["total_token_throughput"]),
-        ("busiest second", figures["peak_tokens_per_second"], theirs["max_output_tokens_per_s"]),
-    ]
-    if limits:
-        pairs.append(("goodput", figures["good_per_second"], theirs["request_goodput"]))
+    names = {
+        "completed": "completed",
+        "requests_per_second": "request_throughput",
+        "output_tokens_per_second": "output_throughput",
+        "total_tokens_per_second": "total_token_throughput",
+        "peak_tokens_per_second": "max_output_tokens_per_s",
+        **({"good_per_second": "request_goodput"} if limits else {}),
+    }
+    pairs = [(ours, figures[ours], theirs[name]) for ours, name in names.items()]
     for ours, name in (("ttft", "ttft"), ("itl", "itl"), ("tpot", "tpot"), ("e2e", "e2el")):
         spread = figures[f"{ours}_ms"]
         pairs.append((f"{ours} mean", spread["mean"], theirs[f"mean_{name}_ms"]))
@@ -80,22 +80,22 @@ def differences(
 
 def main() -> int:
     """Print every figure twice; return 1 if one differs."""
-    parser = argparse.ArgumentParser(prog="python -m bench.figures_by_vllm", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.load.figures_by_vllm", description=__doc__
+    )
     parser.add_argument("result", type=Path)
     parser.add_argument("--python", type=Path, default=_PYTHON, help="of an environment with vLLM")
     options = parser.parse_args()
     whole = json.loads(options.result.read_text())
-    limits = {
-        name: float(limit)
-        for name, limit in (text.split(":") for text in whole["options"]["goodput"])
-    }
+    goodput = (text.split(":") for text in whole["options"]["goodput"])
+    limits = {name: float(limit) for name, limit in goodput}
     wrong = 0
     for run in whole["runs"]:
         print(run["label"])
         for name, ours, theirs in differences(run, limits, options.python):
             same = math.isclose(ours, theirs, rel_tol=_TOLERANCE, abs_tol=1e-9)
             wrong += not same
-            print(f"  {name:18}{ours:14.4f}{theirs:14.4f}{'' if same else '  differs'}")
+            print(f"  {name:25}{ours:14.4f}{theirs:14.4f}{'' if same else '  differs'}")
     return 1 if wrong else 0
 
 

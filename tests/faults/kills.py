@@ -1,8 +1,8 @@
 """Workers killed under load: is anything lost, does a token differ, and how long is the pause?
 
-``python -m bench.faults.kills``. A set of requests is answered once undisturbed. Then a closed loop
+``python -m tests.faults.kills``. A set of requests is answered once undisturbed. Then a closed loop
 of clients asks for them again and again from the same server, while its worker is killed with
-SIGKILL at random moments. Every answer has to be the undisturbed one (:mod:`bench.faults.answers`).
+SIGKILL at random moments. Every answer has to be the undisturbed one (:mod:`tests.faults.answers`).
 
 The next kill comes at a random time after the worker has given a token: deaths without progress are
 counted by the engine, which gives up after ``--max-worker-restarts`` of them.
@@ -22,11 +22,11 @@ from typing import Any
 import attrs
 import trio
 
-from bench.faults.answers import Difference, first_difference, is_real
-from bench.faults.load import texts
-from bench.faults.stage import Subject, model_named, serving
-from bench.report import Made, pair, run_script, verdict_of
+from bench.report import Made, run_script
 from bench.servers import MODEL
+from tests.faults.answers import Difference, first_difference, is_real
+from tests.faults.load import texts
+from tests.faults.stage import Subject, model_named, pair, serving, verdict_of
 from trioserve.load import Client, Record, closed_loop
 
 _IN_FLIGHT = 0.05

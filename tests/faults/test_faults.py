@@ -15,14 +15,14 @@ import pytest
 import torch
 import trio
 
-from bench.faults.answers import MARGIN, Difference, first_difference, is_near_tie
-from bench.faults.damage import KINDS
-from bench.faults.leftovers import Holdings, Leftovers, nothing_held, nothing_left
-from bench.faults.load import mixture
-from bench.faults.soak import Sample, Scenario, Soak, figures_of_soak, trend_of
-from bench.faults.stage import Subject
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
+from tests.faults.answers import MARGIN, Difference, first_difference, is_near_tie
+from tests.faults.damage import KINDS
+from tests.faults.leftovers import Holdings, Leftovers, nothing_held, nothing_left
+from tests.faults.load import mixture
+from tests.faults.soak import Sample, Scenario, Soak, figures_of_soak, trend_of
+from tests.faults.stage import Subject
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing import FakeWorker

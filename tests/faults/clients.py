@@ -1,7 +1,7 @@
 """Clients that leave at random moments, 500 at once: is anything left of them?
 
-``python -m bench.faults.clients``. Every round, so many clients come at once to a server of this
-program with a real worker. Each leaves in a stage and in a manner (:mod:`bench.faults.leaving`)
+``python -m tests.faults.clients``. Every round, so many clients come at once to a server of this
+program with a real worker. Each leaves in a stage and in a manner (:mod:`tests.faults.leaving`)
 that are drawn for it. Beside them others stay, and have to get exactly what they get alone.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 
 import trio
 
-from bench.faults.leaving import MANNERS, STAGES, Visit
-from bench.faults.leftovers import (
+from bench.report import Made, run_script
+from tests.faults.leaving import MANNERS, STAGES, Visit
+from tests.faults.leftovers import (
     OUTSIDE,
     Holdings,
     nothing_held,
@@ -25,9 +26,8 @@ from bench.faults.leftovers import (
     nothing_of_it,
     own_temporary_folder,
 )
-from bench.faults.load import Steady, texts
-from bench.faults.stage import engine_over, model_named, resident_bytes, serve_here
-from bench.report import Made, run_script, verdict_of
+from tests.faults.load import Steady, texts
+from tests.faults.stage import engine_over, model_named, resident_bytes, serve_here, verdict_of
 
 _PATIENCE = 170.0
 _PAGES = 1024

@@ -1,6 +1,6 @@
 """A worker behind a link that damages a message: stands between the engine and a real worker.
 
-``python -P -m bench.faults.damage --connect URL --kind KIND --direction DIRECTION --after N`` is to
+``python -P -m tests.faults.damage --connect URL --kind KIND --direction DIRECTION --after N`` is to
 the engine at ``URL`` what ``python -P -m gpu --connect URL`` is. It starts a worker of its own and
 passes all messages on, but does harm to the N-th plan, or to the N-th result.
 """
@@ -63,7 +63,7 @@ def _pump(
 
 def main() -> None:
     """Stand in between until one side is gone."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.damage", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.damage", description=__doc__)
     parser.add_argument("--connect", required=True)
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--direction", choices=DIRECTIONS, required=True)
@@ -101,7 +101,7 @@ def command(url: str, **words: object) -> tuple[list[str], dict[str, str]]:
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     words = {"connect": url, **words}
     options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    program = [sys.executable, "-P", "-m", "bench.faults.damage"]
+    program = [sys.executable, "-P", "-m", "tests.faults.damage"]
     return [*program, *options], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 

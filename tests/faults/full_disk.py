@@ -1,6 +1,6 @@
 """A full disk where the workers' sockets are, while the worker is killed.
 
-``python -m bench.faults.full_disk``. The server runs in a mount namespace of its own, with a tmpfs
+``python -m tests.faults.full_disk``. The server runs in a mount namespace of its own, with a tmpfs
 of a few inodes as its folder for temporary files (Linux's ``unshare``; a user namespace where the
 user isn't root). The folder is filled and the worker killed under load. No new one can be started
 until there is room again; then everything goes on.
@@ -20,9 +20,9 @@ from typing import Any
 import attrs
 import trio
 
-from bench.faults.kills import Kill, Kills, Scenario
-from bench.faults.stage import model_named, serving, worker_of
-from bench.report import Made, run_script, verdict_of
+from bench.report import Made, run_script
+from tests.faults.kills import Kill, Kills, Scenario
+from tests.faults.stage import model_named, serving, verdict_of, worker_of
 
 _MOUNT = 'mount -t tmpfs -o size=64k,nr_inodes=8 tmpfs "$0" && exec "$@"'
 _WAYS = {

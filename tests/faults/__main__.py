@@ -1,6 +1,6 @@
 """All fault tests one after the other, in short form or in full.
 
-``python -m bench.faults`` takes some minutes; ``--full`` is what ``docs/reliability.md`` shows, and
+``python -m tests.faults`` takes some minutes; ``--full`` is what ``docs/reliability.md`` shows, and
 takes two hours, one of which is the soak. ``--save`` writes the table of each part.
 """
 
@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; return 1 if any of them didn't pass."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--full", action="store_true", help="as in docs/reliability.md")
     parser.add_argument("--save", action="store_true", help="write tables to bench/results")
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for name in given.parts:
         options = [*PARTS[name][given.full], *(["--save"] if given.save else [])]
-        command = [sys.executable, "-m", f"bench.faults.{name}", *options]
+        command = [sys.executable, "-m", f"tests.faults.{name}", *options]
         print(f"\n$ python {' '.join(command[1:])}", flush=True)
         if subprocess.run(command, check=False).returncode:
             failed.append(name)

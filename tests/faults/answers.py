@@ -17,10 +17,10 @@ import msgspec
 import torch
 import trio
 
-from bench.faults.stage import Subject
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from gpu.sampling.truncation import BLOCK
+from tests.faults.stage import Subject
 from trioserve.protocol.sampling import SamplerParams
 
 MARGIN = 1e-3

@@ -1,6 +1,6 @@
 """Messages between engine and worker that are cut short, garbled, lost or doubled.
 
-``python -m bench.faults.messages``. Each worker sits behind :mod:`bench.faults.damage`, which harms
+``python -m tests.faults.messages``. Each worker sits behind :mod:`tests.faults.damage`, which harms
 one message of its life: every kind of damage in both directions, under load. What is no message, or
 comes out of turn, costs a worker, which is replaced. Bits that are flipped where any value is
 possible (a token's id) can't be noticed; those answers may differ, and are counted.
@@ -21,17 +21,17 @@ from unittest import mock
 import attrs
 import trio
 
-from bench.faults.damage import DIRECTIONS, KINDS, command
-from bench.faults.leftovers import (
+from bench.report import Made, markdown, run_script
+from tests.faults.damage import DIRECTIONS, KINDS, command
+from tests.faults.leftovers import (
     OUTSIDE,
     Holdings,
     nothing_left,
     nothing_of_it,
     own_temporary_folder,
 )
-from bench.faults.load import Steady
-from bench.faults.stage import engine_over, model_named, sole_worker
-from bench.report import Made, markdown, run_script
+from tests.faults.load import Steady
+from tests.faults.stage import engine_over, model_named, sole_worker
 from trioserve import Engine
 from trioserve.workers import supervisor
 from trioserve.workers.command import worker_command

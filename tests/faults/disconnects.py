@@ -1,11 +1,11 @@
 """From a disconnect to the freed slot, in every stage of a request.
 
-``python -m bench.faults.disconnects``. A request is left at a random moment of a stage: its scope
+``python -m tests.faults.disconnects``. A request is left at a random moment of a stage: its scope
 is left, or its client's socket closed. Measured is
 
 - how long it takes until the engine has noticed, and the request is aborted;
 - how long the plans still take that are in flight at that moment, which can't be called back;
-- how much later the engine holds nothing of it any more: no place in line, no slot, no page;
+- how much later the engine holds nothing of it any more: no place in the queue, no slot, no page;
 - and how much later the worker has closed its slot.
 
 Once over a fake worker, each of whose steps takes 20 ms, once over a real one, which is asked for
@@ -24,11 +24,12 @@ import attrs
 import msgspec
 import trio
 
-from bench.faults.load import texts
-from bench.faults.stage import engine_over, model_named, serve_here
-from bench.report import Made, markdown, pair, percentile, run_script
+from bench.report import Made, markdown, run_script
 from bench.servers import MODEL
+from tests.faults.load import texts
+from tests.faults.stage import engine_over, model_named, pair, serve_here
 from trioserve import Engine
+from trioserve.load.figures import spread_of
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, State
 from trioserve.testing import FakeWorker
@@ -270,7 +271,7 @@ async def disconnects(model: str, of_fake: int, of_real: int) -> tuple[list[list
                         [max(one.closed - one.plans, 0.0) for one in samples],
                     )
                     lines.append([stage.name, worker, left_by, *map(pair, spans)])
-                    worst = max(worst, 1000 * percentile([one.late for one in samples], 99))
+                    worst = max(worst, spread_of([one.late for one in samples]).p99)
                     print("  ".join(lines[-1]), flush=True)
     return lines, worst
 

@@ -1,6 +1,6 @@
 """Does the simulation bite? Plants faults that other servers have had, and shows each one found.
 
-``python -m bench.faults.planted``. Each fault is a few lines put over the engine's own, in the same
+``python -m tests.faults.planted``. Each fault is a few lines put over the engine's own, in the same
 place and with the same effect as in the report that is named. Seeds are run until an invariant
 doesn't hold. The exit status is 1 if a fault isn't found.
 """
@@ -17,6 +17,7 @@ from unittest import mock
 
 import attrs
 import msgspec
+import numpy as np
 import trio
 
 from trioserve.engine.engine import Engine
@@ -34,18 +35,21 @@ from trioserve.requests.request import (
     State,
 )
 from trioserve.requests.stream import Chunk
-from trioserve.scheduler import sequence_state
+from trioserve.scheduler import drafts, planning, result_processing, sequence_state
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import ResultProcessor
+from trioserve.scheduler.result_validation import Results
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.state import SchedulerState
+from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
+from trioserve.testing.simulation.draw import FIRST_RAGGED
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor
 
@@ -54,11 +58,15 @@ Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @attrs.frozen
 class PlantedFault:
-    """A fault, and the issue of another project that reports it."""
+    """A fault, and the issue of another project that reports it.
+
+    Seeds before ``first_seed`` have nothing that it could harm.
+    """
 
     name: str
     origin: str
     plant: Plant
+    first_seed: int = 0
 
 
 @attrs.frozen
@@ -74,14 +82,16 @@ class Find:
 FAULTS: list[PlantedFault] = []
 
 
-def plants(name: str, origin: str, owner: object, attribute: str) -> Callable[[Any], Any]:
+def plants(
+    name: str, origin: str, owner: object, attribute: str, first_seed: int = 0
+) -> Callable[[Any], Any]:
     """Note a fault: the function makes it of a method, or of a module's function."""
 
     def note(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def plant() -> contextlib.AbstractContextManager[Any]:
             return mock.patch.object(owner, attribute, make(getattr(owner, attribute)))
 
-        FAULTS.append(PlantedFault(name, origin, plant))
+        FAULTS.append(PlantedFault(name, origin, plant, first_seed))
         return make
 
     return note
@@ -94,11 +104,11 @@ def _abort_in_transition(original: Any) -> Any:
     """Lose an abort of a sequence in the newest plan, between queue and batch."""
 
     def abort(self: Scheduler, sequence: Sequence, finish: Finish) -> None:
-        computation = sequence.compute
+        seq_state = sequence.seq_state
         just_planned = (
             sequence.state is State.PREFILL
             and self._core is not None
-            and computation.last_plan == self._core.next_number - 1
+            and seq_state.last_plan == self._core.next_number - 1
         )
         if not just_planned:
             original(self, sequence, finish)
@@ -167,8 +177,8 @@ def _waiting_forgotten(original: Any) -> Any:
 
     def on_worker_lost(self: Recovery) -> None:
         core = self._state
-        for computation in core.waiting.take_all():
-            core.num_waiting_tokens -= computation.sequence.num_tokens
+        for seq_state in core.waiting.take_all():
+            core.num_waiting_tokens -= seq_state.sequence.num_tokens
         original(self)
 
     return on_worker_lost
@@ -183,10 +193,10 @@ def _waiting_forgotten(original: Any) -> Any:
 def _preempted_last(original: Any) -> Any:
     """Move a preempted sequence to the end of the queue."""
 
-    def preempt(self: SchedulerState, computation: SequenceState) -> None:
-        first, *rest = computation.order
-        computation.order = (first + (1 << 40), *rest)
-        original(self, computation)
+    def preempt(self: SchedulerState, seq_state: SequenceState) -> None:
+        first, *rest = seq_state.order
+        seq_state.order = (first + (1 << 40), *rest)
+        original(self, seq_state)
 
     return preempt
 
@@ -195,10 +205,10 @@ def _preempted_last(original: Any) -> Any:
 def _released_twice(original: Any) -> Any:
     """Give the last page back on an abort and at the end of the step."""
 
-    def leave(self: Memory, computation: SequenceState) -> None:
-        last = computation.pages[-1:]
-        epoch = computation.last_plan
-        original(self, computation)
+    def leave(self: Memory, seq_state: SequenceState) -> None:
+        last = seq_state.pages[-1:]
+        epoch = seq_state.last_plan
+        original(self, seq_state)
         if not self.pool.holders(last[0]) and not self.pool.is_kept(last[0]):
             self.pool._free.append(last[0])
             self.pool._epochs[last[0]] = epoch
@@ -231,7 +241,7 @@ def _abort_not_flushed(original: Any) -> Any:
         with mock.patch.object(Scheduler, "_deliver"):
             for request in self._open:
                 for sequence in request.sequences:
-                    self._scheduler.abort(sequence, finish)
+                    self._backend.abort(sequence, finish)
 
     return abort_all
 
@@ -415,14 +425,85 @@ def _not_loaded_again(original: Any) -> Any:
     return lambda self: None
 
 
+@plants(
+    "drafts after a stop token are part of the output",
+    "LostRuins/koboldcpp#1276",
+    *(result_processing, "_append", FIRST_RAGGED),
+)
+def _drafts_after_a_stop(original: Any) -> Any:
+    """Append all accepted tokens of a row, though one of them ends the sequence."""
+
+    def append(sequence: Sequence, tokens: list[int]) -> Any:
+        accepted = [token for token in tokens if token >= 0]
+        sequence.output_ids.extend(accepted)
+        return tuple(accepted), None
+
+    return append
+
+
+@plants(
+    "a rejected draft counts as computed",
+    "Sudharsanselvaraj/Token-Print#110",
+    *(TokenCounts, "settle", FIRST_RAGGED),
+)
+def _rejected_counts(original: Any) -> Any:
+    """Keep a rejected token in the cache."""
+
+    def settle(self: TokenCounts, slots: Any, extra: Any) -> None:
+        original(self, slots, extra)
+        self.computed[slots] += 1
+
+    return settle
+
+
+@plants(
+    "drafts have no room in the cache",
+    "turboderp-org/exllamav2#274",
+    *(drafts, "_grow", FIRST_RAGGED),
+)
+def _drafts_without_pages(original: Any) -> Any:
+    """Append no pages for drafts."""
+    return lambda seq_state, extra, builder, memory: extra
+
+
+@plants(
+    "a row is planned before it is known how many drafts were accepted",
+    "vllm-project/vllm#52071",
+    *(planning, "plan_drafts", FIRST_RAGGED),
+)
+def _planned_too_early(original: Any) -> Any:
+    """Take the length of a sequence for known while its drafts are in flight."""
+
+    def plan_drafts(builder: Any, memory: Memory, max_row_tokens: int) -> None:
+        original(builder, memory, max_row_tokens)
+        memory.counts.unsettled[:] = False
+
+    return plan_drafts
+
+
+@plants(
+    "log-probabilities are those of a row's first token",
+    "vllm-project/vllm#33391",
+    *(Results, "logprob", FIRST_RAGGED),
+)
+def _logprobs_of_the_first(original: Any) -> Any:
+    """Select the log-probabilities of accepted tokens by the row alone."""
+
+    def logprob(self: Results, index: int, params: Any) -> Any:
+        row = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        return original(self, int(self.offsets[row]), params)
+
+    return logprob
+
+
 def find(fault: PlantedFault, *, most_seeds: int = 3000) -> Find:
     """Run seeds with ``fault`` in place until an invariant doesn't hold."""
     started = time.monotonic()
     with fault.plant():
-        for seed in range(most_seeds):
-            report = run_scenario(draw_scenario(seed))
+        for index in range(most_seeds):
+            report = run_scenario(draw_scenario(fault.first_seed + index))
             if report.violation is not None:
-                return Find(fault, seed + 1, time.monotonic() - started, report)
+                return Find(fault, index + 1, time.monotonic() - started, report)
     return Find(fault, most_seeds, time.monotonic() - started, None)
 
 
@@ -435,7 +516,7 @@ def _row(find: Find) -> str:
 
 def main(arguments: list[str]) -> int:
     """Plant each fault in turn and print a table; 1 if one isn't found."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.planted", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.planted", description=__doc__)
     parser.add_argument("--most-seeds", type=int, default=3000, help="to try for each fault")
     options = parser.parse_args(arguments)
     print("| fault | reported as | found at seed no. | seconds | what told |")

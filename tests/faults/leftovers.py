@@ -26,8 +26,8 @@ import attrs
 import trio
 import trio.testing
 
-from bench.faults.load import Steady
-from bench.faults.stage import children_of
+from tests.faults.load import Steady
+from tests.faults.stage import children_of
 from trioserve import Engine
 from trioserve.protocol.errors import WorkerLost
 

@@ -1,4 +1,4 @@
-"""Short versions of the fault tests in ``bench/faults/``: real processes, real sockets.
+"""Short versions of the fault tests in ``tests/faults/``: real processes, real sockets.
 
 Each does its worst to a small engine under load, whose answers are known beforehand, and then looks
 for anything that is left.
@@ -19,19 +19,19 @@ from typing import Any
 import pytest
 import trio
 
-from bench.faults.clients import crowd
-from bench.faults.full_disk import full_disk, small_disk
-from bench.faults.hangs import stop_workers
-from bench.faults.leftovers import (
+from tests.faults.clients import crowd
+from tests.faults.full_disk import full_disk, small_disk
+from tests.faults.hangs import stop_workers
+from tests.faults.leftovers import (
     OUTSIDE,
     Holdings,
     nothing_held,
     nothing_left,
     own_temporary_folder,
 )
-from bench.faults.load import Steady
-from bench.faults.messages import Harm, harm_workers
-from bench.faults.stage import engine_over, serve_here, sole_worker, tiny_model
+from tests.faults.load import Steady
+from tests.faults.messages import Harm, harm_workers
+from tests.faults.stage import engine_over, serve_here, sole_worker, tiny_model
 from trioserve import Engine
 from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
 from trioserve.workers.supervisor import Supervisor

@@ -1,7 +1,7 @@
 """A long run under mixed load, with clients that leave and workers that are killed: is memory flat?
 
-``python -m bench.faults.soak --seconds 3600``. A closed loop of clients asks a real server for
-everything that :func:`bench.faults.load.mixture` has. Some leave before they are answered. In the
+``python -m tests.faults.soak --seconds 3600``. A closed loop of clients asks a real server for
+everything that :func:`tests.faults.load.mixture` has. Some leave before they are answered. In the
 first half the worker is killed every few minutes; in the second half the last one is left alone, so
 that it is seen whether it grows. The memory of both processes is sampled throughout.
 
@@ -22,10 +22,10 @@ from typing import Any
 import attrs
 import trio
 
-from bench.faults.load import mixture
-from bench.faults.stage import Subject, resident_bytes, serving, worker_of
-from bench.report import Made, run_script, verdict_of
+from bench.report import Made, run_script
 from bench.servers import MODEL
+from tests.faults.load import mixture
+from tests.faults.stage import Subject, resident_bytes, serving, verdict_of, worker_of
 from trioserve.load import Client
 
 _MIB = 1 << 20

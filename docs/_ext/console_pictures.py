@@ -1,83 +1,45 @@
-"""The pictures of ``docs/console.md``: ``python -m bench.console_pictures docs/pictures``.
+"""Take the pictures of ``docs/console.md``: ``python docs/_ext/console_pictures.py docs/pictures``.
 
-They are taken of a server that is kept busy, in the Chromium that is installed.
+A server is kept busy meanwhile. The pictures need Chromium and playwright.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from bench.servers import MODEL
-
 WIDE = {"width": 1360, "height": 960}
 DESK = {"width": 1200, "height": 760}
 PHONE = {"width": 390, "height": 844}
-CLIENTS = 9
 WATCHED = 25_000
 """Milliseconds for which it is watched before a picture, so that there are curves to be seen."""
-SUBJECTS = ("the sea", "a lighthouse", "winter", "an old clock", "bread", "a long journey")
-STYLES = ("as a letter", "for children", "in short sentences", "as a dialogue")
+SERVE = ["serve", "smollm2-135m", "--port", "0", "--max-num-seqs", "6"]
+LOAD = (
+    "--dataset chat --concurrency 9 --num-prompts 1000 --prefix-tokens 40 --input-tokens 24 "
+    "--output-tokens 140 --range-ratio 0.7 --warmup 0"
+)
+"""More clients than sequences run, with chats that begin alike and answers of all lengths."""
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[str]:
-    """Yield a server's address, for as long as the block lasts."""
-    command = [sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0"]
-    command += ["--max-num-seqs", "6"]
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start trioserve's command line for the block."""
+    command = [sys.executable, "-m", "trioserve", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
+            yield process
         finally:
             process.terminate()
-
-
-@contextlib.contextmanager
-def busy(url: str) -> Iterator[None]:
-    """Have clients ask the server one thing after the other, until the block is left."""
-    stop = threading.Event()
-    clients = [threading.Thread(target=_ask, args=(url, i, stop)) for i in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for client in clients:
-            client.join()
-
-
-def _ask(url: str, number: int, stop: threading.Event) -> None:
-    draw = random.Random(number)
-    system = "You are a writer of short and vivid texts. " * draw.choice((1, 4))
-    while not stop.wait(draw.uniform(0, 2)):
-        text = f"Write about {draw.choice(SUBJECTS)}, {draw.choice(STYLES)}."
-        roles = {"system": system, "user": text}
-        body = {
-            "messages": [{"role": role, "content": said} for role, said in roles.items()],
-            "max_tokens": draw.choice((60, 120, 240)),
-            "seed": draw.randrange(1000),
-        }
-        data = json.dumps({"model": MODEL, **body}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
-        with urllib.request.urlopen(request) as response:
-            response.read()
 
 
 def open_page(browser: Browser, url: str, view: str, *, size: dict[str, int], dark: bool) -> Page:
@@ -130,10 +92,12 @@ def main(folder: Path) -> None:
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         sys.exit("the pictures are taken with Chromium: apt install chromium")
-    with serving() as url, sync_playwright() as playwright:
+    with started(*SERVE) as server, sync_playwright() as playwright:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         playground(browser, url, folder)
-        with busy(url):
+        with started("bench", url, *LOAD.split()):
             engine(browser, url, folder)
         browser.close()
 

@@ -1,6 +1,6 @@
 """Far more requests than a server can compute: what do those get that are admitted?
 
-``python -m bench.faults.overload``. First as many clients as the server runs and lets wait keep it
+``python -m tests.faults.overload``. First as many clients as the server runs and lets wait keep it
 busy, and none is refused. Then a flood of others comes that ask again as soon as they were refused.
 Measured are the latency of admitted requests without and with the flood, how soon the others are
 told, how many that are in a second, and the server's memory.
@@ -16,9 +16,9 @@ from typing import Any
 import attrs
 import trio
 
-from bench.faults.stage import Subject, resident_bytes, serving
-from bench.report import Made, pair, run_script, verdict_of
+from bench.report import Made, run_script
 from bench.servers import MODEL
+from tests.faults.stage import Subject, pair, resident_bytes, serving, verdict_of
 
 _WARM_UP_SECONDS = 5.0
 

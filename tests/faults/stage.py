@@ -15,11 +15,12 @@ import attrs
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.report import own_versions
+from bench.report import Made, markdown, own_versions
 from bench.servers import MODEL, Running, Server, get, running
 from trioserve import Engine, ServerConfig, open_engine
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
+from trioserve.load.figures import spread_of
 
 _NAME = "subject"
 _IDLE_GAUGES = (
@@ -170,6 +171,17 @@ async def serving(
         versions=own_versions(),
         env=environment or {},
     )
-    with tempfile.TemporaryDirectory(prefix="trioserve-faults-") as folder:
-        async with running(server, Path(folder) / "log") as up:
-            yield Subject(up)
+    async with running(server) as up:
+        yield Subject(up)
+
+
+def pair(seconds: Sequence[float]) -> str:
+    """Return a cell: p50 and p99 in milliseconds."""
+    spread = spread_of(seconds)
+    return f"{spread.p50:.1f} · {spread.p99:.1f}"
+
+
+def verdict_of(title: str, figures: Mapping[str, Any], passed: bool, **facts: Any) -> Made:
+    """Return a table of two columns; the exit code is 1 unless the test has ``passed``."""
+    table = markdown((title, ""), list(figures.items()))
+    return Made(table, {**facts, "passed": passed}, int(not passed))

@@ -1,6 +1,6 @@
 """Workers stopped with SIGSTOP under load: how soon is it noticed, and is anything lost?
 
-``python -m bench.faults.hangs``. A stopped process neither dies nor answers. The watchdog gives up
+``python -m tests.faults.hangs``. A stopped process neither dies nor answers. The watchdog gives up
 on it ``--watchdog-timeout`` seconds after the oldest plan, and a new worker takes over.
 """
 
@@ -15,17 +15,17 @@ from typing import Any
 
 import trio
 
-from bench.faults.leftovers import (
+from bench.report import Made, run_script
+from bench.servers import MODEL
+from tests.faults.leftovers import (
     OUTSIDE,
     Holdings,
     nothing_left,
     nothing_of_it,
     own_temporary_folder,
 )
-from bench.faults.load import Steady
-from bench.faults.stage import engine_over, model_named, sole_worker
-from bench.report import Made, pair, run_script, verdict_of
-from bench.servers import MODEL
+from tests.faults.load import Steady
+from tests.faults.stage import engine_over, model_named, pair, sole_worker, verdict_of
 from trioserve import Engine
 
 
