@@ -15,7 +15,7 @@ from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.sampling.sampler_io import SamplerRow, is_plainly_greedy
-from gpu.sampling.slot_options import SlotExtras
+from gpu.sampling.slot_options import SlotOptions
 from gpu.slots import Row, Slot, SlotTable
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
@@ -35,7 +35,7 @@ class CpuExecutor:
         self._model = model
         self._sampler = sampler
         self._slots = slots
-        self._extras = SlotExtras(adjuster or NoAdjuster())
+        self._slot_options = SlotOptions(adjuster or NoAdjuster())
         self._choosy: set[int] = set()
         """Slots that don't always get their most probable token."""
         self._step_ended_ns = time.perf_counter_ns()
@@ -51,8 +51,8 @@ class CpuExecutor:
 
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.executor.Executor.open`."""
-        self._extras.open(slot)
-        if is_plainly_greedy(slot.sampler) and not self._extras.adjusts_slot(slot.number):
+        self._slot_options.open(slot)
+        if is_plainly_greedy(slot.sampler) and not self._slot_options.adjusts_slot(slot.number):
             self._choosy.discard(slot.number)
         else:
             self._choosy.add(slot.number)
@@ -60,7 +60,7 @@ class CpuExecutor:
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
         self._choosy.discard(number)
-        self._extras.close(number)
+        self._slot_options.close(number)
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
@@ -79,7 +79,7 @@ class CpuExecutor:
         if not rows:
             return Drawn(tokens=_NO_TOKENS)
         hidden, ends = self._model.forward(rows, self._slots)
-        pooled = self._pool(self._extras.pooled.spans(rows, ends), hidden)
+        pooled = self._pool(self._slot_options.pooled.spans(rows, ends), hidden)
         drawn = self._draw(rows, hidden, ends)
         drawn.pooled = pooled
         return drawn
@@ -89,13 +89,13 @@ class CpuExecutor:
         found = []
         for span in spans:
             states = self._model.floats(hidden[span.first_hidden : span.stop_hidden])
-            vector = self._extras.pooled.take(span, states)
+            vector = self._slot_options.pooled.take(span, states)
             if vector is not None:
                 found.append(pooled_prompt(span, vector))
         return found
 
     def _draw(self, rows: Sequence[Row], hidden: Hidden, ends: npt.NDArray[np.integer]) -> Drawn:
-        spans = self._extras.prompt_spans(rows, ends)
+        spans = self._slot_options.prompt_spans(rows, ends)
         prompts = [self._piece(span, hidden) for span in spans] if spans else []
         sampling = [row for row in rows if row.samples]
         if not sampling:
@@ -116,14 +116,18 @@ class CpuExecutor:
         asked = [
             SamplerRow(row.slot.sampler, row.slot.tokens, row.slot.prompt_length) for row in rows
         ]
-        adjustment = self._extras.adjustment(logits, rows) if self._extras.adjusts(rows) else None
+        adjustment = (
+            self._slot_options.adjustment(logits, rows)
+            if self._slot_options.adjusts(rows)
+            else None
+        )
         named = self._named(logits, rows)  # before the sampler overwrites the logits
         drawn = self._sampler.sample(logits, asked, adjustment)
         drawn.named, drawn.prompts = named, prompts
         return drawn
 
     def _named(self, logits: Floats, rows: list[Row]) -> list[Floats] | None:
-        named = self._extras.named_ids(rows)
+        named = self._slot_options.named_ids(rows)
         if not named:
             return None
         values = logprobs_of(logits, np.array(list(named)), named.values())

@@ -15,6 +15,7 @@ import attrs
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.isa import choose_isa, current_isa
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
@@ -118,6 +119,7 @@ def _by_kernels(
     on_progress: OnProgress,
 ) -> _Whole:
     config = files.native
+    library = load_library()
     _load_weights(model, files, on_progress)
     num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
     _give_cache(model, start, num_pages, num_host_pages)
@@ -135,14 +137,15 @@ def _by_kernels(
     return _Whole(
         model=model,
         sampler=CompiledSampler(
-            load_library(),
+            library,
             config.vocab_size,
             threads,
             processed_logprobs=start.logprobs_mode == "processed",
         ),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
-        computing=f"compiled kernels, weights in {model.describe_weights()}",
+        computing=f"compiled kernels ({current_isa(library)}), "
+        f"weights in {model.describe_weights()}",
         exchange=exchange,
     )
 
@@ -221,6 +224,7 @@ def _compiled(
         library = load_library(lambda done, total: on_progress("kernels", done, total))
     except LibraryBuildError as error:
         raise _NoKernels(str(error)) from error
+    choose_isa(library, start.cpu_isa)
     quantization = start.quantization
     if quantization == "auto" and start.dtype != "auto":
         quantization = "none"
@@ -232,6 +236,8 @@ def _check_torch_will_do(start: Start, reason: str) -> None:
         raise ModelLoadError(f"--quantization {start.quantization} can't be had: {reason}")
     if start.deterministic:
         raise ModelLoadError(f"--deterministic can't be had: {reason}")
+    if start.cpu_isa != "auto":
+        raise ModelLoadError(f"--cpu-isa {start.cpu_isa} can't be had: {reason}")
 
 
 def _load_weights(model: CompiledModel, files: ModelFiles, on_progress: OnProgress) -> None:

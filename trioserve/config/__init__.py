@@ -1,6 +1,6 @@
-"""Every option of the engine and of the server. Names follow vLLM's where it has the option.
+"""All options of the engine and the server. Names are vLLM's where vLLM has the option.
 
-:mod:`trioserve.config.options` turns each into a flag and an environment variable.
+:mod:`trioserve.config.options` makes a flag and an environment variable of each.
 
 Imported by ``requests``, ``observability``, ``text``, ``workers``, ``scheduler``, ``pooling``,
 ``engine``, ``observability.live``, ``http.server``, ``http.api``, ``front_ends``, ``testing`` and

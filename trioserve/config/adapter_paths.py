@@ -18,7 +18,7 @@ def check_name(name: str) -> None:
     """Check an adapter's name.
 
     Raises:
-        InvalidRequest: the name is empty, too long, or has unprintable characters.
+        InvalidRequest: The name is empty, too long, or has unprintable characters.
     """
     if not (
         isinstance(name, str)
@@ -34,15 +34,15 @@ def check_name(name: str) -> None:
 
 
 def absolute(path: str | PathLike[str]) -> str:
-    """Return ``path`` as an absolute one, since the worker may run in another folder."""
+    """Return the absolute ``path``, because the worker may run in another folder."""
     return os.path.abspath(path)
 
 
 def named_paths(modules: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the names and folders of entries ``name=path`` or of vLLM's JSON objects.
+    """Return the names and folders in entries ``name=path``, or in vLLM's JSON objects.
 
     Raises:
-        InvalidRequest: an entry is neither, or a name isn't one; ``param`` is the option.
+        InvalidRequest: An entry or a name is invalid; ``param`` is the option.
     """
     named = []
     for module in modules:

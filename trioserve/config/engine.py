@@ -12,6 +12,7 @@ from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
 from trioserve.config.override import parse_override
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.machine import KERNEL_ISAS
 
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
@@ -26,7 +27,7 @@ class EngineConfig(ModelOptions):
     None means "chosen from the machine and the model".
 
     Raises:
-        InvalidRequest: a value isn't allowed; ``param`` names the option.
+        InvalidRequest: A value isn't allowed; ``param`` names the option.
     """
 
     max_num_seqs: int = option(
@@ -216,6 +217,13 @@ class EngineConfig(ModelOptions):
         low=1,
         high=1024,
     )
+    cpu_isa: str = option(
+        "auto",
+        "instruction set of a CPU's compiled kernels; auto takes the processor's fastest",
+        group="worker",
+        page="performance#Instruction sets",
+        choices=("auto", *KERNEL_ISAS),
+    )
     enforce_eager: bool = option(
         False,
         "launch a GPU's kernels one by one, not whole decode steps as CUDA graphs",
@@ -297,7 +305,7 @@ class EngineConfig(ModelOptions):
 
     @classmethod
     def of(cls, model: str | EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
-        """Return the configuration of ``model``, which may be one already, with ``options``."""
+        """Return the configuration of ``model``, which may already be one, with ``options``."""
         if isinstance(model, EngineConfig):
             return attrs.evolve(model, **options)
         return cls(model, **options)

@@ -1,4 +1,4 @@
-"""The options of a model and its adapters, which are part of an engine's."""
+"""The options of a model and its adapters, a part of the engine's options."""
 
 from __future__ import annotations
 

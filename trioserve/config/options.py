@@ -28,28 +28,27 @@ _SIZES = {
     **{"KB": 10**3, "MB": 10**6, "GB": 10**9},
     **{"k": 10**3, "m": 10**6, "g": 10**9},
 }
-"""Units of sizes. A single capital letter is a power of 1024, a small one a power of 1000, as in
-vLLM."""
+"""Units of sizes. As in vLLM, a single capital letter is a power of 1024, a small one of 1000."""
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_SIZES)})")
-_MOST_SLIPS = 2
-"""Most letters in which a misspelt name differs from the one that is suggested."""
+_MAX_TYPOS = 2
+"""Largest edit distance between a misspelled name and a suggestion."""
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
 _BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the name in ``known`` that ``name`` misspells; None if none is close."""
+    """Return the name in ``known`` closest to ``name``; None if none is close."""
     spelled = name.replace("_", "-").lower()
     slips, meant = min(
-        ((_slips(spelled, each.replace("_", "-").lower()), each) for each in known),
+        ((_edit_distance(spelled, each.replace("_", "-").lower()), each) for each in known),
         default=(math.inf, None),
     )
     num_letters = sum(map(str.isalnum, name))
-    return meant if slips <= min(_MOST_SLIPS, num_letters // 2) else None
+    return meant if slips <= min(_MAX_TYPOS, num_letters // 2) else None
 
 
-def _slips(a: str, b: str) -> int:
-    """Return the number of letters to insert, remove or replace that turns ``a`` into ``b``."""
+def _edit_distance(a: str, b: str) -> int:
+    """Return the Levenshtein distance of ``a`` and ``b``."""
     row = list(range(len(b) + 1))
     for number, letter in enumerate(a, 1):
         before, row[0] = row[0], number
@@ -77,7 +76,7 @@ class OptionGroup:
 
     title: str
     page: str
-    """Section of the docs about its options, except those with their own; see ``Option.page``."""
+    """Section of the docs about its options; an option may have its own (``Option.page``)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -102,17 +101,17 @@ class Option:
     above: float | None = None
     """Exclusive lower limit."""
     in_bytes: bool = False
-    """True for a number of bytes, whose text may have a unit: ``64MiB``, ``2G``."""
+    """True for a number of bytes; its text may have a unit, as in ``64MiB`` or ``2G``."""
     form: tuple[str, str] | None = None
-    """Regular expression for the whole text, and its meaning in words."""
+    """Regular expression that matches the whole text, and its meaning in words."""
     secret: bool = False
     """True for a value that is never shown, such as a key."""
     common: bool = False
-    """True for an option of everyday use, which a short ``--help`` shows."""
+    """True for a common option, which the short ``--help`` shows."""
     unset: str | None = None
-    """Meaning of a default of None or an empty one, in words."""
+    """Meaning of a None or empty default, in words."""
     page: str | None = None
-    """Section of the docs about it, as in ``lora#How many``; None for its group's."""
+    """Section of the docs, as in ``lora#How many``; None for the group's."""
 
     @property
     def flag(self) -> str:
@@ -126,14 +125,14 @@ class Option:
 
     @property
     def value_name(self) -> str:
-        """Placeholder of the value in help: the choices, or one word for its kind."""
+        """Placeholder of the value in help: the choices, or a word for the kind."""
         if self.choices is not None:
             return "{" + ",".join(self.choices) + "}"
         return self.metavar or ("BYTES" if self.in_bytes else _VALUE_NAMES[self.kind])
 
     @property
     def default_text(self) -> str | None:
-        """Default as a person would type it, or in words; None without one."""
+        """Default as it would be typed, or in words; None without one."""
         if self.default is None or self.default in ((), ""):
             return self.unset
         if self.kind is bool:
@@ -164,7 +163,7 @@ class Option:
         """Check a value from Python.
 
         Raises:
-            InvalidRequest: the value isn't allowed; ``param`` is the option's name.
+            InvalidRequest: The value isn't allowed; ``param`` is the option's name.
         """
         if value is None and self.default is None:
             return
@@ -173,10 +172,10 @@ class Option:
                 raise self._refusal(item)
 
     def from_text(self, text: str) -> Any:
-        """Return the value of a flag's text, before a check against the limits.
+        """Convert a flag's text to a value, without a check of the limits.
 
         Raises:
-            InvalidRequest: the text isn't a value of this kind.
+            InvalidRequest: The text isn't a value of this kind.
         """
         try:
             if self.kind is bool:
@@ -188,7 +187,7 @@ class Option:
             raise self._refusal(text) from None
 
     def from_variable(self, text: str) -> Any:
-        """Return the value of an environment variable's text; see :meth:`from_text`."""
+        """Convert an environment variable's text to a value; see :meth:`from_text`."""
         if not self.repeatable:
             return self.from_text(text)
         return tuple(self.from_text(part.strip()) for part in text.split(","))
@@ -270,7 +269,7 @@ def option(
 
 
 def _with_unit(number: int) -> str:
-    """Return ``64MiB`` for ``64 << 20``, in the largest unit that divides it."""
+    """Return ``64MiB`` for ``64 << 20``: the number in the largest unit that divides it."""
     for unit, size in reversed(_UNITS.items()):
         if number % size == 0:
             return f"{number // size}{unit}"
@@ -299,10 +298,10 @@ def options_of(cls: type[attrs.AttrsInstance]) -> Iterator[Option]:
 def options_from_environment(
     cls: type[attrs.AttrsInstance], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the options of ``cls`` that ``environment`` sets, by name. An empty one is unset.
+    """Return the options of ``cls`` that ``environment`` sets, by name. Empty ones are unset.
 
     Raises:
-        InvalidRequest: a text isn't a value of its option's kind; ``param`` is the option's name.
+        InvalidRequest: A text isn't a value of its option's kind; ``param`` is the option's name.
     """
     return {
         option.name: option.from_variable(environment[option.environment])
@@ -314,7 +313,7 @@ def options_from_environment(
 def unknown_variables(
     known_names: Sequence[str], environment: Mapping[str, str]
 ) -> list[tuple[str, str | None]]:
-    """Return the variables that are named like an option but aren't one, each with a suggestion."""
+    """Return variables with the prefix of options that aren't options, with suggestions."""
     unknown = [
         name.removeprefix(PREFIX)
         for name in sorted(environment)

@@ -13,10 +13,10 @@ _LENGTH = "max_new_tokens"
 
 
 def parse_override(text: str | None) -> dict[str, Any]:
-    """Return the option's values by their names in generation_config.json; none without text.
+    """Return the option's values, by names of generation_config.json; none without text.
 
     Raises:
-        InvalidRequest: the text isn't a JSON object, or a value isn't allowed.
+        InvalidRequest: The text isn't a JSON object, or a value isn't allowed.
     """
     if text is None:
         return {}

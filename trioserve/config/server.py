@@ -22,7 +22,7 @@ class ServerConfig:
     """Options of an HTTP server: its addresses, keys and limits.
 
     Raises:
-        InvalidRequest: a value isn't allowed; ``param`` names the option.
+        InvalidRequest: A value isn't allowed; ``param`` names the option.
     """
 
     engine: EngineConfig

@@ -19,6 +19,8 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "am
 """Instruction sets that make a difference to a model, as /proc/cpuinfo spells them."""
 KERNEL_FEATURES = ("avx512f", "avx512_bf16", "avx512_vnni")
 """Instruction sets that the compiled CPU kernels need."""
+KERNEL_ISAS = ("avx512_bf16", "amx")
+"""Instruction sets that the compiled CPU kernels can be told to use, the slowest first."""
 COMPILER_ADVICE = "install g++ (`apt install g++`, `dnf install gcc-c++`), or name one in CXX"
 """Advice on how to get a C++ compiler."""
 PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
@@ -59,11 +61,13 @@ class Machine:
         return [name for name in CPU_FEATURES if name in flags]
 
     def obstacle_to_kernels(self) -> str | None:
-        """Return which :data:`KERNEL_FEATURES` the processor lacks, as text; None if it has them
-        all.
-        """
+        """Return a text about missing :data:`KERNEL_FEATURES`; None if the processor has all."""
         missing = [name for name in KERNEL_FEATURES if name not in self.cpu_features()]
         return f"the processor has no {', '.join(missing)}" if missing else None
+
+    def kernel_isa(self) -> str:
+        """Return the fastest of :data:`KERNEL_ISAS` that a processor with kernels has."""
+        return "amx" if {"amx_bf16", "amx_int8"} <= set(self.cpu_features()) else "avx512_bf16"
 
     def cpu_identity(self) -> tuple[str, ...]:
         """Return properties that differ where a compiler makes different programs for two
@@ -128,7 +132,7 @@ class Machine:
 
 
 def extra_advice(extra: str) -> str:
-    """Return how to get the packages of one of the project's extras into this environment."""
+    """Return the command that installs one of the project's extras into this environment."""
     return f"{PIP_INSTALL} '.[{extra}]' in a clone of trioserve"
 
 

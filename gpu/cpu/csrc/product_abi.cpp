@@ -1,5 +1,6 @@
 // Products for callers that aren't C++: gpu/cpu/products.py.
 
+#include "body.h"
 #include "pack.h"
 
 using trioserve::bf16;
@@ -9,6 +10,13 @@ using trioserve::Product;
 using trioserve::Team;
 
 extern "C" {
+
+// Bodies by the numbers of body.h. Returns whether this process can compute with that one.
+int32_t body_choose(int32_t body) { return trioserve::choose_body(static_cast<trioserve::Body>(body)); }
+
+int32_t body_fastest() { return static_cast<int32_t>(trioserve::fastest_body()); }
+
+int32_t body_current() { return static_cast<int32_t>(trioserve::current_body()); }
 
 void* product_pool_open(int32_t threads) { return new Pool(threads); }
 

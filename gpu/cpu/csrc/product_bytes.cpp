@@ -1,9 +1,10 @@
-#include "product_strips.h"
+#include "product_vectors.h"
 
 namespace trioserve {
 
-static constexpr TileTable kTiles = tile_table<ByteWeights>();
-const Kernels kByteKernels = {kTiles, ByteWeights::kRecord, decode_record<ByteWeights>,
-                              &kDecodedTiles, DecodedWeights<false>::kRecord};
+static constexpr auto kTiles = tile_table<ByteWeights>();
+static constexpr auto kEvenOdd = tile_table<ByteWeights, EvenOddSums, kEvenOddRows>();
+const Kernels kByteKernels = {kTiles, decode_record<ByteWeights>,
+                              &kDecodedTiles, DecodedWeights<false>::kRecord, &kEvenOdd};
 
 }  // namespace trioserve

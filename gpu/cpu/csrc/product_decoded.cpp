@@ -1,8 +1,8 @@
-#include "product_strips.h"
+#include "product_vectors.h"
 
 namespace trioserve {
 
-const TileTable kDecodedTiles = tile_table<DecodedWeights<false>>();
-const TileTable kDecodedMinimumTiles = tile_table<DecodedWeights<true>>();
+const TileTable<kTileRows> kDecodedTiles = tile_table<DecodedWeights<false>>();
+const TileTable<kTileRows> kDecodedMinimumTiles = tile_table<DecodedWeights<true>>();
 
 }  // namespace trioserve

@@ -1,11 +1,12 @@
-#include "product_strips.h"
+#include "product_vectors.h"
 
 namespace trioserve {
 
 using Nibbles = NibbleWeights<8, false>;
 
-static constexpr TileTable kTiles = tile_table<Nibbles>();
-const Kernels kNibbleKernels = {kTiles, Nibbles::kRecord, decode_record<Nibbles>, &kDecodedTiles,
-                                DecodedWeights<false>::kRecord};
+static constexpr auto kTiles = tile_table<Nibbles>();
+static constexpr auto kEvenOdd = tile_table<Nibbles, EvenOddSums, kEvenOddRows>();
+const Kernels kNibbleKernels = {kTiles, decode_record<Nibbles>, &kDecodedTiles,
+                                DecodedWeights<false>::kRecord, &kEvenOdd};
 
 }  // namespace trioserve

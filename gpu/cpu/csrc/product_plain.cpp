@@ -1,8 +1,8 @@
-#include "product_strips.h"
+#include "product_vectors.h"
 
 namespace trioserve {
 
-static constexpr TileTable kTiles = tile_table<PlainWeights>();
-const Kernels kPlainKernels = {kTiles, PlainWeights::kRecord};
+static constexpr auto kTiles = tile_table<PlainWeights>();
+const Kernels kPlainKernels = {kTiles};
 
 }  // namespace trioserve

@@ -8,9 +8,6 @@
 
 namespace trioserve {
 
-// Inputs at a time, so that three strips and the three that come next fit into the cache of a core.
-inline constexpr int64_t kPanelInputs = 4096;
-
 // Weights that will be read next.
 struct Region {
   const uint8_t* first = nullptr;
@@ -30,57 +27,56 @@ struct Work {
   uint8_t* panel;  // of panel_bytes()
 };
 
-// Rows at a time, so that their activations stay in that cache too while the weights pass by.
-inline constexpr int64_t kChunkBytes = 384 << 10;
+// Where a part of the rows begins, of `parts` that are about equally large.
+inline int64_t part_start(int64_t rows, int64_t parts, int64_t part) { return rows * part / parts; }
 
-inline int64_t chunk_rows(const Product& product) {
-  const int64_t rows = kChunkBytes / (product.inputs * 2);
-  return std::max<int64_t>(rows / kTileRows, 4) * kTileRows;
-}
+// Writes totals [rows][strips][16] into y, with the bias.
+void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,
+                  int64_t rows, const float* totals);
+
+// How a chunk of rows is computed: in groups, by tiles of some strips along some of the inputs.
+struct ChunkPlan {
+  int64_t groups = 1;
+  // Rows of each group: the last one begins earlier where they don't divide the chunk. 0: the groups are
+  // about equally large.
+  int64_t group_rows = 0;
+  int max_strips = 1;
+  int64_t max_blocks = 1;  // of a piece along the inputs
+  // What makes a record one that the tiles read, of decoded_record bytes. Null: they read the weights.
+  void (*decode)(const uint8_t* record, uint8_t* decoded) = nullptr;
+  int64_t decoded_record = 0;
+  unsigned float_control = 0;  // what the thread's was before
+};
+
+// The tiles of a body. A thread calls begin_chunk(), any number of tiles, and end_chunk().
+class TileKernels {
+ public:
+  // Rows that are computed while the weights pass by once, at most.
+  virtual int64_t chunk_rows(Kind kind, const Product& product) const = 0;
+  virtual ChunkPlan begin_chunk(Kind kind, const Product& product, int64_t rows) const = 0;
+  virtual void compute(Kind kind, const Tile& tile, const ChunkPlan& plan, int strips) const = 0;
+  virtual void end_chunk(Kind, const ChunkPlan&) const {}
+  // What each thread needs for up to `max_rows` rows: floats of totals, and bytes of decoded weights.
+  virtual int64_t totals(const Product& product, int64_t max_rows) const = 0;
+  virtual int64_t panel_bytes(const Product& product) const = 0;
+
+ protected:
+  ~TileKernels() = default;
+};
+
+// Those of the current body.
+const TileKernels& tile_kernels();
+
+extern const TileKernels &kVectorTiles, &kAmxTiles, &kEmulatedAmxTiles;
 
 inline size_t totals_bytes(const Product& product, int64_t max_rows) {
-  const int64_t rows = product.inputs > kPanelInputs ? std::min(max_rows, chunk_rows(product)) : 0;
-  return static_cast<size_t>(std::max<int64_t>(rows, kTileRows) * kTileStrips * kStrip) * sizeof(float);
+  return static_cast<size_t>(tile_kernels().totals(product, max_rows)) * sizeof(float);
 }
 
 // Room for decoded weights of a tile's strips.
 inline size_t panel_bytes(const Product& product) {
-  const int64_t blocks = std::min(product.inputs, kPanelInputs) / kBlock;
-  return static_cast<size_t>(blocks * kTileStrips * DecodedWeights<true>::kRecord);
+  return static_cast<size_t>(tile_kernels().panel_bytes(product));
 }
-
-// Where a part of the rows begins, of `parts` that are about equally large.
-inline int64_t part_start(int64_t rows, int64_t parts, int64_t part) { return rows * part / parts; }
-
-// Totals [rows][strips][16] into y, with the bias.
-void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,
-                  int64_t rows, const float* totals);
-
-// The functions for every number of rows and strips: table[rows - 1][strips - 1].
-using TileTable = std::array<std::array<TileFunction, kTileStrips>, kTileRows>;
-
-template <class Weights>
-constexpr TileTable tile_table() {
-  return []<int... Rows>(std::integer_sequence<int, Rows...>) {
-    return TileTable{{{multiply_tile<Weights, Rows + 1, 1>, multiply_tile<Weights, Rows + 1, 2>,
-                       multiply_tile<Weights, Rows + 1, 3>}...}};
-  }(std::make_integer_sequence<int, kTileRows>());
-}
-
-// How weights of one kind are multiplied.
-struct Kernels {
-  const TileTable& direct;
-  size_t record;
-  // For more rows than a tile's: what makes a record one of DecodedWeights, and its tiles. Or null.
-  void (*decode)(const uint8_t* record, uint8_t* decoded) = nullptr;
-  const TileTable* decoded = nullptr;
-  size_t decoded_record = 0;
-};
-
-extern const TileTable kDecodedTiles, kDecodedMinimumTiles;
-
-const Kernels& kernels_of(Kind kind);
-extern const Kernels kPlainKernels, kByteKernels, kNibbleKernels, kNibbleMinimumKernels, kRoundedKernels;
 
 // The first weights of a thread that has `strips` as its share of a segment.
 Region first_region(const Segment& segment, int64_t inputs, Share strips);

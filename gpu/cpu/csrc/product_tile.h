@@ -31,6 +31,7 @@ struct Tile {
   const uint8_t* records;       // of the first strip, at the first block
   int64_t strip_bytes;
   int64_t blocks;
+  int rows;
   float* totals;                // [rows][strips][16]: the result
   bool continues;               // whether totals already hold the sums of earlier blocks
   const uint8_t* ahead;         // what to bring into the cache meanwhile: of each strip,
@@ -202,9 +203,28 @@ class Fetcher {
   int64_t due_ = 0;
 };
 
+// Sixteen sums of products, by the processor's instruction for pairs.
+struct PairSums {
+  __m512 sums = _mm512_setzero_ps();
+
+  void add(__m512bh x, __m512bh weights) { sums = _mm512_dpbf16_ps(sums, x, weights); }
+  __m512 value() const { return sums; }
+};
+
+// The same in the order of a matrix unit (matrix_unit.h): even and odd inputs apart.
+struct EvenOddSums {
+  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+
+  void add(__m512bh x, __m512bh weights) {
+    even = _mm512_fmadd_ps(first_of_pairs(x), first_of_pairs(weights), even);
+    odd = _mm512_fmadd_ps(second_of_pairs(x), second_of_pairs(weights), odd);
+  }
+  __m512 value() const { return _mm512_add_ps(even, odd); }
+};
+
 // Four pairs of inputs.
-template <class Weights, int Rows, int Strips>
-[[gnu::always_inline]] inline void multiply_quarter(__m512 (&sums)[Rows][Strips], Streams<bf16, Rows>& x,
+template <class Weights, class Sums, int Rows, int Strips>
+[[gnu::always_inline]] inline void multiply_quarter(Sums (&sums)[Rows][Strips], Streams<bf16, Rows>& x,
                                                     const Streams<uint8_t, Strips>& records) {
   repeat<4>([&](int p) __attribute__((always_inline)) {
     __m512bh weights[Strips];
@@ -214,7 +234,7 @@ template <class Weights, int Rows, int Strips>
     repeat<Rows>([&](int r) __attribute__((always_inline)) {
       const __m512bh pair = broadcast_pair(x[r]);
       repeat<Strips>([&](int s) __attribute__((always_inline)) {
-        sums[r][s] = _mm512_dpbf16_ps(sums[r][s], pair, weights[s]);
+        sums[r][s].add(pair, weights[s]);
       });
     });
     x.step(4);
@@ -222,7 +242,7 @@ template <class Weights, int Rows, int Strips>
 }
 
 // Weights without scales: the sums go on from block to block.
-template <class Weights, int Rows, int Strips>
+template <class Weights, class Sums, int Rows, int Strips>
 void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
   Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
@@ -230,10 +250,9 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
   const int64_t quarters = tile.blocks * 4;
   float* totals = tile.totals;
 
-  __m512 sums[Rows][Strips];
+  Sums sums[Rows][Strips];
   for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
-    sums[r][s] = tile.continues ? _mm512_loadu_ps(totals + (r * Strips + s) * kStrip)
-                                : _mm512_setzero_ps();
+    if (tile.continues) sums[r][s] = {_mm512_loadu_ps(totals + (r * Strips + s) * kStrip)};
   });
   for (int64_t quarter = 0; quarter < quarters; ++quarter) {
     fetcher.quarter();
@@ -241,12 +260,12 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
     records.step(Weights::kQuarter);
   }
   for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
-    _mm512_storeu_ps(totals + (r * Strips + s) * kStrip, sums[r][s]);
+    _mm512_storeu_ps(totals + (r * Strips + s) * kStrip, sums[r][s].value());
   });
 }
 
 // Weights with scales: the sum of each block is added to the totals, which are in memory.
-template <class Weights, int Rows, int Strips>
+template <class Weights, class Sums, int Rows, int Strips>
 void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
   Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
@@ -255,9 +274,7 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
 
   if (!tile.continues) clear(totals, Rows * Strips);
   for (int64_t block = 0; block < tile.blocks; ++block) {
-    __m512 sums[Rows][Strips];
-    for_each_sum<Rows, Strips>(
-        [&](int r, int s) __attribute__((always_inline)) { sums[r][s] = _mm512_setzero_ps(); });
+    Sums sums[Rows][Strips];
 #pragma GCC unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
       fetcher.quarter();
@@ -266,7 +283,8 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
     }
     for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
       float* at = totals + (r * Strips + s) * kStrip;
-      __m512 total = _mm512_fmadd_ps(sums[r][s], Weights::scales(records[s]), _mm512_loadu_ps(at));
+      __m512 total =
+          _mm512_fmadd_ps(sums[r][s].value(), Weights::scales(records[s]), _mm512_loadu_ps(at));
       if constexpr (Weights::kMinimums)
         total = _mm512_fmadd_ps(_mm512_set1_ps(tile.x_sums[r * tile.x_sums_stride + block]),
                                 Weights::minimums(records[s]), total);

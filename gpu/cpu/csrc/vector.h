@@ -58,6 +58,15 @@ inline __m512bh broadcast_pair(const bf16* at) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
 }
 
+// The first and the second number of each pair, widened.
+inline __m512 first_of_pairs(__m512bh pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(reinterpret_cast<__m512i>(pairs), 16));
+}
+inline __m512 second_of_pairs(__m512bh pairs) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm512_castsi512_ps(_mm512_and_si512(reinterpret_cast<__m512i>(pairs), upper));
+}
+
 // The halves of x. gcc 12 takes its own functions for these to use something uninitialized.
 inline __m256 lower_half(__m512 x) {
   __m256 half;

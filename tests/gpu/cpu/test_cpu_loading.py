@@ -61,6 +61,17 @@ def load_tiny(path: Path, *, chosen: str | None = None, **options: Any) -> Loade
 
 
 @needs_kernels
+def test_another_instruction_set_is_chosen_by_name(tiny: Path) -> None:
+    loaded = load_tiny(tiny, cpu_isa="avx512_bf16")
+    assert loaded.computing == "compiled kernels (avx512_bf16), weights in BF16"
+
+
+def test_torch_has_no_instruction_set_to_choose(tiny: Path) -> None:
+    with pytest.raises(ModelLoadError, match="--cpu-isa avx512_bf16 can't be had: the compiled"):
+        load_tiny(tiny, dtype="float32", cpu_isa="avx512_bf16")
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     ("options", "weights"),
     [
@@ -75,7 +86,8 @@ def test_bfloat16_is_for_the_compiled_kernels(
     tiny: Path, options: dict[str, Any], weights: str
 ) -> None:
     loaded = load_tiny(tiny, **options)
-    assert loaded.computing == f"compiled kernels, weights in {weights}"
+    isa = Machine().kernel_isa()
+    assert loaded.computing == f"compiled kernels ({isa}), weights in {weights}"
     assert loaded.num_pages > 0
 
 

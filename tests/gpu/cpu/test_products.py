@@ -1,4 +1,4 @@
-"""Packed products against float64: right to within their roundings, and the same in any company."""
+"""Packed products against float64: right to within their roundings, and the same in any batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from gpu.cpu.build import LibraryBuildError
+from gpu.cpu.isa import KernelIsa, choose_isa, choose_kernels
+from gpu.cpu.library import Library, load_library
 from gpu.cpu.products import GGUF_KINDS, Kind, PackedProduct, PackedWeight, Pool, pack, pack_blocks
 from gpu.weights.blocks import FLOAT32
 from gpu.weights.dequantize import dequantize
 from trioserve.model_files.gguf_header import TENSOR_TYPES
+from trioserve.protocol.machine import Machine
 
 TYPES = {type_.name: type_ for type_ in TENSOR_TYPES.values()}
 KINDS = list(Kind)
@@ -31,15 +34,33 @@ BF16 = 2.0**-8
 """The unit roundoff of bfloat16."""
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[list[Pool]]:
-    """A pool of one, two and three threads."""
+ISAS = [KernelIsa.AVX512_BF16, KernelIsa.AMX_EMULATED]
+if Machine().kernel_isa() == "amx":
+    ISAS.append(KernelIsa.AMX)
+
+
+@pytest.fixture(scope="module", params=ISAS, ids=lambda isa: isa.name)
+def isa(request: pytest.FixtureRequest) -> Iterator[KernelIsa]:
+    """Compute with each instruction set that this processor can run."""
+    library = library_or_skip()
+    assert choose_kernels(library, request.param)
+    yield request.param
+    choose_isa(library, "auto")
+
+
+def library_or_skip() -> Library:
     try:
-        made = [Pool(threads) for threads in (1, 2, 3)]
+        return load_library()
     except LibraryBuildError as error:
         if "processor" in str(error) or "no C++ compiler" in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.fixture(scope="module")
+def pools(isa: KernelIsa) -> Iterator[list[Pool]]:
+    """A pool of one, two and three threads."""
+    made = [Pool(threads) for threads in (1, 2, 3)]
     yield made
     for pool in made:
         pool.close()
@@ -147,6 +168,29 @@ def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(
             assert torch.equal(alone, together[first:last])
     rounded = [product.multiply(x, pool) for pool in pools]
     assert all(torch.equal(y, together.bfloat16()) for y in rounded)
+
+
+def matrix_unit_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight.T [rows, outputs] as a matrix unit adds it up, in float32.
+
+    Of each 32 inputs the even and the odd ones are added up apart, in order, and then both to the
+    sum (Intel, Architecture Instruction Set Extensions, TDPBF16PS).
+    """
+    products = x.double()[:, None] * weight.double()[None]
+    total = torch.zeros(products.shape[:2])
+    for block in products.split(32, dim=2):
+        halves = torch.zeros(2, *total.shape)
+        for pair in block.unflatten(2, (16, 2)).unbind(2):
+            halves = (halves.double() + pair.permute(2, 0, 1)).float()
+        total = total + (halves[0] + halves[1])
+    return total
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_a_matrix_unit_adds_up_as_its_manual_says(rows: int, isa: KernelIsa, pool: Pool) -> None:
+    weight, x = random(50, 1536).bfloat16(), random(rows, 1536, seed=1).bfloat16()
+    y = PackedProduct([pack(weight, Kind.BF16, pool)]).multiply(x, pool, torch.float32)
+    assert torch.equal(y, matrix_unit_sums(x, weight)) == (isa is not KernelIsa.AVX512_BF16)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+// The matrix unit of Intel's processors (AMX): eight registers, each a tile of up to 16 rows of 64 bytes.
+//
+// One instruction multiplies 16 rows of 32 activations by 32 rows of weights, 16 outputs each, and adds
+// the products to a tile of sums. In bfloat16 a sum's even and odd inputs are added up apart, each in
+// float32 and in order, and then both to the sum; numbers below the normal ones count as 0 (Intel,
+// Architecture Instruction Set Extensions, TDPBF16PS). EmulatedUnit computes the same bits, in a thread
+// that takes such numbers for 0.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace trioserve {
+
+inline constexpr int kUnitRows = 16, kUnitTiles = 8;
+
+// How many rows each register has, and how many bytes a row has.
+struct alignas(64) UnitShape {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t row_count, int64_t bytes) {
+    rows[tile] = static_cast<uint8_t>(row_count);
+    row_bytes[tile] = static_cast<uint16_t>(bytes);
+  }
+};
+
+// Registers are named by constants. Assembly in place of the compiler's own functions: those need options
+// that would let the compiler use these instructions in every function of the file.
+struct AmxUnit {
+  static void begin(const UnitShape& shape) {
+    asm volatile("ldtilecfg %0" ::"m"(shape) : "memory");
+  }
+  static void end() { asm volatile("tilerelease" ::: "memory"); }
+
+  template <int Tile>
+  static void clear() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
+  }
+  template <int Tile>
+  static void load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
+  }
+  template <int Tile>
+  static void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
+  }
+  // Sums += x · weights, in bfloat16.
+  template <int Sums, int X, int Weights>
+  static void multiply_bf16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weights));
+  }
+};
+
+struct EmulatedUnit {
+  static void begin(const UnitShape& shape) {
+    state.shape = shape;
+    std::memset(state.tiles, 0, sizeof state.tiles);
+  }
+  static void end() {}
+
+  template <int Tile>
+  static void clear() {
+    std::memset(state.tiles[Tile], 0, sizeof state.tiles[Tile]);
+  }
+  template <int Tile>
+  static void load(const void* from, int64_t stride) {
+    clear<Tile>();
+    for (int row = 0; row < state.shape.rows[Tile]; ++row)
+      std::memcpy(state.tiles[Tile][row], static_cast<const char*>(from) + row * stride,
+                  state.shape.row_bytes[Tile]);
+  }
+  template <int Tile>
+  static void store(void* to, int64_t stride) {
+    for (int row = 0; row < state.shape.rows[Tile]; ++row)
+      std::memcpy(static_cast<char*>(to) + row * stride, state.tiles[Tile][row],
+                  state.shape.row_bytes[Tile]);
+  }
+  template <int Sums, int X, int Weights>
+  static void multiply_bf16() {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    for (int row = 0; row < state.shape.rows[Sums]; ++row) {
+      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+      for (int pair = 0; pair < state.shape.rows[Weights]; ++pair) {
+        int32_t x;
+        std::memcpy(&x, state.tiles[X][row] + pair * 4, sizeof x);
+        const __m512i both = _mm512_set1_epi32(x), weights = _mm512_load_si512(state.tiles[Weights][pair]);
+        even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+                               _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16)), even);
+        odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(both, upper)),
+                              _mm512_castsi512_ps(_mm512_and_si512(weights, upper)), odd);
+      }
+      uint8_t* sums = state.tiles[Sums][row];
+      _mm512_store_ps(sums, _mm512_add_ps(_mm512_load_ps(sums), _mm512_add_ps(even, odd)));
+    }
+  }
+
+ private:
+  struct State {
+    alignas(64) uint8_t tiles[kUnitTiles][kUnitRows][64];
+    UnitShape shape;
+  };
+  static inline thread_local State state;
+};
+
+}  // namespace trioserve

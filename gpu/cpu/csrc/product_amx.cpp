@@ -1,0 +1,8 @@
+#include "product_matrix.h"
+
+namespace trioserve {
+
+static constexpr MatrixTiles<AmxUnit> kTiles;
+const TileKernels& kAmxTiles = kTiles;
+
+}  // namespace trioserve

@@ -1,0 +1,267 @@
+// Products on a matrix unit: up to 32 rows by two strips of weights, or 16 rows by four.
+//
+// The layout of bfloat16 weights is the unit's own. Other numbers are decoded beforehand; the unit's sums
+// of each block are then scaled and added to the totals by AVX-512. A few rows of them are computed by
+// AVX-512 alone, in the unit's order. Products of w8a8 are those of AVX-512 with VNNI, whose sums are
+// whole numbers: the unit is no faster, since each block is scaled.
+#pragma once
+
+#include "matrix_unit.h"
+#include "product_strips.h"
+#include "product_vectors.h"
+
+namespace trioserve {
+
+// Registers 0 to 3 hold sums, 4 and 5 activations, 6 and 7 weights.
+inline constexpr int kFirstX = 4, kFirstWeights = 6;
+
+// Of two registers of activations, the second's sums are in 2 and 3.
+template <int XTiles>
+constexpr int sums_register(int x_tile, int strip) {
+  return XTiles == 1 ? strip : x_tile * 2 + strip;
+}
+
+// The activations of a tile: one register's rows, or two's.
+template <class Unit, int XTiles>
+class Activations {
+ public:
+  explicit Activations(const Tile& tile)
+      : at_(static_cast<const char*>(tile.x)), stride_(tile.x_stride * 2) {}
+
+  [[gnu::always_inline]] void load_next() {
+    Unit::template load<kFirstX>(at_, stride_);
+    if constexpr (XTiles > 1) Unit::template load<kFirstX + 1>(at_ + kUnitRows * stride_, stride_);
+    at_ += kBlock * 2;
+  }
+
+ private:
+  const char* at_;
+  const int64_t stride_;
+};
+
+// Adds a block's products to the sums.
+template <class Unit, int XTiles, int Strips>
+[[gnu::always_inline]] inline void multiply_block(const uint8_t* records, int64_t strip_bytes) {
+  static_assert(XTiles * Strips <= kFirstX);
+  const auto strip = [&]<int S>(std::integral_constant<int, S>) __attribute__((always_inline)) {
+    constexpr int weights = kFirstWeights + S % 2;
+    Unit::template load<weights>(records + S * strip_bytes, 64);
+    Unit::template multiply_bf16<sums_register<XTiles>(0, S), kFirstX, weights>();
+    if constexpr (XTiles > 1)
+      Unit::template multiply_bf16<sums_register<XTiles>(1, S), kFirstX + 1, weights>();
+  };
+  [&]<int... S>(std::integer_sequence<int, S...>) __attribute__((always_inline)) {
+    (strip(std::integral_constant<int, S>()), ...);
+  }(std::make_integer_sequence<int, Strips>());
+}
+
+// Calls f<register>(where that register's sums are in an array [rows][strips][16]) for all of them.
+template <int XTiles, int Strips, class Function>
+[[gnu::always_inline]] inline void for_each_register(float* sums, Function f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f.template operator()<sums_register<XTiles>(I / Strips, I % Strips)>(
+         sums + (I / Strips * kUnitRows * Strips + I % Strips) * kStrip),
+     ...);
+  }(std::make_integer_sequence<int, XTiles * Strips>());
+}
+
+template <class Unit, int XTiles, int Strips>
+[[gnu::always_inline]] inline void clear_sums() {
+  for_each_register<XTiles, Strips>(nullptr, []<int I>(float*) __attribute__((always_inline)) {
+    Unit::template clear<I>();
+  });
+}
+
+template <class Unit, int XTiles, int Strips>
+[[gnu::always_inline]] inline void load_sums(float* sums) {
+  for_each_register<XTiles, Strips>(sums, []<int I>(float* at) __attribute__((always_inline)) {
+    Unit::template load<I>(at, Strips * kStrip * 4);
+  });
+}
+
+template <class Unit, int XTiles, int Strips>
+[[gnu::always_inline]] inline void store_sums(float* sums) {
+  for_each_register<XTiles, Strips>(sums, []<int I>(float* at) __attribute__((always_inline)) {
+    Unit::template store<I>(at, Strips * kStrip * 4);
+  });
+}
+
+// Weights without scales: the sums stay in the registers.
+template <class Unit, int XTiles, int Strips>
+void multiply_plain_matrix(const Tile& tile) {
+  Activations<Unit, XTiles> x(tile);
+  Fetcher<Strips> fetcher(tile);
+  if (tile.continues)
+    load_sums<Unit, XTiles, Strips>(tile.totals);
+  else
+    clear_sums<Unit, XTiles, Strips>();
+  const uint8_t* records = tile.records;
+  for (int64_t block = 0; block < tile.blocks; ++block, records += PlainWeights::kRecord) {
+    for (int quarter = 0; quarter < 4; ++quarter) fetcher.quarter();
+    x.load_next();
+    multiply_block<Unit, XTiles, Strips>(records, tile.strip_bytes);
+  }
+  store_sums<Unit, XTiles, Strips>(tile.totals);
+}
+
+// Adds the sums [rows][strips][16] of one block to the totals.
+template <class Weights, int Strips>
+void add_scaled(const Tile& tile, int64_t block, const float* sums) {
+  const uint8_t* record = tile.records + block * Weights::kRecord;
+  __m512 scales[Strips], minimums[Strips];
+  for (int s = 0; s < Strips; ++s) {
+    const uint8_t* after = record + s * tile.strip_bytes + 4 * Weights::kQuarter;
+    scales[s] = Weights::scales(after);
+    if constexpr (Weights::kMinimums) minimums[s] = Weights::minimums(after);
+  }
+  for (int r = 0; r < tile.rows; ++r) {
+    __m512 x_sum;
+    if constexpr (Weights::kMinimums) x_sum = _mm512_set1_ps(tile.x_sums[r * tile.x_sums_stride + block]);
+    for (int s = 0; s < Strips; ++s) {
+      float* at = tile.totals + (r * Strips + s) * kStrip;
+      const __m512 sum = _mm512_loadu_ps(sums + (r * Strips + s) * kStrip);
+      __m512 total = _mm512_fmadd_ps(sum, scales[s], _mm512_loadu_ps(at));
+      if constexpr (Weights::kMinimums) total = _mm512_fmadd_ps(x_sum, minimums[s], total);
+      _mm512_storeu_ps(at, total);
+    }
+  }
+}
+
+// Weights with scales. The sums of a block are added while the unit computes the next one's.
+template <class Unit, class Weights, int XTiles, int Strips>
+void multiply_scaled_matrix(const Tile& tile) {
+  alignas(64) float sums[2][XTiles * kUnitRows * Strips * kStrip];
+  Activations<Unit, XTiles> x(tile);
+  Fetcher<Strips> fetcher(tile);
+  if (!tile.continues) clear(tile.totals, tile.rows * Strips);
+  const uint8_t* records = tile.records;
+  for (int64_t block = 0; block < tile.blocks; ++block, records += Weights::kRecord) {
+    for (int quarter = 0; quarter < 4; ++quarter) fetcher.quarter();
+    clear_sums<Unit, XTiles, Strips>();
+    x.load_next();
+    multiply_block<Unit, XTiles, Strips>(records, tile.strip_bytes);
+    store_sums<Unit, XTiles, Strips>(sums[block % 2]);
+    if (block > 0) add_scaled<Weights, Strips>(tile, block - 1, sums[(block - 1) % 2]);
+  }
+  add_scaled<Weights, Strips>(tile, tile.blocks - 1, sums[(tile.blocks - 1) % 2]);
+}
+
+// Functions by the number of strips, of tiles of one register's rows and of two's.
+struct MatrixTable {
+  TileFunction narrow[4], wide[2];
+
+  TileFunction of(int64_t rows, int strips) const {
+    return rows > kUnitRows ? wide[strips - 1] : narrow[strips - 1];
+  }
+};
+
+template <class Unit>
+inline constexpr MatrixTable kPlainMatrix = {
+    {multiply_plain_matrix<Unit, 1, 1>, multiply_plain_matrix<Unit, 1, 2>,
+     multiply_plain_matrix<Unit, 1, 3>, multiply_plain_matrix<Unit, 1, 4>},
+    {multiply_plain_matrix<Unit, 2, 1>, multiply_plain_matrix<Unit, 2, 2>}};
+
+template <class Unit, class Weights>
+inline constexpr MatrixTable kScaledMatrix = {
+    {multiply_scaled_matrix<Unit, Weights, 1, 1>,
+     multiply_scaled_matrix<Unit, Weights, 1, 2>,
+     multiply_scaled_matrix<Unit, Weights, 1, 3>,
+     multiply_scaled_matrix<Unit, Weights, 1, 4>},
+    {multiply_scaled_matrix<Unit, Weights, 2, 1>,
+     multiply_scaled_matrix<Unit, Weights, 2, 2>}};
+
+template <class Unit>
+class MatrixTiles final : public TileKernels {
+ public:
+  int64_t chunk_rows(Kind kind, const Product& product) const override {
+    if (kind == Kind::kW8A8) return kVectorTiles.chunk_rows(kind, product);
+    const int64_t rows = kChunkBytes / (product.inputs * 2);
+    return std::max<int64_t>(rows / kGroupRows, 1) * kGroupRows;
+  }
+
+  ChunkPlan begin_chunk(Kind kind, const Product& product, int64_t rows) const override {
+    if (kind == Kind::kW8A8) return kVectorTiles.begin_chunk(kind, product, rows);
+    ChunkPlan plan;
+    plan.float_control = _mm_getcsr();
+    _mm_setcsr(plan.float_control | 0x8040);  // numbers below the normal ones are 0, read or written
+    if (by_vectors(kind, rows)) {
+      plan.group_rows = rows;
+      plan.max_strips = kTileStrips;
+      plan.max_blocks = product.inputs / kBlock;
+      return plan;
+    }
+    plan.groups = (rows + kGroupRows - 1) / kGroupRows;
+    plan.group_rows = (rows + plan.groups - 1) / plan.groups;
+    plan.max_strips = plan.group_rows > kUnitRows ? 2 : 4;
+    plan.max_blocks = panel_inputs(product) / kBlock;
+    plan.decode = kernels_of(kind).decode;
+    plan.decoded_record = kernels_of(kind).decoded_record;
+    Unit::begin(shape_of(plan.group_rows));
+    return plan;
+  }
+
+  void end_chunk(Kind kind, const ChunkPlan& plan) const override {
+    if (kind == Kind::kW8A8) return;
+    _mm_setcsr(plan.float_control);
+    if (!by_vectors(kind, plan.group_rows)) Unit::end();
+  }
+
+  void compute(Kind kind, const Tile& tile, const ChunkPlan& plan, int strips) const override {
+    if (kind == Kind::kW8A8) return kVectorTiles.compute(kind, tile, plan, strips);
+    if (by_vectors(kind, plan.group_rows))
+      return (*kernels_of(kind).even_odd)[plan.group_rows - 1][strips - 1](tile);
+    table_of(kind).of(plan.group_rows, strips)(tile);
+  }
+
+  int64_t totals(const Product& product, int64_t max_rows) const override {
+    const int64_t rows = product.inputs > kPanelInputs ? std::min(max_rows, chunk_rows(Kind::kBf16, product)) : 0;
+    return std::max((rows + kGroupRows) * 2 * kStrip, kVectorTiles.totals(product, max_rows));
+  }
+
+  int64_t panel_bytes(const Product& product) const override {
+    return panel_inputs(product) / kBlock * 4 * DecodedWeights<true>::kRecord;
+  }
+
+ private:
+  static constexpr int64_t kGroupRows = 2 * kUnitRows;
+  // Rows at a time, so that their activations stay in the second cache while the weights pass by.
+  static constexpr int64_t kChunkBytes = 1024 << 10;
+  // Inputs at a time, so that two strips stay in the first.
+  static constexpr int64_t kPanelInputs = 1024;
+
+  // In equal parts, or nearly.
+  static int64_t panel_inputs(const Product& product) {
+    const int64_t parts = (product.inputs + kPanelInputs - 1) / kPanelInputs;
+    const int64_t blocks = product.inputs / kBlock;
+    return (blocks + parts - 1) / parts * kBlock;
+  }
+
+  static bool by_vectors(Kind kind, int64_t rows) {
+    return kernels_of(kind).even_odd != nullptr && rows <= kEvenOddRows;
+  }
+
+  static UnitShape shape_of(int64_t rows) {
+    const bool wide = rows > kUnitRows;
+    const int64_t upper = wide ? kUnitRows : rows, lower = wide ? rows - kUnitRows : rows;
+    UnitShape shape;
+    for (int tile = 0; tile < kFirstX; ++tile) shape.set(tile, wide && tile >= 2 ? lower : upper, 64);
+    shape.set(kFirstX, upper, 64);
+    shape.set(kFirstX + 1, lower, 64);
+    for (int tile = kFirstWeights; tile < kUnitTiles; ++tile) shape.set(tile, kBlock / 2, 64);
+    return shape;
+  }
+
+  static const MatrixTable& table_of(Kind kind) {
+    switch (kind) {
+      case Kind::kQ8_0:
+      case Kind::kQ4_0:
+        return kScaledMatrix<Unit, DecodedWeights<false>>;
+      case Kind::kQ4_1:
+        return kScaledMatrix<Unit, DecodedWeights<true>>;
+      default:
+        return kPlainMatrix<Unit>;
+    }
+  }
+};
+
+}  // namespace trioserve
