@@ -108,7 +108,7 @@ def test_tokens_in_flight_of_a_preempted_sequence_are_delivered() -> None:
             bench.result()
     before = len(second.output_ids)
     assert second.state is State.PREEMPTED
-    assert second.compute not in list(bench.core.waiting)
+    assert second.seq_state not in list(bench.core.waiting)
     while second.state is State.PREEMPTED:
         bench.result()
     assert len(second.output_ids) > before

@@ -84,9 +84,9 @@ def test_decodes_come_first_then_chunks_in_what_is_left() -> None:
     bench.submit([5] * 12)
     bench.submit([6] * 3)
     bench.step()
-    assert bench.rows(bench.plans[-1]) == [(decoding.compute.slot, 1), (1, 7)]
+    assert bench.rows(bench.plans[-1]) == [(decoding.seq_state.slot, 1), (1, 7)]
     bench.step()
-    assert bench.rows(bench.plans[-1]) == [(decoding.compute.slot, 1), (1, 5), (2, 2)]
+    assert bench.rows(bench.plans[-1]) == [(decoding.seq_state.slot, 1), (1, 5), (2, 2)]
     bench.step()
     assert bench.rows(bench.plans[-1]) == [(0, 1), (1, 1), (2, 1)]
 

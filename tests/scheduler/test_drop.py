@@ -31,9 +31,9 @@ def test_a_plan_behind_it_has_not() -> None:
     sequence = side.submit(PROMPT)
     side.plan()
     side.plan()
-    computation = sequence.compute
+    seq_state = sequence.seq_state
     assert side.core.drop(sequence) == wire.Drop(
-        slot=computation.slot, generation=computation.generation
+        slot=seq_state.slot, generation=seq_state.generation
     )
     side.result()
     assert side.core.drop(sequence) is None, "the second one is the oldest by now"
@@ -46,7 +46,7 @@ def test_what_another_sequence_reads_is_computed() -> None:
     side.plan()
     other = side.submit(PROMPT)
     side.plan()
-    assert other.compute.computed == 16, "it shares pages that the second plan computes"
+    assert other.seq_state.computed == 16, "it shares pages that the second plan computes"
     assert side.core.drop(sequence) is None
     side.core.abort(sequence, ABORT)
     side.drain()

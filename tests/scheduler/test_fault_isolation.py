@@ -22,8 +22,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, Sequence, SequenceOutput
-from trioserve.scheduler.fault_isolation import KILLS_FORGIVEN, MAX_ALONE, FaultIsolation
-from trioserve.scheduler.recovery import CALM_LIFE
+from trioserve.scheduler.fault_isolation import MAX_ALONE, MAX_KILLS, FaultIsolation
+from trioserve.scheduler.recovery import STABLE_SECONDS
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine, run_fake_worker
 from trioserve.workers import Link
@@ -133,7 +133,7 @@ def test_who_comes_later_is_no_suspect_and_waits() -> None:
 def test_kills_from_outside_blame_nobody_until_there_are_too_many() -> None:
     fault_isolation = FaultIsolation()
     one, two = requests(2)
-    for _ in range(KILLS_FORGIVEN):
+    for _ in range(MAX_KILLS):
         fault_isolation.on_kill(flight(one, two))
         assert fault_isolation.suspects == []
     step(fault_isolation, one)
@@ -244,7 +244,7 @@ class Lives:
 @given(
     prompts=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     poisons=st.dictionaries(st.integers(0, 11), st.integers(1, 34), max_size=3),
-    accidents=st.dictionaries(st.integers(1, 60), st.just(KILL), max_size=KILLS_FORGIVEN),
+    accidents=st.dictionaries(st.integers(1, 60), st.just(KILL), max_size=MAX_KILLS),
     fault=st.integers(1, 60),
     n=st.sampled_from([1, 1, 2]),
     reads_last=st.booleans(),
@@ -458,11 +458,11 @@ async def test_a_request_that_has_the_kernel_kill_workers_is_found(autojump_cloc
     async with open_fake_engine(open_worker=open_worker) as engine:
         became = await complete_all(engine, prompts, max_tokens=9)
         assert [prompt for prompt in prompts if isinstance(became[prompt], EngineError)] == ["MM"]
-        assert 2 <= engine.statistics().worker_restarts - KILLS_FORGIVEN <= 4
+        assert 2 <= engine.statistics().worker_restarts - MAX_KILLS <= 4
 
 
 async def test_who_waits_or_is_prepared_outlives_the_worker(autojump_clock: Clock) -> None:
-    """In every stage before the first step: in the queue, held for a prompt, in preparation."""
+    """In every stage before the first step: in the queue, held for a prompt, in validation."""
     asked: list[int] = []
 
     def make() -> FakeWorker:
@@ -506,7 +506,7 @@ async def kill_again_and_again(killer: Killer, times: int, pause: float) -> None
 async def test_an_idle_worker_may_die_now_and_then(autojump_clock: Clock) -> None:
     killer = Killer(FakeWorker)
     async with open_fake_engine(open_worker=killer.open_worker) as engine:
-        await kill_again_and_again(killer, times=9, pause=2 * CALM_LIFE)
+        await kill_again_and_again(killer, times=9, pause=2 * STABLE_SECONDS)
         await trio.sleep(1)
         assert engine.statistics().worker_restarts == 9
         assert len((await engine.complete("A", max_tokens=3)).token_ids) == 3
@@ -518,5 +518,5 @@ async def test_an_idle_worker_that_dies_again_and_again_ends_the_engine(
     killer = Killer(FakeWorker)
     with pytest.raises(EngineError, match="the fake worker ended"):
         async with open_fake_engine(open_worker=killer.open_worker) as engine:
-            await kill_again_and_again(killer, times=9, pause=CALM_LIFE / 2)
+            await kill_again_and_again(killer, times=9, pause=STABLE_SECONDS / 2)
     assert engine.statistics().worker_restarts == engine.config.max_worker_restarts

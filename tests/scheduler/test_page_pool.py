@@ -91,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         page = self.pool.next_idle()
-        self.pool.give_up(page)
+        self.pool.discard(page)
         assert page == self.idle.pop(0), "not the page that was idle longest"
         self.model[page].kept = False
 
@@ -174,7 +174,7 @@ TestSlots.settings = settings(max_examples=40, stateful_step_count=30, deadline=
 def test_misuse_asserts() -> None:
     pool = PagePool(2)
     (page,) = pool.allocate(1)
-    with pytest.raises(AssertionError, match="asked of 1 free"):
+    with pytest.raises(AssertionError, match="2 pages needed, 1 free"):
         pool.allocate(2)
     with pytest.raises(AssertionError, match="shared but not kept"):
         pool.share([page])

@@ -274,7 +274,7 @@ def test_a_page_that_is_raised_to_its_ancestors_level_goes_before_them() -> None
     order = []
     for _ in range(4):
         order.append(pool.next_idle())
-        pool.give_up(order[-1])
+        pool.discard(order[-1])
     assert order == [node.page for node in reversed(nodes)]
 
 

@@ -35,7 +35,7 @@ lengths = st.lists(st.integers(1, 40), max_size=12)
 def share_out(running: list[Running], budget: int, prompts: int | None = None) -> policy.Share:
     remaining = np.array([each.remaining for each in running], dtype=np.int64)
     may_run = np.array([each.may_run for each in running], dtype=np.bool_)
-    return policy.Share.out(remaining, may_run, budget, budget if prompts is None else prompts)
+    return policy.Share.divide(remaining, may_run, budget, budget if prompts is None else prompts)
 
 
 @given(lengths, st.integers(12, 60))

@@ -234,7 +234,7 @@ def test_the_slot_that_is_blamed_ends_and_the_others_go_on() -> None:
     bench = Bench.make(worker())
     good, bad = bench.submit([1]), bench.submit([2])
     bench.step()
-    (output,) = fail(bench, slot=bad.compute.slot)
+    (output,) = fail(bench, slot=bad.seq_state.slot)
     assert output.sequence is bad
     assert bad.finish is output.finish
     assert bad.finish is not None
@@ -250,7 +250,7 @@ def test_an_output_that_has_ended_takes_no_sibling_along() -> None:
         bench.step()
     plan = bench.core.next_plan(0.0)
     assert plan is not None
-    slot = first.compute.slot
+    slot = first.seq_state.slot
     assert slot in wire.ints(plan.row_slots).tolist()
     bench.core.abort(first, ABORT)
     failure = wire.Failure(number=plan.number, message="the processor failed", slot=slot)

@@ -67,8 +67,8 @@ def test_siblings_share_the_full_pages_and_compute_the_rest_in_the_next_plan() -
     bench.plan()
     assert bench.rows(bench.plans[-1]) == [(0, 1), (1, LEFT), (2, LEFT)]
     for each in others:
-        assert each.compute.pages[:3] == leader.compute.pages[:3]
-        assert each.compute.pages[3] != leader.compute.pages[3]
+        assert each.seq_state.pages[:3] == leader.seq_state.pages[:3]
+        assert each.seq_state.pages[3] != leader.seq_state.pages[3]
     assert [slot.sampler.sequence_index for slot in opened(bench)] == [0, 1, 2]
     assert leader.request.num_cached_tokens == 0
     bench.drain()
@@ -233,7 +233,7 @@ def test_the_one_to_blame_for_a_failure_takes_its_siblings_along() -> None:
     bench.step()
     plan = bench.core.next_plan(0.0)
     assert plan is not None
-    slot = sequences[1].compute.slot
+    slot = sequences[1].seq_state.slot
     outputs = bench.core.recovery.on_failure(
         wire.Failure(number=plan.number, message="no", slot=slot)
     )

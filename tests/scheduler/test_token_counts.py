@@ -33,9 +33,9 @@ def test_only_first_and_last_tokens_are_looked_at_one_by_one(
     taken: list[Any] = []
     accept = ResultProcessor._accept
 
-    def counting(self: ResultProcessor, computation: Any, *rest: Any) -> Any:
-        taken.append(computation.sequence)
-        return accept(self, computation, *rest)
+    def counting(self: ResultProcessor, seq_state: Any, *rest: Any) -> Any:
+        taken.append(seq_state.sequence)
+        return accept(self, seq_state, *rest)
 
     monkeypatch.setattr(ResultProcessor, "_accept", counting)
     bench = bench_of(max_plans_in_flight=depth)

@@ -33,15 +33,15 @@ class QueueMachine(RuleBasedStateMachine):
         """Tenants that had a turn before each oldest waiting sequence of a tenant."""
         self.has_skipped = False
 
-    def tenant(self, computation: SequenceState) -> str:
-        return computation.sequence.request.tenant
+    def tenant(self, seq_state: SequenceState) -> str:
+        return seq_state.sequence.request.tenant
 
     @rule(tenant=st.sampled_from(["", "a", "b", "c"]), priority=st.integers(0, 1))
     def arrive(self, tenant: str, priority: int) -> None:
         request = make_request([1], tenant=tenant, priority=priority)
-        computation = SequenceState.of(request.sequences[0], LIMITS, next(self.arrivals))
-        self.queue.add(computation)
-        self.rings[priority].setdefault(tenant, []).append(computation)
+        seq_state = SequenceState.of(request.sequences[0], LIMITS, next(self.arrivals))
+        self.queue.add(seq_state)
+        self.rings[priority].setdefault(tenant, []).append(seq_state)
 
     def expected(self) -> list[SequenceState]:
         waiting = set(self.queue)
@@ -76,18 +76,18 @@ class QueueMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         self.enter(next(self.queue.in_turn()))
 
-    def enter(self, computation: SequenceState) -> None:
-        priority = computation.order[0]
-        is_new = not computation.had_turn
-        self.queue.admit(computation, self.running)
-        self.running.add(computation)
-        self.overtaken.pop(computation, None)
+    def enter(self, seq_state: SequenceState) -> None:
+        priority = seq_state.order[0]
+        is_new = not seq_state.had_turn
+        self.queue.admit(seq_state, self.running)
+        self.running.add(seq_state)
+        self.overtaken.pop(seq_state, None)
         if not is_new:
             return
-        self.admitted[priority].append(computation)
+        self.admitted[priority].append(seq_state)
         ring = self.rings[priority]
-        tenant = self.tenant(computation)
-        ring[tenant].remove(computation)
+        tenant = self.tenant(seq_state)
+        ring[tenant].remove(seq_state)
         rest = ring.pop(tenant)
         if rest:
             ring[tenant] = rest
@@ -103,41 +103,41 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running))
     @rule()
     def preempt(self) -> None:
-        computation = self.running[len(self.running) - 1]
-        self.running.remove(computation)
-        self.queue.add(computation)
+        seq_state = self.running[len(self.running) - 1]
+        self.running.remove(seq_state)
+        self.queue.add(seq_state)
 
     @rule()
     def lose_the_worker(self) -> None:
-        for computation in self.running.take_all():
-            self.queue.add(computation)
-        for computation in self.queue.take_all():
-            self.queue.add(computation)
+        for seq_state in self.running.take_all():
+            self.queue.add(seq_state)
+        for seq_state in self.queue.take_all():
+            self.queue.add(seq_state)
 
     @precondition(lambda self: self.queue)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        computation = data.draw(st.sampled_from(list(self.queue)))
-        self.queue.remove(computation)
-        self.forget(computation)
+        seq_state = data.draw(st.sampled_from(list(self.queue)))
+        self.queue.remove(seq_state)
+        self.forget(seq_state)
 
     @precondition(lambda self: len(self.running))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        computation = data.draw(st.sampled_from(list(self.running)))
-        self.running.remove(computation)
-        self.forget(computation)
+        seq_state = data.draw(st.sampled_from(list(self.running)))
+        self.running.remove(seq_state)
+        self.forget(seq_state)
 
-    def forget(self, computation: SequenceState) -> None:
-        priority = computation.order[0]
-        self.overtaken.pop(computation, None)
-        if computation.had_turn:
-            self.admitted[priority].remove(computation)
+    def forget(self, seq_state: SequenceState) -> None:
+        priority = seq_state.order[0]
+        self.overtaken.pop(seq_state, None)
+        if seq_state.had_turn:
+            self.admitted[priority].remove(seq_state)
             return
-        line = self.rings[priority][self.tenant(computation)]
-        line.remove(computation)
+        line = self.rings[priority][self.tenant(seq_state)]
+        line.remove(seq_state)
         if not line:
-            del self.rings[priority][self.tenant(computation)]
+            del self.rings[priority][self.tenant(seq_state)]
 
 
 class SkippingMachine(QueueMachine):

@@ -21,7 +21,7 @@ from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.watchdog import FIRST_SECONDS, MAX_FIRST_SECONDS, Watchdog
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.text.preparation import MAX_CALL_SECONDS
+from trioserve.text.worker_validation import MAX_CALL_SECONDS
 
 Clock = trio.testing.MockClock
 
@@ -64,8 +64,8 @@ def test_a_long_context_is_given_more_time() -> None:
         sizes.append((core.in_flight[0].num_tokens, core.in_flight[0].size))
         bench.result()
     assert [tokens for tokens, _ in sizes] == [512] * 20 + [0]  # the last one closes the slot
-    assert sizes[0][1] == 512
-    assert sizes[-2][1] == 512 * (1 + 19 / 2)
+    assert sizes[0][1] == 512 * (1 + 1 / 4)
+    assert sizes[-2][1] == 512 * (1 + 19 / 2 + 1 / 4)
 
 
 def test_the_clock_runs_from_when_nothing_stands_before_the_plan() -> None:
@@ -133,7 +133,7 @@ async def test_a_worker_that_hangs_is_replaced(
 
 async def test_it_shows_before_the_worker_is_given_up(autojump_clock: Clock) -> None:
     async with open_fake_engine(hangs_once(2), watchdog_timeout=TIMEOUT) as engine:
-        scheduler = engine._scheduler
+        scheduler = engine.schedulers[0]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokens_of, engine)
             await trio.sleep(4)
@@ -266,7 +266,7 @@ def test_what_stands_before_a_call_has_its_time_first() -> None:
     watchdog.learn(50.0)
     watchdog.follow(two, 50.0)
     assert watchdog.deadline == 50 + 60
-    assert watchdog.accusation() == "no answer to 'statistics' within 60 s (--watchdog-timeout)"
+    assert watchdog.reason() == "no answer to 'statistics' within 60 s (--watchdog-timeout)"
     assert not watchdog.is_late(80.0)
     assert watchdog.is_late(80.5)
     watchdog.settle(first, 90.0)
@@ -287,15 +287,15 @@ def test_what_threads_do_has_its_time_from_the_beginning() -> None:
     assert watchdog.deadline == 60 + 10
     assert not watchdog.is_late(34.0)
     assert watchdog.is_late(36.0)
-    assert "'read_weights' within 70 s" in watchdog.accusation()
+    assert "'read_weights' within 70 s" in watchdog.reason()
     # A paused container stops all processes: all work has its time again, for once.
-    assert not watchdog.forgive(70.5)
-    assert watchdog.forgive(1000.0)
+    assert not watchdog.extend_deadlines(70.5)
+    assert watchdog.extend_deadlines(1000.0)
     assert watchdog.deadline == 1000 + 70
-    assert not watchdog.forgive(2000.0)
+    assert not watchdog.extend_deadlines(2000.0)
     watchdog.settle(reading, 2000.0)
     assert watchdog.deadline == 1000 + 60 + 10
-    assert "no step" in watchdog.accusation()
+    assert "no step" in watchdog.reason()
 
 
 def hangs_in(name: str, *, in_turn: bool) -> Callable[[], FakeWorker]:
@@ -341,7 +341,7 @@ async def test_a_worker_that_hangs_in_an_exchange_of_weights_is_replaced(
             began = trio.current_time()
             with caplog.at_level(logging.WARNING):
                 with pytest.raises(WorkerLost, match=f"no answer to '{name}' within 10 s"):
-                    await engine.control.exchange_weights("/new", "retract")
+                    await engine.control.swap_weights("/new", "retract")
             assert TIMEOUT < trio.current_time() - began < TIMEOUT + 5
             assert engine.weight_version == "default"
             assert not engine.paused
@@ -351,7 +351,7 @@ async def test_a_worker_that_hangs_in_an_exchange_of_weights_is_replaced(
         assert engine.statistics().worker_restarts == 1
         assert f"no answer to '{name}'" in caplog.text
         # And with the next worker it can be done.
-        await engine.control.exchange_weights("/new", "retract", "new")
+        await engine.control.swap_weights("/new", "retract", "new")
         assert engine.weight_version == "new"
         assert await tokens_of(engine) == expected
         engine.check_integrity()

@@ -12,10 +12,11 @@ Reading order:
 - ``waiting_queue`` and ``sequence_group``: the queue, and several outputs of one request;
 - ``memory`` with ``slots``, ``page_pool``, ``host_pages`` and ``prefix_cache``: slots and pages;
 - ``page_priorities`` with ``prefix_pins`` and ``eviction``: the value of cached pages;
+- ``step_time``: the time of a step, learned from results;
 - ``plan_builder``, ``result_validation`` and ``result_processing``: a plan and its result;
-- ``plan_sender`` and ``calls``: what goes to the worker, and the calls besides plans;
-- ``adapter_residency`` with ``adapters``: the adapters that the worker holds;
-- ``pause_gate`` with ``pause_control``, and ``weights``: pauses, and the exchange of weights;
+- ``plan_sender`` and ``calls``: plans on their way to the worker, and other calls;
+- ``adapter_residency`` with ``adapters``: the adapters in the worker's memory;
+- ``pause_gate`` with ``pause_control``, and ``weights``: pauses and weight swaps;
 - ``recovery`` with ``fault_isolation``: failures;
 - ``hang_detection`` with ``watchdog``: hung workers;
 - ``feeds`` with ``iterations`` and ``cache_events``: event streams;

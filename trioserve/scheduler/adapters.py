@@ -1,8 +1,8 @@
-"""The adapters of one scheduler: loaded and unloaded by name, and loaded again on each worker."""
+"""The adapters of one scheduler, which are loaded again on each worker."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -14,10 +14,9 @@ from trioserve.protocol.errors import (
     AdapterNotFound,
     EngineError,
     InvalidRequest,
-    ModelLoadError,
     WorkerLost,
 )
-from trioserve.requests.adapters import Adapter, Catalogue
+from trioserve.requests.adapters import Adapter
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.adapter_residency import LoadAdapter, UnloadAdapter
 from trioserve.scheduler.core import SchedulerCore
@@ -26,7 +25,7 @@ _log = get_logger("trioserve.scheduler")
 
 
 @attrs.define(eq=False)
-class _Held:
+class _AdapterEntry:
     """An adapter from its load until no sequence uses it any more."""
 
     adapter: Adapter
@@ -41,8 +40,8 @@ class _Held:
 
 
 @attrs.define(eq=False)
-class HeldAdapters:
-    """:class:`~trioserve.requests.adapters.Adapters` in the process that has the scheduler.
+class AdapterManager:
+    """The adapters that one scheduler holds; their names are the engine's.
 
     Args:
         core: Returns the scheduler's core, which exists before the first use.
@@ -55,26 +54,22 @@ class HeldAdapters:
     _call: Callable[[str, object], Awaitable[Any]]
     _wake: Callable[[], None]
     _deliver: Callable[[list[SequenceOutput]], None]
-    catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
-    on_change: Callable[[], None] = attrs.field(init=False, default=lambda: None)
-    """Called when the catalogue has changed."""
-    _held: dict[int, _Held] = attrs.field(init=False, factory=dict)
-    """Adapters by number: those in the catalogue, being loaded, or being unloaded."""
-    _last_number: int = attrs.field(init=False, default=0)
+    _held: dict[int, _AdapterEntry] = attrs.field(init=False, factory=dict)
+    """Adapters by number: those that are loaded, being loaded, or being unloaded."""
     _loading: int = attrs.field(init=False, default=0)
     """Number of the adapter that the worker is loading; 0 for none."""
     _changed: trio.Event = attrs.field(init=False, factory=trio.Event)
 
-    async def load(self, name: str, path: str) -> None:
-        """Load an adapter: see :meth:`trioserve.Engine.load_adapter`. Cancelling undoes it."""
-        names = [each.adapter.name for each in self._held.values() if not each.is_leaving]
-        if name in names:
-            raise InvalidRequest(
-                f"the adapter {name!r} is loaded already: unload it first", param="name"
-            )
-        self._last_number += 1
-        adapter = Adapter(number=self._last_number, name=name, path=path)
-        held = self._held[adapter.number] = _Held(adapter)
+    async def load(self, adapter: Adapter) -> None:
+        """Load an adapter. Cancelling undoes it.
+
+        Raises:
+            AdapterNotFound: There is no such folder.
+            InvalidRequest: The files can't be served.
+            WorkerLost: The worker was lost while it loaded them.
+            EngineError: It couldn't.
+        """
+        held = self._held[adapter.number] = _AdapterEntry(adapter)
         self._core().residency.ask(adapter.number)
         self._recheck()
         try:
@@ -82,32 +77,19 @@ class HeldAdapters:
             if held.error is not None:
                 raise held.error
         except BaseException:
-            self._forget(held)
+            self.forget(adapter)
             raise
-        self.catalogue.add(adapter)
-        self.on_change()
 
-    async def load_first(self, named_paths: Sequence[tuple[str, str]]) -> None:
-        """Load the adapters given at the start, by name and folder.
+    def unload(self, adapter: Adapter) -> trio.Event:
+        """Unload an adapter that no request may name any more.
 
-        Raises:
-            ModelLoadError: An adapter can't be served; the message says why and what to do.
+        Returns:
+            An event that is set once no sequence uses it.
         """
-        for name, path in named_paths:
-            try:
-                await self.load(name, path)
-            except (InvalidRequest, EngineError, WorkerLost) as error:
-                raise ModelLoadError(f"the adapter {name!r} can't be loaded: {error}") from error
-
-    async def unload(self, name: str) -> None:
-        """Unload an adapter: see :meth:`trioserve.Engine.unload_adapter`. Cancelling doesn't stop
-        it.
-        """
-        held = self._held[self.catalogue.remove(name).number]
+        held = self._held[adapter.number]
         held.is_leaving = True
-        self.on_change()
         self._forget_unused()
-        await held.gone.wait()
+        return held.gone
 
     def named_in(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
         """Return ``statistics`` with the names of the adapters in use."""
@@ -140,14 +122,15 @@ class HeldAdapters:
         """Forget unloaded adapters that no sequence uses any more."""
         for held in [each for each in self._held.values() if each.is_leaving]:
             if not self._core().has_adapter_users(held.adapter.number):
-                self._forget(held)
+                self.forget(held.adapter)
 
-    def _forget(self, held: _Held) -> None:
-        number = held.adapter.number
-        self._core().forget_adapter(number)
-        del self._held[number]
-        held.gone.set()
-        self._recheck()
+    def forget(self, adapter: Adapter) -> None:
+        """Forget an adapter that no sequence uses. Idempotent."""
+        held = self._held.pop(adapter.number, None)
+        if held is not None:
+            self._core().forget_adapter(adapter.number)
+            held.gone.set()
+            self._recheck()
 
     async def serve(self) -> None:
         """Run the task for one worker's life: load and unload adapters, one at a time.
@@ -170,7 +153,7 @@ class HeldAdapters:
                     self._changed = trio.Event()
                     await self._changed.wait()
 
-    async def _load(self, held: _Held) -> None:
+    async def _load(self, held: _AdapterEntry) -> None:
         adapter = held.adapter
         arguments = {
             "number": adapter.number,
@@ -198,7 +181,7 @@ class HeldAdapters:
         residency.on_failed(adapter.number)
         self._fail(held, error)
 
-    def _fail(self, held: _Held, error: Exception) -> None:
+    def _fail(self, held: _AdapterEntry, error: Exception) -> None:
         """Report that an adapter can't be loaded, to its loader or the requests waiting for it."""
         if not held.settled.is_set():
             held.error = error
@@ -214,15 +197,15 @@ class HeldAdapters:
         for request in requests:
             self._deliver(core.finish_all(request, Finish(FinishReason.ERROR, error=failure)))
 
-    def on_worker_lost(self, accusation: str) -> None:
+    def on_worker_lost(self, hang_reason: str) -> None:
         """Have the next worker load all adapters, except a new one that may have killed this
         worker.
 
-        ``accusation`` is the reason why the worker counts as hung, if it does.
+        ``hang_reason`` is the reason why the worker counts as hung, if it does.
         """
         self._core().residency.on_worker_lost()
         held = self._held.get(self._loading)
         self._loading = 0
         if held is not None and not held.settled.is_set():
-            why = f": {accusation}" if accusation else ""
+            why = f": {hang_reason}" if hang_reason else ""
             self._fail(held, WorkerLost(f"the worker was lost while it loaded the adapter{why}"))

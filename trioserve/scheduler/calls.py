@@ -28,7 +28,7 @@ class _PendingCall:
     reply: wire.Reply | None = None
     result: Any = None
     """Result of the reply, if it is no error."""
-    accusation: str = ""
+    hang_reason: str = ""
     """Reason why the worker counted as hung, if it did."""
     sent_away: bool = False
     """True if the worker was sent to sleep on request."""
@@ -40,11 +40,11 @@ class Calls:
 
     Args:
         send: Sends a message before the next plan.
-        owed: Takes a call's name and size; returns a context during which the answer is due.
+        expect_reply: Takes a call's name and size; returns a context during which the reply is due.
     """
 
     _send: Callable[[wire.Message], None]
-    _owed: Callable[[str, int], contextlib.AbstractContextManager[None]]
+    _expect_reply: Callable[[str, int], contextlib.AbstractContextManager[None]]
     _pending: dict[int, _PendingCall] = attrs.field(init=False, factory=dict)
     _number: int = attrs.field(init=False, default=0)
 
@@ -55,7 +55,7 @@ class Calls:
         number = self._number
         call = self._pending[number] = _PendingCall()
         try:
-            with self._owed(name, num_bytes):
+            with self._expect_reply(name, num_bytes):
                 self._send(wire.Call(number=number, name=name, arguments=encoded))
                 await call.done.wait()
         finally:
@@ -63,14 +63,14 @@ class Calls:
         if call.reply is None:
             if call.sent_away:
                 raise WorkerSentAway(f"the worker was sent away before it answered {name!r}")
-            why = f": {call.accusation}" if call.accusation else ""
+            why = f": {call.hang_reason}" if call.hang_reason else ""
             raise WorkerLost(f"the worker was lost before it answered {name!r}{why}")
         if call.reply.error:
             raise CallFailed(name, call.reply.error)
         return call.result
 
     def answer(self, reply: wire.Reply) -> None:
-        """Hand ``reply`` to its caller, unless the caller has given up.
+        """Pass ``reply`` to its caller, unless the caller has given up.
 
         Raises:
             WorkerLost: The reply can't be read.
@@ -86,13 +86,13 @@ class Calls:
         call.reply = reply
         call.done.set()
 
-    def on_worker_lost(self, accusation: str, *, sent_away: bool) -> None:
+    def on_worker_lost(self, hang_reason: str, *, sent_away: bool) -> None:
         """End all pending calls with an error.
 
         Args:
-            accusation: Reason why the worker counts as hung, if it does.
+            hang_reason: Reason why the worker counts as hung, if it does.
             sent_away: True if the worker was sent away on request.
         """
         for call in self._pending.values():
-            call.accusation, call.sent_away = accusation, sent_away
+            call.hang_reason, call.sent_away = hang_reason, sent_away
             call.done.set()

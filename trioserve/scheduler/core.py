@@ -70,8 +70,8 @@ class SchedulerCore(SchedulerState):
             if sequence.state is State.FINISHED:
                 continue
             sequence.max_tokens = max_tokens
-            sequence.compute = SequenceState.of(sequence, self.limits, self.num_arrivals)
-            self.enqueue(sequence.compute)
+            sequence.seq_state = SequenceState.of(sequence, self.limits, self.num_arrivals)
+            self.enqueue(sequence.seq_state)
 
     def abort(self, sequence: Sequence, finish: Finish) -> SequenceOutput | None:
         """End ``sequence``, whatever its state; return None if it has already finished.
@@ -90,13 +90,13 @@ class SchedulerCore(SchedulerState):
         The result is None if nothing can be spared. The oldest plan is already running, so its rows
         can't be dropped. Nor can rows be dropped if another sequence reads their KV.
         """
-        computation = sequence.compute
-        if not computation.holds_slot or not self.in_flight:
+        seq_state = sequence.seq_state
+        if not seq_state.holds_slot or not self.in_flight:
             return None
         oldest = self.in_flight[0].number
-        if computation.last_plan <= oldest or not self.memory.retract(computation, oldest):
+        if seq_state.last_plan <= oldest or not self.memory.retract(seq_state, oldest):
             return None
-        return wire.Drop(slot=computation.slot, generation=computation.generation)
+        return wire.Drop(slot=seq_state.slot, generation=seq_state.generation)
 
     def next_plan(self, now: float) -> wire.Plan | None:
         """Return the worker's next plan; None if there is nothing to do or enough is in flight."""
@@ -116,6 +116,7 @@ class SchedulerCore(SchedulerState):
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
         self.counters.count_step(result, plan.num_tokens, plan.num_decodes, had_work=self._has_work)
+        self.step_times.observe(plan.load, (result.step_us + result.gap_us) / 1e6)
         sampled_before = self.counters.num_tokens_sampled
         for logprobs, piece in results.pieces:
             logprobs.add(piece)

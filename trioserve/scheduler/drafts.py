@@ -14,7 +14,7 @@ def plan_drafts(builder: PlanBuilder, memory: Memory, max_row_tokens: int) -> No
 
     Preempt nothing for that. A row drafts no token that its sequence couldn't take.
     """
-    computations, slots = builder.decodes
+    seq_states, slots = builder.decodes
     counts = memory.counts
     # The length already includes the token that the row brings without any drafts.
     extra = np.minimum(max_row_tokens - 1, counts.limit[slots] - counts.length[slots])
@@ -22,18 +22,18 @@ def plan_drafts(builder: PlanBuilder, memory: Memory, max_row_tokens: int) -> No
     before = np.cumsum(extra) - extra
     extra = np.clip(builder.budget - before, 0, extra)
     for place in (counts.planned[slots] + extra > counts.room[slots]).nonzero()[0].tolist():
-        extra[place] = _grow(computations[place], int(extra[place]), builder, memory)
+        extra[place] = _grow(seq_states[place], int(extra[place]), builder, memory)
     if extra.any():
         counts.unsettled[slots[extra > 0]] = True
         builder.draft(extra)
 
 
-def _grow(computation: SequenceState, extra: int, builder: PlanBuilder, memory: Memory) -> int:
+def _grow(seq_state: SequenceState, extra: int, builder: PlanBuilder, memory: Memory) -> int:
     """Append pages for ``extra`` drafts; return for how many of them there is room."""
-    counts, slot = memory.counts, computation.slot
-    while counts.room[slot] < computation.planned + extra:
-        page = memory.append_page(computation)
+    counts, slot = memory.counts, seq_state.slot
+    while counts.room[slot] < seq_state.planned + extra:
+        page = memory.append_page(seq_state)
         if page is None:
             break
-        builder.append_page(computation, page)
-    return min(extra, int(counts.room[slot]) - computation.planned)
+        builder.append_page(seq_state, page)
+    return min(extra, int(counts.room[slot]) - seq_state.planned)

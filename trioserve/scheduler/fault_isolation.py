@@ -14,7 +14,7 @@ prompt may be what kills.
 
 A worker that was **killed** from outside makes no request a suspect at first. The kernel may have
 killed it for lack of memory, which looks the same from here. So a request that was in flight at
-more than ``KILLS_FORGIVEN`` kills, without getting past its point at any of them, is treated as
+more than ``MAX_KILLS`` kills, without getting past its point at any of them, is treated as
 after any other death.
 """
 
@@ -27,9 +27,10 @@ import attrs
 from trioserve.requests.request import Request, Sequence, State
 from trioserve.scheduler.sequence_state import SequenceState
 
-KILLS_FORGIVEN = 2
+MAX_KILLS = 2
+"""Kills from outside at which a request may be in flight before it becomes a suspect."""
 MAX_ALONE = 5
-"""Deaths in a row that a request alone in flight is forgiven while some of its outputs progress."""
+"""Deaths in a row, with one request in flight, before it is the culprit despite its progress."""
 
 Flight = Mapping[Sequence, int]
 """Sequences in flight, and the number of tokens of each that would have been computed."""
@@ -54,8 +55,8 @@ class FaultIsolation:
     """The only suspect, if it was alone in flight at the last death."""
     _num_alone: int = attrs.field(init=False, default=0)
     """Deaths in a row at which it was alone."""
-    _came_further: bool = attrs.field(init=False, default=False)
-    """True if one of its outputs has got past its mark since the last death."""
+    _progressed: bool = attrs.field(init=False, default=False)
+    """True if an output of a suspect has got past its mark since the last death."""
     _killed: dict[Sequence, tuple[int, int]] = attrs.field(init=False, factory=dict)
     """Sequences in flight when the worker was killed: mark, and number of kills."""
 
@@ -84,20 +85,20 @@ class FaultIsolation:
         before = dict.fromkeys(self.suspects)
         again = [request for request in in_flight if request in before]
         if again == [self._alone] == list(in_flight):
-            further = self._came_further or any(
+            progressed = self._progressed or any(
                 mark > self._marks.get(sequence, mark) for sequence, mark in flight.items()
             )
             self._num_alone += 1
-            if not further or self._num_alone > MAX_ALONE:
+            if not progressed or self._num_alone > MAX_ALONE:
                 self._set_marks({})
                 return Verdict(culprit=again[0])
         else:
             self._num_alone = 1
-        accused = dict.fromkeys(again or in_flight)
+        suspects = dict.fromkeys(again or in_flight)
         marks = {
             sequence: max(mark, self._marks.get(sequence, 0))
             for sequence, mark in flight.items()
-            if sequence.request in accused and sequence.state is not State.FINISHED
+            if sequence.request in suspects and sequence.state is not State.FINISHED
         }
         if not marks:
             return Verdict()
@@ -111,16 +112,16 @@ class FaultIsolation:
             if sequence.state is not State.FINISHED:
                 before, kills = self._killed.get(sequence, (mark, 0))
                 self._killed[sequence] = (mark, 1) if mark > before else (before, kills + 1)
-        if any(kills > KILLS_FORGIVEN for _, kills in self._killed.values()):
+        if any(kills > MAX_KILLS for _, kills in self._killed.values()):
             return self.on_death(flight)
         return Verdict()
 
-    def on_step(self, computations: Iterable[SequenceState]) -> None:
+    def on_step(self, seq_states: Iterable[SequenceState]) -> None:
         """Clear the sequences of a completed step that got past their marks."""
         if not self._marks and not self._killed:
             return
-        for computation in computations:
-            sequence, computed = computation.sequence, computation.computed
+        for seq_state in seq_states:
+            sequence, computed = seq_state.sequence, seq_state.computed
             if sequence in self._killed and computed >= self._killed[sequence][0]:
                 del self._killed[sequence]
             if sequence in self._marks and computed >= self._marks[sequence]:
@@ -142,7 +143,7 @@ class FaultIsolation:
 
     def _clear(self, sequence: Sequence) -> None:
         del self._marks[sequence]
-        self._came_further = True
+        self._progressed = True
         if not self._marks:
             self._alone = None
         suspects = dict.fromkeys(self.suspects)
@@ -150,7 +151,7 @@ class FaultIsolation:
             self._begin_probation()
 
     def _set_marks(self, marks: dict[Sequence, int]) -> None:
-        self._marks, self._alone, self._came_further = marks, None, False
+        self._marks, self._alone, self._progressed = marks, None, False
         self._begin_probation()
 
     def _begin_probation(self) -> None:

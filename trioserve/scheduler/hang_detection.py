@@ -27,27 +27,27 @@ class HangDetection:
 
     _watchdog: Watchdog
     _core: Callable[[], SchedulerCore]
-    accusation: str = attrs.field(init=False, default="")
+    reason: str = attrs.field(init=False, default="")
     """Reason why the worker counts as hung; empty if it doesn't."""
     _overdue: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
     """Cancelled when the worker counts as hung."""
 
     async def watch(self) -> None:
         """Block until the worker counts as hung, then raise :exc:`WorkerLost`."""
-        while not self.accusation:
+        while not self.reason:
             with trio.CancelScope(deadline=self._watchdog.deadline) as self._overdue:
                 await trio.sleep_forever()
-            if self.accusation or self._watchdog.forgive(trio.current_time()):
+            if self.reason or self._watchdog.extend_deadlines(trio.current_time()):
                 continue
             # If this process itself was stopped, read first what the worker sent meanwhile.
             await trio.sleep(SECOND_LOOK)
-            if not self.accusation and trio.current_time() >= self._watchdog.deadline:
-                self.accusation = self._watchdog.accusation()
-        raise WorkerLost(self.accusation, reason="hung")
+            if not self.reason and trio.current_time() >= self._watchdog.deadline:
+                self.reason = self._watchdog.reason()
+        raise WorkerLost(self.reason, reason="hung")
 
-    def accuse(self, reason: str) -> None:
+    def declare_hung(self, reason: str) -> None:
         """Treat the worker as hung."""
-        self.accusation = reason
+        self.reason = reason
         self._overdue.cancel()
 
     def follow(self) -> None:
@@ -57,8 +57,8 @@ class HangDetection:
         self._overdue.deadline = self._watchdog.deadline
 
     @contextlib.contextmanager
-    def owed(self, name: str, num_bytes: int) -> Iterator[None]:
-        """Expect the answer to a call that is sent before the next plan."""
+    def expect_reply(self, name: str, num_bytes: int) -> Iterator[None]:
+        """Watch a call sent before the next plan until the block ends."""
         before_plan = self._core().next_number
         reply = self._watchdog.expect(name, num_bytes, before_plan, trio.current_time())
         self._overdue.deadline = self._watchdog.deadline

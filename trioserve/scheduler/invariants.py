@@ -29,8 +29,8 @@ from trioserve.scheduler.state import SchedulerState
 def check_state(state: SchedulerState) -> None:
     """Assert the invariants. The cost grows with the size of the state."""
     _check_queues(state)
-    for computation in state.running:
-        _check_counts(state, computation)
+    for seq_state in state.running:
+        _check_counts(state, seq_state)
     _check_pages(state)
     _check_in_flight(state)
     state.fault_isolation.check()
@@ -38,15 +38,15 @@ def check_state(state: SchedulerState) -> None:
 
 def _check_queues(state: SchedulerState) -> None:
     for queue in (state.waiting, state.running):
-        orders = [computation.order for computation in queue]
+        orders = [seq_state.order for seq_state in queue]
         assert orders == sorted(set(orders)), "a queue is out of order"
     state.waiting.check()
-    for computation in state.waiting:
-        assert computation.sequence.state is State.WAITING
-        assert computation.sequence.compute is computation
-        assert not computation.holds_slot
-        assert not computation.pages
-        assert not computation.is_held
+    for seq_state in state.waiting:
+        assert seq_state.sequence.state is State.WAITING
+        assert seq_state.sequence.seq_state is seq_state
+        assert not seq_state.holds_slot
+        assert not seq_state.pages
+        assert not seq_state.is_held
     _check_held(state)
     waiting = [each.sequence for each in itertools.chain(state.waiting, state.groups)]
     tokens = sum(sequence.num_tokens for sequence in waiting)
@@ -55,14 +55,14 @@ def _check_queues(state: SchedulerState) -> None:
     for sequence in waiting:
         tenants.add(sequence.request.tenant, 1, sequence.num_tokens)
     assert state.waiting_of_tenants == tenants, "tenants' sequences are miscounted"
-    for computation in state.running:
-        assert computation.sequence.state in (State.PREFILL, State.DECODE)
-        assert computation.sequence.compute is computation
-    for computation in state.preempted:
-        assert computation.sequence.state is State.PREEMPTED
-        assert computation.sequence.compute is computation
-        assert computation.last_plan >= state.in_flight[0].number, "it should be queued again"
-    slots = [computation.slot for computation in state.running]
+    for seq_state in state.running:
+        assert seq_state.sequence.state in (State.PREFILL, State.DECODE)
+        assert seq_state.sequence.seq_state is seq_state
+    for seq_state in state.preempted:
+        assert seq_state.sequence.state is State.PREEMPTED
+        assert seq_state.sequence.seq_state is seq_state
+        assert seq_state.last_plan >= state.in_flight[0].number, "it should be queued again"
+    slots = [seq_state.slot for seq_state in state.running]
     assert len(set(slots)) == len(slots), "two sequences share a slot"
     table = state.memory.slots
     assert len(slots) + table.num_free + table.num_retiring == table.num_slots, "a slot is lost"
@@ -71,43 +71,43 @@ def _check_queues(state: SchedulerState) -> None:
 def _check_held(state: SchedulerState) -> None:
     queued = set(map(id, state.waiting))
     assert len(state.groups) == len(list(state.groups)), "sequences held back are miscounted"
-    for computation in state.groups:
-        assert computation.is_held
-        assert id(computation) not in queued
-        assert computation.sequence.state is State.WAITING
-        assert computation.sequence.compute is computation
-        assert not computation.holds_slot
-        leader = leader_of(computation.sequence.request)
+    for seq_state in state.groups:
+        assert seq_state.is_held
+        assert id(seq_state) not in queued
+        assert seq_state.sequence.state is State.WAITING
+        assert seq_state.sequence.seq_state is seq_state
+        assert not seq_state.holds_slot
+        leader = leader_of(seq_state.sequence.request)
         assert leader is not None, "a sequence is held back without a leader"
-        assert not leader.compute.is_held, "a leader is held back"
+        assert not leader.seq_state.is_held, "a leader is held back"
         waits = leader.state in (State.WAITING, State.PREFILL, State.PREEMPTED)
         assert waits or leader.max_tokens == 0, "a sequence is held back for a computed prompt"
 
 
-def _check_counts(state: SchedulerState, computation: SequenceState) -> None:
-    assert computation.computed <= computation.planned < computation.length <= computation.limit
+def _check_counts(state: SchedulerState, seq_state: SequenceState) -> None:
+    assert seq_state.computed <= seq_state.planned < seq_state.length <= seq_state.limit
     limits = state.limits
-    num_pages = len(computation.pages)
-    assert limits.pages_for(computation.planned) <= num_pages <= limits.pages_for(computation.limit)
-    known = computation.sequence.num_tokens
+    num_pages = len(seq_state.pages)
+    assert limits.pages_for(seq_state.planned) <= num_pages <= limits.pages_for(seq_state.limit)
+    known = seq_state.sequence.num_tokens
     in_flight = sum(
-        samples for plan in state.in_flight for row, _, samples in plan.rows if row is computation
+        samples for plan in state.in_flight for row, _, samples in plan.rows if row is seq_state
     )
-    assert computation.length == known + in_flight, "a token is counted twice or not at all"
-    unsettled = bool(state.memory.counts.unsettled[computation.slot])
-    ragged = [plan for plan in state.in_flight if _may_bring_several(plan, computation)]
+    assert seq_state.length == known + in_flight, "a token is counted twice or not at all"
+    unsettled = bool(state.memory.counts.unsettled[seq_state.slot])
+    ragged = [plan for plan in state.in_flight if _may_bring_several(plan, seq_state)]
     assert unsettled == bool(ragged), "an unsettled length isn't told from others"
     if ragged:
-        assert computation.last_plan == ragged[0].number, "a row follows one of unknown length"
-    if computation.sequence.state is State.DECODE:
-        assert computation.remaining == 1
+        assert seq_state.last_plan == ragged[0].number, "a row follows one of unknown length"
+    if seq_state.sequence.state is State.DECODE:
+        assert seq_state.remaining == 1
 
 
-def _may_bring_several(plan: InFlight, computation: SequenceState) -> bool:
+def _may_bring_several(plan: InFlight, seq_state: SequenceState) -> bool:
     if plan.limits is None:
         return False
-    limits = zip(plan.computations, plan.limits.tolist(), strict=True)
-    return any(limit > 1 for each, limit in limits if each is computation)
+    limits = zip(plan.seq_states, plan.limits.tolist(), strict=True)
+    return any(limit > 1 for each, limit in limits if each is seq_state)
 
 
 def _check_pages(state: SchedulerState) -> None:
@@ -116,10 +116,10 @@ def _check_pages(state: SchedulerState) -> None:
     prefix.check()
     places: dict[int, set[int]] = collections.defaultdict(set)
     holders: collections.Counter[int] = collections.Counter()
-    for computation in state.running:
-        assert len(set(computation.pages)) == len(computation.pages)
-        holders.update(computation.pages)
-        for place, page in enumerate(computation.pages):
+    for seq_state in state.running:
+        assert len(set(seq_state.pages)) == len(seq_state.pages)
+        holders.update(seq_state.pages)
+        for place, page in enumerate(seq_state.pages):
             places[page].add(place)
     unknown = pool.held() - holders.keys()
     assert not unknown, f"page {min(unknown)} has an unknown holder"
@@ -135,12 +135,12 @@ def _check_in_flight(state: SchedulerState) -> None:
     assert numbers == list(range(state.next_number - len(numbers), state.next_number))
     assert len(numbers) <= state.limits.max_plans_in_flight
     for plan in state.in_flight:
-        rows = [computation for computation, _, _ in plan.rows]
+        rows = [seq_state for seq_state, _, _ in plan.rows]
         assert len(set(map(id, rows))) == len(rows), "two rows of one sequence"
     rows_in_flight = itertools.chain.from_iterable(plan.rows for plan in state.in_flight)
-    for computation, _, _ in rows_in_flight:
-        assert computation.last_plan >= numbers[0]
-        assert computation.sequence.state is not State.WAITING, "queued again too early"
+    for seq_state, _, _ in rows_in_flight:
+        assert seq_state.last_plan >= numbers[0]
+        assert seq_state.sequence.state is not State.WAITING, "queued again too early"
     if not numbers and not state.running:
         pool, slots = state.memory.pool, state.memory.slots
         assert pool.num_held == 0, "pages are held while nothing runs"

@@ -74,31 +74,31 @@ class Iterations:
 
     _counters: Counters
     feed: Feed[Iteration] = attrs.field(init=False)
-    _told: Counters = attrs.field(init=False, factory=Counters)
+    _reported: Counters = attrs.field(init=False, factory=Counters)
     """Counters at the last record."""
 
     def __attrs_post_init__(self) -> None:
         self.feed = Feed(self._begin)
 
     def _begin(self) -> None:
-        self._told = attrs.evolve(self._counters)
+        self._reported = attrs.evolve(self._counters)
 
     def note(
         self, after: SchedulerStatistics, plan: InFlight, result: wire.StepResult, now: float
     ) -> None:
         """Publish the record of ``plan``; ``after`` it, its ``result`` has been taken."""
-        was, is_ = self._told, attrs.evolve(self._counters)
-        self._told = is_
+        was, is_ = self._reported, attrs.evolve(self._counters)
+        self._reported = is_
         self.feed.publish(
             Iteration(
                 number=is_.num_steps,
                 time=now,
-                num_sequences=len(plan.computations),
-                num_prefills=len(plan.computations) - plan.num_decodes,
+                num_sequences=len(plan.seq_states),
+                num_prefills=len(plan.seq_states) - plan.num_decodes,
                 num_prefill_tokens=plan.num_tokens - plan.num_decodes,
                 num_decode_tokens=plan.num_decodes,
                 num_tokens_sampled=is_.num_tokens_sampled - was.num_tokens_sampled,
-                num_finished=sum(each.sequence.compute is not each for each in plan.computations),
+                num_finished=sum(each.sequence.seq_state is not each for each in plan.seq_states),
                 num_running=after.num_running,
                 num_waiting=after.num_waiting,
                 num_preempted=is_.num_preemptions - was.num_preemptions,

@@ -113,9 +113,9 @@ def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
 
 
 def prompt_logprobs_for(limits: SchedulerLimits, request: Request) -> PromptLogprobs | None:
-    """Return where the prompt's log-probabilities are collected; None if they aren't wanted.
+    """Return the collector of the prompt's log-probabilities; None if they aren't requested.
 
-    A start at the prompt's very end is allowed: then there are none.
+    A start at the prompt's end is allowed: then there are none.
 
     Raises:
         InvalidRequest: They start past the prompt, or are too many.

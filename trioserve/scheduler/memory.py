@@ -36,100 +36,100 @@ class Memory:
         self.slots = SlotAllocator(limits.max_num_seqs)
         self.counts = TokenCounts(limits.max_num_seqs, limits.vocab_size)
 
-    def match(self, computation: SequenceState, plan: int) -> PrefixMatch:
+    def match(self, seq_state: SequenceState, plan: int) -> PrefixMatch:
         """Return the cached pages that the sequence could begin with in plan ``plan``.
 
         The prefix ends early enough for the tokens that must be computed: the one before the first
         log-probability still to come, or all tokens if the prompt's mean is wanted.
         """
-        if computation.namespace is None or computation.sequence.sampler.pooling == "mean":
+        if seq_state.namespace is None or seq_state.sequence.sampler.pooling == "mean":
             return PrefixMatch()
-        tokens = computation.known_tokens()
-        first = first_logprob(computation.sequence)
+        tokens = seq_state.known_tokens()
+        first = first_logprob(seq_state.sequence)
         most = len(tokens) - 1 if first == NO_LOGPROBS else first - 1
-        return self.prefix.match(computation.namespace, tokens, plan, most)
+        return self.prefix.match(seq_state.namespace, tokens, plan, most)
 
-    def fits(self, computation: SequenceState, match: PrefixMatch, running: Ints) -> bool:
+    def fits(self, seq_state: SequenceState, match: PrefixMatch, running: Ints) -> bool:
         """Return True if the capacity policy admits the sequence, with pages for all its tokens.
 
         An idle page that it shares can't be evicted any more, and a page on the host needs a page
         on the device. So both count as needed. ``running`` are the slots of the running sequences.
         """
-        total = self.limits.pages_for(computation.sequence.num_tokens)
+        total = self.limits.pages_for(seq_state.sequence.num_tokens)
         return policy.may_admit(
             self.limits.capacity_policy,
             available=self.num_available,
             retiring=self.pool.num_retiring,
             need=total - len(match.pages) + self.pool.count_idle(match.pages),
-            growth=self.limits.pages_for(computation.limit) - total,
+            growth=self.limits.pages_for(seq_state.limit) - total,
             running_growth=self._growth(running),
         )
 
-    def enter(self, computation: SequenceState, match: PrefixMatch) -> None:
+    def enter(self, seq_state: SequenceState, match: PrefixMatch) -> None:
         """Give the sequence, which must fit, a slot and pages for all its known tokens."""
         shared, on_host = match.pages, match.on_host
         self.pool.share(shared)
         self.prefix.pin(on_host)
-        missing = self.limits.pages_for(computation.sequence.num_tokens) - len(shared)
+        missing = self.limits.pages_for(seq_state.sequence.num_tokens) - len(shared)
         enough = self._make_free(missing)
         assert enough, "a sequence was let in without pages for it"
         loaded = self.prefix.load(on_host)
         self._counters.pages_onloaded += len(loaded)
-        computation.pages = shared + loaded + self.pool.allocate(missing - len(loaded))
-        computation.cursor = match.nodes[-1] if match.nodes else None
+        seq_state.pages = shared + loaded + self.pool.allocate(missing - len(loaded))
+        seq_state.cursor = match.nodes[-1] if match.nodes else None
         slot, generation = self.slots.open()
         computed = len(match.nodes) * self.limits.page_size
-        computation.enter_slot(self.counts, slot, generation, computed)
-        self.counts.room[slot] = len(computation.pages) * self.limits.page_size
-        computation.prompt_logprobs_from = first_logprob(computation.sequence)
+        seq_state.enter_slot(self.counts, slot, generation, computed)
+        self.counts.room[slot] = len(seq_state.pages) * self.limits.page_size
+        seq_state.prompt_logprobs_from = first_logprob(seq_state.sequence)
 
     @property
     def num_available(self) -> int:
         """Number of pages that can be allocated at once, evicting idle ones."""
         return self.pool.num_free + self.pool.num_idle
 
-    def has_page_for_next(self, computation: SequenceState) -> bool:
+    def has_page_for_next(self, seq_state: SequenceState) -> bool:
         """Return True if the block table reaches past the planned tokens."""
-        return computation.planned < len(computation.pages) * self.limits.page_size
+        return seq_state.planned < len(seq_state.pages) * self.limits.page_size
 
-    def append_page(self, computation: SequenceState) -> int | None:
+    def append_page(self, seq_state: SequenceState) -> int | None:
         """Append a page to the block table and return it; None if there is none now."""
         if not self._make_free(1):
             return None
-        computation.pages += self.pool.allocate(1)
-        self.counts.room[computation.slot] += self.limits.page_size
-        return computation.pages[-1]
+        seq_state.pages += self.pool.allocate(1)
+        self.counts.room[seq_state.slot] += self.limits.page_size
+        return seq_state.pages[-1]
 
-    def publish(self, computation: SequenceState, plan: int) -> None:
+    def publish(self, seq_state: SequenceState, plan: int) -> None:
         """Let plans after ``plan`` match the pages that are full once ``plan`` is done."""
-        if computation.namespace is not None:
-            computation.cursor = self.prefix.publish(
-                computation.namespace,
-                computation.cursor,
-                computation.known_tokens(),
-                computation.pages,
-                computation.planned // self.limits.page_size,
+        if seq_state.namespace is not None:
+            seq_state.cursor = self.prefix.publish(
+                seq_state.namespace,
+                seq_state.cursor,
+                seq_state.known_tokens(),
+                seq_state.pages,
+                seq_state.planned // self.limits.page_size,
                 plan,
             )
 
-    def leave(self, computation: SequenceState) -> None:
+    def leave(self, seq_state: SequenceState) -> None:
         """Take slot and pages back. Full pages, also of the output, stay in the prefix cache."""
-        pages = computation.pages
-        if computation.namespace is not None:
-            tokens = computation.known_tokens()
-            num_full = computation.computed // self.limits.page_size
+        pages = seq_state.pages
+        if seq_state.namespace is not None:
+            tokens = seq_state.known_tokens()
+            num_full = seq_state.computed // self.limits.page_size
             pages = self.prefix.leave(
-                computation.namespace, computation.cursor, tokens, pages, num_full
+                seq_state.namespace, seq_state.cursor, tokens, pages, num_full
             )
-            retention = computation.sequence.request.retention
+            retention = seq_state.sequence.request.retention
             # Flushed pages are never matched, so they keep no priority.
-            if retention is not None and computation.namespace == computation.own_namespace:
-                path = self.prefix.path(computation.namespace, tokens, num_full)
-                prompt_length = len(computation.sequence.request.prompt_ids)
+            if retention is not None and seq_state.namespace == seq_state.own_namespace:
+                path = self.prefix.path(seq_state.namespace, tokens, num_full)
+                prompt_length = len(seq_state.sequence.request.prompt_ids)
                 self._retain(retention, path, prompt_length)
-        self.pool.release(pages, computation.last_plan)
-        self.slots.close(computation.slot, computation.last_plan)
-        computation.leave_slot()
+        self.pool.release(pages, seq_state.last_plan)
+        self.slots.close(seq_state.slot, seq_state.last_plan)
+        seq_state.leave_slot()
 
     def _retain(self, retention: Retention, path: list[Node], prompt_length: int) -> None:
         """Set the priorities that a request gives to the pages of ``path``, the deepest first."""
@@ -164,15 +164,15 @@ class Memory:
             The number of freed pages.
         """
         freed = self.prefix.flush()
-        for computation in running:
-            if computation.namespace is not None:
-                computation.namespace = self.prefix.flushed(computation.namespace)
+        for seq_state in running:
+            if seq_state.namespace is not None:
+                seq_state.namespace = self.prefix.flushed(seq_state.namespace)
         return freed
 
-    def retract(self, computation: SequenceState, plan: int) -> bool:
+    def retract(self, seq_state: SequenceState, plan: int) -> bool:
         """Unpublish what plans after ``plan`` compute for the sequence; False if others use it."""
-        nobody, computation.cursor = self.prefix.retract(computation.cursor, plan)
-        return nobody
+        is_unpublished, seq_state.cursor = self.prefix.retract(seq_state.cursor, plan)
+        return is_unpublished
 
     def acknowledge(self, plan: int) -> None:
         """Note that plan ``plan`` is done, so that what only it and earlier ones named is free."""

@@ -124,12 +124,12 @@ class PagePool:
         (self.host if self.is_on_host(page) else self._idle).move(page, level)
 
     def count_idle(self, pages: Iterable[int]) -> int:
-        """Return how many of ``pages`` are idle; sharing them leaves as many fewer to evict."""
+        """Return the number of idle pages in ``pages``; sharing them leaves fewer to evict."""
         return sum(page in self._idle for page in pages)
 
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free pages, each with one holder. There must be as many."""
-        assert 0 <= count <= len(self._free), f"{count} pages asked of {len(self._free)} free ones"
+        assert 0 <= count <= len(self._free), f"{count} pages needed, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
@@ -171,12 +171,12 @@ class PagePool:
         assert page not in self._kept, f"page {page} is kept twice"
         self._kept.add(page)
 
-    def unkeep(self, page: int) -> None:
+    def stop_keeping(self, page: int) -> None:
         """Stop keeping ``page``, which is held."""
-        assert self._holders[page] > 0, f"page {page} is given up but not held"
+        assert self._holders[page] > 0, f"page {page} is not held"
         self._kept.remove(page)
 
-    def give_up(self, page: int) -> None:
+    def discard(self, page: int) -> None:
         """Stop keeping ``page``, in whatever state and place it is."""
         if self.is_on_host(page):
             self.host.free(page)
@@ -201,7 +201,7 @@ class PagePool:
         """
         place = self.host.store(self._levels[page])
         self._move_level(page, place)
-        self.give_up(page)
+        self.discard(page)
         return place
 
     def load(self, place: int) -> int:
@@ -240,8 +240,8 @@ class PagePool:
         assert not self._kept & places[0], "a free page is kept"
         assert all(self._epochs[page] > self._acknowledged for page in self._retiring)
         usual = {page for page, level in enumerate(self._levels) if level == DEFAULT_PRIORITY}
-        assert places[0] <= usual, "a free page is worth something"
+        assert places[0] <= usual, "a free page has a priority"
         self._idle.check(self._levels)
         self.host.check(self._levels)
         free_places = set(range(self.num_pages, len(self._levels))) - self.host.stored()
-        assert free_places <= usual, "a free place on the host is worth something"
+        assert free_places <= usual, "a free place on the host has a priority"

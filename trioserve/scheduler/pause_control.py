@@ -26,10 +26,8 @@ class PauseControl:
     _wake: Callable[[], None]
     _conditions: Conditions = attrs.field(init=False, factory=Conditions)
 
-    async def pause(self, holder: str, *, retract: bool = False) -> None:
-        """Stop computing until :meth:`resume`; return once nothing is in flight, which is soon.
-
-        Cancelling this leaves the pause in place.
+    def close(self, holder: str, *, retract: bool = False) -> None:
+        """Plan nothing more until :meth:`resume`.
 
         Args:
             holder: Key of the pause.
@@ -40,22 +38,22 @@ class PauseControl:
         if retract:
             core.retract_running()
         self._wake()
+
+    async def wait_drained(self) -> None:
+        """Block until nothing is in flight, which is soon after :meth:`close`."""
+        core = self._core()
         await self._conditions.wait_for(lambda: core.is_drained)
 
-    async def pause_when_done(self, holder: str) -> None:
-        """Pause once all requests that have arrived so far have finished; later ones wait.
-
-        Cancelling it before that ends the pause.
-        """
+    def close_behind(self, holder: str) -> int:
+        """Hold back all later requests until :meth:`resume`; return the number of the last one."""
         core = self._core()
-        last = core.num_arrivals
-        core.pause_gate.close_behind(holder, last)
-        try:
-            await self._conditions.wait_for(lambda: core.num_unfinished_until(last) == 0)
-        except BaseException:
-            self.resume(holder)
-            raise
-        await self.pause(holder)
+        core.pause_gate.close_behind(holder, core.num_arrivals)
+        return core.num_arrivals
+
+    async def wait_finished(self, last: int) -> None:
+        """Block until all requests up to the one of that number have finished."""
+        core = self._core()
+        await self._conditions.wait_for(lambda: core.num_unfinished_until(last) == 0)
 
     def resume(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""

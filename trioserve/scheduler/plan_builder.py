@@ -15,6 +15,7 @@ from trioserve.protocol import wire
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
+from trioserve.scheduler.step_time import StepLoad
 from trioserve.scheduler.token_counts import Bools, Ints, TokenCounts
 
 MAX_OPENED_BYTES = wire.MAX_MESSAGE_BYTES // 4
@@ -30,7 +31,7 @@ It is lower than for usual models, so that a long context is given rather too mu
 """
 
 Row = tuple[SequenceState, int, bool]
-"""A row: its sequence, its number of tokens, and whether a token is sampled after them."""
+"""A row: its sequence, its number of tokens, and True if a token is sampled after them."""
 
 
 def _no_rows() -> Ints:
@@ -62,7 +63,7 @@ class InFlight:
     """
 
     number: int
-    computations: list[SequenceState] = attrs.field(factory=list)
+    seq_states: list[SequenceState] = attrs.field(factory=list)
     slots: Ints = attrs.field(factory=_no_rows)
     generations: Ints = attrs.field(factory=_no_rows)
     counts: Ints = attrs.field(factory=_no_rows)
@@ -77,13 +78,15 @@ class InFlight:
     num_tokens: int = 0
     num_decodes: int = 0
     """Number of rows of sequences that have got a token in their slot before."""
+    load: StepLoad = attrs.field(factory=StepLoad)
+    """Work of the step, with drafted tokens."""
     size: float = 0.0
 
     @property
     def rows(self) -> list[Row]:
         """Rows as tuples."""
         columns = self.counts.tolist(), self.samples.tolist()
-        return list(zip(self.computations, *columns, strict=True))
+        return list(zip(self.seq_states, *columns, strict=True))
 
 
 @attrs.define(eq=False)
@@ -93,7 +96,10 @@ class PlanBuilder:
     number: int
     budget: int
     _num_decodes: int = attrs.field(init=False, default=0)
-    _size: float = attrs.field(init=False, default=0.0)
+    _num_tokens: int = attrs.field(init=False, default=0)
+    """Number of tokens, with drafted ones."""
+    _context: float = attrs.field(init=False, default=0.0)
+    """Tokens before each of these tokens, together."""
     _opened_bytes: int = attrs.field(init=False, default=0)
     _opened: list[wire.OpenSlot] = attrs.field(init=False, factory=list)
     _page_slots: list[int] = attrs.field(init=False, factory=list)
@@ -110,40 +116,44 @@ class PlanBuilder:
         """True if there is a token left, and room in the message, for one more sequence."""
         return self.budget > 0 and self._opened_bytes < MAX_OPENED_BYTES
 
-    def open(self, computation: SequenceState) -> None:
+    def open(self, seq_state: SequenceState) -> None:
         """Open the slot that the sequence has got."""
-        sequence = computation.sequence
-        tokens = wire.from_ints(computation.known_tokens())
+        sequence = seq_state.sequence
+        tokens = wire.from_ints(seq_state.known_tokens())
         self._opened_bytes += len(tokens) + len(msgspec.msgpack.encode(sequence.sampler))
         self._opened.append(
             wire.OpenSlot(
-                slot=computation.slot,
-                generation=computation.generation,
+                slot=seq_state.slot,
+                generation=seq_state.generation,
                 tokens=tokens,
                 prompt_length=len(sequence.request.prompt_ids),
-                computed=computation.computed,
-                pages=wire.from_ints(computation.pages),
+                computed=seq_state.computed,
+                pages=wire.from_ints(seq_state.pages),
                 sampler=sequence.sampler,
-                prompt_logprobs_from=computation.prompt_logprobs_from,
-                adapter=computation.adapter,
+                prompt_logprobs_from=seq_state.prompt_logprobs_from,
+                adapter=seq_state.adapter,
             )
         )
 
-    def append_page(self, computation: SequenceState, page: int) -> None:
+    def append_page(self, seq_state: SequenceState, page: int) -> None:
         """Append ``page`` to the sequence's block table."""
-        self._page_slots.append(computation.slot)
+        self._page_slots.append(seq_state.slot)
         self._page_ids.append(page)
 
-    def add_decodes(self, computations: list[SequenceState], slots: Ints, planned: Ints) -> None:
-        """Add a row for each sequence of ``computations`` that computes its last token and samples
+    def add_decodes(self, seq_states: list[SequenceState], slots: Ints, planned: Ints) -> None:
+        """Add a row for each sequence of ``seq_states`` that computes its last token and samples
         one.
 
         ``planned`` are the tokens that were given to plans before. To be called once.
         """
-        self._decodes, self._decode_slots = computations, slots
+        self._decodes, self._decode_slots = seq_states, slots
         self._num_decodes += len(slots)
-        self.budget -= len(slots)
-        self._size += len(slots) + float(planned.sum()) / ATTENTION_SPAN
+        self._take(len(slots))
+        self._context += float(planned.sum())
+
+    def _take(self, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        self._num_tokens += num_tokens
 
     @property
     def decodes(self) -> tuple[list[SequenceState], Ints]:
@@ -151,31 +161,39 @@ class PlanBuilder:
         return self._decodes, self._decode_slots
 
     def draft(self, extra: Ints) -> None:
-        """Let the row of each of :attr:`decodes` bring so many tokens more than one."""
+        """Let the row of each of :attr:`decodes` return up to ``extra`` more tokens."""
         self._limits = 1 + extra
-        self.budget -= int(extra.sum())
-        self._size += int(extra.sum())
+        self._take(int(extra.sum()))
 
-    def add_row(self, computation: SequenceState, count: int, samples: bool) -> None:
+    def add_row(self, seq_state: SequenceState, count: int, samples: bool) -> None:
         """Add a row that computes the next ``count`` tokens, and samples one if ``samples``."""
-        (self._singles if count == 1 else self._chunks).append((computation, count, samples))
-        self._num_decodes += computation.sequence.state is State.DECODE
-        self.budget -= count
-        self._size += count * (1 + computation.planned / ATTENTION_SPAN)
-        if computation.prompt_logprobs_from != NO_LOGPROBS:
-            self._expect_piece(computation, count)
+        (self._singles if count == 1 else self._chunks).append((seq_state, count, samples))
+        self._num_decodes += seq_state.sequence.state is State.DECODE
+        self._take(count)
+        self._context += count * (seq_state.planned + count / 2)
+        if seq_state.prompt_logprobs_from != NO_LOGPROBS:
+            self._expect_piece(seq_state, count)
 
-    def _expect_piece(self, computation: SequenceState, count: int) -> None:
+    @property
+    def load(self) -> StepLoad:
+        """Work of the rows so far."""
+        return StepLoad(
+            decodes=self._num_decodes,
+            prompt_tokens=self._num_tokens - self._num_decodes,
+            context=self._context,
+        )
+
+    def _expect_piece(self, seq_state: SequenceState, count: int) -> None:
         """Expect the log-probabilities of prompt tokens in the row.
 
         The logits at a position are those of the token after it.
         """
-        sequence = computation.sequence
-        first = computation.planned + 1
-        start = max(first, computation.prompt_logprobs_from)
+        sequence = seq_state.sequence
+        first = seq_state.planned + 1
+        start = max(first, seq_state.prompt_logprobs_from)
         stop = min(first + count, len(sequence.request.prompt_ids))
         if start < stop:
-            self._pieces[computation.slot] = DuePiece(sequence, start, stop)
+            self._pieces[seq_state.slot] = DuePiece(sequence, start, stop)
 
     def build(
         self, closed: list[int], copies: list[tuple[int, int]], counts: TokenCounts
@@ -191,8 +209,8 @@ class PlanBuilder:
         if not others and not self._decodes and not closed and not copies:
             return None
         steady = len(self._decodes)
-        computations = self._decodes + [computation for computation, _, _ in others]
-        slots = _joined(self._decode_slots, [each.slot for each in computations[steady:]])
+        seq_states = self._decodes + [seq_state for seq_state, _, _ in others]
+        slots = _joined(self._decode_slots, [each.slot for each in seq_states[steady:]])
         tokens = _joined(np.ones(steady, dtype=np.int64), [count for _, count, _ in others])
         samples = _joined(np.ones(steady, dtype=np.bool_), [samples for _, _, samples in others])
         row_counts, limits = tokens, None
@@ -200,7 +218,7 @@ class PlanBuilder:
             limits = _joined(self._limits, [1] * len(others))
             row_counts = tokens + limits - 1
             order = np.argsort(row_counts > 1, kind="stable")
-            computations = [computations[place] for place in order.tolist()]
+            seq_states = [seq_states[place] for place in order.tolist()]
             slots, tokens, samples = slots[order], tokens[order], samples[order]
             row_counts, limits = row_counts[order], limits[order]
         plan = wire.Plan(
@@ -215,7 +233,7 @@ class PlanBuilder:
         )
         return plan, InFlight(
             number=self.number,
-            computations=computations,
+            seq_states=seq_states,
             slots=slots,
             generations=counts.generation[slots],
             counts=tokens,
@@ -225,7 +243,8 @@ class PlanBuilder:
             pieces=self._pieces,
             num_tokens=int(tokens.sum()),
             num_decodes=self._num_decodes,
-            size=self._size + len(copies),
+            load=self.load,
+            size=self._num_tokens + self._context / ATTENTION_SPAN + len(copies),
         )
 
 

@@ -43,10 +43,10 @@ class Planner:
             if limits.max_row_tokens > 1:
                 plan_drafts(builder, memory, limits.max_row_tokens)
         closed, copies = memory.slots.take_unclosed(), memory.prefix.take_copies()
-        sealed = builder.build(closed, copies, memory.counts)
-        if sealed is None:
+        built = builder.build(closed, copies, memory.counts)
+        if built is None:
             return None
-        plan, in_flight = sealed
+        plan, in_flight = built
         state.in_flight.append(in_flight)
         state.next_number += 1
         return plan
@@ -54,9 +54,9 @@ class Planner:
     def _preempt_non_suspects(self) -> None:
         """Preempt every running sequence outside the probation group."""
         may_run = self._probation_rule()
-        for computation in list(self._state.running):
-            if not may_run(computation.sequence.request):
-                self._state.preempt(computation)
+        for seq_state in list(self._state.running):
+            if not may_run(seq_state.sequence.request):
+                self._state.preempt(seq_state)
 
     def _probation_rule(self) -> Callable[[Request], bool]:
         """Return a predicate for the requests that may be computed while there are suspects.
@@ -81,7 +81,7 @@ class Planner:
         may_run = length < counts.limit[slots]
         if self._state.limits.max_row_tokens > 1:
             may_run &= ~counts.unsettled[slots]
-        share = policy.Share.out(
+        share = policy.Share.divide(
             length - planned,
             may_run,
             builder.budget,
@@ -89,19 +89,19 @@ class Planner:
         )
         chunks = [(self._state.running[place], count) for place, count in share.chunks]
         # A running sequence has pages for its whole prompt, so only decodes need more.
-        needy = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
-        if len(needy) <= self._state.memory.num_available:
-            for computation in self._state.running.at(needy):
-                self._allocate_page(computation, builder)
+        need_page = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
+        if len(need_page) <= self._state.memory.num_available:
+            for seq_state in self._state.running.at(need_page):
+                self._allocate_page(seq_state, builder)
             steady = counts.decodes[slots[share.decodes]]
             self._decode(share.decodes[steady], builder)
             last_of_prompt = self._state.running.at(share.decodes[~steady])
             chunks = [*((each, 1) for each in last_of_prompt), *chunks]
         else:
             self._decode_one_by_one(self._state.running.at(share.decodes), builder)
-        for computation, count in chunks:
-            if computation.holds_slot:
-                self._compute(computation, count, builder)
+        for seq_state, count in chunks:
+            if seq_state.holds_slot:
+                self._compute(seq_state, count, builder)
         builder.budget = min(builder.budget, share.left)
 
     def _decode(self, places: Ints, builder: PlanBuilder) -> None:
@@ -117,27 +117,27 @@ class Planner:
 
         A sequence that is preempted on the way gets no row.
         """
-        for computation in decodes:
-            if computation.holds_slot and (
-                self._state.memory.has_page_for_next(computation)
-                or self._allocate_page(computation, builder)
+        for seq_state in decodes:
+            if seq_state.holds_slot and (
+                self._state.memory.has_page_for_next(seq_state)
+                or self._allocate_page(seq_state, builder)
             ):
-                self._compute(computation, 1, builder)
+                self._compute(seq_state, 1, builder)
 
-    def _allocate_page(self, computation: SequenceState, builder: PlanBuilder) -> bool:
+    def _allocate_page(self, seq_state: SequenceState, builder: PlanBuilder) -> bool:
         """Append a page to the block table, preempting the youngest sequences if necessary.
 
         Return False if the sequence gets no row in this plan: either results in flight will free
         enough pages, or it was the youngest itself and has been preempted.
         """
-        while (page := self._state.memory.append_page(computation)) is None:
+        while (page := self._state.memory.append_page(seq_state)) is None:
             if self._state.memory.pool.num_retiring:
                 return False
             victim = policy.choose_victim(list(self._state.running))
             self._preempt_for_pages(victim)
-            if victim is computation:
+            if victim is seq_state:
                 return False
-        builder.append_page(computation, page)
+        builder.append_page(seq_state, page)
         return True
 
     def _plan_admissions(self, builder: PlanBuilder, now: float) -> None:
@@ -156,26 +156,26 @@ class Planner:
             return
         num_pending = 0
         adapters = self._state.residency.begin_pass(self._state.running_adapters)
-        for computation in policy.admission_order(
+        for seq_state in policy.admission_order(
             self._state.limits.scheduling_policy,
             self._state.waiting.in_turn(self._entry_rule()),
             lambda waiting: len(self._state.memory.match(waiting, builder.number).nodes),
         ):
-            if not adapters.admits(computation.adapter):
+            if not adapters.admits(seq_state.adapter):
                 continue
-            match = self._state.memory.match(computation, builder.number)
+            match = self._state.memory.match(seq_state, builder.number)
             if match.pending:
                 num_pending += 1
                 if num_pending == MAX_PENDING:
                     return
                 continue
-            if not self._state.memory.fits(computation, match, self._state.running.slots):
+            if not self._state.memory.fits(seq_state, match, self._state.running.slots):
                 return
-            grammar = computation.sequence.sampler.grammar
-            if grammar is not None and computation.left_grammar:
+            grammar = seq_state.sequence.sampler.grammar
+            if grammar is not None and seq_state.left_grammar:
                 self._state.uncompiled[grammar] = None
                 continue
-            self._open(computation, match, builder, now)
+            self._open(seq_state, match, builder, now)
             if not self._has_room(builder):
                 return
 
@@ -185,10 +185,10 @@ class Planner:
         restricts = self._state.fault_isolation.restricts
         may_run = self._probation_rule() if restricts else lambda request: True
 
-        def may_enter(computation: SequenceState) -> bool:
-            sequence = computation.sequence
+        def may_enter(seq_state: SequenceState) -> bool:
+            sequence = seq_state.sequence
             return (
-                self._state.pause_gate.admits(computation.arrival)
+                self._state.pause_gate.admits(seq_state.arrival)
                 and may_run(sequence.request)
                 and not (uncompiled and sequence.sampler.grammar in uncompiled)
             )
@@ -203,35 +203,35 @@ class Planner:
         return builder.may_open and self._state.memory.slots.num_free > 0
 
     def _open(
-        self, computation: SequenceState, match: PrefixMatch, builder: PlanBuilder, now: float
+        self, seq_state: SequenceState, match: PrefixMatch, builder: PlanBuilder, now: float
     ) -> None:
         """Move a waiting sequence into a slot, and give it its first row."""
-        self._state.memory.enter(computation, match)
-        self._state.counters.prefix_cache_queries += computation.length
-        self._state.counters.prefix_cache_hits += computation.computed
-        self._state.waiting.admit(computation, self._state.running)
-        self._state.count_waiting(computation.sequence, -1)
-        self._state.running.add(computation)
-        self._state.move(computation.sequence, State.PREFILL)
-        request = computation.sequence.request
+        self._state.memory.enter(seq_state, match)
+        self._state.counters.prefix_cache_queries += seq_state.length
+        self._state.counters.prefix_cache_hits += seq_state.computed
+        self._state.waiting.admit(seq_state, self._state.running)
+        self._state.count_waiting(seq_state.sequence, -1)
+        self._state.running.add(seq_state)
+        self._state.move(seq_state.sequence, State.PREFILL)
+        request = seq_state.sequence.request
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now
-            request.num_cached_tokens = computation.computed
-        builder.open(computation)
-        self._compute(computation, min(computation.remaining, builder.budget), builder)
+            request.num_cached_tokens = seq_state.computed
+        builder.open(seq_state)
+        self._compute(seq_state, min(seq_state.remaining, builder.budget), builder)
 
-    def _compute(self, computation: SequenceState, count: int, builder: PlanBuilder) -> None:
+    def _compute(self, seq_state: SequenceState, count: int, builder: PlanBuilder) -> None:
         """Add a row of ``count`` tokens."""
-        samples = count == computation.remaining
-        builder.add_row(computation, count, samples)
-        computation.add_row(count, samples, builder.number)
-        if computation.sequence.state is State.PREFILL:
-            self._state.memory.publish(computation, builder.number)
+        samples = count == seq_state.remaining
+        builder.add_row(seq_state, count, samples)
+        seq_state.add_row(count, samples, builder.number)
+        if seq_state.sequence.state is State.PREFILL:
+            self._state.memory.publish(seq_state, builder.number)
             if samples:
-                self._state.move(computation.sequence, State.DECODE)
-                self._state.groups.on_prompt_planned(computation)
+                self._state.move(seq_state.sequence, State.DECODE)
+                self._state.groups.on_prompt_planned(seq_state)
 
-    def _preempt_for_pages(self, computation: SequenceState) -> None:
+    def _preempt_for_pages(self, seq_state: SequenceState) -> None:
         """Preempt a sequence because another one needs its pages."""
         self._state.counters.num_preemptions += 1
-        self._state.preempt(computation)
+        self._state.preempt(seq_state)

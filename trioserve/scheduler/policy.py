@@ -35,14 +35,14 @@ def queue_order(policy: str, *, priority: int, arrival: int, index: int) -> Orde
 def admission_order(
     policy: str, waiting: Iterable[T], cached_pages: Callable[[T], int]
 ) -> Iterator[T]:
-    """Yield the waiting in the order in which they are to be admitted.
+    """Yield waiting sequences in the order of admission.
 
     ``lpm`` takes the sequence with the most cached pages first, so that a prefix is used while it
-    is cached. Equals, and those past the first ``LPM_WINDOW``, keep their order.
+    is cached. Sequences with as many, and those past the first ``LPM_WINDOW``, keep their order.
 
     Args:
         policy: ``fcfs``, ``priority`` or ``lpm``.
-        waiting: The waiting, in the order of turns.
+        waiting: The waiting sequences, in the order of turns.
         cached_pages: Returns the number of cached pages of a waiting sequence.
     """
     queue = iter(waiting)
@@ -55,7 +55,7 @@ def admission_order(
 
 @attrs.frozen
 class Share:
-    """The shares of a plan's tokens among the running sequences; ``left`` of them are not used."""
+    """The tokens of a plan that each running sequence gets; ``left`` tokens are not used."""
 
     decodes: Ints
     """Positions of the running sequences that get one token each, their last."""
@@ -64,8 +64,8 @@ class Share:
     left: int
 
     @classmethod
-    def out(cls, remaining: Ints, may_run: Bools, budget: int, prompts: int) -> Share:
-        """Share ``budget`` tokens out: one for every decode, then chunks of prompts, in order.
+    def divide(cls, remaining: Ints, may_run: Bools, budget: int, prompts: int) -> Share:
+        """Divide ``budget`` tokens: one for every decode, then chunks of prompts, in order.
 
         There are never more running sequences than ``budget``. So a decode never waits for a
         prompt, and at least one token is left for each sequence in prefill. Beside decodes, prompts
@@ -73,7 +73,7 @@ class Share:
 
         Args:
             remaining: For each running sequence, its tokens not yet given to a plan.
-            may_run: For each running sequence, whether it has a token left to sample that no plan
+            may_run: For each running sequence, True if it has a token left to sample that no plan
                 in flight samples.
             budget: Tokens in the plan.
             prompts: Most tokens that prompts get beside decodes.

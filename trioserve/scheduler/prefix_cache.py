@@ -147,7 +147,7 @@ class PrefixCache:
             node = node.parent
         for each in retracted:
             del self._node_of[each.page]
-            self.pool.unkeep(each.page)
+            self.pool.stop_keeping(each.page)
             self._remove(each)
         return True, node if node is not None and node.parent is not None else None
 
@@ -207,18 +207,18 @@ class PrefixCache:
         for _ in range(count):
             page = self.pool.next_idle()
             node = self._node_of[page]
-            num_lost += self._make_place(self.pool.level(page))
+            num_lost += self._free_host_place(self.pool.level(page))
             if self.pool.host.num_free:
                 place = self.pool.offload(page)
                 self.copies.append((page, place))
                 self._moved(node, place)
                 num_offloaded += 1
             else:
-                self._lose(node)
+                self._discard(node)
                 num_lost += 1
         return num_offloaded, num_lost
 
-    def _make_place(self, level: int) -> bool:
+    def _free_host_place(self, level: int) -> bool:
         """Free a place on the host for a page of ``level``, unless all stored pages are worth more.
 
         Returns:
@@ -228,7 +228,7 @@ class PrefixCache:
         oldest = None if host.num_free else host.next()
         if oldest is None or self.pool.level(oldest) > level:
             return False
-        self._lose(self._node_of[oldest])
+        self._discard(self._node_of[oldest])
         return True
 
     def load(self, nodes: Sequence[Node]) -> list[int]:
@@ -266,7 +266,7 @@ class PrefixCache:
             nodes.extend(node.children.values())
         for node in reversed(nodes):  # Deepest first.
             if node.parent is not None:
-                self._lose(node)
+                self._discard(node)
 
     def flush(self) -> int:
         """Clear the cache: free idle pages, and hide the pages that sequences hold.
@@ -280,9 +280,9 @@ class PrefixCache:
         host = self.pool.host
         freed = host.num_stored + self.pool.num_idle
         while (place := host.next()) is not None:
-            self._lose(self._node_of[place])
+            self._discard(self._node_of[place])
         while self.pool.num_idle:
-            self._lose(self._node_of[self.pool.next_idle()])
+            self._discard(self._node_of[self.pool.next_idle()])
         self.events.on_cleared()
         self._num_flushes += 1
         roots, self._roots = self._roots, {}
@@ -333,11 +333,11 @@ class PrefixCache:
             root = self._roots[namespace] = Node(None, namespace, NO_PAGE, plan=0, depth=0)
         return root
 
-    def _lose(self, node: Node) -> None:
+    def _discard(self, node: Node) -> None:
         """Remove ``node`` from the tree and free its page."""
         assert not node.children, "a page was evicted from under its children"
         del self._node_of[node.page]
-        self.pool.give_up(node.page)
+        self.pool.discard(node.page)
         self._remove(node)
 
     def _moved(self, node: Node, page: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -12,15 +12,16 @@ from trioserve.scheduler.sequence_state import namespace_of
 
 @attrs.define(eq=False)
 class PrefixPins:
-    """The pins on one scheduler's prefix cache: see :mod:`~trioserve.scheduler.page_priorities`.
+    """The pins on prefix caches: see :mod:`~trioserve.scheduler.page_priorities`.
 
-    A pin ends with the pages that it protects: when the cache is cleared, and with the worker.
+    A pin holds in every cache, for the pages that are there. It ends with them: when the cache is
+    cleared, and with the worker.
 
     Args:
-        core: Returns the scheduler's core; None before there is one.
+        cores: Returns the cores of the schedulers that have one.
     """
 
-    _core: Callable[[], SchedulerCore | None]
+    _cores: Callable[[], Iterable[SchedulerCore]]
 
     def pin(
         self, name: str, tokens: Sequence[int], priority: int, *, salt: str, adapter: int
@@ -29,17 +30,16 @@ class PrefixPins:
 
         An earlier pin of the same name ends.
         """
-        core = self._core()
-        if core is not None and core.limits.enable_prefix_caching:
-            core.memory.pin(name, namespace_of(salt, adapter), tokens, priority)
+        for core in self._cores():
+            if core.limits.enable_prefix_caching:
+                core.memory.pin(name, namespace_of(salt, adapter), tokens, priority)
 
     def unpin(self, name: str) -> None:
         """Remove the pin of that name, if there is one."""
-        core = self._core()
-        if core is not None:
+        for core in self._cores():
             core.memory.unpin(name)
 
     def names(self) -> set[str]:
         """Return the names of all pins."""
-        core = self._core()
-        return set() if core is None else core.memory.prefix.priorities.pin_names()
+        pinned = (core.memory.prefix.priorities.pin_names() for core in self._cores())
+        return set().union(*pinned)

@@ -4,7 +4,7 @@ After a failure or loss, the worker's state is gone, and all sequences are queue
 tokens so far. Failures and deaths without progress are counted; a completed step is progress, and
 so is a smaller number of suspects (:mod:`~.fault_isolation`). Past the limit of failures the worker
 is given up. Past the limit of deaths, which is the supervisor's, the engine is. A worker that dies
-with nothing to do after ``CALM_LIFE`` seconds counts like one that completed a step.
+with nothing to do after ``STABLE_SECONDS`` seconds counts like one that completed a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trioserve.scheduler.state import SchedulerState
 
 MAX_FAILURES = 3
 """Failures of plans without progress after which a worker is given up."""
-CALM_LIFE = 60.0
+STABLE_SECONDS = 60.0
 """Seconds that a worker must have lived for its idle death to count as progress."""
 
 
@@ -44,7 +44,7 @@ class Recovery:
     def on_step(self, plan: InFlight) -> None:
         """Note that ``plan`` has been computed and its rows are counted."""
         self._num_failures = 0
-        self._state.fault_isolation.on_step(plan.computations)
+        self._state.fault_isolation.on_step(plan.seq_states)
 
     def on_failure(self, failure: wire.Failure) -> list[SequenceOutput]:
         """Handle the failure of a plan in flight: all sequences resume after a Reset.
@@ -63,7 +63,7 @@ class Recovery:
         culprit: Request | None = None
         slots = plan.slots.tolist()
         if failure.slot in slots:
-            sequence = plan.computations[slots.index(failure.slot)].sequence
+            sequence = plan.seq_states[slots.index(failure.slot)].sequence
             # If it has ended meanwhile, the other sequences of its request go on.
             culprit = None if sequence.state is State.FINISHED else sequence.request
         else:
@@ -98,10 +98,10 @@ class Recovery:
             else self._state.fault_isolation.on_death
         )
         verdict = judge(self._flight)
-        is_calm = lived >= CALM_LIFE and not self._flight
+        was_stable = lived >= STABLE_SECONDS and not self._flight
         self._flight = {}
         num_steps = self._state.counters.num_steps
-        if num_steps > self._num_steps or is_calm:
+        if num_steps > self._num_steps or was_stable:
             self._num_deaths = 0
         self._num_steps = num_steps
         self._num_deaths += not _is_progress(verdict)
@@ -139,12 +139,12 @@ class Recovery:
         """Drop the worker's state: its slots, its pages, and the plans in flight."""
         state = self._state
         state.in_flight.clear()
-        for computation in state.running.take_all():
-            computation.leave_slot()
-            state.mark_preempted(computation)
+        for seq_state in state.running.take_all():
+            seq_state.leave_slot()
+            state.mark_preempted(seq_state)
         # Followers of a prompt that is gone may have to be held back again.
-        for computation in state.waiting.take_all():
-            state.groups.enter(computation)
+        for seq_state in state.waiting.take_all():
+            state.groups.enter(seq_state)
         state.requeue_preempted()
         state.memory = Memory(state.limits, state.feeds)
         state.feeds.cache.on_cleared()
@@ -157,7 +157,7 @@ def _is_progress(verdict: Verdict) -> bool:
 def _flight_of(plans: Iterable[InFlight]) -> Flight:
     """Return the sequences that ``plans`` compute; one preempted meanwhile has computed all."""
     return {
-        computation.sequence: computation.planned or computation.sequence.num_tokens
+        seq_state.sequence: seq_state.planned or seq_state.sequence.num_tokens
         for plan in plans
-        for computation in plan.computations
+        for seq_state in plan.seq_states
     }

@@ -38,9 +38,9 @@ class ResultProcessor:
         plain = gained > 0
         self._count_tokens(plan.slots[plain], gained[plain], now)
         outputs: list[SequenceOutput] = []
-        rows = zip(plan.computations, tokens.tolist(), gained.tolist(), strict=True)
-        for index, (computation, token, count) in enumerate(rows):
-            sequence = computation.sequence
+        rows = zip(plan.seq_states, tokens.tolist(), gained.tolist(), strict=True)
+        for index, (seq_state, token, count) in enumerate(rows):
+            sequence = seq_state.sequence
             if count == 1:
                 sequence.output_ids.append(token)
                 outputs.append(SequenceOutput(sequence, (token,)))
@@ -49,7 +49,7 @@ class ResultProcessor:
                 sequence.output_ids += several
                 outputs.append(SequenceOutput(sequence, tuple(several)))
             elif plan.samples[index] and sequence.state is not State.FINISHED:
-                outputs += self._take_row(computation, results, index, now)
+                outputs += self._take_row(seq_state, results, index, now)
         return outputs
 
     def _sort(self, plan: InFlight, results: Results) -> tuple[Ints, Ints]:
@@ -79,7 +79,7 @@ class ResultProcessor:
         return tokens, np.where(plain, given, 0)
 
     def _may_end_later(self, results: Results) -> Bools:
-        """Return for each row whether one of its tokens may be the end of its sequence."""
+        """Return a mask of the rows in which a token may end the sequence."""
         ends = (results.tokens < 0) | self._state.memory.counts.may_stop(results.tokens)
         num_before = np.concatenate([[0], np.cumsum(ends)])[results.offsets]
         may_end: Bools = num_before[1:] > num_before[:-1]
@@ -98,40 +98,40 @@ class ResultProcessor:
         last_token[slots] = now
 
     def _take_row(
-        self, computation: SequenceState, results: Results, index: int, now: float
+        self, seq_state: SequenceState, results: Results, index: int, now: float
     ) -> list[SequenceOutput]:
         """Give a sequence that hasn't finished the tokens of its row, as far as it takes them."""
-        sequence, tokens = computation.sequence, results.row(index)
+        sequence, tokens = seq_state.sequence, results.row(index)
         outputs: list[SequenceOutput] = []
         if tokens[0] >= 0 and sequence.max_tokens:
-            output = self._accept(computation, results, index, now)
+            output = self._accept(seq_state, results, index, now)
             outputs.append(output)
             if output.finish is not None or tokens[-1] >= 0:
                 return outputs
-        sequence.request.vector = results.vectors.get(computation.slot, b"")
+        sequence.request.vector = results.vectors.get(seq_state.slot, b"")
         finish = ending_without_token(sequence, tokens[-1])
         self._state.counters.num_corrupted += isinstance(finish.error, EngineError)
         return outputs + self._state.finish_all(sequence.request, finish)
 
     def _accept(
-        self, computation: SequenceState, results: Results, index: int, now: float
+        self, seq_state: SequenceState, results: Results, index: int, now: float
     ) -> SequenceOutput:
         """Append the tokens of row ``index`` to the output, up to one that ends it.
 
         A stop id is part of the output's tokens; the detokenizer leaves it out of the text.
         """
-        sequence = computation.sequence
+        sequence = seq_state.sequence
         request = sequence.request
         accepted, finish = _append(sequence, results.row(index))
         count = len(accepted)
-        computation.settle(count - 1)
+        seq_state.settle(count - 1)
         self._state.counters.num_tokens_sampled += count
         if self._observer is not None:
-            computation.bring_times_up_to_date()
+            seq_state.bring_times_up_to_date()
             self._observer.observe_tokens(sequence, count, now)
         if request.times.first_token is None:
             request.times.first_token = now
-        computation.note_token(now)
+        seq_state.note_token(now)
         if finish is not None:
             self._state.finish(sequence, finish)
         logprobs = None

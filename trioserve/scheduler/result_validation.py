@@ -62,16 +62,16 @@ class Results:
         if plan.limits is not None:
             is_wrong &= (given < 1) | (given > plan.limits) | ~plan.samples
         for index in is_wrong.nonzero()[0].tolist():
-            computation = plan.computations[index]
+            seq_state = plan.seq_states[index]
             # A sequence that has ended meanwhile may or may not have been computed once more.
-            if computation.sequence.state is not State.FINISHED:
+            if seq_state.sequence.state is not State.FINISHED:
                 raise WorkerLost(
                     f"result {message.number} has {given[index]} tokens for slot "
-                    f"{computation.slot}, where {_due(plan, index)} due"
+                    f"{seq_state.slot}, where {_due(plan, index)} due"
                 )
         wants_logprobs = False
         for index in (plan.wants_more & (given > 0)).nonzero()[0].tolist():
-            params = plan.computations[index].sequence.request.params
+            params = plan.seq_states[index].sequence.request.params
             if params.logprobs is not None:
                 wants_logprobs = True
                 if params.logprob_token_ids:
@@ -161,12 +161,12 @@ def _check_vectors(message: wire.StepResult, plan: InFlight) -> dict[int, bytes]
     if not all(vector and len(vector) % 4 == 0 for vector in vectors.values()):
         raise WorkerLost(f"result {message.number} has a vector that is none")
     for index in (plan.wants_more & plan.samples).nonzero()[0].tolist():
-        computation = plan.computations[index]
-        sequence = computation.sequence
+        seq_state = plan.seq_states[index]
+        sequence = seq_state.sequence
         is_due = sequence.sampler.pooling and sequence.state is not State.FINISHED
-        if is_due and computation.slot not in vectors:
+        if is_due and seq_state.slot not in vectors:
             raise WorkerLost(
-                f"result {message.number} lacks the vector of the prompt in slot {computation.slot}"
+                f"result {message.number} lacks the vector of the prompt in slot {seq_state.slot}"
             )
     return vectors
 

@@ -1,13 +1,12 @@
 """The scheduler's task. It connects requests, one worker at a time, and the detokenizer.
 
-All decisions are made in :mod:`trioserve.scheduler.core`, which has no task. Three loops surround
-it: :meth:`Scheduler.run` takes requests in; for the attached worker, one loop
-(:mod:`~trioserve.scheduler.plan_sender`) sends plans while another receives results.
+All decisions are made in :mod:`trioserve.scheduler.core`, which has no task. Two loops surround it
+while a worker is attached: one (:mod:`~trioserve.scheduler.plan_sender`) sends plans, the other
+receives results. Requests come from :class:`~trioserve.engine.schedulers.Schedulers`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -22,9 +21,8 @@ from trioserve.observability.logs import get_logger
 from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
-from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
-from trioserve.scheduler.adapters import HeldAdapters
+from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
@@ -33,7 +31,6 @@ from trioserve.scheduler.hang_detection import HangDetection
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.pause_control import PauseControl
 from trioserve.scheduler.plan_sender import PlanSender
-from trioserve.scheduler.prefix_pins import PrefixPins
 from trioserve.scheduler.watchdog import Watchdog
 from trioserve.scheduler.weights import Weights
 from trioserve.workers import Link
@@ -57,8 +54,9 @@ class Scheduler:
         """None until the first worker has reported its capacity."""
         self.feeds = Feeds()
         """Event streams of steps and of the prefix cache."""
-        self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
-        self._worker_there = trio.Event()
+        self.outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
+        """Channel of the outputs of steps and aborts; its buffer must be unbounded."""
+        self._worker_attached = trio.Event()
         """Set while a worker is attached."""
         self._num_attached = 0
         self._attached_at = math.inf
@@ -72,42 +70,23 @@ class Scheduler:
         self._sender = PlanSender(on_planned=self._note_plan, on_nothing_to_send=self._report_idle)
         self._watchdog = Watchdog(config.watchdog_timeout)
         self._hang_detection = HangDetection(self._watchdog, self._existing_core)
-        self._calls = Calls(self._sender.send_first, self._hang_detection.owed)
+        self._calls = Calls(self._sender.send_first, self._hang_detection.expect_reply)
         self.pause_control = PauseControl(self._existing_core, self._sender.wake)
-        self.pins = PrefixPins(lambda: self._core)
-        self.weights = Weights(self.call, self.pause_control)
+        self.weights = Weights(self.call, self.pause_control.flush_prefixes)
         self.worker_power = WorkerPower()
         """Switch by which the worker is put to sleep and woken."""
-        self.adapters = HeldAdapters(
+        self.adapters = AdapterManager(
             self._existing_core, self._calls.call, self._sender.wake, self._deliver
         )
 
     # ---- requests
 
-    async def run(
-        self,
-        requests: trio.MemoryReceiveChannel[Request],
-        outputs: trio.MemorySendChannel[list[SequenceOutput]],
-    ) -> None:
-        """Take requests in until ``requests`` is closed.
+    def submit(self, request: Request) -> None:
+        """Take in a tokenized request; a worker must have been attached. Never blocks.
 
-        Args:
-            requests: Tokenized requests. They wait in the channel until the first worker is
-                attached. A request that has finished meanwhile is dropped.
-            outputs: Outputs of steps and aborts, for the detokenizer. The buffer must be unbounded,
-                because an abort can't wait.
+        A request that has finished meanwhile is dropped.
         """
-        self._outputs = outputs
-        await self._worker_there.wait()
-        async for request in requests:
-            self._admit(request)
-            # Requests that came together are admitted together, so that they share a plan.
-            with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
-                while True:
-                    self._admit(requests.receive_nowait())
-
-    def _admit(self, request: Request) -> None:
-        assert self._core is not None
+        assert self._core is not None, "no worker has been attached yet"
         if all(sequence.state is State.FINISHED for sequence in request.sequences):
             return
         try:
@@ -144,10 +123,10 @@ class Scheduler:
         self._notify()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        if not outputs or self._outputs is None:
+        if not outputs or self.outputs is None:
             return
         try:
-            self._outputs.send_nowait(outputs)
+            self.outputs.send_nowait(outputs)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             # The engine is closing and ends the streams itself.
             return
@@ -166,10 +145,10 @@ class Scheduler:
         else:
             self._deliver(self._core.recovery.restart(limits))
             self._notify()
-        self._hang_detection.accusation = ""
+        self._hang_detection.reason = ""
         self._num_attached += 1
         self._attached_at = trio.current_time()
-        self._worker_there.set()
+        self._worker_attached.set()
         self._sender.wake()
         # Read before either loop runs, because either may run first.
         first_plan = self._core.next_number
@@ -191,14 +170,14 @@ class Scheduler:
         except BaseExceptionGroup as group:
             error = sole_exception(group)
         finally:
-            self._worker_there = trio.Event()
+            self._worker_attached = trio.Event()
             self._core.now = trio.current_time()
             self._core.recovery.on_worker_lost()
             self._watchdog.settle_all(trio.current_time())
             self._sender.on_worker_lost()
-            accusation = self._hang_detection.accusation
-            self._calls.on_worker_lost(accusation, sent_away=not self.worker_power.is_on)
-            self.adapters.on_worker_lost(accusation)
+            hang_reason = self._hang_detection.reason
+            self._calls.on_worker_lost(hang_reason, sent_away=not self.worker_power.is_on)
+            self.adapters.on_worker_lost(hang_reason)
             self._notify()
         raise error
 
@@ -307,14 +286,9 @@ class Scheduler:
 
     def report_fault(self, reason: str) -> None:
         """Treat the attached worker as hung, so that it is replaced."""
-        self._hang_detection.accuse(reason)
+        self._hang_detection.declare_hung(reason)
 
     # ---- observation
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """The adapters that requests may name."""
-        return self.adapters.catalogue
 
     @property
     def core(self) -> SchedulerCore | None:
@@ -324,7 +298,7 @@ class Scheduler:
     @property
     def attached(self) -> bool:
         """True while a worker is attached."""
-        return self._worker_there.is_set()
+        return self._worker_attached.is_set()
 
     @property
     def paused(self) -> bool:
@@ -339,7 +313,7 @@ class Scheduler:
     async def wait_attached(self) -> None:
         """Block until a worker is attached."""
         while not self.attached:
-            await self._worker_there.wait()
+            await self._worker_attached.wait()
 
     @property
     def num_steps(self) -> int:
@@ -357,7 +331,7 @@ class Scheduler:
         return 0 if self._core is None else self._core.num_waiting_tokens
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
-        """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
+        """Return the numbers of waiting sequences of ``tenant``, and of their tokens."""
         return (0, 0) if self._core is None else self._core.waiting_of_tenants.of(tenant)
 
     @property

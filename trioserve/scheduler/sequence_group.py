@@ -62,42 +62,42 @@ class SequenceGroups:
     def __iter__(self) -> Iterator[SequenceState]:
         return itertools.chain.from_iterable(self._held.values())
 
-    def enter(self, computation: SequenceState) -> None:
+    def enter(self, seq_state: SequenceState) -> None:
         """Queue the sequence, or hold it back for its leader's pages."""
-        sequence = computation.sequence
+        sequence = seq_state.sequence
         request = sequence.request
         if len(request.sequences) > 1:
             leader = leader_of(request)
             if leader is not None and leader is not sequence and _has_prompt_to_compute(leader):
-                self._held.setdefault(request, SequenceQueue()).add(computation)
-                computation.is_held = True
+                self._held.setdefault(request, SequenceQueue()).add(seq_state)
+                seq_state.is_held = True
                 self._num_held += 1
                 return
-        self._waiting.add(computation)
+        self._waiting.add(seq_state)
 
-    def on_prompt_planned(self, computation: SequenceState) -> None:
+    def on_prompt_planned(self, seq_state: SequenceState) -> None:
         """Note that the plan being built computes the end of a prompt.
 
         If no token is wanted, the others stay held back: they end with the leader.
         """
-        if self._held and computation.sequence.max_tokens:
-            self._ready.append(computation.sequence.request)
+        if self._held and seq_state.sequence.max_tokens:
+            self._ready.append(seq_state.sequence.request)
 
     def release(self) -> None:
         """Queue the sequences held back for a prompt that the finished plan completes."""
         for request in self._ready:
-            for computation in self._held.pop(request, ()):
-                computation.is_held = False
+            for seq_state in self._held.pop(request, ()):
+                seq_state.is_held = False
                 self._num_held -= 1
-                self._waiting.add(computation)
+                self._waiting.add(seq_state)
         self._ready.clear()
 
-    def remove(self, computation: SequenceState) -> None:
+    def remove(self, seq_state: SequenceState) -> None:
         """Remove a sequence that is held back."""
-        request = computation.sequence.request
+        request = seq_state.sequence.request
         queue = self._held[request]
-        queue.remove(computation)
-        computation.is_held = False
+        queue.remove(seq_state)
+        seq_state.is_held = False
         self._num_held -= 1
         if not queue:
             del self._held[request]
@@ -111,7 +111,7 @@ class SequenceGroups:
         if request not in self._held:
             return
         leader = leader_of(request)
-        if leader is not None and leader.compute.is_held:
-            computation = leader.compute
-            self.remove(computation)
-            self._waiting.add(computation)
+        if leader is not None and leader.seq_state.is_held:
+            seq_state = leader.seq_state
+            self.remove(seq_state)
+            self._waiting.add(seq_state)

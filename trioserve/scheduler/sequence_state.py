@@ -215,16 +215,16 @@ class SequenceQueue:
     def __getitem__(self, index: int) -> SequenceState:
         return self._items[index]
 
-    def add(self, computation: SequenceState) -> int:
+    def add(self, seq_state: SequenceState) -> int:
         """Insert the sequence and return its position."""
-        index = bisect.bisect_left(self._items, computation.order, key=_get_order)
-        self._items.insert(index, computation)
+        index = bisect.bisect_left(self._items, seq_state.order, key=_get_order)
+        self._items.insert(index, seq_state)
         return index
 
-    def remove(self, computation: SequenceState) -> int:
+    def remove(self, seq_state: SequenceState) -> int:
         """Remove the sequence, which must be in, and return its former position."""
-        index = bisect.bisect_left(self._items, computation.order, key=_get_order)
-        assert self._items[index] is computation
+        index = bisect.bisect_left(self._items, seq_state.order, key=_get_order)
+        assert self._items[index] is seq_state
         del self._items[index]
         return index
 
@@ -240,13 +240,13 @@ class Running(SequenceQueue):
 
     slots: Ints = attrs.field(init=False, factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def add(self, computation: SequenceState) -> int:
-        index = super().add(computation)
-        self.slots = np.insert(self.slots, index, computation.slot)
+    def add(self, seq_state: SequenceState) -> int:
+        index = super().add(seq_state)
+        self.slots = np.insert(self.slots, index, seq_state.slot)
         return index
 
-    def remove(self, computation: SequenceState) -> int:
-        index = super().remove(computation)
+    def remove(self, seq_state: SequenceState) -> int:
+        index = super().remove(seq_state)
         self.slots = np.delete(self.slots, index)
         return index
 

@@ -24,6 +24,7 @@ from trioserve.scheduler.pause_gate import PauseGate
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.sequence_group import SequenceGroups
 from trioserve.scheduler.sequence_state import Running, SequenceState, adapter_word
+from trioserve.scheduler.step_time import StepTimeModel
 from trioserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -60,6 +61,8 @@ class SchedulerState:
         self.has_worker = True
         self.num_arrivals = 0
         """Number of requests ever submitted, which is the newest request's arrival number."""
+        self.step_times = StepTimeModel()
+        """Model of the time of the worker's steps."""
         self.now = 0.0
         """Time of the last call that gave one."""
         self.fault_isolation = FaultIsolation()
@@ -67,11 +70,11 @@ class SchedulerState:
 
     # ---- waiting
 
-    def enqueue(self, computation: SequenceState) -> None:
+    def enqueue(self, seq_state: SequenceState) -> None:
         """Queue the sequence, or hold it back for its leader's prompt."""
-        self.move(computation.sequence, State.WAITING)
-        self.count_waiting(computation.sequence, 1)
-        self.groups.enter(computation)
+        self.move(seq_state.sequence, State.WAITING)
+        self.count_waiting(seq_state.sequence, 1)
+        self.groups.enter(seq_state)
 
     def count_waiting(self, sequence: Sequence, sign: int) -> None:
         """Count a sequence that begins (1) or ceases (-1) to wait for a slot."""
@@ -82,50 +85,50 @@ class SchedulerState:
     def move(self, sequence: Sequence, state: State) -> None:
         """Move ``sequence`` to ``state``, and note when a preempted one does."""
         sequence.move_to(state)
-        sequence.note_detour(self.now)
+        sequence.note_history(self.now)
 
     # ---- leaving
 
-    def preempt(self, computation: SequenceState) -> None:
+    def preempt(self, seq_state: SequenceState) -> None:
         """Preempt a sequence: take its slot and pages. It resumes from its tokens."""
-        self.leave(computation)
-        self.mark_preempted(computation)
+        self.leave(seq_state)
+        self.mark_preempted(seq_state)
         self.requeue_preempted()
 
-    def mark_preempted(self, computation: SequenceState) -> None:
+    def mark_preempted(self, seq_state: SequenceState) -> None:
         """Note a sequence that has left its slot; it is queued again once no plan names it."""
-        computation.left_grammar = True
-        self.move(computation.sequence, State.PREEMPTED)
-        self.preempted.append(computation)
+        seq_state.left_grammar = True
+        self.move(seq_state.sequence, State.PREEMPTED)
+        self.preempted.append(seq_state)
 
     def retract_running(self) -> None:
         """Preempt all running sequences; they resume from their tokens."""
-        for computation in list(self.running):
-            self.preempt(computation)
+        for seq_state in list(self.running):
+            self.preempt(seq_state)
 
     def requeue_preempted(self) -> None:
         """Queue the preempted sequences that no plan in flight names any more."""
         oldest = self.in_flight[0].number if self.in_flight else self.next_number
-        for computation in [each for each in self.preempted if each.last_plan < oldest]:
-            self.preempted.remove(computation)
-            self.enqueue(computation)
+        for seq_state in [each for each in self.preempted if each.last_plan < oldest]:
+            self.preempted.remove(seq_state)
+            self.enqueue(seq_state)
 
-    def leave(self, computation: SequenceState) -> None:
+    def leave(self, seq_state: SequenceState) -> None:
         """Take slot and pages from a running sequence."""
-        self.running.remove(computation)
-        self.memory.leave(computation)
+        self.running.remove(seq_state)
+        self.memory.leave(seq_state)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence``, which hasn't finished, and free what it holds."""
         if sequence.state in (State.PREFILL, State.DECODE):
-            self.leave(sequence.compute)
+            self.leave(sequence.seq_state)
         elif sequence.state is State.WAITING:
-            queue = self.groups if sequence.compute.is_held else self.waiting
-            queue.remove(sequence.compute)
+            queue = self.groups if sequence.seq_state.is_held else self.waiting
+            queue.remove(sequence.seq_state)
             self.count_waiting(sequence, -1)
         elif sequence.state is State.PREEMPTED:
-            self.preempted.remove(sequence.compute)
-        sequence.compute = None
+            self.preempted.remove(sequence.seq_state)
+        sequence.seq_state = None
         sequence.finish = finish
         sequence.move_to(State.FINISHED)
         self.fault_isolation.forget(sequence)

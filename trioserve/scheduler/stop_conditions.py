@@ -19,7 +19,7 @@ def ending(sequence: Sequence) -> Finish | None:
 
 
 def _has(ids: tuple[int, ...], token: int) -> bool:
-    """Return whether ``token`` is one of ``ids``, which are sorted."""
+    """Return True if ``token`` is one of ``ids``, which are sorted."""
     place = bisect.bisect_left(ids, token)
     return place < len(ids) and ids[place] == token
 

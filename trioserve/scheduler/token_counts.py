@@ -81,7 +81,7 @@ class TokenCounts:
         return ids[(ids >= 0) & (ids < len(self._stops))]
 
     def may_stop(self, tokens: Ints) -> Bools:
-        """Return which of ``tokens``, none of them negative, are a stop id of any sequence."""
+        """Return a mask of ``tokens`` that are a stop id of any sequence; none may be negative."""
         return self._stops[tokens] > 0
 
     def advance(self, slots: Ints, plan: int) -> None:

@@ -21,22 +21,22 @@ import attrs
 from trioserve.scheduler.sequence_state import SequenceQueue, SequenceState
 
 
-def _priority(computation: SequenceState) -> int:
-    return computation.order[0]
+def _priority(seq_state: SequenceState) -> int:
+    return seq_state.order[0]
 
 
-def _tenant(computation: SequenceState) -> str:
-    return computation.sequence.request.tenant
+def _tenant(seq_state: SequenceState) -> str:
+    return seq_state.sequence.request.tenant
 
 
-def _age(computation: SequenceState) -> tuple[int, int]:
+def _age(seq_state: SequenceState) -> tuple[int, int]:
     """Return a key that is smaller for the older of two sequences."""
-    return computation.order[2:]
+    return seq_state.order[2:]
 
 
-def _is_like(computation: SequenceState, other: SequenceState) -> bool:
+def _is_like(seq_state: SequenceState, other: SequenceState) -> bool:
     """Return True if both have the same tenant and priority."""
-    return _priority(computation) == _priority(other) and _tenant(computation) == _tenant(other)
+    return _priority(seq_state) == _priority(other) and _tenant(seq_state) == _tenant(other)
 
 
 @attrs.define(eq=False)
@@ -51,26 +51,26 @@ class WaitingQueue(SequenceQueue):
     """Sequences that had a turn."""
     _num_turns: int = attrs.field(init=False, default=0)
 
-    def add(self, computation: SequenceState) -> int:
-        if computation.had_turn:
-            self._returned.add(computation)
+    def add(self, seq_state: SequenceState) -> int:
+        if seq_state.had_turn:
+            self._returned.add(seq_state)
         else:
-            tenants = self._new.setdefault(_priority(computation), {})
-            tenants.setdefault(_tenant(computation), SequenceQueue()).add(computation)
-        return super().add(computation)
+            tenants = self._new.setdefault(_priority(seq_state), {})
+            tenants.setdefault(_tenant(seq_state), SequenceQueue()).add(seq_state)
+        return super().add(seq_state)
 
-    def remove(self, computation: SequenceState) -> int:
-        if computation.had_turn:
-            self._returned.remove(computation)
+    def remove(self, seq_state: SequenceState) -> int:
+        if seq_state.had_turn:
+            self._returned.remove(seq_state)
         else:
-            tenants = self._new[_priority(computation)]
-            queue = tenants[_tenant(computation)]
-            queue.remove(computation)
+            tenants = self._new[_priority(seq_state)]
+            queue = tenants[_tenant(seq_state)]
+            queue.remove(seq_state)
             if not queue:
-                del tenants[_tenant(computation)]
+                del tenants[_tenant(seq_state)]
             if not tenants:
-                del self._new[_priority(computation)]
-        return super().remove(computation)
+                del self._new[_priority(seq_state)]
+        return super().remove(seq_state)
 
     def take_all(self) -> list[SequenceState]:
         """Empty the queue. Adding all again, in the order returned, keeps the turns."""
@@ -80,28 +80,26 @@ class WaitingQueue(SequenceQueue):
         self._returned.take_all()
         return items
 
-    def admit(self, computation: SequenceState, running: SequenceQueue) -> None:
+    def admit(self, seq_state: SequenceState, running: SequenceQueue) -> None:
         """Remove the sequence, which enters a slot. If it had no turn, it uses its tenant's."""
-        self.remove(computation)
-        if computation.had_turn:
+        self.remove(seq_state)
+        if seq_state.had_turn:
             return
-        priority, _, arrival, index = computation.order
+        priority, _, arrival, index = seq_state.order
         tenants = self._new.get(priority, {})
-        queue = tenants.pop(_tenant(computation), None)
+        queue = tenants.pop(_tenant(seq_state), None)
         if queue is not None:
-            tenants[_tenant(computation)] = queue
+            tenants[_tenant(seq_state)] = queue
         self._num_turns += 1
-        turns = (each.order[1] for each in self._younger(computation, running))
-        computation.order = (priority, min(turns, default=self._num_turns), arrival, index)
+        turns = (each.order[1] for each in self._younger(seq_state, running))
+        seq_state.order = (priority, min(turns, default=self._num_turns), arrival, index)
 
-    def _younger(
-        self, computation: SequenceState, running: SequenceQueue
-    ) -> Iterator[SequenceState]:
+    def _younger(self, seq_state: SequenceState, running: SequenceQueue) -> Iterator[SequenceState]:
         """Yield the younger sequences of its tenant and priority that had turns."""
         for queue in (running, self._returned):
             for each in reversed(queue):
-                if _is_like(each, computation):
-                    if _age(each) < _age(computation):
+                if _is_like(each, seq_state):
+                    if _age(each) < _age(seq_state):
                         break  # The rest is older still.
                     yield each
 

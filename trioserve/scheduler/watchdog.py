@@ -49,7 +49,7 @@ ADDED_SECONDS = {
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class OwedReply:
+class PendingReply:
     """A call that the worker hasn't answered."""
 
     name: str
@@ -70,11 +70,11 @@ class Watchdog:
     timeout: float
     _plan: InFlight | None = attrs.field(init=False, default=None)
     """Oldest plan in flight."""
-    _replies: dict[OwedReply, None] = attrs.field(init=False, factory=dict)
+    _replies: dict[PendingReply, None] = attrs.field(init=False, factory=dict)
     """Calls that the worker answers in the order of its plans."""
-    _beside: dict[OwedReply, float] = attrs.field(init=False, factory=dict)
+    _beside: dict[PendingReply, float] = attrs.field(init=False, factory=dict)
     """Calls that threads answer, with their deadlines."""
-    _due: InFlight | OwedReply | None = attrs.field(init=False, default=None)
+    _due: InFlight | PendingReply | None = attrs.field(init=False, default=None)
     """Work that is first in the worker's order."""
     _began: float = attrs.field(init=False, default=0.0)
     _allowed: float = attrs.field(init=False, default=math.inf)
@@ -82,7 +82,7 @@ class Watchdog:
     """Seconds of the slowest step that has come back."""
     _largest: float = attrs.field(init=False, default=0.0)
     """Size of the largest step that has come back."""
-    _forgiven: InFlight | OwedReply | None = attrs.field(init=False, default=None)
+    _extended_for: InFlight | PendingReply | None = attrs.field(init=False, default=None)
     """Work that was overdue when all deadlines were last extended."""
 
     def follow(self, oldest: InFlight | None, now: float) -> None:
@@ -91,7 +91,7 @@ class Watchdog:
             self._plan = oldest
             self._update(now)
 
-    def expect(self, name: str, num_bytes: int, before_plan: int, now: float) -> OwedReply:
+    def expect(self, name: str, num_bytes: int, before_plan: int, now: float) -> PendingReply:
         """Watch a call that is sent before plan ``before_plan``.
 
         Args:
@@ -101,7 +101,7 @@ class Watchdog:
             now: The time.
         """
         allowed = self._call_allowance(name, num_bytes)
-        reply = OwedReply(name=name, allowed=allowed, before_plan=before_plan)
+        reply = PendingReply(name=name, allowed=allowed, before_plan=before_plan)
         if name in IN_THREADS:
             self._beside[reply] = now + allowed
         else:
@@ -109,7 +109,7 @@ class Watchdog:
             self._update(now)
         return reply
 
-    def settle(self, reply: OwedReply, now: float) -> None:
+    def settle(self, reply: PendingReply, now: float) -> None:
         """Stop watching a call that was answered or given up. Idempotent."""
         self._beside.pop(reply, None)
         self._replies.pop(reply, None)
@@ -129,12 +129,12 @@ class Watchdog:
             match due:
                 case None:
                     self._allowed = math.inf
-                case OwedReply():
+                case PendingReply():
                     self._allowed = due.allowed
                 case _:
                     self._allowed = self.allowance(due)
 
-    def _first_in_turn(self) -> InFlight | OwedReply | None:
+    def _first_in_turn(self) -> InFlight | PendingReply | None:
         plan, reply = self._plan, next(iter(self._replies), None)
         if reply is not None and (plan is None or reply.before_plan <= plan.number):
             return reply
@@ -160,7 +160,7 @@ class Watchdog:
         pace = BYTES_PER_SECOND.get(name, math.inf)
         return self.timeout + ADDED_SECONDS[name] + num_bytes / pace
 
-    def forgive(self, now: float) -> bool:
+    def extend_deadlines(self, now: float) -> bool:
         """Extend all deadlines once if this process itself seems to have been stopped.
 
         To be called when the deadline has passed. If the call comes very late, this process has
@@ -171,9 +171,9 @@ class Watchdog:
             True if the deadlines were extended.
         """
         overdue = self._overdue()
-        if now - self.deadline <= MAX_LATENESS or self._forgiven is overdue:
+        if now - self.deadline <= MAX_LATENESS or self._extended_for is overdue:
             return False
-        self._forgiven = overdue
+        self._extended_for = overdue
         self._began = now
         self._beside = {reply: now + reply.allowed for reply in self._beside}
         return True
@@ -184,7 +184,7 @@ class Watchdog:
         in_turn = self._began + self._allowed
         return min(in_turn, *self._beside.values()) if self._beside else in_turn
 
-    def _overdue(self) -> InFlight | OwedReply | None:
+    def _overdue(self) -> InFlight | PendingReply | None:
         """Return the work that is due at the deadline."""
         deadline = self.deadline
         late = (reply for reply, until in self._beside.items() if until == deadline)
@@ -196,11 +196,11 @@ class Watchdog:
             now > until - reply.allowed / 2 for reply, until in self._beside.items()
         )
 
-    def accusation(self) -> str:
-        """Return a sentence about the work that the worker failed to do by the deadline."""
+    def reason(self) -> str:
+        """Return the reason for which the worker counts as hung: the overdue work."""
         overdue = self._overdue()
         assert overdue is not None
-        if isinstance(overdue, OwedReply):
+        if isinstance(overdue, PendingReply):
             return (
                 f"no answer to {overdue.name!r} within {overdue.allowed:.3g} s (--watchdog-timeout)"
             )

@@ -1,19 +1,16 @@
-"""The weights that the workers serve, and their exchange for others."""
+"""The weights that one scheduler's workers serve, and the steps of a swap for others."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import attrs
 import trio
 
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.scheduler.calls import WorkerCall
-from trioserve.scheduler.pause_control import PauseControl
 
-HOLDER = "weights"
-"""Key under which an exchange pauses."""
 _DISCARD_SECONDS = 5.0
 
 
@@ -21,54 +18,31 @@ _DISCARD_SECONDS = 5.0
 class Weights:
     """The weights of one scheduler's workers.
 
-    New weights are read while the old ones serve, and swapped in during a pause. Any failure before
-    that leaves the old ones in place, for later workers too.
-
     Args:
         call: Calls the worker.
-        pause_control: The scheduler's pauses.
+        flush_prefixes: Clears the prefix cache.
     """
 
     _call: WorkerCall
-    _pause_control: PauseControl
+    _flush_prefixes: Callable[[], int]
     path: str = attrs.field(init=False, default="")
-    """Path of the weights in use; empty for the model's own."""
-    _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+    """Path of the weights for this worker's successors; empty for the model's own."""
 
-    async def exchange(
-        self, path: str, clear: Callable[[str], Awaitable[None]], *, num_bytes: int = 0
-    ) -> str:
-        """Serve the weights at ``path``. Exchanges happen one after another.
+    async def read(self, path: str, *, num_bytes: int = 0) -> str:
+        """Have the worker read the weights at ``path`` beside those that serve.
 
-        Args:
-            path: Path of a folder or a file.
-            clear: Pauses the scheduler under the given key so that no sequence holds KV.
-            num_bytes: Size of the weights, by which the time limit is set.
-
-        Returns:
-            The checksum of the weights.
-
-        Raises:
-            EngineError: The worker reports why it can't. The old weights serve.
-            WorkerLost: There is no worker, or it was lost or hung meanwhile. The old weights serve.
+        ``num_bytes`` is their size, by which the time limit is set. Returns their checksum.
         """
-        async with self._lock:
-            try:
-                checksum: str = await self._call("read_weights", path, num_bytes=num_bytes)
-                await clear(HOLDER)
-                # The swap is done or not done: wait until that is known.
-                with trio.CancelScope(shield=True):
-                    await self._call("swap_weights", path, num_bytes=num_bytes)
-                    self.path = path
-                    self._pause_control.flush_prefixes()
-            except BaseException:
-                await self._discard()
-                raise
-            finally:
-                self._pause_control.resume(HOLDER)
-            return checksum
+        checksum: str = await self._call("read_weights", path, num_bytes=num_bytes)
+        return checksum
 
-    async def _discard(self) -> None:
+    async def swap(self, path: str, *, num_bytes: int = 0) -> None:
+        """Serve the weights that were read; cached prefixes are cleared. No sequence may run."""
+        await self._call("swap_weights", path, num_bytes=num_bytes)
+        self.path = path
+        self._flush_prefixes()
+
+    async def discard(self) -> None:
         """Have the worker, if there is one, drop the weights that don't serve."""
         with trio.move_on_after(_DISCARD_SECONDS, shield=True):
             with contextlib.suppress(EngineError, WorkerLost):
