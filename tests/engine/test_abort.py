@@ -171,10 +171,10 @@ async def test_an_abort_from_outside_ends_the_stream_with_its_error(tiny: Path) 
                 await stream.receive()
                 (request,) = engine._open
                 error = RequestAborted("aborted by an administrator")
-                engine._scheduler.abort(
+                engine.schedulers.abort(
                     request.sequences[0], Finish(FinishReason.ABORT, None, error)
                 )
-                engine._scheduler.abort(
+                engine.schedulers.abort(
                     request.sequences[0], Finish(FinishReason.ABORT, None, error)
                 )
                 async for _ in stream:

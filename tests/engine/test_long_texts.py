@@ -101,7 +101,7 @@ def test_of_a_long_text_a_part_is_cut(side: str, monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_given_back_behind_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[bool] = []
-    monkeypatch.setattr(guarded, "give_back", lambda: given_back.append(True))
+    monkeypatch.setattr(guarded, "trim_memory", lambda: given_back.append(True))
     tokenizer = Tokenizer(byte_tokenizer())
     tokenizer.encode("x" * 1000)
     assert not given_back

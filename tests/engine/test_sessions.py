@@ -29,7 +29,7 @@ def slow_worker(**options: Any) -> FakeWorker:
 
 
 def levels(engine: Engine) -> list[int]:
-    pool = engine._scheduler._core.memory.pool  # type: ignore[attr-defined]
+    pool = engine.schedulers[0]._core.memory.pool  # type: ignore[attr-defined]
     return sorted({pool.level(page) for page in pool.kept()})
 
 
@@ -327,5 +327,5 @@ def test_the_tree_of_turns(seed: int) -> None:
 def test_the_simulation_has_sessions_and_retention() -> None:
     scenarios = [draw_scenario(seed) for seed in range(60)]
     uses = [client.session for each in scenarios for client in each.clients if client.session]
-    assert {use.how for use in uses} == {"last", "anew", "replace"}
+    assert {use.how for use in uses} == {"last", "scratch", "replace"}
     assert any(client.retention for each in scenarios for client in each.clients)

@@ -97,7 +97,7 @@ async def test_abort_all_ends_one_whose_grammar_is_prepared(autojump_clock: Cloc
         async def call(name: str, arguments: object = None) -> object:
             await worker_answers.wait()
 
-        engine._scheduler.call = call  # type: ignore[method-assign]
+        engine.schedulers.call = call  # type: ignore[method-assign]
         grammar = Grammar("regex", "a+")
         nursery.start_soon(lambda: reader.read(engine, "p", grammar=grammar))
         await trio.testing.wait_all_tasks_blocked()

@@ -24,7 +24,7 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.stream import Chunk
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_engine import byte_tokenizer, open_fake_engine
-from trioserve.text.preparation import MAX_WORKERS_LOST
+from trioserve.text.worker_validation import MAX_WORKERS_LOST
 
 Clock = trio.testing.MockClock
 PROMPT = "hello"

@@ -234,7 +234,7 @@ async def test_the_queue_is_bounded_over_all(tmp_path: Path) -> None:
                 with pytest.raises(QueueFull, match="3 requests are waiting"):
                     front_end.engine.check_room()
             # A front end that doesn't know yet is told by the engine process.
-            second.remote._line = (0, 0)
+            second.remote._queue_load = (0, 0)
             with pytest.raises(QueueFull, match="3 requests are waiting") as caught:
                 await _enter(stack, second)
             assert caught.value.retry_after >= 1
@@ -458,7 +458,7 @@ async def test_steps_of_all_are_told(tmp_path: Path) -> None:
         retention = Retention([RetentionRange(0, None, 90, 60_000)], output_priority=80)
         await second.engine.complete("a" * 40, max_tokens=3, retention=retention)
         assert {each.kind for each in await second.server_api.cache_events()} == {"stored"}
-        pool = server.engine_server._scheduler._core.memory.pool  # type: ignore[union-attr]
+        pool = server.engine_server.schedulers[0]._core.memory.pool  # type: ignore[union-attr]
         assert 90 in {pool.level(page) for page in pool.kept()}
         await server.wait_nothing_held()
 

@@ -37,8 +37,9 @@ async def seen(take: Pictures, condition: Callable[[Snapshot], bool]) -> Snapsho
 
 async def until_unwatched(server: Server) -> None:
     monitor = server.engine_server.monitor
+    iterations = monitor.schedulers[0].feeds.iterations.feed
     with trio.fail_after(60):
-        while monitor.departures.is_wanted or monitor.scheduler.feeds.iterations.feed.is_wanted:
+        while monitor.departures.is_wanted or iterations.is_wanted:
             await trio.sleep(0.01)
 
 

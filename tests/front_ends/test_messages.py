@@ -90,7 +90,7 @@ def steps(draw: st.DrawFn) -> StepUpdate:
 
 @given(
     step=st.none() | steps(),
-    line=st.tuples(numbers, numbers),
+    queue=st.tuples(numbers, numbers),
     admitted=st.lists(st.tuples(numbers, floats), max_size=3),
     rejected=st.lists(st.tuples(numbers, faults), max_size=3),
     moves=st.lists(st.tuples(numbers, st.integers(0, 6)), max_size=3),
@@ -98,7 +98,7 @@ def steps(draw: st.DrawFn) -> StepUpdate:
 )
 def test_an_update_survives(
     step: StepUpdate | None,
-    line: tuple[int, int],
+    queue: tuple[int, int],
     admitted: list[tuple[int, float]],
     rejected: list[tuple[int, ErrorMessage]],
     moves: list[tuple[int, int]],
@@ -106,7 +106,7 @@ def test_an_update_survives(
 ) -> None:
     piece = wire.PromptPiece(slot=0, start=1, logprobs=b"1234", ranks=b"5678")
     update = SchedulerUpdate(
-        line=line,
+        queue=queue,
         admitted=admitted,
         rejected=rejected,
         moves=moves,

@@ -108,7 +108,7 @@ async def nothing_left(server: Server) -> None:
             await trio.sleep(0.005)
     server.engine_server.check_integrity()
     assert server.engine_server.statistics().num_sessions == 0
-    assert server.engine_server._scheduler.pins.names() == set()
+    assert server.engine_server.schedulers.pins.names() == set()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -156,7 +156,7 @@ async def test_what_is_computed_is_found_by_the_next_turn(tmp_path: Path) -> Non
         more = await turn(second, id, " and more", after="a")
         length = len(start.prompt_token_ids) + len(start.token_ids)
         assert more.usage.cached_tokens >= length - 8
-        assert server.engine_server._scheduler.pins.names() != set()
+        assert server.engine_server.schedulers.pins.names() != set()
         await first.close_session(id, None)
         await nothing_left(server)
 
@@ -292,4 +292,4 @@ async def test_a_front_end_that_dies_takes_its_turns_and_no_session(tmp_path: Pa
             while not server.engine_server.idle:
                 await trio.sleep(0.005)
         server.engine_server.check_integrity()
-        assert server.engine_server._scheduler.pins.names() == set()
+        assert server.engine_server.schedulers.pins.names() == set()

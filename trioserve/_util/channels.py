@@ -1,4 +1,4 @@
-"""Memory channels that take and pass on many messages at once.
+"""Receiving and forwarding of many messages of memory channels at once.
 
 Trio's own ``receive`` and ``send`` are checkpoints, at which every other task runs. If a thousand
 requests come at once, the last of them would wait a thousand turns of the event loop at each
@@ -15,7 +15,7 @@ import trio
 T = TypeVar("T")
 
 
-def all_waiting(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
+def receive_waiting(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
     """Yield all messages that have been sent and not received yet, without waiting for more."""
     while True:
         try:
@@ -24,7 +24,7 @@ def all_waiting(channel: trio.MemoryReceiveChannel[T]) -> Iterator[T]:
             return
 
 
-async def pass_on(channel: trio.MemorySendChannel[T], message: T) -> None:
+async def forward(channel: trio.MemorySendChannel[T], message: T) -> None:
     """Send ``message``. It is a checkpoint only if the channel's buffer is full.
 
     Raises:

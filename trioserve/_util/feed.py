@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import attrs
@@ -127,19 +127,11 @@ class Feed(Generic[T]):
         for reader in self._readers:
             reader.put(record)
 
-    @contextlib.contextmanager
-    def subscribe(self, max_records: int = DEFAULT_MAX_RECORDS) -> Iterator[Subscription[T]]:
-        """Subscribe to the records published during the block, except those that the reader is too
-        slow for.
-
-        Args:
-            max_records: Most records that may wait for the reader; at least 1.
-        """
-        if max_records < 1:
-            raise ValueError(f"max_records must be at least 1, got {max_records}")
-        reader: Subscription[T] = Subscription(deque(maxlen=max_records))
-        with self.read_by(reader):
-            yield reader
+    def subscribe(
+        self, max_records: int = DEFAULT_MAX_RECORDS
+    ) -> contextlib.AbstractContextManager[Subscription[T]]:
+        """Subscribe to this feed alone: see :func:`subscribe_to`."""
+        return subscribe_to([self], max_records)
 
     @contextlib.contextmanager
     def read_by(self, reader: Reader[T]) -> Iterator[None]:
@@ -164,3 +156,25 @@ class Feed(Generic[T]):
             self._error = error
             for reader in self._readers:
                 reader.end(error)
+
+
+@contextlib.contextmanager
+def subscribe_to(
+    feeds: Iterable[Feed[T]], max_records: int = DEFAULT_MAX_RECORDS
+) -> Iterator[Subscription[T]]:
+    """Subscribe to the records that ``feeds`` publish during the block, in the order in which they
+    come.
+
+    Records that the reader is too slow for are lost.
+
+    Args:
+        feeds: The feeds to read.
+        max_records: Most records that may wait for the reader; at least 1.
+    """
+    if max_records < 1:
+        raise ValueError(f"max_records must be at least 1, got {max_records}")
+    reader: Subscription[T] = Subscription(deque(maxlen=max_records))
+    with contextlib.ExitStack() as stack:
+        for feed in feeds:
+            stack.enter_context(feed.read_by(reader))
+        yield reader

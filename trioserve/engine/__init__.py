@@ -1,4 +1,5 @@
 """The engine: its nursery and tasks, requests by Python, sessions, operators' calls, offline use.
 
-Imported by HTTP, front ends, tests' fakes and the command line. Imports all that is below HTTP.
+Imported by the live view, HTTP, front ends, tests' fakes and the command line. Imports all that is
+below HTTP.
 """

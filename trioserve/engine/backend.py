@@ -1,6 +1,6 @@
 """The back end of requests: it takes them from the tokenizer and computes them.
 
-It is the :class:`~trioserve.scheduler.scheduler.Scheduler` in a process of one's own. A front end
+It is :class:`~trioserve.engine.schedulers.Schedulers` in a process of one's own. A front end
 sends its requests to the engine process
 (:class:`trioserve.front_ends.client.scheduler.RemoteScheduler`).
 """

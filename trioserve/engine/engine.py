@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 
 import attrs
 
 from trioserve.engine.control import Control
 from trioserve.engine.operations import OperatedEngine
 from trioserve.engine.request_engine import RequestEngine
+from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.sessions.session import MAX_CAPACITY, Session
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import EngineError, Paused
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.supervisor import WorkerLife
 
 
@@ -24,7 +23,7 @@ from trioserve.workers.supervisor import WorkerLife
 class Engine(RequestEngine, OperatedEngine):
     """A running engine. Made by :func:`open_engine`; every method is for the same trio program."""
 
-    _scheduler: Scheduler
+    _backend: Schedulers
     worker_life: Callable[[], WorkerLife]
     """Returns the state of the worker process."""
     sessions: Sessions = attrs.field(init=False)
@@ -34,15 +33,15 @@ class Engine(RequestEngine, OperatedEngine):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        self.control = Control(self._scheduler, self._open, self._batcher)
+        self.control = Control(self.schedulers, self._open)
         self.sessions = Sessions(
-            self._scheduler.pins, self.config.max_sessions, self.generate, self.end
+            self.schedulers.pins, self.config.max_sessions, self.generate, self.end
         )
 
     @property
-    def schedulers(self) -> Seq[Scheduler]:
+    def schedulers(self) -> Schedulers:
         """The schedulers of the engine."""
-        return (self._scheduler,)
+        return self._backend
 
     @contextlib.contextmanager
     def open_session(
@@ -92,7 +91,8 @@ class Engine(RequestEngine, OperatedEngine):
     def close(self, error: EngineError) -> None:
         """End every open request with ``error``, and refuse new ones with it. Idempotent."""
         super().close(error)
-        self._scheduler.feeds.close(error)
+        for each in self.schedulers:
+            each.feeds.close(error)
         self.sessions.close(error)
 
     def _check_open(self) -> None:

@@ -42,7 +42,7 @@ class GeneratingEngine:
     pooling: Pooling
     _requests: RequestMaker
     _open: OpenGenerations
-    _scheduler: Backend
+    _backend: Backend
 
     @property
     def generation_defaults(self) -> dict[str, float | int]:
@@ -164,6 +164,7 @@ class GeneratingEngine:
             raise InvalidRequest("give either params or its fields, not both", param="params")
         options.check()
         adapter = self._adapter_number(options.adapter)
+        options.check_retention()
         request = self._requests.make(as_prompt(prompt), params, options, adapter=adapter)
         return self._open.opened(
             request, Deadline.of(options.timeout, options.arrived, self.config)
@@ -171,4 +172,4 @@ class GeneratingEngine:
 
     def _adapter_number(self, name: str) -> int:
         """Return the number of a loaded adapter, or of none."""
-        return self._scheduler.catalogue.find(name).number if name else NO_ADAPTER
+        return self._backend.catalogue.find(name).number if name else NO_ADAPTER

@@ -1,4 +1,4 @@
-"""Checks of an idle engine: its invariants hold, and its worker holds no slots or pages.
+"""Checks of an idle engine: its invariants hold, and its workers hold no slots or pages.
 
 The engine and the scheduler call :meth:`IdleCheck.note` when they run out of work; nothing is
 polled. A finding is a bug in trioserve. It is logged once with its place and counted; the engine
@@ -41,7 +41,11 @@ class Checked(Protocol):
 
     def check_integrity(self) -> None: ...
 
-    async def call_worker(self, name: str, arguments: object = None) -> Any: ...
+
+class AskedWorkers(Protocol):
+    """The calls of :class:`~trioserve.engine.schedulers.Schedulers` that the check needs."""
+
+    async def call_all(self, name: str, arguments: object = None) -> list[Any]: ...
 
 
 @attrs.define(eq=False)
@@ -50,11 +54,11 @@ class IdleCheck:
 
     Args:
         engine: the engine to check.
-        asks_worker: whether to ask the worker, too, for the slots and pages that it holds.
+        workers: the workers to ask, too, for the slots and pages that they hold, if any.
     """
 
     engine: Checked
-    asks_worker: bool = False
+    workers: AskedWorkers | None = None
     _noted: trio.Event = attrs.field(init=False, factory=trio.Event)
     _next: float = attrs.field(init=False, default=0.0)
     _known: set[str] = attrs.field(init=False, factory=set)
@@ -74,8 +78,8 @@ class IdleCheck:
                 began = trio.current_time()
                 self._look()
                 took = trio.current_time() - began
-                if self.asks_worker:
-                    await self._ask_worker()
+                if self.workers is not None:
+                    await self._ask(self.workers)
                 self._next = trio.current_time() + max(INTERVAL, took / MAX_SHARE)
 
     def _look(self) -> None:
@@ -86,26 +90,27 @@ class IdleCheck:
             what = str(error) or place.line or type(error).__name__
             self._report(f"{what} ({place.filename}:{place.lineno})", error)
 
-    async def _ask_worker(self) -> None:
-        """Report slots and pages that the worker holds, because an idle engine needs none."""
+    async def _ask(self, workers: AskedWorkers) -> None:
+        """Report slots and pages that a worker holds, because an idle engine needs none."""
         engine = self.engine
         before = engine.statistics()
-        held: object = None
+        answers: list[Any] = [None]
         with trio.move_on_after(WORKER_TIMEOUT):
             try:
-                held = await engine.call_worker("statistics")
+                answers = await workers.call_all("statistics")
             except (EngineError, WorkerLost):
                 return
         if not engine.idle or engine.statistics() != before:
             return
-        if not isinstance(held, dict):
-            _log.warning("an idle worker doesn't answer", seconds=WORKER_TIMEOUT)
-            return
-        slots, pages = held.get("open_slots", 0), held.get("pages_used", 0)
-        if slots or pages:
-            self._report(
-                f"the worker holds {slots} slots and {pages} pages of requests that have ended"
-            )
+        for held in answers:
+            if not isinstance(held, dict):
+                _log.warning("an idle worker doesn't answer", seconds=WORKER_TIMEOUT)
+                continue
+            slots, pages = held.get("open_slots", 0), held.get("pages_used", 0)
+            if slots or pages:
+                self._report(
+                    f"the worker holds {slots} slots and {pages} pages of requests that have ended"
+                )
 
     def _report(self, finding: str, error: Exception | None = None) -> None:
         self.engine.metrics.integrity_violations += 1

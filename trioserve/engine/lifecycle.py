@@ -55,7 +55,7 @@ class OpenGenerations:
     A request is open until its caller has left the block.
 
     Args:
-        scheduler: is told of aborts.
+        backend: is told of aborts.
         admission: counts waiting requests.
         to_tokenizer: the first task's inbox.
         check_open: raises while no request is to be admitted.
@@ -63,7 +63,7 @@ class OpenGenerations:
         on_left: called with each request when its caller has left the block.
     """
 
-    _scheduler: Backend
+    _backend: Backend
     _admission: Admission
     _to_tokenizer: trio.MemorySendChannel[Request]
     _check_open: Callable[[], None]
@@ -121,7 +121,7 @@ class OpenGenerations:
         finish = Finish(FinishReason.ABORT, error=error)
         for sequence in reversed(request.sequences):
             if not sequence.delivered:
-                self._scheduler.abort(sequence, finish)
+                self._backend.abort(sequence, finish)
 
     def _abandon(self, request: Request) -> None:
         """Drop a request when its caller has left the block. Never blocks."""
@@ -132,7 +132,7 @@ class OpenGenerations:
         # The last sequence first, so that no other one takes over the prompt.
         for sequence in reversed(request.sequences):
             if not sequence.delivered:
-                self._scheduler.abort(sequence, finish)
+                self._backend.abort(sequence, finish)
                 self._on_finished(sequence, sequence.finish or finish)
         request.stream.discard()
         self._admission.forget(request)

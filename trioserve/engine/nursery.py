@@ -2,7 +2,7 @@
 
 ::
 
-    Engine.generate ──▶ tokenizer ──▶ preparation ──▶ scheduler ══▶ worker
+    Engine.generate ──▶ tokenizer ──▶ validation ───▶ scheduler ══▶ worker
                                                         │   ▲
     GenerationStream ◀────────────── detokenizer ◀──────┘   ╚══════ worker
 
@@ -27,10 +27,11 @@ from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import named_paths
 from trioserve.engine.backend import Backend
 from trioserve.engine.engine import Engine
-from trioserve.engine.idle_check import IdleCheck
+from trioserve.engine.idle_check import AskedWorkers, IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.model_files import locate
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
@@ -46,8 +47,8 @@ from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
-from trioserve.text.preparation import Preparation
 from trioserve.text.tokenizer_task import TokenizerTask
+from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.socket_folder import sweep_socket_folders
 from trioserve.workers.supervisor import OnProgress, Supervisor, Workers
 
@@ -175,6 +176,7 @@ def start_message(
         kv_offloading_bytes=config.kv_offloading_bytes or 0,
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
+        cpu_isa=config.cpu_isa,
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         enforce_eager=config.enforce_eager,
@@ -203,43 +205,67 @@ async def run_engine(
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     """
 
+    schedulers = join_schedulers(
+        config, scheduler, supervisor, metrics, encodes=model.encoder is not None
+    )
     encoding: Encoding | None = None
     if model.encoder is not None:
-        batcher = supervised_batcher(config, scheduler, supervisor, metrics)
-        encoding = Encoding(encoder=model.encoder, compute=batcher.compute, batcher=batcher)
+        encoding = Encoding(encoder=model.encoder, compute=schedulers.encode)
 
     start_task: Callable[[Callable[..., Awaitable[None]]], None]
 
-    async def start_worker(tasks: EngineTasks) -> wire.Ready:
+    async def start(tasks: EngineTasks) -> wire.Ready:
         nonlocal start_task
         start_task = tasks.start_soon
-        ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
-        if encoding is not None and encoding.batcher is not None:
-            encoding.batcher.set_limits(ready)
-            tasks.start_soon(encoding.batcher.run)
-        await scheduler.adapters.load_first(named_paths(config.lora_modules))
-        return ready
+        return await start_worker(tasks, config, schedulers, supervisor)
 
     async with run_tasks(
         config,
         model,
-        scheduler,
+        schedulers,
         metrics,
-        start_worker,
+        start,
         functools.partial(
             Engine,
             worker_life=lambda: supervisor.life,
             worker_restarts=lambda: supervisor.restarts,
             encoding=encoding,
         ),
-        preparation=Preparation(
-            scheduler, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
+        validation=WorkerValidation(
+            schedulers, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
-        asks_idle_worker=asks_idle_worker,
+        asked_workers=schedulers if asks_idle_worker else None,
     ) as engine:
-        scheduler.on_idle = engine.on_none_open
+        schedulers.notify_idle(engine.on_none_open)
         engine.sessions.start_task = start_task
         yield engine
+
+
+def join_schedulers(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    supervisor: Supervisor,
+    metrics: Metrics,
+    *,
+    encodes: bool,
+) -> Schedulers:
+    """Return the schedulers of an engine with one worker, which ``encodes`` texts or generates."""
+    if not encodes:
+        return Schedulers([scheduler])
+    return Schedulers([scheduler], [supervised_batcher(config, scheduler, supervisor, metrics)])
+
+
+async def start_worker(
+    tasks: EngineTasks, config: EngineConfig, schedulers: Schedulers, supervisor: Supervisor
+) -> wire.Ready:
+    """Start the worker of ``schedulers``; return once it has loaded the model and all adapters."""
+    (scheduler,) = schedulers
+    ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
+    for batcher in schedulers.batchers:
+        batcher.set_limits(ready)
+        tasks.start_soon(batcher.run)
+    await schedulers.adapters.load_first(named_paths(config.lora_modules))
+    return ready
 
 
 @attrs.frozen(kw_only=True)
@@ -285,17 +311,17 @@ async def run_tasks(
     open_backend: Callable[[EngineTasks], Awaitable[wire.Ready]],
     make_engine: Callable[..., _Engine],
     *,
-    preparation: Preparation | None,
-    asks_idle_worker: bool = False,
+    validation: WorkerValidation | None,
+    asked_workers: AskedWorkers | None = None,
     output_buffer: float = math.inf,
     place: Place = Place(),
 ) -> AsyncIterator[_Engine]:
     """Run the engine's tasks over a back end of requests.
 
     ``open_backend`` starts the tasks that the backend needs, and says what its worker can hold.
-    ``make_engine`` gets the fields that are made here. ``preparation`` is the task between
-    tokenizer and backend; None in a front end. With ``asks_idle_worker``, an idle worker is asked
-    if it holds nothing. At most ``output_buffer`` batches of outputs wait for the detokenizer.
+    ``make_engine`` gets the fields that are made here. ``validation`` is the task between
+    tokenizer and backend; None in a front end. ``asked_workers`` are asked if they hold nothing
+    while idle. At most ``output_buffer`` batches of outputs wait for the detokenizer.
     """
     engine: _Engine | None = None
 
@@ -312,7 +338,7 @@ async def run_tasks(
     )
     detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
     async with open_tasks(on_failure) as tasks:
-        to_tokenizer, backend_inbox = _start_preparing(tasks, model, preparation)
+        to_tokenizer, backend_inbox = _start_preparing(tasks, model, validation)
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
@@ -323,12 +349,12 @@ async def run_tasks(
             metrics=metrics,
             ready=ready,
             requests=place.request_maker(config, model, ready),
-            scheduler=backend,
+            backend=backend,
             to_tokenizer=to_tokenizer,
         )
         tasks.is_ready = True
         metrics.watch(engine)
-        idle_check = IdleCheck(engine, asks_worker=asks_idle_worker)
+        idle_check = IdleCheck(engine, asked_workers)
         engine.on_none_open = idle_check.note
         tasks.start_soon(idle_check.run)
         try:
@@ -340,18 +366,18 @@ async def run_tasks(
 
 
 def _start_preparing(
-    tasks: EngineTasks, model: LoadedModel, preparation: Preparation | None
+    tasks: EngineTasks, model: LoadedModel, validation: WorkerValidation | None
 ) -> tuple[trio.MemorySendChannel[Request], trio.MemoryReceiveChannel[Request]]:
     """Start the tasks before the back end; return the first one's channel and the back end's."""
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
     tokenizer = TokenizerTask(model.tokenizer)
-    if preparation is None:
+    if validation is None:
         tasks.start_soon(tokenizer.run, tokenizer_inbox, to_backend)
     else:
-        to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
-        tasks.start_soon(tokenizer.run, tokenizer_inbox, to_preparation)
-        tasks.start_soon(preparation.run, preparation_inbox, to_backend)
+        to_validation, validation_inbox = trio.open_memory_channel[Request](math.inf)
+        tasks.start_soon(tokenizer.run, tokenizer_inbox, to_validation)
+        tasks.start_soon(validation.run, validation_inbox, to_backend)
     return to_tokenizer, backend_inbox
 
 

@@ -9,10 +9,10 @@ from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import absolute, check_name
 from trioserve.engine.control import Control
+from trioserve.engine.schedulers import Schedulers
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
-from trioserve.scheduler.scheduler import Scheduler
 
 
 def check_adapter(name: str, config: EngineConfig, model_name: str) -> None:
@@ -29,14 +29,14 @@ def check_adapter(name: str, config: EngineConfig, model_name: str) -> None:
 
 
 class OperatedEngine:
-    """Operators' calls of :class:`trioserve.Engine`, done by :class:`Control` and the scheduler."""
+    """Operators' calls of :class:`trioserve.Engine`, done by :class:`Control` and schedulers."""
 
     __slots__ = ()
 
     config: EngineConfig
     model_name: str
     control: Control
-    _scheduler: Scheduler
+    _backend: Schedulers
 
     async def pause(self, mode: str = "abort", *, refuse: bool = False) -> None:
         """Compute nothing until :meth:`resume`; return once nothing is computed any more.
@@ -133,7 +133,7 @@ class OperatedEngine:
             EngineError: it couldn't.
         """
         check_adapter(name, self.config, self.model_name)
-        await self._scheduler.adapters.load(name, absolute(path))
+        await self._backend.adapters.load(name, absolute(path))
 
     async def unload_adapter(self, name: str) -> None:
         """Let no request name an adapter any more, and return once those have ended that use it.
@@ -143,7 +143,7 @@ class OperatedEngine:
         Raises:
             AdapterNotFound: there is none of that name.
         """
-        await self._scheduler.adapters.unload(name)
+        await self._backend.adapters.unload(name)
 
     def iterations(
         self, max_records: int = DEFAULT_MAX_RECORDS
@@ -156,7 +156,7 @@ class OperatedEngine:
         Args:
             max_records: how many may wait to be read.
         """
-        return self._scheduler.feeds.iterations.feed.subscribe(max_records)
+        return self._backend.iterations(max_records)
 
     def cache_events(
         self, max_records: int = DEFAULT_MAX_RECORDS
@@ -165,4 +165,4 @@ class OperatedEngine:
 
         A page is recorded when a plan is made that computes it.
         """
-        return self._scheduler.feeds.cache.feed.subscribe(max_records)
+        return self._backend.cache_events(max_records)

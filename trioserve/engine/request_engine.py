@@ -28,7 +28,6 @@ from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
-from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.decoders import AskedPrompt
 from trioserve.pooling.engine import PoolingEngine
 from trioserve.pooling.open_requests import OpenRequests
@@ -64,7 +63,7 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     _embedding: DecoderEmbedding
     """The pooling of texts by a model that generates."""
     _requests: RequestMaker
-    _scheduler: Backend
+    _backend: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
     _worker_restarts: Callable[[], int]
     on_request_end: Callable[[Request], None] = lambda _: None
@@ -84,12 +83,12 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     def __attrs_post_init__(self) -> None:
         config = self.config
         self._admission = Admission(
-            line=self._scheduler,
+            queue=self._backend,
             max_requests=config.max_num_queued_reqs,
             max_tokens=config.max_num_queued_tokens or max(DEFAULT_MAX_TOKENS, self.max_model_len),
         )
         self._open = OpenGenerations(
-            scheduler=self._scheduler,
+            backend=self._backend,
             admission=self._admission,
             to_tokenizer=self._to_tokenizer,
             check_open=self._check_open,
@@ -136,10 +135,10 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
 
     @property
     def healthy(self) -> bool:
-        """True if a worker is attached and at work, and new requests are admitted."""
+        """True if workers are attached and at work, and new requests are admitted."""
         return (
-            self._scheduler.attached
-            and not self._scheduler.stalled
+            self._backend.attached
+            and not self._backend.stalled
             and not self.draining
             and self._closed is None
         )
@@ -147,22 +146,12 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     @property
     def stalled(self) -> bool:
         """True if a step of the worker is so late that it may be hung."""
-        return self._scheduler.stalled
+        return self._backend.stalled
 
     @property
     def idle(self) -> bool:
         """True if no request is open, and nothing more is computed for closed ones."""
-        return (
-            not self._open
-            and not self.pooling.open
-            and self._scheduler.idle
-            and (self._batcher is None or self._batcher.idle)
-        )
-
-    @property
-    def _batcher(self) -> Batcher | None:
-        """The batcher of texts that are computed as a whole, if it is in this process."""
-        return None if self._encoding is None else self._encoding.batcher
+        return not self._open and not self.pooling.open and self._backend.idle
 
     @property
     def draining(self) -> bool:
@@ -175,10 +164,8 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
         Raises:
             AssertionError: one is violated; this is a bug in trioserve.
         """
-        self._scheduler.check_integrity()
+        self._backend.check_integrity()
         self._admission.check_integrity()
-        if self._batcher is not None:
-            self._batcher.check_integrity()
         num_open = sum(len(request.sequences) for request in self._open)
         assert self._admission.num_entering <= num_open
         if not self._open:
@@ -197,7 +184,7 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
         Returns:
             how many were ended.
         """
-        num_aborted = abort_by_name(self._scheduler, self._open, request_id, prefix=prefix)
+        num_aborted = abort_by_name(self._backend, self._open, request_id, prefix=prefix)
         return num_aborted + self.pooling.open.abort(request_id, prefix=prefix)
 
     def end(self, request: Request, error: RequestAborted) -> None:
@@ -207,12 +194,12 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     @property
     def adapters(self) -> tuple[Adapter, ...]:
         """The adapters that requests may name, in the order in which they were loaded."""
-        return tuple(self._scheduler.catalogue)
+        return tuple(self._backend.catalogue)
 
     @property
     def paused(self) -> bool:
         """True while an operator's pause lasts: no request is computed."""
-        return self._scheduler.paused
+        return self._backend.paused
 
     async def call_worker(self, name: str, arguments: object = None) -> Any:
         """Call the worker by name, for something rare, and return its answer.
@@ -221,15 +208,12 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
             EngineError: the worker refused.
             WorkerLost: the worker died before it answered.
         """
-        return await self._scheduler.call(name, arguments)
+        return await self._backend.call(name, arguments)
 
     def statistics(self) -> EngineStatistics:
         """Return the counts of this moment."""
-        scheduler = self._scheduler.statistics()
-        if self._batcher is not None:
-            scheduler = self._batcher.counted_in(scheduler)
         return EngineStatistics(
-            scheduler=scheduler,
+            scheduler=self._backend.statistics(),
             num_tokenizing=self._admission.num_entering,
             num_streams=len(self._open) + len(self.pooling.open),
             stream_bytes=self._requests.stream_budget.waiting,

@@ -4,7 +4,7 @@
 
     clients ──HTTP──▶ front end 0 ─┐  (the application, tokenizer, detokenizer, streams)
     clients ──HTTP──▶ front end 1 ─┼══nng══▶ engine process ══nng══▶ worker
-    clients ──HTTP──▶ front end 2 ─┘  (preparation, scheduler, supervisors)
+    clients ──HTTP──▶ front end 2 ─┘  (validation, scheduler, supervisors)
 
 A front end runs a :class:`~trioserve.engine.request_engine.RequestEngine`. Its back end is
 :class:`~trioserve.front_ends.client.scheduler.RemoteScheduler`, which sends requests to the engine

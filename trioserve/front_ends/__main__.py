@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-from trioserve.protocol.gc_tuning import importing
+from trioserve.protocol.gc_tuning import without_gc
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     )
     parser.add_argument("--index", type=int, required=True, help="which front end this is")
     options = parser.parse_args()
-    with importing():
+    with without_gc():
         from trioserve.front_ends.client.main import run
     run(options.connect, options.index, [int(number) for number in options.listen.split(",")])
 

@@ -244,12 +244,12 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerUpdate(_Message):
     """All news for a front end, in the order in which it is to be taken.
 
-    ``line`` is the queue of all front ends: its sequences, and their tokens. ``admitted`` holds
+    ``queue`` is the queue of all front ends: its sequences, and their tokens. ``admitted`` holds
     requests with the times at which they were queued; ``scheduled`` has the times of their first
     steps and the numbers of tokens found in the prefix cache.
     """
 
-    line: tuple[int, int]
+    queue: tuple[int, int]
     admitted: list[tuple[int, float]]
     rejected: list[tuple[int, ErrorMessage]]
     moves: list[tuple[int, int]]

@@ -251,24 +251,22 @@ class Batcher:
 
     # ---- control
 
-    async def pause(self, holder: str) -> None:
-        """Stop computing until :meth:`resume`; return once no call is under way."""
+    def close(self, holder: str) -> None:
+        """Make no more calls until :meth:`resume`."""
         self.core.pause_gate.close(holder)
+
+    async def wait_drained(self) -> None:
+        """Block until no call is under way."""
         await self._conditions.wait_for(lambda: self.core.is_drained)
 
-    async def pause_when_done(self, holder: str) -> None:
-        """Pause once all requests that have arrived so far are computed; later ones wait.
+    def close_behind(self, holder: str) -> int:
+        """Hold back all later requests until :meth:`resume`; return the number of the last one."""
+        self.core.pause_gate.close_behind(holder, self.core.num_arrivals)
+        return self.core.num_arrivals
 
-        Cancelling it before that ends the pause.
-        """
-        last = self.core.num_arrivals
-        self.core.pause_gate.close_behind(holder, last)
-        try:
-            await self._conditions.wait_for(lambda: self.core.num_open_until(last) == 0)
-        except BaseException:
-            self.resume(holder)
-            raise
-        await self.pause(holder)
+    async def wait_finished(self, last: int) -> None:
+        """Block until all requests up to the one of that number are computed."""
+        await self._conditions.wait_for(lambda: self.core.num_open_until(last) == 0)
 
     def resume(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import attrs
 import numpy as np
 
+from trioserve._util.together import all_together
 from trioserve.model_files.decoder_embedding import DecoderPooling
 from trioserve.pooling.columns import Floats
 from trioserve.pooling.inputs import Item
-from trioserve.pooling.sender import EncodeArguments
-from trioserve.pooling.together import all_together
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
@@ -57,12 +56,10 @@ async def pool_prompts(
     items: Sequence[Item],
     pool_prompt: PoolPrompt,
     deadline: Deadline,
-    sender: EncodeArguments,
+    options: RequestOptions,
     *,
     pooling: str,
     truncate: int | None,
-    cache_salt: str,
-    adapter: str,
 ) -> tuple[Floats, list[int]]:
     """Return the vectors [N, E] of N texts or lists of token ids, and the length of each.
 
@@ -72,19 +69,17 @@ async def pool_prompts(
     params = SamplingParams(
         max_tokens=0, temperature=0.0, truncate_prompt_tokens=truncate, truncation_side="right"
     )
+    name = options.named()
 
     async def pool(index: int, item: Item) -> tuple[bytes, int]:
-        options = RequestOptions(
-            request_id=sender.id if len(items) == 1 else f"{sender.id}-{index}",
-            cache_salt=cache_salt,
-            tenant=sender.tenant,
-            adapter=adapter,
-            traceparent=sender.traceparent,
-            tracestate=sender.tracestate,
+        own = attrs.evolve(
+            options,
+            request_id=name if len(items) == 1 else f"{name}-{index}",
+            # The deadline is one for all prompts, and each is measured from when it is asked.
+            timeout=None,
+            arrived=None,
         )
-        asked = AskedPrompt(
-            prompt=_prompt_of(item), pooling=pooling, params=params, options=options
-        )
+        asked = AskedPrompt(prompt=_prompt_of(item), pooling=pooling, params=params, options=own)
         try:
             return await pool_prompt(asked, deadline)
         except InvalidRequest as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trioserve.pooling.inputs import Inputs
 from trioserve.pooling.requests import Pooling
 from trioserve.pooling.results import Classifications, Embeddings, LabelScores, Scores
-from trioserve.pooling.sender import EncodeArguments
+from trioserve.requests.options import RequestOptions
 
 
 class PoolingEngine:
@@ -64,16 +64,16 @@ class PoolingEngine:
             normalize=normalize,
             pooling=pooling,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=EncodeArguments(
+            options=RequestOptions(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
+                cache_salt=cache_salt,
                 tenant=tenant,
+                adapter=adapter,
                 traceparent=traceparent,
                 tracestate=tracestate,
             ),
-            cache_salt=cache_salt,
-            adapter=adapter,
         )
 
     async def score(
@@ -108,7 +108,7 @@ class PoolingEngine:
             queries,
             documents,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=EncodeArguments(
+            options=RequestOptions(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
@@ -160,16 +160,16 @@ class PoolingEngine:
             apply_softmax=apply_softmax,
             item_first=item_first,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=EncodeArguments(
+            options=RequestOptions(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,
+                cache_salt=cache_salt,
                 tenant=tenant,
+                adapter=adapter,
                 traceparent=traceparent,
                 tracestate=tracestate,
             ),
-            cache_salt=cache_salt,
-            adapter=adapter,
         )
 
     async def classify(
@@ -191,7 +191,7 @@ class PoolingEngine:
         return await self.pooling.classify(
             inputs,
             truncate_prompt_tokens=truncate_prompt_tokens,
-            sender=EncodeArguments(
+            options=RequestOptions(
                 request_id=request_id,
                 timeout=timeout,
                 arrived=arrived,

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from trioserve._util.together import all_together
 from trioserve.config import EngineConfig
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.tracing import EndedTexts
-from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns
 from trioserve.pooling.decoders import PoolPrompt, check_pooling, pool_prompts
 from trioserve.pooling.inputs import Inputs, Item, TextEncoder, as_items
@@ -31,11 +31,10 @@ from trioserve.pooling.results import (
     probabilities_of,
     similarities,
 )
-from trioserve.pooling.sender import EncodeArguments
-from trioserve.pooling.together import all_together
 from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import Completion, Usage
+from trioserve.requests.options import RequestOptions
 from trioserve.requests.request import Prompt, TokensPrompt
 
 Pair = tuple[str, str]
@@ -57,14 +56,10 @@ _LABEL_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
 
 @attrs.frozen(eq=False, kw_only=True)
 class Encoding:
-    """The encoding of texts: ``encoder`` turns them into ids, and ``compute`` those into vectors.
-
-    ``batcher`` is the batcher behind ``compute``, if it is in this process.
-    """
+    """The encoding of texts: ``encoder`` turns them into ids, ``compute`` ids into vectors."""
 
     encoder: TextEncoder
     compute: Compute
-    batcher: Batcher | None = None
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -118,9 +113,7 @@ class Pooling:
         normalize: bool | None,
         pooling: str | None,
         truncate_prompt_tokens: int | None,
-        sender: EncodeArguments,
-        cache_salt: str,
-        adapter: str,
+        options: RequestOptions,
     ) -> Embeddings:
         """Return embeddings: see :meth:`trioserve.engine.engine.Engine.embed`."""
         items = as_items(inputs)
@@ -128,7 +121,7 @@ class Pooling:
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
         if self.encoding is None:
             vectors, lengths = await self._prompt_vectors(
-                items, truncate_prompt_tokens, sender, pooling, cache_salt, adapter
+                items, truncate_prompt_tokens, options, pooling
             )
             if normalize is None and self.embedding.normalize:
                 normalize = True
@@ -136,7 +129,7 @@ class Pooling:
             shape.check(vectors.shape[1])
             return Embeddings(shape.of(vectors), _usage(lengths), tuple(lengths))
         config = self._config("embed", "give embeddings")
-        if adapter:
+        if options.adapter:
             raise InvalidRequest("an encoder has no adapters", param="adapter")
         if pooling is not None and pooling != config.pooling:
             raise InvalidRequest(
@@ -144,7 +137,7 @@ class Pooling:
             )
         wanted = Shape(dimensions, normalize, config.normalize)
         wanted.check(config.num_outputs)
-        vectors, lengths = await self._vectors(items, truncate_prompt_tokens, sender)
+        vectors, lengths = await self._vectors(items, truncate_prompt_tokens, options)
         return Embeddings(wanted.of(vectors), _usage(lengths), tuple(lengths))
 
     async def score(
@@ -153,7 +146,7 @@ class Pooling:
         documents: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None,
-        sender: EncodeArguments,
+        options: RequestOptions,
     ) -> Scores:
         """Return scores: see :meth:`trioserve.engine.engine.Engine.score`."""
         pairs = _pairs(queries, documents)
@@ -161,11 +154,11 @@ class Pooling:
         if self.task == "generate" or (config is not None and len(config.labels) > 1):
             raise self.refusal("score pairs of texts")
         if config is not None and config.labels:
-            vectors, lengths = await self._vectors(pairs, truncate_prompt_tokens, sender)
+            vectors, lengths = await self._vectors(pairs, truncate_prompt_tokens, options)
             return Scores(activated(vectors, config.score_activation)[:, 0], _usage(lengths))
         place = {query: index for index, query in enumerate(dict.fromkeys(q for q, _ in pairs))}
         texts = [*place, *(document for _, document in pairs)]
-        vectors, lengths = await self._embeddings(texts, truncate_prompt_tokens, sender)
+        vectors, lengths = await self._embeddings(texts, truncate_prompt_tokens, options)
         of_queries = vectors[[place[query] for query, _ in pairs]]
         return Scores(similarities(of_queries, vectors[len(place) :]), _usage(lengths))
 
@@ -174,11 +167,11 @@ class Pooling:
         inputs: Inputs,
         *,
         truncate_prompt_tokens: int | None,
-        sender: EncodeArguments,
+        options: RequestOptions,
     ) -> Classifications:
         """Return classifications: see :meth:`trioserve.engine.engine.Engine.classify`."""
         config = self._config("classify", "classify texts")
-        logits, lengths = await self._vectors(as_items(inputs), truncate_prompt_tokens, sender)
+        logits, lengths = await self._vectors(as_items(inputs), truncate_prompt_tokens, options)
         probabilities = probabilities_of(logits, independent=config.independent_labels)
         return Classifications(config.labels, logits, probabilities, _usage(lengths))
 
@@ -191,29 +184,28 @@ class Pooling:
         apply_softmax: bool,
         item_first: bool,
         truncate_prompt_tokens: int | None,
-        sender: EncodeArguments,
-        cache_salt: str,
-        adapter: str,
+        options: RequestOptions,
     ) -> LabelScores:
         """Return label scores: see :meth:`trioserve.engine.engine.Engine.score_labels`."""
         if self.task != "generate":
             raise self.refusal("score labels by the tokens that may come next")
         prompts = label_prompts(query, items, item_first=item_first)
-        self._check(len(prompts), truncate_prompt_tokens, "items", sender.tenant)
+        self._check(len(prompts), truncate_prompt_tokens, "items", options.tenant)
         params = label_params(label_token_ids, truncate_prompt_tokens)
+        name = options.named()
 
         async def complete(index: int, prompt: Prompt) -> Completion:
             try:
                 return await self.complete(
                     prompt,
-                    request_id=f"{sender.id}-{index}",
-                    timeout=sender.timeout,
-                    arrived=sender.arrived,
-                    tenant=sender.tenant,
-                    traceparent=sender.traceparent,
-                    tracestate=sender.tracestate,
-                    cache_salt=cache_salt,
-                    adapter=adapter,
+                    request_id=f"{name}-{index}",
+                    timeout=options.timeout,
+                    arrived=options.arrived,
+                    tenant=options.tenant,
+                    traceparent=options.traceparent,
+                    tracestate=options.tracestate,
+                    cache_salt=options.cache_salt,
+                    adapter=options.adapter,
                     **params,
                 )
             except InvalidRequest as error:
@@ -239,7 +231,7 @@ class Pooling:
 
     async def compute_one(self, timeout: float) -> None:
         """Compute one token as a health check; errors are those of :meth:`embed`."""
-        await self._embeddings([TokensPrompt((0,))], None, EncodeArguments(timeout=timeout))
+        await self._embeddings([TokensPrompt((0,))], None, RequestOptions(timeout=timeout))
 
     def _config(self, task: ModelTask, wanted: str) -> EncoderConfig:
         """Return the configuration of an encoder for that ``task``.
@@ -252,54 +244,51 @@ class Pooling:
         return self.encoding.encoder.config
 
     async def _embeddings(
-        self, items: Sequence[Item], truncate: int | None, sender: EncodeArguments
+        self, items: Sequence[Item], truncate: int | None, options: RequestOptions
     ) -> tuple[Floats, list[int]]:
         """Return the vectors [N, dim] of texts, as the model gives them, and the length of each."""
         if self.encoding is None:
-            return await self._prompt_vectors(items, truncate, sender)
-        return await self._vectors(items, truncate, sender)
+            return await self._prompt_vectors(items, truncate, options)
+        return await self._vectors(items, truncate, options)
 
     async def _prompt_vectors(
         self,
         items: Sequence[Item],
         truncate: int | None,
-        sender: EncodeArguments,
+        options: RequestOptions,
         pooling: str | None = None,
-        cache_salt: str = "",
-        adapter: str = "",
     ) -> tuple[Floats, list[int]]:
         """Return a decoder's vectors of items of any length, and the length of each."""
-        sender.check(cache_salt=cache_salt)
-        self._check(len(items), truncate, tenant=sender.tenant)
+        options.check()
+        self._check(len(items), truncate, tenant=options.tenant)
         return await pool_prompts(
             items,
             self.pool_prompt,
-            Deadline.of(sender.timeout, sender.arrived, self.config),
-            sender,
+            Deadline.of(options.timeout, options.arrived, self.config),
+            options,
             pooling=self.embedding.pooling if pooling is None else check_pooling(pooling),
             truncate=truncate,
-            cache_salt=cache_salt,
-            adapter=adapter,
         )
 
     async def _vectors(
-        self, items: Sequence[Item], truncate: int | None, sender: EncodeArguments
+        self, items: Sequence[Item], truncate: int | None, options: RequestOptions
     ) -> tuple[Floats, list[int]]:
         """Return the encoder's outputs [N, num_outputs] for the items, and the length of each."""
         assert self.encoding is not None
-        sender.check()
+        options.check()
         self._check(len(items), truncate)
         self.check_open()
+        name = options.named()
         began = trio.current_time()
-        deadline = Deadline.of(sender.timeout, sender.arrived, self.config)
+        deadline = Deadline.of(options.timeout, options.arrived, self.config)
         lengths: list[int] = []
         reason = "abort"
         failure: TrioserveError | None = None
         try:
-            with self.open.opened(sender.id), deadline.enforced():
+            with self.open.opened(name), deadline.enforced():
                 texts = await self.encoding.encoder.encode(items, truncate)
                 lengths = [len(text.ids) for text in texts]
-                vectors = await self.encoding.compute(Columns.of(texts), sender.tenant)
+                vectors = await self.encoding.compute(Columns.of(texts), options.tenant)
                 reason = "stop"
         except TrioserveError as error:
             reason, failure = "error", error
@@ -310,15 +299,15 @@ class Pooling:
             self.metrics.observe_texts(len(items), num_tokens, reason, now - began)
             self.on_end(
                 EndedTexts(
-                    id=sender.id,
+                    id=name,
                     count=len(items),
                     num_tokens=num_tokens,
                     reason=reason,
                     error=failure,
-                    arrived=began if sender.arrived is None else sender.arrived,
+                    arrived=began if options.arrived is None else options.arrived,
                     finished=now,
-                    traceparent=sender.traceparent,
-                    tracestate=sender.tracestate,
+                    traceparent=options.traceparent,
+                    tracestate=options.tracestate,
                 )
             )
         return vectors, lengths

@@ -1,8 +1,7 @@
-"""The worker as the engine sees it: a link that carries messages, and a process behind it.
+"""The worker as the engine sees it: a link for messages, and a process.
 
-The scheduler knows only :class:`Link`. In production it is a pair of nng sockets
-(:mod:`trioserve.workers.link`), in the simulation and in users' tests two memory channels
-(:mod:`trioserve.testing`).
+The scheduler knows only :class:`Link`. In production a link is a pair of nng sockets
+(:mod:`trioserve.workers.link`), in tests two memory channels (:mod:`trioserve.testing`).
 
 Imported by ``scheduler``, ``pooling``, ``engine``, ``observability.live``, ``front_ends`` and
 ``testing``.

@@ -8,14 +8,13 @@ import sysconfig
 from pathlib import Path
 
 BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Sizes of torch's and oneDNN's caches. By default each keeps 1,024 compiled products, one per
-shape, and prompts of all lengths make that most of a gigabyte.
+"""Sizes of torch's and oneDNN's caches of compiled matrix products. The default of 1,024, one per
+shape, takes most of a gigabyte with prompts of all lengths.
 """
 SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
-"""Iterations, some 50 to 150 µs, for which an OpenMP thread of torch spins before it sleeps.
-libgomp's default is a hundred times as long. Beside other work on the same cores, a thread may have
-to wait for a core that another one spins on, which would delay each operation by a turn of the
-system's scheduler.
+"""Iterations for which an OpenMP thread of torch spins before it sleeps: 50 to 150 µs. libgomp's
+default is a hundred times as long. If other programs use the same cores, a thread may wait for a
+core on which another one spins, and each operation is delayed by a time slice.
 """
 
 PACKAGES_FOLDER = Path(__file__).resolve().parents[2]

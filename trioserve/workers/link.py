@@ -33,7 +33,7 @@ class NngLink:
             raise NoRoomForWorker(f"no socket for the worker at {url}: {error}") from error
 
     async def send(self, message: wire.Message) -> None:
-        """Hand a message to the socket; block while its buffer is full.
+        """Send a message to the socket; block while its buffer is full.
 
         Raises:
             WorkerLost: The link is closed, or nng failed.
@@ -54,7 +54,7 @@ class NngLink:
         except SocketFailed as error:
             _raise_lost(error)
         except wire.WireError as error:
-            raise WorkerLost(f"the worker sent nonsense: {error}") from error
+            raise WorkerLost(f"the worker sent an invalid message: {error}") from error
 
     def send_nowait(self, message: wire.Message) -> bool:
         """Send a message if that can be done at once; return True if it was sent."""

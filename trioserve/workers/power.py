@@ -1,4 +1,4 @@
-"""Sleep and wake of the worker: asleep, there is no worker process and none of its memory."""
+"""Sleep and wake of the worker. While it sleeps, there is no worker process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trioserve.protocol.errors import WorkerLost
 
 @attrs.define(eq=False)
 class WorkerPower:
-    """The switch between callers that put the worker to sleep and the supervisor. On at first."""
+    """The on/off state of the worker, set by operators and read by the supervisor. On at first."""
 
     _wanted: trio.Event = attrs.field(init=False)
     """Set while a worker is wanted."""
     _gone: trio.Event = attrs.field(init=False, factory=trio.Event)
     """Set once the worker's process has ended."""
-    _there: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _serving: trio.Event = attrs.field(init=False, factory=trio.Event)
     """Set while a worker serves."""
     _attached: trio.CancelScope | None = attrs.field(init=False, default=None)
     _ended: bool = attrs.field(init=False, default=False)
@@ -45,21 +45,21 @@ class WorkerPower:
         """Start a worker again. Idempotent."""
         self._wanted.set()
 
-    async def wait_there(self) -> None:
+    async def wait_serving(self) -> None:
         """Block until a worker serves.
 
         Raises:
             WorkerLost: There are no workers any more.
         """
-        while not self._there.is_set():
-            await self._there.wait()
+        while not self._serving.is_set():
+            await self._serving.wait()
         if self._ended:
             raise WorkerLost("there are no workers any more")
 
     # ---- for the supervisor
 
     async def wait_on(self) -> None:
-        """Block until a worker is wanted; to be called when there is none."""
+        """Block until a worker is wanted. Call this when there is none."""
         self._gone.set()
         await self._wanted.wait()
 
@@ -70,14 +70,14 @@ class WorkerPower:
             self._attached = scope
             if not self.is_on:
                 scope.cancel()
-            self._there.set()
+            self._serving.set()
             try:
                 yield scope
             finally:
-                self._attached, self._there = None, trio.Event()
+                self._attached, self._serving = None, trio.Event()
 
     def end(self) -> None:
-        """Note that there is no worker and will be none."""
+        """Note that there is no worker, and that none will start."""
         self._ended = True
         self._gone.set()
-        self._there.set()
+        self._serving.set()

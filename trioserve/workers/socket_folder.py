@@ -1,9 +1,9 @@
-"""The folder of a link's socket: only this user can enter it, and none is left behind.
+"""The private folder of a link's socket, which is always removed.
 
-The socket has a name in the file system until the worker has connected to it. An engine that is
-killed before that can't remove the name, so the next start does. The maker of a folder holds a lock
-on a file in it, and the system releases the lock when the process ends in any way. A folder with a
-free lock has no owner.
+The socket has a name in the file system until the worker has connected to it. If an engine is
+killed before that, the next start removes the folder. The owner of a folder holds a lock on a file
+in it, and the system releases the lock when the process ends in any way. A folder with a free lock
+has no owner.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from trioserve.protocol.errors import NoRoomForWorker
 _PREFIX = "trioserve-worker-"
 _SOCKET = "link"
 _LONGEST_PATH = 107
-"""Most bytes that the system takes for a socket's name."""
+"""Longest path of a socket, in bytes."""
 _LOCK = "lock"
 _ATTEMPTS = 10
-"""Attempts to make a folder. More than one is needed only if another engine starts and sweeps at
-that moment.
+"""Attempts to make a folder. A second one is needed only if another engine sweeps at that moment.
 """
 
 
@@ -38,7 +37,7 @@ class SocketFolder:
 
     @classmethod
     def make(cls) -> SocketFolder:
-        """Make a folder for the socket where temporary files go.
+        """Make a folder for the socket in the folder for temporary files.
 
         Raises:
             NoRoomForWorker: The folder can't be made; one line says why.
@@ -113,7 +112,7 @@ def _lock_new(path: str) -> int | None:
 
 
 def sweep_socket_folders() -> None:
-    """Remove the folders that killed engines of this user have left. Blocks on the disk.
+    """Remove the folders that killed engines of this user have left. It blocks on the disk.
 
     A folder stays if it belongs to another user, is in use or contains other files.
     """
@@ -126,7 +125,7 @@ def sweep_socket_folders() -> None:
 
 def _sweep(path: str) -> None:
     """Remove a folder without an owner; raise ``OSError`` if it must not be touched."""
-    # The folder that was checked is the one emptied, even if the name changes meanwhile.
+    # By descriptor, so that the checked folder is emptied even if its name changes meanwhile.
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, folder)
@@ -139,5 +138,5 @@ def _sweep(path: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for name in sorted(names, reverse=True):  # The lock goes last.
                 os.unlink(name, dir_fd=folder)
-        # Only an empty folder is removed; without a lock it was just being made.
+        # A folder without a lock was just being made; only an empty one is removed.
         os.rmdir(path)

@@ -1,9 +1,9 @@
-"""The supervisor: it starts the worker process, watches it, and replaces it when it dies.
+"""The supervisor, which starts the worker process, watches it, and replaces it when it dies.
 
 A worker's life is a block. :func:`run_worker` opens it when the worker has loaded its model, and
 leaves it with :exc:`~trioserve.protocol.errors.WorkerLost` when the process exits. The worker ends
-when it is told to, when it is killed, or when its standard input ends, which shows that this
-process is gone. No signal is needed for that, and none is sent while the worker behaves.
+when it gets ``Quit``, when it is killed, or when its standard input ends because this process is
+gone. No signal is needed for that.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from trioserve.workers.socket_folder import SocketFolder
 HELLO_TIMEOUT = 120.0
 """Seconds for the process to start and import its libraries."""
 QUIT_GRACE = 0.5
-"""Seconds for a worker that was told to quit."""
+"""Seconds for a worker to quit when told to."""
 FIRST_RESTART_DELAY = 0.05
 MAX_RESTART_DELAY = 5.0
 
 SENT_BY_OTHERS = frozenset(
     {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM}
 )
-"""Signals that come from outside the worker; the kernel sends SIGKILL when memory runs out."""
+"""Signals from outside of the worker; the kernel sends SIGKILL when memory runs out."""
 
 _log = get_logger("trioserve.worker")
 
@@ -52,11 +52,11 @@ OnProgress = Callable[[wire.LoadingProgress], None]
 async def run_worker(
     start: wire.Start, *, start_timeout: float, on_progress: OnProgress
 ) -> AsyncIterator[tuple[Link, wire.Ready]]:
-    """Run a worker process, loaded, for as long as the block lasts.
+    """Run a loaded worker process for the block.
 
     Args:
         start: What the worker loads.
-        start_timeout: Seconds for which it may be silent while it loads.
+        start_timeout: Most seconds without progress while it loads.
         on_progress: Called with each sign of progress while it loads.
 
     Raises:
@@ -85,8 +85,7 @@ async def run_worker(
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(watch, nursery.cancel_scope)
                     await _greet(link, start)
-                    # After the connection, a name in the file system would only outlive a killed
-                    # engine.
+                    # The name isn't needed after the connection, and would outlive a killed engine.
                     folder.close()
                     ready = await _load(link, start_timeout, on_progress)
                     when = ""
@@ -119,7 +118,7 @@ async def _start_process(url: str) -> trio.Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
-            # Ctrl-C in the terminal is for the parent, which ends its workers in order.
+            # Ctrl-C in the terminal must reach only the parent, which ends its workers in order.
             start_new_session=True,
         )
     except OSError as error:
@@ -127,7 +126,7 @@ async def _start_process(url: str) -> trio.Process:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, as a clause after its name."""
+    """Return a description of how a process ended, to follow its name."""
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
@@ -188,8 +187,9 @@ def _check_hello(message: wire.Message) -> None:
 
 
 async def _stop(process: trio.Process, link: NngLink) -> None:
-    """End the process: first by a message, then by force. Called shielded; takes at most both
-    graces.
+    """End the process: first by a message, then by force. Call this in a shielded scope.
+
+    It takes at most the sum of both grace periods.
     """
     if process.returncode is None:
         link.send_nowait(wire.Quit())
@@ -204,7 +204,7 @@ class Workers:
 
     Args:
         start: What each worker loads.
-        start_timeout: Seconds for which it may be silent while it loads.
+        start_timeout: Most seconds without progress while it loads.
         on_progress: Called with each sign of progress while it loads.
         weights: Returns the present path of the weights: see
             :attr:`~trioserve.protocol.wire.Start.weights`.
@@ -238,7 +238,7 @@ class WorkerLife:
     pid: int | None = None
     """Process id while the worker runs."""
     last_loss: str | None = None
-    """Reason of the last loss, in words that may be published."""
+    """Reason of the last loss, without confidential text."""
 
 
 OpenWorker = Callable[[], AbstractAsyncContextManager[tuple[Link, wire.Ready]]]
@@ -251,11 +251,11 @@ class Supervisor:
     Args:
         open_worker: Opens one worker's life, as :func:`run_worker` does.
         max_restarts: Number of deaths without progress that are tolerated.
-        judge: Told of every loss; returns the number of losses since there was progress, this one
-            included.
-        on_loss: Told of every loss, after ``judge``.
-        on_replaced: Told how many seconds after the loss of a worker the next one is attached.
-        worker_power: Says if a worker is wanted.
+        judge: Called with every loss; returns the number of losses since there was progress, this
+            one included.
+        on_loss: Called with every loss, after ``judge``.
+        on_replaced: Called with the seconds between a loss and the attachment of the next worker.
+        worker_power: State that says if a worker is wanted.
     """
 
     open_worker: OpenWorker
@@ -312,21 +312,21 @@ class Supervisor:
             except NoRoomForWorker as error:
                 if not started:
                     raise
-                # No request is to blame, and making room takes longer than a few attempts.
+                # No request caused this, and freeing space takes longer than a few attempts.
                 attempts += 1
                 _log.error("no worker can be started", reason=str(error), attempts=attempts)
                 await trio.sleep(_delay(attempts))
                 continue
             except WorkerLost as error:
                 if serving.cancelled_caught:
-                    continue  # It had been sent away.
+                    continue  # It was stopped on request.
                 deaths = self._count(error)
                 if deaths > self.max_restarts or not started:
                     raise
             except ModelLoadError as error:
                 if not started:
                     raise
-                # An earlier worker could load it, so the obstacle may go away.
+                # An earlier worker could load it, so the cause may be temporary.
                 if (deaths := self._count(WorkerLost(str(error)))) > self.max_restarts:
                     raise
             else:
@@ -348,7 +348,7 @@ class Supervisor:
         )
         if self._lost_at is None:
             self._lost_at = trio.current_time()
-        # The message of a worker that failed by itself may contain anything, so it is only logged.
+        # A failed worker's message may have confidential text, so it is only logged.
         told = "it failed; the log tells why" if loss.reason == "failed" else str(loss)
         self.life = attrs.evolve(self.life, last_loss=told)
         self.on_loss(loss)
@@ -366,5 +366,5 @@ class Supervisor:
 
 
 def _delay(attempts: int) -> float:
-    """Return the seconds to wait after so many failed attempts in a row."""
+    """Return the seconds to wait after ``attempts`` failed attempts in a row."""
     return float(min(FIRST_RESTART_DELAY * 2 ** max(attempts - 1, 0), MAX_RESTART_DELAY))

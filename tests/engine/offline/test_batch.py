@@ -17,7 +17,7 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.text import preparation
+from trioserve.text import worker_validation
 
 Clock = trio.testing.MockClock
 
@@ -55,7 +55,7 @@ async def test_more_tokens_than_may_wait(autojump_clock: Clock) -> None:
 async def test_more_grammars_than_may_wait(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "MAX_QUESTIONS", 4)
+    monkeypatch.setattr(worker_validation, "MAX_CHECKS", 4)
     params = [
         SamplingParams(grammar=Grammar("regex", f"a{{{index}}}"), max_tokens=3)
         for index in range(1, 21)

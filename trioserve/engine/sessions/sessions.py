@@ -27,7 +27,7 @@ class Sessions:
     """The open sessions of one engine.
 
     Args:
-        pins: of the engine's scheduler; they keep the pages of histories.
+        pins: of the engine's schedulers; they keep the pages of histories.
         max_sessions: how many may be open.
         generate: the engine's, where there is one.
         end: ends a turn that runs, with an error.

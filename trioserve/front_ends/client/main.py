@@ -114,8 +114,8 @@ class _FrontEnd:
         setup_logging(start.config.log_level, start.config.log_format)
         raise_descriptor_limit()
         try:
-            with dumping_tasks(1 + start.index), rare_collections() as settle:
-                return Drained(await self._run(socket, start, settle))
+            with dumping_tasks(1 + start.index), rare_collections() as freeze:
+                return Drained(await self._run(socket, start, freeze))
         except Exception as error:
             self.exit_code = EXIT_FAILED
             if not isinstance(error, TrioserveError):
@@ -128,7 +128,7 @@ class _FrontEnd:
         return self._remote is not None and self._remote.is_dismissed
 
     async def _run(
-        self, socket: PairSocket, start: FrontEndStart, settle: Callable[[], None]
+        self, socket: PairSocket, start: FrontEndStart, freeze: Callable[[], None]
     ) -> int:
         """Serve until drained; return how many requests were cut off."""
         config = start.config
@@ -165,7 +165,7 @@ class _FrontEnd:
                     worker_restarts=lambda: remote.state.worker_restarts,
                     encoding=remote_encoding(model, remote.calls),
                 ),
-                preparation=None,
+                validation=None,
                 output_buffer=0,
                 place=Place(index=start.index, count=start.count),
             ) as engine:
@@ -181,7 +181,7 @@ class _FrontEnd:
                     listening=inherited(config, start.sockets, others),
                     shutdown=self._shutdown,
                     task_status=_Started(
-                        functools.partial(remote.tell, FrontEndListening()), settle
+                        functools.partial(remote.tell, FrontEndListening()), freeze
                     ),
                 )
 

@@ -16,7 +16,7 @@ import attrs
 import msgspec
 import trio
 
-from trioserve._util.channels import all_waiting
+from trioserve._util.channels import receive_waiting
 from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.front_ends.calls import EngineCalls, EngineState
@@ -92,7 +92,7 @@ class RemoteScheduler:
         self._work = trio.Event()
         """There may be something to send."""
         self._sent = SentRequests(self._clock)
-        self._line = (0, 0)
+        self._queue_load = (0, 0)
         self.state = EngineState(
             attached=True,
             stalled=False,
@@ -129,7 +129,7 @@ class RemoteScheduler:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hand_over, outputs)
             async for first in requests:
-                for request in (first, *all_waiting(requests)):
+                for request in (first, *receive_waiting(requests)):
                     if not request.ended:
                         self._submit(request)
             nursery.cancel_scope.cancel()
@@ -253,7 +253,7 @@ class RemoteScheduler:
     def _take(self, message: FromEngine, nursery: trio.Nursery) -> None:
         match message:
             case SchedulerUpdate():
-                self._line = message.line
+                self._queue_load = message.queue
                 outputs = self._sent.take(message)
                 if outputs is not None:
                     self._deliver(outputs)
@@ -320,12 +320,12 @@ class RemoteScheduler:
     @property
     def num_waiting(self) -> int:
         """The number of sequences that wait for a slot, of all front ends."""
-        return self._line[0]
+        return self._queue_load[0]
 
     @property
     def num_waiting_tokens(self) -> int:
         """The tokens of waiting sequences, prompt and output so far."""
-        return self._line[1]
+        return self._queue_load[1]
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
         """Return zeros: the engine process counts the tenants, and refuses what exceeds a share."""

@@ -21,7 +21,7 @@ MAX_DELAY = 5.0
 """Seconds before a front end is replaced: the first time, and at most."""
 END_GRACE = 10.0
 """Seconds for last events, and spans that wait for a collector, behind ``shutdown_timeout``."""
-CALM_LIFE = 60.0
+STABLE_SECONDS = 60.0
 """Seconds after which a front end has proved that it can live."""
 
 _log = get_logger("trioserve.front_end")
@@ -121,7 +121,7 @@ class ProcessPool:
                     self._num_cut += num_requests
                     return
                 has_worked = peer is not None and peer.num_ended > num_requests
-                if has_worked or trio.current_time() - began >= CALM_LIFE:
+                if has_worked or trio.current_time() - began >= STABLE_SECONDS:
                     deaths = 0
                 deaths += 1
                 self._note_loss(loss, index, num_requests, deaths)

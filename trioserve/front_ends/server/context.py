@@ -15,8 +15,8 @@ from trioserve.observability.live.schema import TaskNode
 from trioserve.requests.request import Finish, Request, Sequence
 
 
-class SchedulerPart(Protocol):
-    """The part of the :class:`~trioserve.scheduler.scheduler.Scheduler` for front ends."""
+class SchedulersPart(Protocol):
+    """The part of :class:`~trioserve.engine.schedulers.Schedulers` for front ends."""
 
     @property
     def num_waiting(self) -> int:
@@ -34,7 +34,7 @@ class SchedulerPart(Protocol):
 class ServerContext:
     """The parts of the engine process that a front end meets."""
 
-    scheduler: SchedulerPart
+    schedulers: SchedulersPart
     enter: Callable[[Request], None]
     """Counts a waiting request; raises ``QueueFull`` or ``Paused``."""
     forget: Callable[[Request], None]
@@ -42,7 +42,7 @@ class ServerContext:
     submit: Callable[[Request], None]
     """Takes a request in, behind those that came before."""
     clock: SharedClock
-    on_line: Callable[[], None]
+    on_queue_change: Callable[[], None]
     """Called when the queue may have changed."""
     permits: Counter[str]
     """Open requests of each limited key."""

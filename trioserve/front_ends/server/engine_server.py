@@ -1,8 +1,8 @@
-"""The engine process: preparation, scheduler and worker for all front ends, and nothing of text.
+"""The engine process: validation, scheduler and worker for all front ends, and nothing of text.
 
 ::
 
-    session 0, session 1, … ──▶ preparation ──▶ scheduler ══▶ worker
+    session 0, session 1, … ──▶ validation ──▶ scheduler ══▶ worker
                ▲                                   │   ▲
                └────────────── routing ◀───────────┘   ╚══════ worker
 """
@@ -17,13 +17,14 @@ from typing import Any
 
 import trio
 
-from trioserve._util.channels import all_waiting
+from trioserve._util.channels import receive_waiting
 from trioserve._util.feed import Feed
 from trioserve._util.pair_socket import PairSocket
 from trioserve.config import EngineConfig, ServerConfig
-from trioserve.config.adapter_paths import named_paths
 from trioserve.engine.control import Control
 from trioserve.engine.idle_check import IdleCheck
+from trioserve.engine.nursery import join_schedulers, start_worker
+from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.engine.tasks import open_tasks
 from trioserve.front_ends.clock import SharedClock
@@ -38,17 +39,15 @@ from trioserve.observability.live import Monitor
 from trioserve.observability.live.figures import Tally
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.snapshot import MetricsSnapshot, snapshot_of
-from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.task_dump import reporting
-from trioserve.pooling.batcher import Batcher, supervised_batcher
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, Paused
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.request import Request, SequenceOutput
 from trioserve.scheduler.scheduler import Scheduler
-from trioserve.text.preparation import Preparation
+from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.supervisor import Supervisor
 
 
@@ -58,67 +57,60 @@ class EngineServer:
     Args:
         config: the server's options.
         ready: the first worker's device and limits.
-        scheduler: computes the requests of all front ends.
-        supervisor: keeps its worker alive.
+        schedulers: compute the requests of all front ends.
+        supervisor: keeps their worker alive.
         metrics: this process's own.
-        submit: takes a request in for preparation.
-        batcher: computes texts as a whole, if the model is an encoder.
+        submit: takes a request in for validation.
     """
 
     def __init__(
         self,
         config: ServerConfig,
         ready: wire.Ready,
-        scheduler: Scheduler,
+        schedulers: Schedulers,
         supervisor: Supervisor,
         metrics: Metrics,
         submit: Callable[[Request], None],
-        batcher: Batcher | None = None,
     ) -> None:
         self.config: EngineConfig = config.engine
         self.ready = ready
         self.metrics = metrics
         self.failure: EngineError | None = None
         """Why everything is ending, once it is."""
-        self._scheduler = scheduler
+        self.schedulers = schedulers
         self._supervisor = supervisor
-        self._batcher = batcher
         self.front_end_restarts = 0
         """Front ends that were replaced."""
         self._peers = Peers()
-        scheduler.adapters.on_change = self._tell_adapters
+        schedulers.adapters.on_change = self._tell_adapters
         self._admission = Admission(
-            line=scheduler,
+            queue=schedulers,
             max_requests=self.config.max_num_queued_reqs,
             max_tokens=self.config.max_num_queued_tokens
             or max(DEFAULT_MAX_TOKENS, ready.max_model_len),
         )
-        self._control = Control(scheduler, self._peers, batcher)
-        self.sessions = Sessions(scheduler.pins, self.config.max_sessions)
+        self.control = Control(schedulers, self._peers)
+        self.sessions = Sessions(schedulers.pins, self.config.max_sessions)
         self._clock = SharedClock.now()
         self._closed_requests: Feed[Request] = Feed()
         self.monitor = Monitor(
-            scheduler=scheduler,
+            schedulers=schedulers,
             departures=self._closed_requests,
             open_requests=self._peers.newest_requests,
             statistics=self.statistics,
             tally=lambda: Tally.of_snapshot(self._snapshot()),
             health=self._health,
-            weight_version=lambda: self._control.weight_version,
+            weight_version=lambda: self.control.weight_version,
             worker_life=lambda: supervisor.life,
         )
         """The source of snapshots."""
         self._context = self._make_context(config, submit)
         self._administration = HostedAdministration(
-            scheduler=scheduler,
-            control=self._control,
+            engine=self,
             peers=self._peers,
-            sessions=self.sessions,
             clock=self._clock,
-            statistics=self.statistics,
             snapshot=self._snapshot,
             check_pause=self._check_pause,
-            batcher=batcher,
         )
         self.on_none_open: Callable[[], None] = lambda: None
         """Called whenever the last open request has ended."""
@@ -128,12 +120,12 @@ class EngineServer:
     ) -> ServerContext:
         """Return the parts of this process that front ends share."""
         return ServerContext(
-            scheduler=self._scheduler,
+            schedulers=self.schedulers,
             enter=self._enter,
             forget=self._forget,
             submit=submit,
             clock=self._clock,
-            on_line=self._on_line,
+            on_queue_change=self._on_queue_change,
             permits=Counter(),
             max_seats=config.max_requests_per_key or 0,
             sessions=self.sessions,
@@ -156,7 +148,7 @@ class EngineServer:
     @property
     def adapters(self) -> list[Adapter]:
         """The adapters that requests may name."""
-        return list(self._scheduler.adapters.catalogue)
+        return list(self.schedulers.adapters.catalogue)
 
     @property
     def peers(self) -> list[FrontEndSession]:
@@ -168,7 +160,7 @@ class EngineServer:
         self._admission.enter(request, trio.current_time())
 
     def _check_pause(self) -> None:
-        if self._control.refuses:
+        if self.control.refuses:
             raise Paused("the engine is paused, and takes no requests meanwhile")
 
     def _forget(self, request: Request) -> None:
@@ -178,14 +170,14 @@ class EngineServer:
         if not self._peers.have_requests:
             self.on_none_open()
 
-    def _on_line(self) -> None:
+    def _on_queue_change(self) -> None:
         for peer in self._peers.sessions:
             peer.wake()
 
     async def route(self, outputs: trio.MemoryReceiveChannel[list[SequenceOutput]]) -> None:
         """Give each front end its outputs until ``outputs`` is closed. This is a task."""
         async for first in outputs:
-            for batch in (first, *all_waiting(outputs)):
+            for batch in (first, *receive_waiting(outputs)):
                 self._take_apart(batch)
 
     def _take_apart(self, outputs: list[SequenceOutput]) -> None:
@@ -214,35 +206,27 @@ class EngineServer:
         return self._peers.counted(snapshot_of(self.metrics))
 
     def _health(self) -> str:
-        if self._scheduler.stalled:
+        if self.schedulers.stalled:
             return "stalled"
-        return "ok" if self._scheduler.attached else "no_worker"
+        return "ok" if self.schedulers.attached else "no_worker"
 
     @property
     def idle(self) -> bool:
         """True if no request is open, and nothing more is computed for closed ones."""
-        return (
-            not self._peers.have_requests
-            and self._scheduler.idle
-            and (self._batcher is None or self._batcher.idle)
-        )
-
-    def _scheduler_statistics(self) -> SchedulerStatistics:
-        statistics = self._scheduler.statistics()
-        return statistics if self._batcher is None else self._batcher.counted_in(statistics)
+        return not self._peers.have_requests and self.schedulers.idle
 
     def statistics(self) -> EngineStatistics:
         """Return the counts of this moment, those of front ends as of their last answers."""
         counted = [peer.counted for peer in self._peers.sessions]
         return EngineStatistics(
-            scheduler=self._scheduler_statistics(),
+            scheduler=self.schedulers.statistics(),
             num_tokenizing=sum(each.num_tokenizing for each in counted),
             num_streams=sum(each.num_streams for each in counted),
             stream_bytes=sum(each.stream_bytes for each in counted),
             worker_restarts=self._supervisor.restarts,
             num_sessions=len(self.sessions),
             front_end_restarts=self.front_end_restarts,
-            memory_released=self._control.memory_released,
+            memory_released=self.control.memory_released,
         )
 
     def check_integrity(self) -> None:
@@ -251,22 +235,11 @@ class EngineServer:
         Raises:
             AssertionError: one is violated; this is a bug in trioserve.
         """
-        self._scheduler.check_integrity()
+        self.schedulers.check_integrity()
         self._admission.check_integrity()
         self.sessions.check_integrity()
-        if self._batcher is not None:
-            self._batcher.check_integrity()
         num_open = sum(len(each.sequences) for each in self._peers)
         assert self._admission.num_entering <= num_open
-
-    async def call_worker(self, name: str, arguments: object = None) -> Any:
-        """Call the worker by name, for something rare, and return its answer.
-
-        Raises:
-            EngineError: the worker refused.
-            WorkerLost: it died before it answered.
-        """
-        return await self._scheduler.call(name, arguments)
 
     def report(self) -> str:
         """Return the beginning of a dump of tasks."""
@@ -293,15 +266,15 @@ async def open_host(
         ModelLoadError: the model can't be loaded.
         EngineError: the engine failed while the block ran.
     """
-    to_preparation, preparation_inbox = trio.open_memory_channel[Request](math.inf)
+    to_validation, validation_inbox = trio.open_memory_channel[Request](math.inf)
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     engine_server: EngineServer | None = None
-    batcher: Batcher | None = None
-    if task != "generate":
-        batcher = supervised_batcher(config.engine, scheduler, supervisor, metrics)
-    preparation = Preparation(
-        scheduler, timeout=config.engine.grammar_timeout, observe_grammar=metrics.observe_grammar
+    schedulers = join_schedulers(
+        config.engine, scheduler, supervisor, metrics, encodes=task != "generate"
+    )
+    validation = WorkerValidation(
+        schedulers, timeout=config.engine.grammar_timeout, observe_grammar=metrics.observe_grammar
     )
 
     def on_failure(error: EngineError) -> None:
@@ -309,21 +282,18 @@ async def open_host(
             engine_server.failure = error
 
     async with open_tasks(on_failure) as tasks:
-        tasks.start_soon(preparation.run, preparation_inbox, to_scheduler)
-        tasks.start_soon(scheduler.run, scheduler_inbox, to_routing)
-        ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
-        if batcher is not None:
-            batcher.set_limits(ready)
-            tasks.start_soon(batcher.run)
-        submit = to_preparation.send_nowait
-        await scheduler.adapters.load_first(named_paths(config.engine.lora_modules))
-        engine_server = EngineServer(config, ready, scheduler, supervisor, metrics, submit, batcher)
+        tasks.start_soon(validation.run, validation_inbox, to_scheduler)
+        tasks.start_soon(schedulers.run, scheduler_inbox, to_routing)
+        ready = await start_worker(tasks, config.engine, schedulers, supervisor)
+        submit = to_validation.send_nowait
+        engine_server = EngineServer(config, ready, schedulers, supervisor, metrics, submit)
         engine_server.sessions.start_task = tasks.start_soon
         tasks.is_ready = True
         tasks.start_soon(engine_server.route, routing_inbox)
         metrics.watch(engine_server)
-        idle_check = IdleCheck(engine_server, asks_worker=True)
-        scheduler.on_idle = engine_server.on_none_open = idle_check.note
+        idle_check = IdleCheck(engine_server, schedulers)
+        engine_server.on_none_open = idle_check.note
+        schedulers.notify_idle(idle_check.note)
         tasks.start_soon(idle_check.run)
         with reporting(engine_server.report):
             yield engine_server

@@ -102,7 +102,7 @@ class FrontEndRequests:
         """Sequences for which it waits, by number."""
         self.num_ended = 0
         """Requests that aren't open any more."""
-        self._told_line = (0, 0)
+        self._reported_queue = (0, 0)
         self._admitted: list[tuple[int, float]] = []
         self._rejected: list[tuple[int, ErrorMessage]] = []
         self._moves: list[tuple[int, int]] = []
@@ -131,7 +131,7 @@ class FrontEndRequests:
         else:
             self._reject(request, request.rejection)
         self._wake()
-        self._context.on_line()
+        self._context.on_queue_change()
 
     def _reject(self, request: HostedRequest, error: Exception) -> None:
         self._rejected.append((request.number, fault_of(error)))
@@ -147,7 +147,7 @@ class FrontEndRequests:
                 # The time is there when this goes out.
                 self._scheduled.append(sequence)
             self._wake()
-        self._context.on_line()
+        self._context.on_queue_change()
 
     def take(self, sequence: HostedSequence, output: SequenceOutput) -> None:
         """Note a step's output that isn't just the next token."""
@@ -210,18 +210,18 @@ class FrontEndRequests:
 
     def update(self) -> SchedulerUpdate | None:
         """Return all news; None if there are none."""
-        scheduler = self._context.scheduler
-        line = (scheduler.num_waiting, scheduler.num_waiting_tokens)
+        schedulers = self._context.schedulers
+        queue = (schedulers.num_waiting, schedulers.num_waiting_tokens)
         step: StepUpdate | None = None
         if self._steps and self.num_untaken < MAX_UNTAKEN:
             step, self._steps = merged(self._steps), []
             self.num_untaken += 1
         has_news = self._admitted or self._rejected or self._moves or step is not None
-        if not has_news and line == self._told_line:
+        if not has_news and queue == self._reported_queue:
             return None
-        self._told_line = line
+        self._reported_queue = queue
         update = SchedulerUpdate(
-            line=line,
+            queue=queue,
             admitted=self._admitted,
             rejected=self._rejected,
             moves=self._moves,
@@ -300,8 +300,8 @@ class FrontEndRequests:
             sequence = self._sequences.get(number)
             if sequence is not None:
                 self._let_go(sequence)
-                self._context.scheduler.abort(sequence, Finish(FinishReason.ABORT))
-        self._context.on_line()
+                self._context.schedulers.abort(sequence, Finish(FinishReason.ABORT))
+        self._context.on_queue_change()
 
     def abort_all(self) -> None:
         """Abort all sequences, because the front end is gone."""

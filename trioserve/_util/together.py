@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import trio
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 async def all_together(
-    function: Callable[[int, Item], Awaitable[Result]], items: Sequence[Item]
+    function: Callable[[int, Item], Awaitable[Result]], items: Iterable[Item]
 ) -> list[Result]:
     """Return the results of ``function`` for each index and item, in order.
 
@@ -35,4 +35,4 @@ async def all_together(
         failure = sole_exception(group)
     if failure is not None:
         raise failure
-    return [found[index] for index in range(len(items))]
+    return [found[index] for index in range(len(found))]

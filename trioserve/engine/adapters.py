@@ -1,0 +1,79 @@
+"""The adapters of an engine: loaded and unloaded by name, by all schedulers or by none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from trioserve._util.together import all_together
+from trioserve.protocol.errors import EngineError, InvalidRequest, ModelLoadError, WorkerLost
+from trioserve.requests.adapters import Adapter, Catalogue
+from trioserve.scheduler.adapters import AdapterManager
+
+
+@attrs.define(eq=False)
+class EngineAdapters:
+    """The adapters that requests of one engine may name.
+
+    Args:
+        managers: The managers of each scheduler's adapters.
+    """
+
+    _managers: Sequence[AdapterManager]
+    catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
+    on_change: Callable[[], None] = attrs.field(init=False, default=lambda: None)
+    """Called when the catalogue has changed."""
+    _loading: set[str] = attrs.field(init=False, factory=set)
+    """Names of the adapters that are being loaded."""
+    _last_number: int = attrs.field(init=False, default=0)
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter: see :meth:`trioserve.Engine.load_adapter`. Cancelling undoes it."""
+        if name in self.catalogue or name in self._loading:
+            raise InvalidRequest(
+                f"the adapter {name!r} is loaded already: unload it first", param="name"
+            )
+        self._last_number += 1
+        adapter = Adapter(number=self._last_number, name=name, path=path)
+
+        async def load(_: int, manager: AdapterManager) -> None:
+            await manager.load(adapter)
+
+        self._loading.add(name)
+        try:
+            await all_together(load, self._managers)
+        except BaseException:
+            for each in self._managers:
+                each.forget(adapter)
+            raise
+        finally:
+            self._loading.remove(name)
+        self.catalogue.add(adapter)
+        self.on_change()
+
+    async def load_first(self, named_paths: Sequence[tuple[str, str]]) -> None:
+        """Load the adapters given at the start, by name and folder.
+
+        Raises:
+            ModelLoadError: An adapter can't be served; the message says why and what to do.
+        """
+        for name, path in named_paths:
+            try:
+                await self.load(name, path)
+            except (InvalidRequest, EngineError, WorkerLost) as error:
+                raise ModelLoadError(f"the adapter {name!r} can't be loaded: {error}") from error
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter: see :meth:`trioserve.Engine.unload_adapter`. Cancelling doesn't stop
+        it.
+        """
+        adapter = self.catalogue.remove(name)
+        self.on_change()
+        for gone in [each.unload(adapter) for each in self._managers]:
+            await gone.wait()
+
+    def name_of(self, number: int) -> str | None:
+        """Return the name of the adapter with that number; None if it is unknown."""
+        names = (each.name_of(number) for each in self._managers)
+        return next((name for name in names if name is not None), None)

@@ -1,0 +1,234 @@
+"""The schedulers of an engine, one for each worker, and the calls that work over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import trio
+
+from trioserve._util.channels import receive_waiting
+from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription, subscribe_to
+from trioserve._util.together import all_together
+from trioserve.engine.adapters import EngineAdapters
+from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
+from trioserve.pooling.batcher import Batcher
+from trioserve.pooling.columns import Columns, Floats
+from trioserve.requests.adapters import Catalogue
+from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
+from trioserve.scheduler.cache_events import CacheEvent
+from trioserve.scheduler.iterations import Iteration
+from trioserve.scheduler.pause_control import PauseControl
+from trioserve.scheduler.prefix_pins import PrefixPins
+from trioserve.scheduler.scheduler import Scheduler
+
+
+class Schedulers:
+    """The schedulers of an engine: a :class:`~trioserve.engine.backend.Backend`.
+
+    Args:
+        schedulers: One for each worker.
+        batchers: The batchers of texts for the same workers, if the model is an encoder.
+    """
+
+    def __init__(self, schedulers: Seq[Scheduler], batchers: Seq[Batcher] = ()) -> None:
+        self._all = tuple(schedulers)
+        self.batchers = tuple(batchers)
+        self.adapters = EngineAdapters([each.adapters for each in self._all])
+        self.pins = PrefixPins(lambda: [each.core for each in self._all if each.core is not None])
+
+    def __iter__(self) -> Iterator[Scheduler]:
+        return iter(self._all)
+
+    def __getitem__(self, index: int) -> Scheduler:
+        return self._all[index]
+
+    # ---- requests
+
+    def for_request(self, request: Request) -> Scheduler:
+        """Return the scheduler that computes ``request``, which stays the same until its end.
+
+        This is the only place that chooses a scheduler; there is one to choose from.
+        """
+        (only,) = self._all
+        return only
+
+    async def run(
+        self,
+        requests: trio.MemoryReceiveChannel[Request],
+        outputs: trio.MemorySendChannel[list[SequenceOutput]],
+    ) -> None:
+        """Take requests in until ``requests`` is closed. This is a task.
+
+        Args:
+            requests: Tokenized requests. They wait in the channel until all first workers are
+                attached. A request that has finished meanwhile is dropped.
+            outputs: Outputs of steps and aborts, for the detokenizer. The buffer must be unbounded,
+                because an abort can't wait.
+        """
+        for each in self:
+            each.outputs = outputs
+        await self.wait_attached()
+        async for first in requests:
+            # Requests that came together are submitted together, so that they share a plan.
+            for request in (first, *receive_waiting(requests)):
+                self.for_request(request).submit(request)
+
+    def abort(self, sequence: Sequence, finish: Finish) -> None:
+        """End ``sequence`` now, whatever its state. Never blocks; idempotent."""
+        self.for_request(sequence.request).abort(sequence, finish)
+
+    async def encode(self, columns: Columns, tenant: str = "") -> Floats:
+        """Compute texts as :meth:`trioserve.pooling.batcher.Batcher.compute`, on one worker.
+
+        This is the only place that chooses a batcher; an encoder has one.
+        """
+        (only,) = self.batchers
+        return await only.compute(columns, tenant)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The adapters that requests may name."""
+        return self.adapters.catalogue
+
+    # ---- workers
+
+    @property
+    def attached(self) -> bool:
+        """True while every scheduler has a worker."""
+        return all(each.attached for each in self)
+
+    @property
+    def num_attached(self) -> int:
+        """Number of workers attached since the start, including the present ones."""
+        return sum(each.num_attached for each in self)
+
+    async def wait_attached(self) -> None:
+        """Block until every scheduler has a worker."""
+        for each in self:
+            await each.wait_attached()
+
+    async def call(self, name: str, arguments: object = None) -> Any:
+        """Call every worker by name, and return the first one's answer.
+
+        Raises:
+            EngineError: A worker reports why it can't.
+            WorkerLost: A worker is missing, or was lost or hung before it answered.
+        """
+        return (await self.call_all(name, arguments))[0]
+
+    async def call_all(self, name: str, arguments: object = None) -> list[Any]:
+        """Call every worker as :meth:`call`, and return the answers of all."""
+
+        async def call(_: int, scheduler: Scheduler) -> Any:
+            return await scheduler.call(name, arguments)
+
+        return await all_together(call, self._all)
+
+    # ---- pauses
+
+    async def pause(self, holder: str, *, retract: bool = False) -> None:
+        """Stop computing until :meth:`resume`; return once nothing is in flight, which is soon.
+
+        Cancelling this leaves the pause in place.
+
+        Args:
+            holder: Key of the pause.
+            retract: Preempt all running sequences, which resume from their tokens.
+        """
+        for each in self:
+            each.pause_control.close(holder, retract=retract)
+        for batcher in self.batchers:
+            batcher.close(holder)
+        for each in self:
+            await each.pause_control.wait_drained()
+        for batcher in self.batchers:
+            await batcher.wait_drained()
+
+    async def pause_when_done(self, holder: str) -> None:
+        """Pause once all requests that have arrived so far have finished; later ones wait.
+
+        Cancelling it before that ends the pause.
+        """
+        pausable: list[PauseControl | Batcher] = [
+            *(each.pause_control for each in self),
+            *self.batchers,
+        ]
+        arrivals = [(each, each.close_behind(holder)) for each in pausable]
+        try:
+            for each, last in arrivals:
+                await each.wait_finished(last)
+        except BaseException:
+            self.resume(holder)
+            raise
+        await self.pause(holder)
+
+    def resume(self, holder: str) -> None:
+        """End the pause of that key. Idempotent."""
+        for each in self:
+            each.pause_control.resume(holder)
+        for batcher in self.batchers:
+            batcher.resume(holder)
+
+    @property
+    def paused(self) -> bool:
+        """True while a pause keeps all sequences from being computed."""
+        return all(each.paused for each in self)
+
+    # ---- observation
+
+    def notify_idle(self, note: Callable[[], None]) -> None:
+        """Have ``note`` called whenever a scheduler becomes idle. Others may not be."""
+        for each in self:
+            each.on_idle = note
+
+    @property
+    def idle(self) -> bool:
+        """True if no sequence and no text is left, and nothing is in flight."""
+        return all(each.idle for each in self) and all(each.idle for each in self.batchers)
+
+    @property
+    def stalled(self) -> bool:
+        """True if a scheduler makes no progress, though there could be some."""
+        return any(each.stalled for each in self)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for a slot."""
+        return sum(each.num_waiting for each in self)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of tokens, prompt and output so far, of the sequences that wait for a slot."""
+        return sum(each.num_waiting_tokens for each in self)
+
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
+        waiting = [each.waiting_of(tenant) for each in self]
+        return sum(number for number, _ in waiting), sum(tokens for _, tokens in waiting)
+
+    def statistics(self) -> SchedulerStatistics:
+        """Return the sum of the counts of this moment; texts count as sequences."""
+        total = sum_of([each.statistics() for each in self])
+        for batcher in self.batchers:
+            total = batcher.counted_in(total)
+        return total
+
+    def check_integrity(self) -> None:
+        """Assert the invariants."""
+        for each in (*self, *self.batchers):
+            each.check_integrity()
+
+    def iterations(
+        self, max_records: int = DEFAULT_MAX_RECORDS
+    ) -> contextlib.AbstractContextManager[Subscription[Iteration]]:
+        """Subscribe to the steps of all: see :meth:`trioserve.Engine.iterations`."""
+        return subscribe_to([each.feeds.iterations.feed for each in self], max_records)
+
+    def cache_events(
+        self, max_records: int = DEFAULT_MAX_RECORDS
+    ) -> contextlib.AbstractContextManager[Subscription[CacheEvent]]:
+        """Subscribe to the events of all prefix caches."""
+        return subscribe_to([each.feeds.cache.feed for each in self], max_records)

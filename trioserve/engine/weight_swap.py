@@ -1,0 +1,96 @@
+"""The swap of an engine's weights for others, on all of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import attrs
+import trio
+
+from trioserve._util.together import all_together
+from trioserve.engine.schedulers import Schedulers
+from trioserve.observability.logs import get_logger
+from trioserve.protocol.errors import EngineError, WorkerLost
+from trioserve.scheduler.scheduler import Scheduler
+
+HOLDER = "weights"
+"""Key under which a swap pauses."""
+
+_log = get_logger("trioserve.control")
+
+
+@attrs.define(eq=False)
+class WeightSwap:
+    """The weight swaps of one engine, one after another.
+
+    New weights are read while the old ones serve, and swapped in during a pause. Any failure before
+    that leaves the old ones in place, for later workers too.
+    """
+
+    _schedulers: Schedulers
+    _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+
+    async def run(
+        self, path: str, clear: Callable[[str], Awaitable[None]], *, num_bytes: int = 0
+    ) -> str:
+        """Serve the weights at ``path``.
+
+        Args:
+            path: Path of a folder or a file.
+            clear: Pauses the schedulers under the given key so that no sequence holds KV.
+            num_bytes: Size of the weights, by which the time limit is set.
+
+        Returns:
+            The checksum of the weights.
+
+        Raises:
+            EngineError: A worker reports why it can't. The old weights serve.
+            WorkerLost: There is no worker, or it was lost or hung meanwhile. The old weights serve.
+        """
+
+        async def read(_: int, scheduler: Scheduler) -> str:
+            return await scheduler.weights.read(path, num_bytes=num_bytes)
+
+        async with self._lock:
+            try:
+                checksums = await all_together(read, self._schedulers)
+                await clear(HOLDER)
+                # The swap is done or not done: wait until that is known.
+                with trio.CancelScope(shield=True):
+                    await self._swap(path, num_bytes)
+            except BaseException:
+                await all_together(_discard, self._schedulers)
+                raise
+            finally:
+                self._schedulers.resume(HOLDER)
+            return checksums[0]
+
+    async def _swap(self, path: str, num_bytes: int) -> None:
+        """Put the weights in place on all workers, or raise the first error if none could.
+
+        A worker that fails alone is replaced by one that loads the new weights.
+        """
+
+        async def swap(_: int, scheduler: Scheduler) -> Exception | None:
+            try:
+                await scheduler.weights.swap(path, num_bytes=num_bytes)
+            except (EngineError, WorkerLost) as error:
+                return error
+            return None
+
+        errors = await all_together(swap, self._schedulers)
+        failures = [
+            (each, error) for each, error in zip(self._schedulers, errors, strict=True) if error
+        ]
+        if len(failures) == len(errors):
+            raise failures[0][1]
+        for scheduler, error in failures:
+            _log.error("weights not swapped, worker replaced", path=path, reason=str(error))
+            scheduler.weights.path = path
+        for scheduler, _ in failures:
+            await scheduler.worker_power.turn_off()
+            scheduler.worker_power.turn_on()
+
+
+async def _discard(_: int, scheduler: Scheduler) -> None:
+    await scheduler.weights.discard()
