@@ -1,4 +1,4 @@
-"""``python -P -m gpu --connect URL`` is a worker; ``--doctor`` says what it could compute with."""
+"""``python -P -m gpu --connect URL`` runs a worker; ``--doctor`` reports what it would use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from trioserve.protocol.gc_tuning import importing
+from trioserve.protocol.gc_tuning import without_gc
 
 
 def examine() -> dict[str, Any]:
-    """Return what torch and CuPy find on this machine, for ``trioserve doctor``."""
+    """Return the versions, devices and kernels found on this machine, for ``trioserve doctor``."""
     import torch
 
     from gpu.loading.loaded_model import choose_num_threads
@@ -45,7 +45,7 @@ def examine() -> dict[str, Any]:
     if importlib.util.find_spec("cupy") is not None:
         try:
             cupy = importlib.import_module("cupy")
-        except Exception as error:  # a CuPy for another CUDA raises what it likes
+        except Exception as error:  # a CuPy for another CUDA may raise anything
             report["cupy_error"] = str(error).strip().partition("\n")[0]
         else:
             report["cupy"] = cupy.__version__
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
 
 
 def _examine_cpu_kernels() -> str:
-    """Return where the kernels of the CPU are, or why torch computes in their place."""
+    """Return the path of the compiled CPU kernels, or the reason why torch computes instead."""
     from gpu.cpu.build import LibraryBuildError, built
 
     try:
@@ -66,7 +66,7 @@ def _examine_cpu_kernels() -> str:
 
 
 def _examine_kernels() -> tuple[dict[str, Any], Callable[[int, int], str]]:
-    """Return a report on kernels, and a function from a capability to its target."""
+    """Return a report on CUDA kernels, and a function from compute capability to target."""
     from gpu.kernels import nvrtc, targets
     from gpu.kernels.cubins import CubinCache
 
@@ -96,7 +96,7 @@ def _examine_kernels() -> tuple[dict[str, Any], Callable[[int, int], str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and do what it says."""
+    """Parse the command line; run the worker or print the report."""
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--connect", metavar="URL", help="serve the engine that listens at URL")
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.doctor:
         sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
         return
-    with importing():
+    with without_gc():
         from gpu import worker
     worker.run(options.connect)
 

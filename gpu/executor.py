@@ -1,9 +1,9 @@
-"""The seam between the runner, which keeps the slots, and what computes on a device.
+"""The interface between the runner, which keeps the slots, and a device that computes steps.
 
-The runner may submit another step before it has waited for the last one, so a row's newest token
-may not be on the host yet: an executor keeps it where it was drawn and takes it from there. Only a
-mask that depends on that token can't be made without it. The step is then deferred: its forward
-pass is computed, and the draw waits for the token.
+The runner may submit a step before the previous one is finished. A row's newest token may then not
+be on the host, so an executor reads it on the device, where it was sampled. A mask that depends on
+this token can't be made yet. Such a step is deferred: its forward pass is computed, and sampling
+waits for the token.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from gpu.slots import Row, Slot
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
 Copies: TypeAlias = npt.NDArray[np.int32]
-"""[C, 2]: pairs of source and destination pages, copied one after the other.
+"""[C, 2] int32: pairs of source and destination pages, copied one after the other.
 
-Numbers past those of the KV cache's pages are pages in the host's memory.
+Numbers from the KV cache's number of pages on are pages in host memory.
 """
 NO_COPIES: Copies = np.zeros((0, 2), dtype=np.int32)
 
 
 @attrs.frozen(kw_only=True)
 class DeviceTimes:
-    """The times of one step, in microseconds on the device's clock."""
+    """The times of one step in microseconds, by the device's clock."""
 
     step_us: int = 0
-    """Time in which kernels of the step were running."""
+    """Time with a kernel of the step running."""
     gap_us: int = 0
-    """Time within the step without a kernel: copies, waiting for a mask that the host makes."""
+    """Time within the step without a kernel: copies, or waiting for a mask from the host."""
     idle_us: int = 0
-    """Time from the end of the last step to the start of this one, with no work for the device."""
+    """Time from the end of the previous step to the start of this one."""
     launch_us: int = 0
-    """Time in which the host queued the step's kernels, on the host's clock."""
+    """Time that the host took to queue the step's kernels, by the host's clock."""
 
 
 @attrs.define(kw_only=True)
 class Drawn:
-    """The draws of one step for its S rows that sample, in the order of submission.
+    """The output of one step for its S rows that sample, in the order of submission.
 
-    ``top`` and ``named`` have S entries, empty where not asked for, or are None if no row asked.
+    ``top`` and ``named`` have S entries, empty if not requested; None if no row requested them.
     """
 
-    tokens: npt.NDArray[np.int32]  # [S]; negative where there was no token to draw
+    tokens: npt.NDArray[np.int32]  # [S]; negative where the mask allowed no token
     counts: npt.NDArray[np.int64] | None = None
-    """[S], how many tokens each row drew, where some rows drafted tokens; None for one.
+    """[S], tokens of each row, if some rows had draft tokens; None if each row has one.
 
     ``tokens``, ``logprobs``, ``top`` and ``named`` then have one entry for each token.
     """
     logprobs: npt.NDArray[np.float32] | None = None
-    """[S], NaN where not asked for; None if no row asked."""
+    """[S], NaN where not requested; None if no row requested any."""
     top: list[TopLogprobs] | None = None
     named: list[npt.NDArray[np.float32]] | None = None
     """Raw log-probabilities of each row's ``logprob_token_ids``."""
     prompts: list[PromptPiece] = attrs.field(factory=list)
-    """Log-probabilities of the prompt tokens computed, for the rows that ask for them."""
+    """Log-probabilities of the prompt tokens computed, where requested."""
     pooled: list[PooledPrompt] = attrs.field(factory=list)
-    """Vectors of the prompts completed, for the rows that ask for one."""
+    """Pooled vectors of the prompts completed, where requested."""
     times: DeviceTimes = attrs.field(factory=DeviceTimes)
 
 
@@ -71,21 +71,21 @@ class Submission(Protocol):
 
     @property
     def deferred(self) -> bool:
-        """True if nothing is drawn before :meth:`sample` is called; no step may follow till then.
+        """True until :meth:`sample` is called, if a mask needs a token of the previous step.
 
-        The mask of one of its rows needs the row's last token, which the step before draws.
+        No other step may be submitted meanwhile.
         """
 
     def sample(self) -> None:
-        """Draw in a deferred step, now that all tokens before are known in the slots."""
+        """Sample in a deferred step, once the slots have all earlier tokens."""
 
     def wait(self) -> Drawn:
-        """Wait for the step's end. Call it once for each step, in the order of submission."""
+        """Block until the step is finished. Call it once a step, in the order of submission."""
 
 
 @attrs.frozen
 class Finished:
-    """The :class:`Submission` of an executor that is done with a step when it returns it."""
+    """The :class:`Submission` of an executor that computes each step synchronously."""
 
     _drawn: Drawn
 
@@ -108,20 +108,20 @@ class Executor(Protocol):
 
     @property
     def completions(self) -> int | None:
-        """A file descriptor that is readable while a finished step hasn't been waited for.
+        """File descriptor that is readable while a finished step hasn't been waited for.
 
-        None means that a step is finished when :meth:`submit` returns.
+        None if a step is finished when :meth:`submit` returns.
         """
 
     def open(self, slot: Slot) -> None:
-        """Take note of a slot just opened; its number may have been used before."""
+        """Set up the state of a slot just opened; its number may have been used before."""
 
     def close(self, number: int) -> None:
-        """Forget the slot with that number. It may never have been opened here."""
+        """Drop the state of a slot. It may never have been opened here."""
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
-        """Copy pages, then compute ``rows`` and draw for those that sample.
+        """Copy pages, then compute ``rows``, and sample for those that reach their end.
 
-        Each row has at least one token. The slots' block tables are as the plan left them. A step
-        without rows counts as finished at once.
+        Each row has at least one token, and the block tables have the plan's pages. A step without
+        rows is finished at once.
         """

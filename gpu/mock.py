@@ -1,8 +1,8 @@
-"""A worker without a model: real slots, real plans, and tokens of a fixed text.
+"""An executor without a model: real slots, real plans, and the tokens of a fixed text.
 
-It is for measuring everything but the model. A step takes a set time, in which the process sleeps,
-and gives each row the next token of a readable text. Only the model's configuration and tokenizer
-are loaded, no tensor is touched, and requests that need logits are refused.
+It measures everything but the model. A step sleeps for a set time and gives each row the next token
+of the text. Only the model's configuration and tokenizer are loaded. Requests that need logits are
+refused.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TEXT = (
 )
 """The text of every sequence, repeated."""
 MOST_PAGES = 1 << 18
-"""The most pages: each costs a few dozen bytes of the engine's bookkeeping."""
+"""Most pages; each takes a few dozen bytes in the engine."""
 
 
 def mock_text(files: ModelFiles, stop_ids: Sequence[int] = ()) -> npt.NDArray[np.int32]:
-    """Return the tokens of :data:`TEXT`, int32, without those that would end a sequence.
+    """Return the tokens of :data:`TEXT`, [N] int32, without ``stop_ids``.
 
     Raises:
-        ModelLoadError: the tokenizer has none for it.
+        ModelLoadError: no token is left, or the tokenizer can't be loaded.
     """
     with refused_by_tokenizers(files.path):
         ids = files.load_tokenizer().encode(TEXT, add_special_tokens=False).ids
@@ -46,16 +46,16 @@ def mock_text(files: ModelFiles, stop_ids: Sequence[int] = ()) -> npt.NDArray[np
 
 
 def mock_num_pages(page_size: int, max_model_len: int, max_num_seqs: int) -> int:
-    """Pages enough for the longest sequence in every slot, up to a bound on bookkeeping."""
+    """Return pages for the longest sequence in every slot, at most :data:`MOST_PAGES`."""
     return min(max_num_seqs * -(-max_model_len // page_size), MOST_PAGES)
 
 
 class MockExecutor:
-    """:class:`gpu.executor.Executor` that waits instead of computing.
+    """A :class:`gpu.executor.Executor` that sleeps instead of computing.
 
     Args:
-        steps: how long each step takes.
-        text: the tokens of every sequence's output, int32; after the last one comes the first.
+        steps: the duration of a step.
+        text: the tokens of every output, [N] int32, repeated.
     """
 
     def __init__(self, steps: MockSteps, text: npt.NDArray[np.int32]) -> None:
@@ -72,7 +72,7 @@ class MockExecutor:
         """See :meth:`gpu.executor.Executor.open`.
 
         Raises:
-            PlanError: the sequence wants what only logits can give.
+            PlanError: the request needs logits.
         """
         refused = _wants_logits(slot.sampler)
         if refused:
@@ -107,7 +107,7 @@ class MockExecutor:
 
 
 def _wants_logits(sampler: SamplerParams) -> str:
-    """Return what of ``sampler`` can't be had without logits, in words; empty if nothing."""
+    """Return the name of an option that needs logits; empty if there is none."""
     if sampler.logprobs >= 0 or sampler.prompt_logprobs >= 0:
         return "log-probabilities"
     return "output that follows a grammar" if sampler.grammar is not None else ""

@@ -1,12 +1,12 @@
-"""Plans to results: the slots, the checks and the order; an executor computes.
+"""Turns plans into results: checks a plan, applies it to the slots, and has an executor compute it.
 
-A plan may be submitted before the result of the one before it has been taken. What its rows compute
-is known all the same, because a row that samples gets exactly one token. Only whether that token
-ends its sequence is not: such a row is then computed once for nothing, and gives no token. A row
-that drafts may get several tokens; its slot has no row in another plan until they are known.
+A plan may be submitted before the result of the previous one is known. Its rows are known anyway,
+because a sampling row gets exactly one token. Unknown is only whether that token ends its sequence;
+if so, the next row is computed in vain and its token dropped. A row with draft tokens may get
+several; its slot has no row in another plan until they are known.
 
-The masks of a plan may need tokens that aren't known yet. It is submitted all the same, but its
-draws are deferred until every plan before it is finished; only then another plan is accepted.
+A mask may need a token that isn't known yet. The plan is submitted anyway, but its sampling is
+deferred until every earlier plan is finished. Until then no other plan is accepted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _log = logging.getLogger("gpu.runner")
 
 @attrs.define
 class _Pending:
-    """A plan that has been submitted, and where the tokens go that it draws."""
+    """A submitted plan, and the positions of the tokens that it samples."""
 
     number: int
     rows: list[Row]
     submission: Submission
     positions: dict[int, int] = attrs.field(factory=dict)
-    """Slot number -> position of the token that its row draws; empty while that is deferred."""
+    """Slot number -> position of the token that its row samples; empty while that is deferred."""
     error: Exception | None = None
-    """Exception raised when its deferred draws were to begin."""
+    """Exception raised when its deferred sampling began."""
 
-    def make_room(self) -> None:
-        """Extend each sampling slot by a token that isn't known yet: the draws have begun."""
+    def append_unknown(self) -> None:
+        """Append an unknown token to each slot that samples."""
         sampling = (row.slot for row in self.rows if row.samples)
         self.positions = {slot.number: slot.extend() for slot in sampling}
 
@@ -57,31 +57,31 @@ class Runner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._pending: deque[_Pending] = deque()
         self._next_plan: int | None = None
-        self._refuses = False  # a plan failed: no other is taken
-        self._spoiled = False  # a result failed: those behind it are built on it
+        self._refuses = False  # a plan failed: later ones are refused
+        self._result_failed = False  # later plans depend on the failed one
         self.num_steps = 0
 
     @property
     def slots(self) -> SlotTable:
-        """The sequences that are open."""
+        """The open slots."""
         return self._slots
 
     @property
     def num_pending(self) -> int:
-        """Number of plans were submitted and not finished."""
+        """Number of plans submitted and not finished."""
         return len(self._pending)
 
     @property
     def accepts(self) -> bool:
-        """True if a plan may be submitted: none while the draws of the last one are deferred.
+        """True if a plan may be submitted: the sampling of the last one isn't deferred.
 
-        If they still are when it is the oldest, :meth:`finish` says at once what went wrong.
+        If it is still deferred when that plan is the oldest, it failed; :meth:`finish` raises.
         """
         return not (self._pending and self._pending[-1].submission.deferred)
 
     @property
     def next_result(self) -> int:
-        """The number of the plan that :meth:`finish` is about."""
+        """Number of the plan that :meth:`finish` finishes next."""
         return self._pending[0].number
 
     @property
@@ -98,28 +98,28 @@ class Runner:
         for slot in self._slots:
             try:
                 self._executor.close(slot.number)
-            except PlanError as error:  # a logits processor's; the slot is gone all the same
+            except PlanError as error:  # from a logits processor; the slot is closed anyway
                 _log.error("slot %d: %s", slot.number, error)
         self._slots.clear()
         self._next_plan = next_plan
-        self._refuses = self._spoiled = False
+        self._refuses = self._result_failed = False
 
     def drop(self, slot: int, generation: int) -> None:
-        """Rows of plans to come compute nothing of ``slot``, and none gives a token of it."""
+        """Stop a sequence: later rows of it compute nothing, and no row of it gives a token."""
         self._slots.drop(slot, generation)
 
     def step(self, plan: Plan) -> StepResult:
-        """Run one plan from submission to result; no other may be pending.
+        """Run one plan from submission to result. No other plan may be pending.
 
         Raises:
-            PlanError: as :meth:`submit` and :meth:`finish`.
+            PlanError: as in :meth:`submit` and :meth:`finish`.
         """
         assert not self._pending
         self.submit(plan)
         return self.finish()
 
     def submit(self, plan: Plan) -> None:
-        """Check a plan and hand it to the executor, which :attr:`accepts` it.
+        """Check a plan and hand it to the executor. Call it only while :attr:`accepts` is true.
 
         After an exception every plan is refused until :meth:`reset`.
 
@@ -147,13 +147,13 @@ class Runner:
             row.slot.computed = row.end
         pending = _Pending(plan.number, rows, submission)
         if not submission.deferred:
-            pending.make_room()
+            pending.append_unknown()
         self._pending.append(pending)
         self._next_plan = plan.number + 1
         self._refuses = False
 
     def finish(self) -> StepResult:
-        """Wait for the oldest plan submitted and say what it gave.
+        """Block until the oldest pending plan is finished; return its result.
 
         After an exception every plan is refused until :meth:`reset`.
 
@@ -162,35 +162,35 @@ class Runner:
         """
         pending = self._pending.popleft()
         refused, self._refuses = self._refuses, True
-        spoiled, self._spoiled = self._spoiled, True
+        failed_before, self._result_failed = self._result_failed, True
         if pending.error is not None:
             raise pending.error
         drawn = None if pending.submission.deferred else pending.submission.wait()
-        if spoiled or drawn is None:
+        if failed_before or drawn is None:
             raise PlanError("the plan before this one failed")
         taken = _take_one_each(pending, drawn) if drawn.counts is None else _take(pending, drawn)
         self.num_steps += 1
-        self._refuses, self._spoiled = refused, False
+        self._refuses, self._result_failed = refused, False
         self._draw_deferred()
         return _result(pending, taken, drawn)
 
     def _draw_deferred(self) -> None:
-        """Begin the draws that wait for tokens, once every plan before theirs is finished."""
+        """Begin deferred sampling once every earlier plan is finished."""
         if self.accepts or len(self._pending) > 1:
             return
         pending = self._pending[-1]
         try:
             pending.submission.sample()
-        except Exception as error:  # it is that plan's, not this one's
+        except Exception as error:  # raised later, when that plan is finished
             pending.error = error
         else:
-            pending.make_room()
+            pending.append_unknown()
 
 
 def _take_one_each(pending: _Pending, drawn: Drawn) -> list[bool]:
-    """Give each slot the token that was drawn for it; return which rows gave one."""
+    """Give each slot its sampled token; return for each row whether it gave one."""
     tokens = dict(zip(pending.positions, drawn.tokens.tolist(), strict=True))
-    # What was drawn after a stop was drawn for nothing.
+    # A token sampled after the sequence stopped is dropped.
     giving = [row.slot.number in tokens and not row.slot.stopped for row in pending.rows]
     for row, gives in zip(pending.rows, giving, strict=True):
         if gives:
@@ -200,7 +200,7 @@ def _take_one_each(pending: _Pending, drawn: Drawn) -> list[bool]:
 
 
 def _take(pending: _Pending, drawn: Drawn) -> list[int]:
-    """Give each slot the tokens that were drawn for it; return how many of them each row gave."""
+    """Give each slot its sampled tokens; return how many each row gave."""
     tokens, starts = drawn.tokens.tolist(), _starts(pending, drawn)
     taken: list[int] = []
     for row in pending.rows:
@@ -214,17 +214,17 @@ def _take(pending: _Pending, drawn: Drawn) -> list[int]:
 
 
 def _starts(pending: _Pending, drawn: Drawn) -> dict[int, tuple[int, int]]:
-    """Return where the tokens of each slot begin and end in what was drawn."""
+    """Return, by slot number, the range of its tokens in ``drawn.tokens``."""
     counts = [1] * len(pending.positions) if drawn.counts is None else drawn.counts.tolist()
     ends = itertools.accumulate(counts, initial=0)
     return dict(zip(pending.positions, itertools.pairwise(ends), strict=True))
 
 
 def _result(pending: _Pending, taken: Sequence[int], drawn: Drawn) -> StepResult:
-    """Return the columns of a result, in the order of the plan's rows."""
+    """Return the result of a plan, with columns in the order of the plan's rows."""
     rows = pending.rows
     if drawn.counts is None and all(taken) and len(drawn.tokens) == len(rows):
-        order = list(range(len(rows)))  # the positions stand in the rows' order
+        order = list(range(len(rows)))  # already in the order of the rows
         tokens, offsets = drawn.tokens, [*order, len(rows)]
     else:
         starts = _starts(pending, drawn)

@@ -1,8 +1,8 @@
-"""The slot table: the sequences that the worker knows, and what a plan changes about them.
+"""The slot table: one slot for each open sequence, and the changes that a plan makes to them.
 
-A slot's state is a pure function of its tokens and its parameters: there is no counter besides the
-number of tokens computed. So a sequence that was preempted, or that lost its worker, is simply
-opened again with its tokens so far. Nothing here touches a tensor or a model.
+A slot's state is a pure function of its tokens and options, with the number of computed tokens as
+the only counter. A sequence that was preempted, or whose worker died, is opened again with its
+tokens so far. Nothing here touches a tensor or a model.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
 
 UNKNOWN_TOKEN = -1
-"""Placeholder of a token that has been drawn on the device and hasn't arrived yet."""
+"""Placeholder for a token that is sampled on the device and not on the host yet."""
 
 
 _SHORT_COLUMN = 1024
-"""Bytes that aren't worth sharing."""
+"""Columns of at most so many bytes aren't shared between slots."""
 
 
 class PlanError(Exception):
-    """A plan that can't be run. ``slot`` is the slot to blame, -1 if there is none."""
+    """A plan can't be run. ``slot`` is the number of the slot at fault, -1 if there is none."""
 
     def __init__(self, message: str, slot: int = -1) -> None:
         super().__init__(message)
         self.slot = slot
 
 
-def described(error: Exception) -> str:
-    """Return the type of any ``error`` and the first line of its text."""
+def summarize(error: Exception) -> str:
+    """Return the type of an exception and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @attrs.define(eq=False, kw_only=True)
 class Slot:
-    """One sequence: its tokens, of which the first ``computed`` have their keys and values.
+    """One open sequence. The keys and values of its first ``computed`` tokens are in the cache.
 
-    While a step is in flight, the token that it draws has its place but isn't known.
+    While a step is in flight, the token that it samples is :data:`UNKNOWN_TOKEN`.
     """
 
     number: int
@@ -52,32 +52,32 @@ class Slot:
     computed: int
     sampler: SamplerParams
     adapter: int = 0
-    """The number of its adapter; 0 for none."""
+    """Number of its LoRA adapter; 0 for none."""
     prompt_logprobs_from: int = -1
-    """Position of the first prompt token with a wanted log-probability; -1 if there is none."""
+    """Position of the first prompt token whose log-probability is requested; -1 for none."""
     num_pages: int = 0
     stopped: bool = False
-    """True if nothing more is to be computed: its last token is a stop id, there was none to draw,
-    or the engine has dropped it."""
+    """True if no more of it is computed: its last token is a stop id, the mask allowed no token, or
+    the engine dropped it."""
     _buffer: npt.NDArray[np.int32]
     _length: int
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far; a view that is valid until the next :meth:`extend`."""
+        """Prompt and output so far, [num_tokens] int32: a view, valid until :meth:`extend`."""
         return self._buffer[: self._length]
 
     def token(self, position: int) -> int:
-        """Return the token at ``position``: cheaper than out of :attr:`tokens`."""
+        """Return the token at ``position``; cheaper than indexing :attr:`tokens`."""
         return int(self._buffer[position])
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens there are, those included that aren't known yet."""
+        """Number of tokens, including unknown ones."""
         return self._length
 
     def extend(self) -> int:
-        """Make room for one more token, which isn't known yet. Returns its position."""
+        """Append an unknown token and return its position."""
         if self._length == len(self._buffer):
             self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
         self._buffer[self._length] = UNKNOWN_TOKEN
@@ -85,10 +85,10 @@ class Slot:
         return self._length - 1
 
     def take(self, position: int, tokens: Sequence[int]) -> int:
-        """Settle ``position`` with the first of ``tokens``; append the others until one ends it.
+        """Set the token at ``position`` to the first of ``tokens`` and append the others.
 
-        They are what one step drew, so the KV of all but the last is there. Return how many were
-        taken.
+        One step sampled them all, so the KV of all but the last is computed. Tokens after one that
+        ends the sequence are dropped. Return how many were taken.
         """
         for taken, token in enumerate(tokens, 1):
             if taken > 1:
@@ -100,20 +100,20 @@ class Slot:
         return len(tokens)
 
     def settle(self, position: int, token: int) -> None:
-        """Set the token at ``position``, and note whether it ends the sequence.
+        """Set the token at ``position``, and :attr:`stopped` if it ends the sequence.
 
-        A negative one says that there was none to draw, which ends it too.
+        A negative token means that the mask allowed none; that ends the sequence too.
         """
         self._buffer[position] = token
         self.stopped = token < 0 or self.sampler.is_stop(token, position + 1 - self.prompt_length)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One row of a plan: ``count`` tokens of ``slot`` to compute from position ``start`` on.
+    """One row of a plan: compute ``count`` tokens of ``slot`` from position ``start`` on.
 
-    ``count`` is 0 for a sequence that has stopped. ``samples`` says that the row reaches the end of
-    the slot's tokens, so that one more is to be drawn. There is one for every token computed, so it
-    is made in C and the garbage collector doesn't look at it: nothing points back at it.
+    ``count`` is 0 if the sequence has stopped. ``samples`` is true if the row reaches the end of
+    the slot's tokens, so that the next one is sampled. Every decoded token makes a row, so it is a
+    Struct outside the garbage collector; no reference cycle can contain it.
     """
 
     slot: Slot
@@ -121,19 +121,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     count: int
     samples: bool
     drafts: int = 0
-    """Tokens after those that are drafted, and checked by the same step."""
+    """Draft tokens that the step computes and verifies after these."""
 
     @property
     def end(self) -> int:
-        """The position after the last token computed."""
+        """Position after the last token computed, without draft tokens."""
         return self.start + self.count
 
 
 class SlotTable:
     """The open slots and their block tables.
 
-    ``block_tables`` is [slots, pages per sequence] int32, a row for each slot number; what stands
-    past a slot's ``num_pages`` is page 0 or an old entry.
+    ``block_tables`` is [slots, pages per sequence] int32, one row for each slot number. Entries
+    from a slot's ``num_pages`` on are 0 or stale.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class SlotTable:
         max_row_tokens: int = 1,
     ) -> None:
         self.adapters: Container[int] = ()
-        """The numbers of the adapters that sequences may have."""
+        """Numbers of the loaded adapters."""
         self._num_pages = num_pages
         self._num_host_pages = num_host_pages
         self._page_size = page_size
@@ -156,7 +156,7 @@ class SlotTable:
         self._max_row_tokens = max_row_tokens
         self._slots: dict[int, Slot] = {}
         self._dropped: set[tuple[int, int]] = set()
-        """Slot and generation of sequences that were dropped before they were opened."""
+        """Slot and generation of each sequence dropped before it was opened."""
         self._last_sampler = SamplerParams()
         self.block_tables = np.zeros((0, -(-max_model_len // page_size)), dtype=np.int32)
 
@@ -175,7 +175,7 @@ class SlotTable:
         self._dropped.clear()
 
     def drop(self, number: int, generation: int) -> None:
-        """Compute nothing more of a slot that is open, or that a plan on its way opens."""
+        """Stop a sequence whose slot is open, or that a later plan opens."""
         slot = self._slots.get(number)
         if slot is not None and slot.generation == generation:
             slot.stopped = True
@@ -183,15 +183,14 @@ class SlotTable:
             self._dropped.add((number, generation))
 
     def num_pages_used(self) -> int:
-        """Return how many different pages the open slots hold."""
+        """Return the number of distinct pages in the block tables of open slots."""
         held = [self.block_tables[slot.number, : slot.num_pages] for slot in self]
         return len(np.unique(np.concatenate(held))) if held else 0
 
     def apply(self, plan: Plan) -> list[Row]:
-        """Close, open and extend slots as ``plan`` says; what its rows are to compute, in order.
+        """Close and open slots and append pages as ``plan`` says; return its rows in order.
 
-        The rows' tokens don't count as computed yet: ``Slot.computed`` is for the caller to move,
-        once they are.
+        ``Slot.computed`` doesn't change; the caller advances it when a row is submitted.
 
         Raises:
             PlanError: the plan doesn't fit the slots; some of it may have been applied.
@@ -208,10 +207,10 @@ class SlotTable:
         return [self._row(number, count) for number, count in zip(numbers, counts, strict=True)]
 
     def copies(self, plan: Plan) -> npt.NDArray[np.int32]:
-        """From where to where ``plan`` has pages copied: [C, 2].
+        """Return the page copies of ``plan``: [C, 2] int32, pairs of source and destination.
 
         Raises:
-            PlanError: there are no such pages.
+            PlanError: a page number is out of range.
         """
         numbers = ints(plan.copies)
         if len(numbers) % 2:
@@ -256,9 +255,9 @@ class SlotTable:
         self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
 
     def _sharing(self, sampler: SamplerParams) -> SamplerParams:
-        """Return ``sampler`` with the columns of the slot opened before it, where they are equal.
+        """Return ``sampler`` with equal long columns shared with the slot opened before it.
 
-        A request's outputs, which are opened one after the other, so hold them once.
+        The outputs of one request are opened one after the other, so they hold one copy.
         """
         last, self._last_sampler = self._last_sampler, sampler
         shared = {

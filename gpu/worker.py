@@ -1,12 +1,12 @@
-"""The worker process: messages in, messages out, in order.
+"""The worker process: receives messages from the engine and answers them in order.
 
-A plan that arrives while another one computes is handed to the device behind it. The process ends
-when it is told to quit, or when its standard input ends: the process that started it holds the
-other end, and its death closes it. Signals that ask it to end are ignored, because service managers
-send them to every process at once, and the engine still needs its worker while it drains.
+A plan that arrives while another one is computed is queued on the device behind it. The process
+exits on a Quit message, or when its standard input ends, since the parent's death closes that pipe.
+It ignores SIGINT and SIGTERM: service managers send them to all processes at once, and the engine
+needs its worker while it drains.
 
-``prepare``, ``read_weights`` and ``load_adapter`` are answered by threads when they are ready, all
-other calls in their turn.
+Threads answer the calls ``prepare``, ``read_weights`` and ``load_adapter``, in any order. All other
+calls are answered in order.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from gpu.loading.loaded_model import Serving
 from gpu.loading.weight_swap import ModelWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
-from gpu.slots import PlanError, described
+from gpu.slots import PlanError, summarize
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.gc_tuning import settle
+from trioserve.protocol.gc_tuning import freeze_objects
 from trioserve.protocol.grammar import Grammar
 
 SEND_MS = 10_000
 PROGRESS_INTERVAL = 0.1
 EXIT_PARENT_GONE = 3
 PREPARING_THREADS = 3
-"""The engine asks for no more at a time. The steps want the processor too."""
+"""As many calls as the engine has open at a time; more would take CPU time from the steps."""
 MAX_PREPARING = 64
-"""Calls that may wait for these threads; callers may have left, and the engine sends the next."""
+"""Most calls open at a time. An abandoned call keeps its thread while the engine sends the next."""
 
 _log = logging.getLogger("gpu.worker")
 
 
 class QuitRequested(Exception):
-    """The engine is done with this worker."""
+    """A Quit message has arrived."""
 
 
 class Worker:
-    """Speak :mod:`trioserve.protocol.wire`, from Hello to Quit, over a connected socket."""
+    """The worker's side of :mod:`trioserve.protocol.wire`, from Hello to Quit, on one socket."""
 
     def __init__(self, socket: pynng.Pair0) -> None:
         self._socket = socket
@@ -71,21 +71,21 @@ class Worker:
             "discard_weights": lambda *_: self._all_weights.discard(),
         }
         self._last_progress = -PROGRESS_INTERVAL
-        # One more for an adapter, which isn't to wait for grammars.
+        # One thread more, so that an adapter doesn't wait for grammars.
         self._background = Background[wire.Reply](PREPARING_THREADS + 1, "background")
         self._constraints: Constraints | None = None
         self._weights: ModelWeights[Any] | None = None
         self._adapters: AdapterStore[Any] | None = None
         self._ahead: deque[wire.Message] = deque()
-        """Messages that were taken from the socket and are to be handled in their turn."""
+        """Messages received and not handled yet, in order."""
 
     @property
     def busy(self) -> bool:
-        """True if a thread may be at work."""
+        """True while a background call is unfinished."""
         return self._background.num_unfinished > 0
 
     def run(self) -> None:
-        """Talk until told to quit."""
+        """Send Hello, load the model and serve it until a Quit message arrives."""
         try:
             self._send(
                 wire.WorkerHello(
@@ -116,12 +116,12 @@ class Worker:
             known = isinstance(error, ModelLoadError)
             if not known:
                 _log.exception("the model can't be loaded")
-            message = str(error) if known else f"loading failed: {described(error)}"
+            message = str(error) if known else f"loading failed: {summarize(error)}"
             self._send(wire.Failure(number=0, message=message, fatal=True))
-            # A message is lost if its socket closes too soon: stay until the engine has heard.
+            # Closing the socket could lose the message: stay until the engine sends Quit.
             while True:
                 self._receive()
-        settle()
+        freeze_objects()
         self._send(serving.ready)
         return serving
 
@@ -137,10 +137,11 @@ class Worker:
         constraints: Constraints | None = None,
         calls: Mapping[str, Callable[[Any], Any]] | None = None,
     ) -> NoReturn:
-        """Take messages and results as they come; a message first, since it may be the next plan.
+        """Handle messages and finished steps until a Quit message arrives.
 
-        A plan that reaches the device before the one in front of it ends leaves no gap between
-        the two. Without ``constraints`` there is nothing to prepare; ``calls`` are the model's own.
+        Messages come first: a plan submitted before the previous one ends leaves no gap between
+        them on the device. ``constraints`` is None for a model that doesn't sample; ``calls`` are
+        the calls that only this model answers, by name.
         """
         self._constraints = constraints
         for name, function in (calls or {}).items():
@@ -159,11 +160,11 @@ class Worker:
             if self._ahead:
                 self._handle(runner, self._ahead.popleft())
                 continue
-            # A step's end counts while the step is pending.
+            # The executor's descriptor matters only while a step is pending.
             poll = waiting if runner.num_pending else idle
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._socket.recv_fd in ready:
-                with contextlib.suppress(pynng.TryAgain):  # nng's descriptor may be ahead
+                with contextlib.suppress(pynng.TryAgain):  # readable before the message is there
                     self._handle(runner, self._receive(block=False))
             elif runner.completions in ready:
                 self._finish(runner)
@@ -177,14 +178,14 @@ class Worker:
                 runner.drop(message.slot, message.generation)
             case wire.Reset():
                 runner.reset(message.next_plan)
-                # The exception of a step that failed may hold its tensors in a cycle of frames.
+                # A failed step's exception may hold tensors in a reference cycle of frames.
                 gc.collect()
             case wire.Call(name="prepare") if self._constraints is not None:
                 self._prepare(message, self._constraints)
             case wire.Call(name="read_weights"):
                 self._read_weights(message)
             case wire.Call(name="load_adapter") if self._adapters is not None:
-                # One at a time: the engine waits for the answer before it asks for the next.
+                # The engine loads one adapter at a time.
                 self._background.start(functools.partial(_reply, message, self._adapters.load))
             case wire.Call(name="unload_adapter") if self._adapters is not None:
                 self._send(_reply(message, self._adapters.unload))
@@ -207,10 +208,10 @@ class Worker:
         if len(runner.slots):
             raise ModelLoadError("weights can't be exchanged under a sequence that is open")
         self._all_weights.swap(path)
-        settle()  # The old ones are a good part of the process's memory.
+        freeze_objects()  # collects the old weights, a large part of the memory
 
     def _look_ahead(self, runner: Runner) -> None:
-        """Handle the drops that arrived behind the plan about to begin."""
+        """Handle the Drop messages already received behind the next plan."""
         with contextlib.suppress(pynng.TryAgain):
             while True:
                 message = self._receive(block=False)
@@ -231,12 +232,12 @@ class Worker:
         try:
             runner.submit(plan)
         except Exception as error:
-            while runner.num_pending:  # answers come in the order of the plans
+            while runner.num_pending:  # answers are in the order of the plans
                 self._finish(runner)
             self._send(_failure(plan.number, error))
 
     def _finish(self, runner: Runner) -> None:
-        """Send the result of the oldest plan, waiting for it if it isn't there yet."""
+        """Block until the oldest plan is finished; send its result."""
         number = runner.next_result
         try:
             result = runner.finish()
@@ -266,7 +267,12 @@ class Worker:
         self._socket.send(wire.encode(message))
 
     def _receive(self, block: bool = True) -> wire.Message:
-        """Return the next message; waits for it. Raises Quit if it is that."""
+        """Return the next message.
+
+        Raises:
+            QuitRequested: the message is Quit.
+            pynng.TryAgain: ``block`` is false and there is no message.
+        """
         message = wire.decode(self._socket.recv(block=block))
         if isinstance(message, wire.Quit):
             raise QuitRequested
@@ -274,7 +280,7 @@ class Worker:
 
 
 def _with_arguments(function: Callable[[Any], Any], _: Runner, arguments: Any) -> Any:
-    """Return what ``function`` answers, which does without the runner."""
+    """Call ``function`` with the arguments alone."""
     return function(arguments)
 
 
@@ -283,21 +289,21 @@ def _reply(
     function: Callable[[Any], Any],
     on_failure: Callable[[Exception], None] = lambda _: None,
 ) -> wire.Reply:
-    """Return the answer of ``function`` to the call's arguments, or how it failed."""
+    """Run ``function`` with the call's arguments; return its result or its error as a reply."""
     try:
         arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
         result = msgspec.msgpack.encode(function(arguments))
-    except ModelLoadError as error:  # its text is for the caller
+    except ModelLoadError as error:  # the caller gets its text
         return wire.Reply(number=call.number, error=str(error))
     except Exception as error:
         _log.exception("the call %r failed", call.name)
         on_failure(error)
-        return wire.Reply(number=call.number, error=described(error))
+        return wire.Reply(number=call.number, error=summarize(error))
     return wire.Reply(number=call.number, result=result)
 
 
 def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
-    """Compile a grammar for the call ``prepare``: return its bytes, or what is wrong."""
+    """Answer the call ``prepare``: see :meth:`~gpu.constraints.adjuster.Constraints.prepare`."""
     grammar = arguments["grammar"]
     return constraints.prepare(
         None if grammar is None else Grammar(*grammar),
@@ -307,18 +313,18 @@ def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
 
 
 def _failure(plan: int, error: Exception) -> wire.Failure:
-    """Return what the engine and the log hear of a plan that failed."""
+    """Log the failure of a plan and return the message for the engine."""
     if isinstance(error, PlanError):
         _log.error("plan %d: %s", plan, error)
         return wire.Failure(number=plan, message=str(error), slot=error.slot)
     _log.error("plan %d failed", plan, exc_info=error)
     fatal = _is_fatal(error)
-    return wire.Failure(number=plan, message=described(error), fatal=fatal)
+    return wire.Failure(number=plan, message=summarize(error), fatal=fatal)
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Return whether this process can compute no more: only a GPU may be lost so."""
-    if "torch" not in sys.modules:  # which has to be there where there is a GPU
+    """Return whether the error has made the CUDA context unusable."""
+    if "torch" not in sys.modules:  # no GPU is used without torch
         return False
     from gpu.cuda.device import is_poisoned_by
 
@@ -336,7 +342,7 @@ def _statistics(runner: Runner) -> dict[str, int]:
 
 
 def _exit_with_parent() -> None:
-    """Leave at once when standard input ends, whatever the main thread is doing."""
+    """Start a thread that ends the process when standard input ends."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -347,9 +353,9 @@ def _exit_with_parent() -> None:
 
 
 def run(url: str) -> None:
-    """Be the worker of the engine that listens at ``url``, until it says Quit."""
+    """Run as the worker of the engine that listens at ``url``, until it sends Quit."""
     set_up_logging()
-    # What all threads are doing, at a signal and where the process is about to end by one.
+    # Dump the stacks of all threads on SIGUSR1 and before a crash by a signal.
     faulthandler.register(signal.SIGUSR1)
     faulthandler.enable()
     _exit_with_parent()
@@ -366,6 +372,6 @@ def run(url: str) -> None:
         worker = Worker(socket)
         worker.run()
     if worker.busy:
-        # A thread that compiles a grammar can't be stopped, and its result isn't needed any more.
+        # A thread that compiles a grammar can't be stopped, so exit without joining it.
         logging.shutdown()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Helpers of the worker that know nothing of models: logs, private files, uploads.
+"""Helpers of the worker that don't depend on models: logs, private files, uploads.
 
 Imported by ``sampling``, ``kernels``, ``kernels.emulation``, ``lora``, ``cpu``, ``cuda`` and
 ``worker``.

@@ -1,4 +1,4 @@
-"""The worker's log, in the server's format, on the stderr that both share."""
+"""The worker's log, in the server's format, on the stderr shared with the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trioserve.protocol.log_output import WORKER_LOG, StderrHandler, escaped
 
 
 class _JsonFormatter(logging.Formatter):
-    """An object for each event, with the names that the server's have."""
+    """One JSON object for each event, with the field names of the server's log."""
 
     def format(self, record: logging.LogRecord) -> str:
         now = datetime.datetime.now(datetime.UTC).isoformat()
@@ -30,16 +30,16 @@ class _JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Lines of text that do nothing to a terminal, whatever they quote."""
+    """Lines of text with control characters escaped, so that no input can control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record), keep="\n\t")
 
 
 def set_up_logging() -> None:
-    """Log to stderr, warnings and what ends the process included.
+    """Log to stderr, including Python warnings and uncaught exceptions.
 
-    An engine embedded in another program sets no format: then a worker logs lines of text.
+    An engine embedded in another program sets no format; the worker then logs lines of text.
     """
     log_format, _, level = os.environ.get(WORKER_LOG, "").partition(":")
     handler = StderrHandler()

@@ -1,4 +1,4 @@
-"""Files that no other user of the machine could have put there: what may be loaded as code."""
+"""Checks that no other user of the machine can change a file that is loaded as code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class NotPrivateError(OSError):
-    """Other users can change a file, or put another one in its place: one line."""
+    """Other users can change or replace a file. The message is one line."""
 
 
 def check_private(path: Path) -> None:
-    """Refuse ``path`` unless this user and root alone can change it.
+    """Refuse ``path`` unless only this user and root can change it.
 
-    That holds for the file, for every folder on the way to it and for symbolic links among them:
-    each belongs to this user or root and is closed to others. In a folder like ``/tmp``, others
-    can't change what belongs to this user.
+    The file, every folder on its path and every symbolic link must belong to this user or root and
+    must not be writable by others. A folder with the sticky bit, such as ``/tmp``, is accepted,
+    because others can't replace this user's files in it.
 
     Raises:
-        NotPrivateError: others can.
-        OSError: there is no such file.
+        NotPrivateError: another user can change it.
+        OSError: the file doesn't exist.
     """
     for step in _way_to(path):
         status = step.lstat()
@@ -44,11 +44,11 @@ def check_private(path: Path) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make ``folder`` and what is missing above it, closed to others, and check that it is so.
+    """Create ``folder`` and its missing parents with mode 0700, and check that it is private.
 
     Raises:
-        NotPrivateError: it is there, and others can change it.
-        OSError: it can't be made.
+        NotPrivateError: another user can change it.
+        OSError: it can't be created.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
@@ -57,7 +57,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def _way_to(path: Path) -> Iterator[Path]:
-    """Yield the root and every step from it to ``path``, with symbolic links and their targets."""
+    """Yield every folder from the root to ``path``, including symbolic links and their targets."""
     left = list(reversed(path.absolute().parts[1:]))
     reached = Path("/")
     num_links = 0
@@ -82,7 +82,7 @@ def _way_to(path: Path) -> Iterator[Path]:
 
 
 def _is_own_group(group_id: int) -> bool:
-    """Return whether the group holds this user alone, as where each user has one."""
+    """Return whether this user is the group's only member, as with one group for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
     except KeyError:

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to the device."""
+"""Copies of arrays from the host to the device."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 
 def pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``host`` in memory from which a GPU copies by itself.
+    """Return ``host`` in pinned memory if ``device`` is a GPU.
 
-    From other memory a copy waits on the host until everything that is queued before it is done.
+    A copy from other memory blocks the host until everything queued before it is done.
     """
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """``array`` where a copy to ``device`` may start without waiting for the step in its stream.
+    """Return ``array`` as a tensor, in pinned memory if ``device`` is a GPU.
 
-    That is pinned memory, which torch keeps until the copy is done.
+    Torch keeps that memory until a copy from it is done.
     """
     return pinned(torch.from_numpy(array), device)
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return a copy of ``array`` on ``device``, in the order of the current stream."""
+    """Queue a copy of ``array`` to ``device`` on the current stream; return it."""
     return staged(array, device).to(device, non_blocking=True)

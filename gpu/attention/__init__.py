@@ -1,8 +1,7 @@
-"""The attention interface: what a model needs of a backend, and nothing of how it is done.
+"""The attention interface that a model calls and each backend implements.
 
-A backend owns the paged KV cache and the table of rotary angles. Once a step,
-:meth:`Attention.begin` gives it the step's layout; then each layer calls
-:meth:`Attention.rope_and_write` and :meth:`Attention.attend`.
+A backend owns the paged KV cache and the RoPE table. Each step calls :meth:`Attention.begin` with
+its layout; then each layer calls :meth:`Attention.rope_and_write` and :meth:`Attention.attend`.
 
 Imported by ``kernels``, ``models``, ``cpu``, ``cuda`` and ``models.transformers_models``.
 """
@@ -21,7 +20,7 @@ from gpu.executor import Copies
 
 @attrs.frozen(kw_only=True)
 class CacheShape:
-    """The paged KV cache: for each layer ``num_pages`` pages of ``page_size`` tokens."""
+    """The shape of a paged KV cache: ``num_pages`` pages of ``page_size`` tokens in each layer."""
 
     num_layers: int
     num_pages: int
@@ -33,36 +32,35 @@ class CacheShape:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page over all layers, keys and values."""
+        """Bytes of one page: keys and values of all layers."""
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * self.page_size
 
 
 @attrs.frozen(kw_only=True)
 class StepLayout:
-    """The R rows of one step, on the host. T tokens stand row after row.
+    """The R rows of one step with T tokens, row after row, as arrays on the host.
 
-    Row i's queries are tokens ``query_start[i]:query_start[i+1]``, at positions
-    ``context_lens[i] - (query_start[i+1] - query_start[i])`` up to ``context_lens[i] - 1`` of
-    their sequence; its keys are all positions below ``context_lens[i]`` (causally), found through
-    the page ids ``block_tables[i]`` (entries past the last page used are any page).
+    Row i's queries are the tokens ``query_start[i]:query_start[i+1]``, the last ones of the first
+    ``context_lens[i]`` positions of its sequence. Its keys are these positions, in the pages
+    ``block_tables[i]``; entries after the last page used are arbitrary pages.
 
-    Rows of one token come first, longest context first: a backend that computes them together then
-    has neighbours of like length, and one that spreads them out starts the long ones early.
+    Rows of one token come first, longest context first. Neighbours then have similar lengths for
+    backends that pad, and long rows start early in backends that run them in parallel.
     """
 
     positions: npt.NDArray[np.int64]  # [T]
     query_start: npt.NDArray[np.int64]  # [R + 1], the first 0, the last T
     context_lens: npt.NDArray[np.int64]  # [R]
-    slots: npt.NDArray[np.int64]  # [R], the slot of each row's sequence
+    slots: npt.NDArray[np.int64]  # [R], slot number of each row
     block_tables: npt.NDArray[np.int32]  # [R, max pages]
     num_decode_rows: int
-    """The first so many rows have exactly one token each, the others more."""
+    """Number of rows with one token; the other rows have more."""
 
 
 @attrs.frozen(eq=False)
 class QkNorm:
-    """A norm of each head of the queries and the keys: x * weight / sqrt(mean(x^2) + eps)."""
+    """The RMS norm of each query and key head: x * weight / sqrt(mean(x^2) + eps)."""
 
     weight: torch.Tensor  # [num_heads + num_kv_heads, head_dim] of the model's dtype, contiguous
     eps: float
@@ -72,24 +70,23 @@ class Attention(Protocol):
     """Paged attention over one model's cache. Every method works on the current device stream."""
 
     def copy_pages(self, copies: Copies) -> None:
-        """Copy pages, all layers of each, one after the other."""
+        """Copy pages in all layers, one after the other: [C, 2], source and destination."""
 
     def begin(self, layout: StepLayout) -> None:
-        """Prepare for the layers of one step (masks, gather indices, kernel parameters)."""
+        """Prepare masks, indices or kernel parameters for all layers of one step."""
 
     def rope_and_write(
         self, layer: int, qkv: torch.Tensor, rotate: bool, qk_norm: QkNorm | None = None
     ) -> torch.Tensor:
-        """Norm (if ``qk_norm``) and rotate (if ``rotate``) queries and keys; write keys and values.
+        """Write keys and values to the cache and return the queries, [T, num_heads, head_dim].
 
-        ``qkv`` is [T, num_heads + 2 * num_kv_heads, head_dim]: the heads of the queries, then those
-        of the keys, then those of the values; it may be overwritten. Returns the queries,
-        [T, num_heads, head_dim].
+        ``qkv`` is [T, num_heads + 2 * num_kv_heads, head_dim]: query heads, key heads, value heads;
+        it may be overwritten. Queries and keys are normed first if ``qk_norm`` is given, then
+        rotated if ``rotate`` is true.
         """
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Causal attention of every row's queries over its own keys.
+        """Return the causal attention of each row: contiguous [T, num_heads, head_dim].
 
-        With a ``window`` a query sees that many positions, its own included. Returns a contiguous
-        tensor of [T, num_heads, head_dim].
+        With a ``window`` a query sees that many positions, including its own.
         """

@@ -1,8 +1,7 @@
-"""The paged KV cache of the CUDA kernels: head-major pages, in the model's format or in e4m3.
+"""The paged KV cache of the CUDA kernels: head-major pages, in the model's dtype or e4m3.
 
-Beside it there may be pages in the host's memory, in which the bytes of a page stand together. That
-memory is page-locked where there is a GPU, so that copies are queued among the kernels of a step
-and the host needn't wait for them.
+There may also be pages in host memory, each of them contiguous. That memory is page-locked on a
+machine with a GPU, so that copies are queued in a stream and the host doesn't wait for them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 @attrs.frozen(kw_only=True)
 class LayerCache:
-    """One layer's keys and values; the scales of an e4m3 cache, None otherwise."""
+    """One layer's keys and values. The scales are None unless the cache is e4m3."""
 
     keys: torch.Tensor  # [num_pages, K, page_size, D]
     values: torch.Tensor
@@ -28,13 +27,13 @@ class LayerCache:
 
 
 class KvCache:
-    """The cache of all layers, not initialized: the kernels never use what they didn't write.
+    """The KV cache of all layers, uninitialized: kernels read only what they have written.
 
     ``shape.dtype`` is the model's, or e4m3 (arXiv:2209.05433) with a float32 scale for each token
-    and KV head. ``num_host_pages`` pages in the host's memory have the numbers behind the cache's.
+    and KV head. Pages in host memory have the numbers from ``shape.num_pages`` on.
 
     Raises:
-        ModelLoadError: the host's memory can't be locked.
+        ModelLoadError: the host memory can't be page-locked.
     """
 
     def __init__(self, shape: CacheShape, num_host_pages: int = 0) -> None:
@@ -58,7 +57,7 @@ class KvCache:
         self._host = [_host_pages(each, num_host_pages) for each in self._device]
 
     def copy_pages(self, copies: Copies) -> None:
-        """Queue copies of pages, one after the other: [C, 2], from where and to where."""
+        """Queue copies of pages, one after the other: [C, 2], source and destination."""
         for source, destination in copies.tolist():
             for into, what in zip(self._page(destination), self._page(source), strict=True):
                 into.copy_(what, non_blocking=True)
@@ -72,11 +71,11 @@ class KvCache:
 
 
 def _host_pages(device: torch.Tensor, count: int) -> torch.Tensor:
-    """Room for ``count`` pages like those of ``device``, a view of bytes."""
+    """Return host memory for ``count`` pages like those of ``device``, as bytes."""
     layers, both, _, *page = device.shape
     pages = torch.empty((count, layers, both, *page), dtype=torch.uint8)
     if device.is_cuda and pages.numel():
-        # torch's own page-locked memory is rounded up to a power of two: up to twice as much.
+        # torch rounds its page-locked memory up to a power of two, up to twice as much.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         error = int(runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 0))
         if error:
@@ -88,7 +87,7 @@ def _host_pages(device: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def bytes_per_page(shape: CacheShape) -> int:
-    """Bytes of one page over all layers, with its scales."""
+    """Return the bytes of one page over all layers, with its scales."""
     if shape.dtype != FP8:
         return shape.bytes_per_page
     scales = 2 * shape.num_layers * shape.num_kv_heads * shape.page_size * 4

@@ -1,4 +1,4 @@
-"""The layout of a step's rows, from the slots that they belong to."""
+"""Makes the layout of a step from its rows and their slots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpu.slots import Row, SlotTable
 
 
 def in_layout_order(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one token first, longest context first, as a step's layout wants them."""
+    """Return rows in the order of :class:`~gpu.attention.StepLayout`."""
     return sorted(rows, key=lambda row: (row.count > 1, -row.end))
 
 
 def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
-    """Return the layout of ``rows``, at least one of them, which are in layout order."""
+    """Return the layout of at least one row; ``rows`` are in the order of the layout."""
     counts = np.array([row.count for row in rows])
     query_start = np.concatenate([[0], counts.cumsum()])
     starts = np.array([row.start for row in rows])

@@ -1,4 +1,4 @@
-"""Work items of ``prefill_attention``: which tokens and keys each block takes, longest first."""
+"""Work items of ``prefill_attention``: the tokens and keys of each block, longest first."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import numpy as np
 import numpy.typing as npt
 
 ITEM_FIELDS = 5
-"""Numbers of an item, also of one of :mod:`gpu.attention.shared_prefix`."""
+"""Number of fields of an item, here and in :mod:`gpu.attention.shared_prefix`."""
 
 KEY_STEP = 64
 """Splits begin at multiples of this many positions, the kernel's largest tile of keys."""
 MIN_SPLIT = 512
-"""A split has at least so many keys: below, writing and merging partial results costs more."""
+"""Fewest keys of a split; with fewer, writing and merging partial results costs more."""
 
 
 @attrs.frozen(kw_only=True)
 class PrefillItems:
-    """The items of one step, and the partial results they need."""
+    """The items of one step, and the number of their partial results."""
 
     items: npt.NDArray[np.int32]  # [N, 5] = {row, first_token, begin, end, split}
-    num_partials: npt.NDArray[np.int32]  # [tokens of the rows], 0 where nothing is split
+    num_partials: npt.NDArray[np.int32]  # [tokens of the rows], 0 where keys aren't split
 
 
 def choose_tile(query_lens: npt.NDArray[np.int64], group: int) -> int:
-    """Return the tile for a step: 64 packed queries if 128 would leave a third of the tiles empty.
+    """Return the tile of a step: 64 packed queries if 128 would leave a third of the tiles empty.
 
-    A full tile of 128 computes half as much again in the same time as two of 64, for each of its
-    warps uses what it reads from shared memory twice as often. So 64 pays only where the rounding
-    up to whole tiles costs more than that.
+    A full tile of 128 is 1.5 times as fast as two of 64, because its warps use what they read from
+    shared memory twice as often. 64 pays only if rounding up to whole tiles costs more than that.
     """
     padded = [int(np.sum(-(-query_lens // (tile // group)))) * tile for tile in (128, 64)]
     return 64 if padded[0] > 1.5 * padded[1] else 128
@@ -45,22 +44,22 @@ def prefill_items(
     first_row: int = 0,
     max_partials: int = 0,
 ) -> PrefillItems:
-    """Cut rows into tiles of tokens, and the keys of those too where blocks would be idle.
+    """Cut rows into tiles of tokens, and their keys into splits if blocks would be idle otherwise.
 
-    Keys are split only if all tiles together are fewer than the blocks that run side by side:
-    a short chunk over a long context, as in the next turn of a chat. Then each split gets about the
-    work that would be every block's if it were spread evenly.
+    Keys are split only if there are fewer tiles than blocks that run in parallel, as with a short
+    chunk over a long context in the next turn of a chat. A split then has about an equal share of
+    the work.
 
     Args:
         query_lens: [R] new tokens of each row, at least 1.
-        context_lens: [R] positions of each row, the new ones included.
-        tokens_per_tile: of the kernel.
-        num_kv_heads: blocks that each item becomes.
-        num_blocks: how many blocks run side by side (two on each multiprocessor).
-        window: the widest window of any layer, None if a layer has none. Narrower layers skip what
-            they do not see.
-        first_row: what the first row is called in the items.
-        max_partials: room for partial results; 0 forbids splits.
+        context_lens: [R] positions of each row, including the new ones.
+        tokens_per_tile: tokens in a tile of the kernel.
+        num_kv_heads: number of blocks for each item.
+        num_blocks: number of blocks that run in parallel (two on each multiprocessor).
+        window: the widest window of any layer, None if a layer has none. Layers with a narrower
+            window skip keys themselves.
+        first_row: number of the first row in the items.
+        max_partials: number of partial results that fit; 0 forbids splits.
     """
     tiles = -(-query_lens // tokens_per_tile)
     row = np.repeat(np.arange(len(tiles)), tiles)
@@ -98,7 +97,7 @@ def prefill_items(
 def _splits(
     num_keys: npt.NDArray[np.int64], num_kv_heads: int, num_blocks: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return how many splits each tile gets, and the keys of each (the last may have fewer)."""
+    """Return the number of splits of each tile, and the keys of a split (fewer in the last)."""
     if len(num_keys) * num_kv_heads >= num_blocks:
         return np.ones_like(num_keys), num_keys
     share = max(MIN_SPLIT, int(num_keys.sum()) * num_kv_heads // num_blocks)

@@ -1,4 +1,4 @@
-"""Rules by which scores become weights, other than a softmax of products over sqrt(head_dim)."""
+"""Attention with another scale, soft cap or sinks than softmax(q k / sqrt(head_dim))."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 @attrs.frozen(eq=False, kw_only=True)
 class ScoreRule:
-    """The rule by which one layer turns the products of queries and keys into weights."""
+    """The scale, soft cap and sinks with which one layer turns q k products into weights."""
 
     scale: float
-    """They are multiplied by this."""
+    """Factor on the products."""
     softcap: float | None = None
-    """Then they are squeezed into (-softcap, softcap): softcap * tanh(score / softcap)."""
+    """Soft cap on the scaled scores: softcap * tanh(score / softcap)."""
     sinks: torch.Tensor | None = None  # [num_heads]
-    """Scores of keys that aren't there: they take their share of the weights, and give nothing."""
+    """Attention sinks: a score that takes part in the softmax of each head, without a value."""
 
     @property
     def is_plain(self) -> bool:
-        """True if a softmax of the scaled products is all."""
+        """True if the weights are a softmax of the scaled products."""
         return self.softcap is None and self.sinks is None
 
 
@@ -33,10 +33,10 @@ def attend_by_rule(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of ``queries`` [..., Q, D] to ``keys`` and ``values`` [..., N, D]: [..., Q, D].
+    """Return attention of ``queries`` [..., Q, D] to ``keys``, ``values`` [..., N, D]: [..., Q, D].
 
     ``mask`` is added to the scores [..., Q, N]; ``sinks`` are the rule's, as [..., Q or 1, 1]. The
-    weights are computed in float32, whatever the rest is in.
+    softmax is computed in float32.
     """
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * rule.scale
     if rule.softcap is not None:
@@ -50,5 +50,5 @@ def attend_by_rule(
 
 
 def plain_rule(head_dim: int) -> ScoreRule:
-    """Return what most models do."""
+    """Return the usual rule: softmax(q k / sqrt(head_dim))."""
     return ScoreRule(scale=1.0 / math.sqrt(head_dim))

@@ -1,13 +1,13 @@
-"""Shared prefixes of decode rows, and the work of attending to each prefix once.
+"""Finds prefixes shared by decode rows, so that attention reads each prefix once.
 
-Rows share a prefix if their block tables begin with the same pages. Those pages form a tree: all
-rows may share a system prompt, some of them a document after it, two of them a prompt sampled
-twice. ``prefix_attention`` lets every row share once, so each row takes part at one node of the
-tree, in the group of all rows below it; which nodes are used is what saves most time.
+Rows share a prefix if their block tables begin with the same pages. The prefixes form a tree: all
+rows may share a system prompt, some of them a document after it, and two of them a whole prompt.
+``prefix_attention`` computes one group for each row, so each row takes part at one node of the
+tree, in the group of all rows below it. The nodes are chosen to save most time.
 
-Only whole pages before a row's newest token count, so every row keeps a rest of its own for
-``decode_attention``. Layers with a sliding window see too little of a prefix: they don't use
-this. Everything here is arithmetic over arrays, without a loop over rows or groups.
+Only whole pages before a row's newest token count, so that ``decode_attention`` always has a part
+of each row left. Layers with a sliding window don't use shared prefixes. Everything is computed on
+arrays, without a loop over rows or groups.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy.typing as npt
 from gpu.attention.prefill_items import ITEM_FIELDS, KEY_STEP
 
 MIN_SPLIT = 256
-"""A split has at least so many keys: below, writing and merging partial results costs more."""
+"""Fewest keys of a split; with fewer, writing and merging partial results costs more."""
 
 _Ints = npt.NDArray[np.int64]
 
 
 @attrs.frozen(kw_only=True)
 class PrefixCost:
-    """Predicts the seconds that a group saves in one layer.
+    """A model of the time that a group saves in one layer.
 
-    Alone, each row reads the prefix. Together, the prefix is read once, unless the arithmetic of
-    the tiles (whole ones, also where rows don't fill them) takes longer; and each row writes and
-    reads back at least one partial result more.
+    Without a group each row reads the prefix. With one, the prefix is read once, or the arithmetic
+    of whole tiles takes longer than that; and each row has at least one more partial result to
+    write and read.
     """
 
     num_heads: int
@@ -40,14 +40,14 @@ class PrefixCost:
     """Bytes of one element of the cache."""
     rows_per_tile: int
     bandwidth: float = 4.0e12
-    """Bytes a second of device memory; only its ratio to ``arithmetic`` matters much."""
+    """Bandwidth of device memory in bytes/s; only the ratio to ``arithmetic`` matters much."""
     arithmetic: float = 3.0e14
-    """Operations a second that the kernel reaches on full tiles."""
+    """Floating-point operations/s of the kernel on full tiles."""
     launch: float = 4.0e-6
-    """Seconds that one more launch costs; the groups of a step must save more together."""
+    """Seconds that a further launch takes; the groups of a step must save more in total."""
 
     def saved(self, num_rows: _Ints, prefix_len: _Ints) -> npt.NDArray[np.float64]:
-        """Seconds saved by groups of ``num_rows`` rows that share ``prefix_len`` positions."""
+        """Return seconds saved by groups of ``num_rows`` rows with ``prefix_len`` positions."""
         position_bytes = 2 * self.num_kv_heads * self.head_dim * self.cache_bytes
         read_once = prefix_len * position_bytes / self.bandwidth
         tiles = -(-num_rows // self.rows_per_tile)
@@ -59,14 +59,14 @@ class PrefixCost:
 
 @attrs.frozen(kw_only=True)
 class PrefixGroups:
-    """G groups of decode rows, each of which shares a prefix. No row is in two."""
+    """G groups of decode rows, each with a shared prefix. No row is in two groups."""
 
     members: _Ints
     """Row indices, group after group."""
     sizes: _Ints
-    """[G], rows of each group."""
+    """[G], number of rows of each group."""
     prefix_lens: _Ints
-    """[G], positions that the rows of the group share, in whole pages."""
+    """[G], length of each group's prefix: whole pages, in positions."""
 
 
 NO_GROUPS = PrefixGroups(
@@ -76,32 +76,31 @@ NO_GROUPS = PrefixGroups(
 
 @attrs.frozen(kw_only=True)
 class SharedPrefixes:
-    """The work of ``prefix_attention`` for R decode rows; empty where sharing doesn't pay."""
+    """The work of ``prefix_attention`` for R decode rows; empty if sharing doesn't pay."""
 
     items: npt.NDArray[np.int32]
-    """[N, 5] = {first, count, begin, end, split}: rows ``members[first:first + count]`` attend to
-    positions begin..end-1, for their partial result ``split``. The longest first."""
+    """[N, 5] = {first, count, begin, end, split}, longest first: the partial result ``split`` of
+    rows ``members[first:first + count]`` over positions begin..end-1."""
     members: npt.NDArray[np.int32]
     """Row indices, group after group."""
     prefix_lens: npt.NDArray[np.int32]
-    """[R], where each row's own part begins: ``begin`` of :func:`gpu.attention.splits.split`."""
+    """[R], the start of each row's own part: ``begin`` of :func:`gpu.attention.splits.split`."""
     num_partials: npt.NDArray[np.int32]
-    """[R], partial results reserved for the prefix, each row's first ones: ``reserved`` there."""
+    """[R], each row's number of partial results for the prefix: ``reserved`` of that function."""
 
 
 def prefix_tile(num_rows: int, group: int) -> int:
-    """Return the tile for steps of up to ``num_rows`` rows: 128 packed queries if they can fill
-    four.
+    """Return the tile for steps of up to ``num_rows`` rows: 128 packed queries if four get full.
 
-    Fewer are bounded by the bytes of the prefix, which a tile of 64 reads no slower.
+    Smaller steps are bound by the bandwidth of reading the prefix, where 64 is as fast.
     """
     return 128 if num_rows * group >= 4 * 128 else 64
 
 
 def max_prefix_items(num_rows: int, target_items: int) -> int:
-    """Return the most items that :func:`shared_prefixes` makes of up to ``num_rows`` rows.
+    """Return the largest number of items that :func:`shared_prefixes` makes of ``num_rows`` rows.
 
-    With ``rows_per_tile`` times as many partial results.
+    They have at most ``rows_per_tile`` times as many partial results.
     """
     return num_rows // 2 + target_items
 
@@ -117,11 +116,11 @@ def shared_prefixes(
     """Find the groups of rows that share a prefix, and cut their work into items.
 
     Args:
-        block_tables: [R, P], page ids; what stands past a row's last page doesn't matter.
-        context_lens: [R], positions of each row with its new token; 0 for a padded row.
-        page_size: positions of a page.
-        cost: decides what pays.
-        target_items: items that fill the GPU once: blocks side by side, divided by the kv heads.
+        block_tables: [R, P], page ids; entries after a row's last page are ignored.
+        context_lens: [R], positions of each row, including its new token; 0 for a padding row.
+        page_size: number of positions in a page.
+        cost: the cost model that decides whether a group pays.
+        target_items: number of items that fill the GPU once: blocks in parallel / KV heads.
     """
     groups = prefix_groups(block_tables, context_lens, page_size=page_size, cost=cost)
     return prefix_items(
@@ -139,10 +138,10 @@ def prefix_groups(
     page_size: int,
     cost: PrefixCost,
 ) -> PrefixGroups:
-    """Return the groups that save most together, none if that is too little.
+    """Return the groups that save most in total, none if that is too little.
 
-    They stay the same while the rows of a batch do: only whole pages count. See
-    :func:`shared_prefixes`.
+    Only whole pages count, so the groups stay the same while the rows of a batch do. See
+    :func:`shared_prefixes` for the arguments.
     """
     whole_pages = np.minimum(np.maximum(context_lens - 1, 0) // page_size, block_tables.shape[1])
     groups = _best_groups(_prefix_tree(block_tables, whole_pages), page_size, cost)
@@ -153,11 +152,11 @@ def prefix_groups(
 def prefix_items(
     groups: PrefixGroups, *, num_rows: int, rows_per_tile: int, target_items: int
 ) -> SharedPrefixes:
-    """Cut the work of groups: each prefix into as many splits as bring all to about one wave."""
+    """Cut the work of groups into items, with as many splits as give about one wave of blocks."""
     sizes, prefix_lens = groups.sizes, groups.prefix_lens
     tiles = -(-sizes // rows_per_tile)
     share = max(MIN_SPLIT, -(-int((tiles * prefix_lens).sum()) // target_items))
-    # Splits of one prefix are equally long, in whole tiles of keys.
+    # Splits of one prefix have equal length, in whole tiles of keys.
     split_len = -(-prefix_lens // (-(-prefix_lens // share) * KEY_STEP)) * KEY_STEP
     splits = -(-prefix_lens // split_len)
 
@@ -165,7 +164,7 @@ def prefix_items(
     row_prefix[groups.members] = np.repeat(prefix_lens, sizes)
     row_partials[groups.members] = np.repeat(splits, sizes)
 
-    # Every tile of rows of a group goes with every split of its prefix.
+    # An item for each pair of a tile of the group's rows and a split of its prefix.
     counts = tiles * splits
     group = np.repeat(np.arange(len(sizes)), counts)
     index = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -188,21 +187,21 @@ def prefix_items(
 
 @attrs.frozen(kw_only=True)
 class _Level:
-    """Nodes of the tree that are equally many branchings below the root."""
+    """The nodes of one level of the tree."""
 
-    rows: _Ints  # of all nodes, node after node
-    starts: _Ints  # [nodes], where each one's rows begin in `rows`
-    sizes: _Ints  # [nodes]
-    pages: _Ints  # [nodes], how many leading pages its rows share
+    rows: _Ints  # rows of all nodes, node after node
+    starts: _Ints  # [nodes], index in `rows` of each node's first row
+    sizes: _Ints  # [nodes], number of rows
+    pages: _Ints  # [nodes], number of leading pages that its rows share
     parents: _Ints  # [nodes], index in the level above
 
 
 def _prefix_tree(tables: npt.NDArray[np.int32], whole_pages: _Ints) -> list[_Level]:
-    """Return all sets of two or more rows that share more pages than any larger set around them."""
+    """Return the levels of the tree: sets of two or more rows that share more than their parent."""
     levels: list[_Level] = []
     rows = np.flatnonzero(whole_pages)
-    nodes = np.zeros(len(rows), np.int64)  # the node above of each of `rows`
-    depths = np.zeros(len(rows), np.int64)  # pages that the row shares with all of that node
+    nodes = np.zeros(len(rows), np.int64)  # the parent of each of `rows`
+    depths = np.zeros(len(rows), np.int64)  # number of pages that all rows of the parent share
     while len(rows):
         # Rows of one node with the same next page make a node of this level.
         pages = tables[rows, depths].astype(np.int64)
@@ -233,11 +232,11 @@ def _prefix_tree(tables: npt.NDArray[np.int32], whole_pages: _Ints) -> list[_Lev
 def _common_pages(
     tables: npt.NDArray[np.int32], whole_pages: _Ints, rows: _Ints, others: _Ints
 ) -> _Ints:
-    """Return how many leading pages each of ``rows`` has in common with its one of ``others``."""
+    """Return the number of leading pages that ``rows[i]`` and ``others[i]`` have in common."""
     common = np.minimum(whole_pages[rows], whole_pages[others])
     left = np.flatnonzero(rows != others)
     first, width = 0, 32
-    while len(left):  # columns that double, so that little is compared past the first difference
+    while len(left):  # doubling widths, so that little is compared after the first difference
         columns = slice(first, first + width)
         differs = tables[rows[left], columns] != tables[others[left], columns]
         ends = differs.any(axis=1)
@@ -248,9 +247,9 @@ def _common_pages(
 
 
 def _best_groups(levels: list[_Level], page_size: int, cost: PrefixCost) -> PrefixGroups:
-    """Return the nodes, no two of them on one path, that save most together."""
-    uses: list[npt.NDArray[np.bool_]] = []  # from the deepest level up, as if none above were used
-    # What is saved by using a node or the best of those below it.
+    """Return the nodes, no two of them on one path, that save most in total."""
+    uses: list[npt.NDArray[np.bool_]] = []  # deepest level first, ignoring the levels above
+    # Most that a node saves, by itself or by the best nodes below it.
     best: npt.NDArray[np.float64] = np.zeros(0)
     for index in range(len(levels) - 1, -1, -1):
         level = levels[index]
@@ -263,7 +262,7 @@ def _best_groups(levels: list[_Level], page_size: int, cost: PrefixCost) -> Pref
     members: list[_Ints] = []
     sizes: list[_Ints] = []
     pages: list[_Ints] = []
-    covered = np.zeros(1, bool)  # nodes of the level above that are used, or below one that is
+    covered = np.zeros(1, bool)  # nodes of the level above that are used or below a used one
     for level, use in zip(levels, reversed(uses), strict=True):
         covered = covered[level.parents]
         use &= ~covered

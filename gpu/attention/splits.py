@@ -1,17 +1,15 @@
-"""Work items for ``decode_attention.cu``, cut from the rows of a decode step.
+"""Cuts the rows of a decode step into work items for ``decode_attention.cu``.
 
-Pure arithmetic over context lengths. An item is a run of positions of one row; a block of the
-kernel computes it for one KV head. A row of one item writes its output directly. The items of a
-longer row ("split-K", flash-decoding) write partial results, which ``combine_partials.cu`` merges.
+An item is a range of positions of one row; a block of the kernel computes it for one KV head. A row
+of one item writes its output directly. The items of a longer row (split-K, flash-decoding) write
+partial results, which ``combine_partials.cu`` merges.
 
-Two ways of cutting:
+*Balanced* cuts (the default): a small batch gets as many items as fill the GPU once, and no item is
+much longer than an equal share of all positions. The cuts of a row depend on its batch, and so does
+the rounding of its result.
 
-*Balanced* (the default): as many items as fill the GPU once, if the rows are few; never an item
-that is much longer than an equal share of all positions. How a row is cut then depends on the
-batch, and so does the rounding of its result.
-
-*Fixed*: cuts at multiples of ``fixed_split`` counted from position 0. A row's result is the same,
-bit for bit, in whatever batch it is computed.
+*Fixed* cuts are at multiples of ``fixed_split`` from position 0. A row's result is bit-identical in
+every batch.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 TILE = 16
-"""Items begin and end at multiples of this, but for the ends of what a row sees."""
+"""Items begin and end at multiples of this, except at the first and last visible position."""
 
 MIN_SPLIT = 64
-"""The fewest positions of an item of a split row: one tile for each warp of a block."""
+"""Fewest positions of an item of a split row: one tile for each warp of a block."""
 
 _Ints = npt.NDArray[np.int32]
 
@@ -34,24 +32,24 @@ class Splits:
     """The work of one decode step over R rows."""
 
     items: _Ints
-    """[N, 4]: row, begin, end, index of the partial result or -1; the longest first."""
+    """[N, 4]: row, begin, end, index of the partial result or -1; longest first."""
     partial_start: _Ints
-    """[R + 1]: row r owns the partial results ``partial_start[r]`` to ``partial_start[r + 1] - 1``,
-    first those reserved for its prefix, then one for each of its items in their order."""
+    """[R + 1]: row r has the partial results ``partial_start[r]`` to ``partial_start[r + 1] - 1``,
+    first those reserved for its prefix, then one for each item."""
 
     @property
     def num_partials(self) -> int:
-        """Number of items of all rows, the reserved ones included."""
+        """Number of partial results of all rows, including the reserved ones."""
         return int(self.partial_start[-1])
 
 
 def max_items(
     num_rows: int, target_items: int, *, fixed_split: int | None = None, max_context: int = 0
 ) -> int:
-    """Return the most items that :func:`split` makes of up to ``num_rows`` rows.
+    """Return the largest number of items that :func:`split` makes of up to ``num_rows`` rows.
 
-    It is also the most partial results, besides those that are reserved. ``max_context``, the
-    longest context that a row may have, counts for ``fixed_split`` only.
+    This also bounds the partial results that aren't reserved. ``max_context``, the longest context
+    of a row, matters for ``fixed_split`` only.
     """
     if fixed_split is not None:
         return num_rows * -(-max_context // fixed_split)
@@ -70,15 +68,14 @@ def split(
     """Cut R rows into items.
 
     Args:
-        context_lens: [R], the positions of each row including its new token; 0 for a padded row.
-        target_items: how many items fill the GPU once: multiprocessors times blocks on each,
+        context_lens: [R], positions of each row, including its new token; 0 for a padding row.
+        target_items: number of items that fill the GPU once: multiprocessors times blocks on each,
             divided by the KV heads.
-        window: a row sees its last so many positions; all of them if this is None.
-        begin: [R], positions below are not wanted (another kernel attends to a shared prefix).
-        reserved: [R], how many partial results of each row come before those of its items. A row
-            that has any never writes its output directly.
-        fixed_split: cut at multiples of this, and don't look at the rest of the batch. It must be a
-            multiple of 16.
+        window: number of last positions that a row sees; None for all.
+        begin: [R], first position; another kernel attends to the shared prefix before it.
+        reserved: [R], number of each row's partial results before those of its items. A row that
+            has any never writes its output directly.
+        fixed_split: cut at multiples of this, independently of the batch; a multiple of 16.
     """
     ends = np.asarray(context_lens, dtype=np.int64)
     begins = np.zeros_like(ends) if begin is None else np.minimum(begin, ends)
@@ -97,10 +94,10 @@ def split(
 
 
 def _extra_items(num_rows: int, target_items: int) -> int:
-    """Return how many items there may be beyond one for each row.
+    """Return the number of items beyond one for each row.
 
-    The rows fill the rest of one wave of blocks; if they fill half of it by themselves, as many
-    more as half a wave keep the longest rows from being the last to finish.
+    They fill up one wave of blocks. If the rows fill more than half of it, there is another half
+    wave of items, so that the longest rows aren't the last to finish.
     """
     return max(target_items - num_rows, target_items // 2, 1)
 
@@ -108,10 +105,10 @@ def _extra_items(num_rows: int, target_items: int) -> int:
 def _balance(
     begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], target_items: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions of an item, and number of items, for each row.
+    """Return the positions of an item and the number of items, for each row.
 
-    A row gets one item and its share of the extra ones, rounded down: so their sum is bounded, and
-    no item is longer than all positions divided by the extra items.
+    A row gets one item and its share of the extra ones, rounded down. This bounds the number of
+    items, and no item is longer than all positions divided by the extra items.
     """
     origins = begins // TILE * TILE
     lengths = np.where(ends > begins, ends - origins, 0)
@@ -132,7 +129,7 @@ def _cut(
     counts: npt.NDArray[np.int64],
     reserved: npt.ArrayLike | None,
 ) -> Splits:
-    """Item i of a row covers ``chunks`` positions from ``origins + i * chunks``, within its own."""
+    """Make the items: item i of a row has ``chunks`` positions from ``origins + i * chunks`` on."""
     num_rows = len(ends)
     first_item = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(num_rows), counts)

@@ -1,13 +1,13 @@
-"""Paged attention in plain torch operations: the reference, and what the CPU serves with.
+"""Paged attention in plain torch: the reference, and the CPU's implementation without kernels.
 
 The cache of a layer is one tensor of blocks, [2 * num_kv_heads * num_pages, page_size * head_dim]:
 the keys of head 0 page by page, then of head 1 and so on, then the values likewise. Gathering the
-blocks of many sequences in the order of heads gives [heads, rows, keys, head_dim] without a second
-copy, which is what batched products want.
+blocks of many rows in the order of heads gives [heads, rows, keys, head_dim] for batched products,
+without another copy.
 
-Rows of one token are computed together in buckets of like length: the queries that share a key head
-are folded into the query length (grouped-query attention with no repeated keys), and two batched
-products with a softmax between do the rest. Rows of several tokens run one by one through torch's
+Rows of one token are computed together in buckets of similar length, with two batched products and
+a softmax. The queries that share a key head are folded into the query length, so keys aren't
+repeated for grouped-query attention. Rows of several tokens are computed one by one with torch's
 fused attention.
 """
 
@@ -26,8 +26,8 @@ from gpu.attention import CacheShape, QkNorm, StepLayout
 from gpu.attention.scores import ScoreRule, attend_by_rule, plain_rule
 from gpu.executor import Copies
 
-# Starting another bucket costs about as much as computing this many numbers of keys and values; a
-# bucket larger than the second falls out of the cache between its gather and its products.
+# A further bucket costs about as much as computing BUCKET_COST numbers of keys and values. A bucket
+# larger than the limit falls out of the cache between its gather and its products.
 BUCKET_COST = 1 << 19
 BUCKET_LIMIT = 1 << 22
 
@@ -37,8 +37,8 @@ class _Bucket:
     """Rows of one token each, padded to the same number of pages."""
 
     rows: slice
-    blocks: torch.Tensor  # [2 * num_kv_heads * rows * pages] int64, what to gather
-    keys: slice  # of the gathered keys of the only row; for several rows the mask says it
+    blocks: torch.Tensor  # [2 * num_kv_heads * rows * pages] int64, blocks to gather
+    keys: slice  # the visible keys of a single row; several rows have the mask
     mask: torch.Tensor | None  # [num_kv_heads * rows, 1, keys], 0 or -inf; None for one row
 
 
@@ -49,14 +49,14 @@ class _Chunk:
     tokens: slice
     blocks: torch.Tensor  # [2 * num_kv_heads * pages] int64
     keys: slice
-    mask: torch.Tensor | None  # [tokens, keys], 0 or -inf; None for plainly causal
+    mask: torch.Tensor | None  # [tokens, keys], 0 or -inf; None for a causal mask
 
 
 class TorchCpuAttention:
     """:class:`gpu.attention.Attention` for the CPU, in float32 or bfloat16.
 
-    ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`, None where nothing is rotated
-    here; ``windows`` are all that ``attend`` will be called with.
+    ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`, None if ``rope_and_write``
+    isn't used. ``windows`` are all values that ``attend`` will be called with.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TorchCpuAttention:
         row_of_token = torch.repeat_interleave(torch.from_numpy(layout.query_start).diff())
         tables = torch.from_numpy(layout.block_tables).to(torch.int64)
         pages = tables[row_of_token, positions // shape.page_size]
-        # Rows of the cache seen as [2 * num_kv_heads * num_pages * page_size, head_dim].
+        # Rows of the cache viewed as [2 * num_kv_heads * num_pages * page_size, head_dim].
         blocks = pages[:, None] + self._first_block
         offsets = (positions % shape.page_size)[:, None]
         self._write_index = (blocks * shape.page_size + offsets).view(-1)
@@ -122,7 +122,7 @@ class TorchCpuAttention:
         return qkv[:, : self._num_heads]
 
     def write(self, layer: int, keys_values: torch.Tensor) -> None:
-        """Write [T, 2 * num_kv_heads, head_dim]: the heads of the keys, then of the values."""
+        """Write [T, 2 * num_kv_heads, head_dim], key heads and then value heads, to the cache."""
         head_dim = self._shape.head_dim
         written = keys_values.reshape(-1, head_dim)
         self._cache[layer].view(-1, head_dim).index_copy_(0, self._write_index, written)
@@ -130,7 +130,7 @@ class TorchCpuAttention:
     def attend(
         self, layer: int, q: torch.Tensor, window: int | None, rule: ScoreRule | None = None
     ) -> torch.Tensor:
-        """See :meth:`gpu.attention.Attention.attend`; ``rule`` is for what isn't plain softmax."""
+        """See :meth:`gpu.attention.Attention.attend`; ``rule`` replaces the usual softmax."""
         out = torch.empty(q.shape, dtype=q.dtype)
         buckets, chunks = self._work[window]
         rule = rule or self._rule
@@ -141,7 +141,7 @@ class TorchCpuAttention:
         return out
 
     def _gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys and values, [2, num_kv_heads, rows * keys, head_dim], in a buffer used again."""
+        """Return keys and values, [2, num_kv_heads, rows * keys, head_dim], in a reused buffer."""
         gathered = self._workspace[: len(blocks)]
         torch.index_select(self._cache[layer], 0, blocks, out=gathered)
         return gathered.view(2, self._shape.num_kv_heads, -1, self._shape.head_dim)
@@ -178,7 +178,7 @@ class TorchCpuAttention:
     ) -> None:
         num_kv_heads = self._shape.num_kv_heads
         gathered = self._gather(layer, chunk.blocks)[:, :, chunk.keys]
-        # [num_kv_heads, group, tokens or keys, head_dim]; a group shares keys by a stride of 0.
+        # [num_kv_heads, group, tokens or keys, head_dim]; the keys' stride along group is 0.
         keys, values = gathered[:, :, None].expand(-1, -1, self._group, -1, -1)
         grouped = (-1, num_kv_heads, self._group, self._shape.head_dim)
         queries = q[chunk.tokens].view(grouped).permute(1, 2, 0, 3)
@@ -210,7 +210,7 @@ class TorchCpuAttention:
             rows = slice(begin, end)
             pages = torch.arange(int(lengths[rows].max()) // size)
             index = torch.from_numpy(first[rows])[:, None] + pages
-            # Rows shorter than the bucket repeat their last page, which the mask then hides.
+            # Shorter rows repeat their last page, which the mask hides.
             index = index.clamp(max=torch.from_numpy(last[rows])[:, None])
             blocks = self._blocks(tables[rows].gather(1, index))
             offset = int(first[begin]) * size
@@ -228,7 +228,7 @@ class TorchCpuAttention:
         first: npt.NDArray[np.int64],
         num_pages: int,
     ) -> torch.Tensor:
-        """[num_kv_heads * rows, 1, keys]: 0 for the keys that a row sees, -inf for the others."""
+        """Return [num_kv_heads * rows, 1, keys]: 0 for visible keys, -inf for the others."""
         size = self._shape.page_size
         positions = (first * size)[:, None] + np.arange(num_pages * size)
         seen = (positions < contexts[:, None]) & (positions >= oldest[:, None])
@@ -241,7 +241,7 @@ class TorchCpuAttention:
         for row in range(layout.num_decode_rows, len(layout.context_lens)):
             tokens = slice(int(layout.query_start[row]), int(layout.query_start[row + 1]))
             context = int(layout.context_lens[row])
-            start = context - (tokens.stop - tokens.start)  # the position of the first query
+            start = context - (tokens.stop - tokens.start)  # position of the first query
             oldest = max(start - window + 1, 0) if window else 0
             first = oldest // size
             blocks = self._blocks(tables[row, first : (context - 1) // size + 1])
@@ -258,25 +258,21 @@ class TorchCpuAttention:
         return chunks
 
     def _blocks(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the blocks of these pages for every head of keys, then of values; flat int64."""
+        """Return the blocks of ``pages`` for each key head, then each value head, as flat int64."""
         return (self._first_block[:, None] + pages.reshape(-1)).view(-1)
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory until they are written, which torch's own do at once.
+    """Return zeros that take no memory until they are written; ``torch.zeros`` writes them at once.
 
-    They must be zeros: a masked key enters the product with the weight 0, and 0 times a NaN that
-    the memory held is a NaN.
+    Uninitialized memory won't do: a masked key has the weight 0, but 0 times NaN is NaN.
     """
     data = np.zeros(rows * columns * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(data).view(dtype).view(rows, columns)
 
 
 def _signed(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of whole heads: the sign of rotating half of one is in the sines.
-
-    A head x is rotated by x * cos + roll(x) * sin.
-    """
+    """Return cosines and signed sines for whole heads: x * cos + roll(x) * sin rotates a head x."""
     cos, sin = cos_sin.chunk(2, dim=1)
     return torch.cat([cos, cos], dim=-1).contiguous(), torch.cat([-sin, sin], dim=-1).contiguous()
 
@@ -286,23 +282,23 @@ def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def split_buckets(lengths: npt.NDArray[np.int64], cost: int, limit: int) -> list[tuple[int, int]]:
-    """Cut rows into runs that are each padded to their longest.
+    """Cut rows into runs, each padded to its longest row; return (begin, end) pairs in order.
 
-    ``lengths`` are keys per row. A cut is made where it saves more than ``cost`` keys of padding;
-    a run of several rows holds at most ``limit`` keys. Returns (begin, end) pairs in order.
+    ``lengths`` are the keys of each row. A cut is made if it saves more than ``cost`` keys of
+    padding. A run of several rows has at most ``limit`` keys.
     """
     buckets: list[tuple[int, int]] = []
     pending = [(0, len(lengths))] if len(lengths) else []
     while pending:
         begin, end = pending.pop()
         run = lengths[begin:end]
-        before = np.maximum.accumulate(run)[:-1]  # longest of the rows before each possible cut
+        before = np.maximum.accumulate(run)[:-1]  # longest row before each possible cut
         after = np.maximum.accumulate(run[::-1])[::-1][1:]
         left = np.arange(1, len(run))
         padded = before * left + after * (len(run) - left)
         whole = int(run.max()) * len(run)
         if len(run) > 1 and (whole - int(padded.min()) > cost or whole > limit):
-            # Past the limit with nothing to save anywhere, halves are as good as any.
+            # Over the limit, and no cut saves enough: cut in half.
             cut = int(padded.argmin()) + 1 if whole - int(padded.min()) > cost else len(run) // 2
             pending += [(begin + cut, end), (begin, begin + cut)]
         else:

@@ -1,4 +1,4 @@
-"""Constraints on draws: masks, grammars, and the user's logits processors.
+"""Constraints on sampled tokens: masks, grammars, and logits processors.
 
 Imported by ``loading``, ``loading.loading`` and ``worker``.
 """

@@ -1,8 +1,8 @@
-"""Constraints on a slot's draws: allowed ids, bad words, grammars, the user's processors.
+"""Constraints on sampled tokens: allowed ids, bad words, grammars, logits processors.
 
-All of it follows from a slot's tokens and parameters. A grammar's matcher has consumed a part of
-the slot's output, and consumes what is new before it says what may come next: so a slot that was
-preempted, or that lost its worker, catches up when it is opened again.
+They are a function of a slot's tokens and parameters. Before each mask, a grammar's matcher
+consumes the output that it hasn't seen yet. A sequence that was preempted, or whose worker died,
+thus catches up when its slot is opened again.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ if TYPE_CHECKING:
     import torch
 
 ROWS_FOR_THREADS = 16
-"""From so many rows on, masks of grammars are computed in several threads: a mask takes from 3 µs,
-inside a string, to milliseconds, and handing it to another thread a few microseconds."""
+"""Fewest rows whose grammar masks are computed in several threads. A mask takes 3 µs (inside a
+string) to milliseconds, and handing it to another thread a few microseconds."""
 
 _log = logging.getLogger("gpu.constraints")
 
 Mask = npt.NDArray[np.int32]
-"""Rows of :attr:`gpu.sampling.adjustments.Adjustment.bitmask`, or one of them."""
+"""One or several rows of :attr:`gpu.sampling.adjustments.Adjustment.bitmask`."""
 
 
 @attrs.define(eq=False)
-class _Matching:
-    """A grammar's matcher, and how much of the slot's output it has consumed."""
+class _MatcherState:
+    """A grammar's matcher, and the number of output tokens that it has consumed."""
 
     matcher: llguidance.LLMatcher
     consumed: int = 0
 
     def catch_up(self, output: npt.NDArray[np.int32]) -> None:
-        """Consume what is new of ``output``. A token that doesn't fit leaves an error."""
+        """Consume the new tokens of ``output``. One that doesn't fit puts the matcher in error."""
         new = output[self.consumed :].tolist()
         self.consumed += len(new)
-        for token in new:  # one by one, since many at once may not go past an end
+        for token in new:  # one by one, since consume_tokens refuses any after the grammar's end
             self.matcher.consume_token(token)
 
 
 @attrs.define(eq=False, kw_only=True)
-class _Constrained:
-    """The constraints on one slot's draws."""
+class _SlotConstraints:
+    """The constraints of one slot."""
 
     always: Mask | None
-    """Mask of the tokens that may ever be drawn; None for all."""
+    """Mask for every token of the output; None if it allows all."""
     words: dict[int, list[list[int]]]
-    """Bad words of at least two tokens, by the last but one."""
-    matching: _Matching | None
+    """Bad words of at least two tokens, by the second-last one."""
+    matching: _MatcherState | None
     processed: bool
 
     @property
@@ -73,13 +73,13 @@ class _Constrained:
 
 
 class Constraints:
-    """:class:`gpu.sampling.adjustments.Adjuster` of a model.
+    """The :class:`gpu.sampling.adjustments.Adjuster` of a model.
 
     Args:
         vocab_size: the model's.
-        grammars: compiles the slots' grammars.
-        processors: the user's own.
-        num_threads: how many may compute masks at once.
+        grammars: compiles grammars.
+        processors: the logits processors.
+        num_threads: number of threads that compute masks.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Constraints:
         self._grammars = grammars
         self._processors = Processors() if processors is None else processors
         self._num_threads = num_threads
-        self._open: dict[int, _Constrained] = {}
+        self._open: dict[int, _SlotConstraints] = {}
 
     @functools.cached_property
     def _threads(self) -> llguidance.LLExecutor:
-        import llguidance  # as soon as there are grammars
+        import llguidance  # takes memory that servers without grammars save
 
         return llguidance.LLExecutor(self._num_threads)
 
@@ -109,14 +109,13 @@ class Constraints:
         extra_args: Mapping[str, Any],
         processors: Sequence[str] = (),
     ) -> dict[str, str] | int:
-        """Return whether a request with these can be served: compiles the one and checks the
-        others.
+        """Compile a request's grammar, load its processors and check its ``extra_args``.
 
-        For any thread. Returns the bytes that the grammar takes, or what is wrong (``error``) with
-        which of them (``param``).
+        Call it in any thread. Return the bytes of the compiled grammar, or a dict with the
+        ``error`` and the ``param`` at fault.
         """
         try:
-            self._processors.bring(processors)
+            self._processors.load(processors)
             taken = self._processors.check(extra_args, processors)
         except ModelLoadError as error:
             return {"error": str(error), "param": "logits_processors"}
@@ -146,9 +145,9 @@ class Constraints:
         """
         params = slot.sampler
         self._open.pop(slot.number, None)
-        constrained = _Constrained(
+        constrained = _SlotConstraints(
             always=self._always(params),
-            words=_by_last_but_one(params.bad_words),
+            words=_by_second_last(params.bad_words),
             matching=self._matching(slot),
             processed=self._processors.open(
                 slot.number, params.extra_args, params.logits_processors
@@ -163,7 +162,7 @@ class Constraints:
         self._processors.close(number)
 
     def shut_down(self) -> None:
-        """End the processes that try out grammars. Nothing more is to be prepared."""
+        """End the child processes that compile grammars. Don't call :meth:`prepare` afterwards."""
         self._grammars.close()
 
     def adjusts(self, slot: Slot) -> bool:
@@ -189,7 +188,7 @@ class Constraints:
         return Adjustment(bias=self._bias(logits, found), bitmask=self._bitmask(len(logits), found))
 
     def _bias(
-        self, logits: Logits, found: Mapping[int, tuple[Slot, _Constrained]]
+        self, logits: Logits, found: Mapping[int, tuple[Slot, _SlotConstraints]]
     ) -> torch.Tensor | None:
         rows = [
             ProcessorRow(
@@ -203,16 +202,16 @@ class Constraints:
         ]
         if not rows:
             return None
-        import torch  # only processors work with it
+        import torch  # only logits processors need it
 
-        with torch.inference_mode():  # no gradient is needed
+        with torch.inference_mode():
             tensor = torch.as_tensor(logits)
             bias = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
             self._processors.apply(tensor, bias, rows)
         return bias
 
     def _bitmask(
-        self, num_rows: int, found: Mapping[int, tuple[Slot, _Constrained]]
+        self, num_rows: int, found: Mapping[int, tuple[Slot, _SlotConstraints]]
     ) -> Mask | None:
         masked = {row: each for row, each in found.items() if each[1].masks}
         if not masked:
@@ -230,7 +229,7 @@ class Constraints:
         return masks
 
     def _mask_by_grammars(
-        self, masks: Mask, masked: Mapping[int, tuple[Slot, _Constrained]]
+        self, masks: Mask, masked: Mapping[int, tuple[Slot, _SlotConstraints]]
     ) -> None:
         matchers: list[tuple[llguidance.LLMatcher, int]] = []
         for row, (slot, constrained) in masked.items():
@@ -245,7 +244,7 @@ class Constraints:
                 matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
         for matcher, row in matchers:
             if matcher.is_error():
-                # The sequence ends with an error, for there is nothing to draw.
+                # With all tokens masked, the sequence ends with an error.
                 why = one_line(matcher.get_error())
                 _log.warning("slot %d has no token to draw: %s", masked[row][0].number, why)
                 masks[row] = 0
@@ -254,27 +253,27 @@ class Constraints:
         banned = [word[0] for word in params.bad_words if len(word) == 1]
         if not banned:
             allowed = params.allowed_token_ids
-            return _allowing(allowed, self._num_words) if allowed else None
-        mask = _allowing(params.allowed_token_ids, self._num_words).copy()
+            return _allowed_mask(allowed, self._num_words) if allowed else None
+        mask = _allowed_mask(params.allowed_token_ids, self._num_words).copy()
         for token in banned:
             _forbid(mask, token)
         return mask
 
-    def _matching(self, slot: Slot) -> _Matching | None:
+    def _matching(self, slot: Slot) -> _MatcherState | None:
         grammar = slot.sampler.grammar
         if grammar is None:
             return None
         try:
-            return _Matching(self._grammars.matcher(grammar))
+            return _MatcherState(self._grammars.matcher(grammar))
         except GrammarError as error:
             raise PlanError(f"the grammar of slot {slot.number}: {error}", slot.number) from error
 
 
 @functools.lru_cache(maxsize=8)
-def _allowing(column: bytes, num_words: int) -> Mask:
-    """Return the mask of the ids in ``column``, or of all for an empty one. It isn't to be changed.
+def _allowed_mask(column: bytes, num_words: int) -> Mask:
+    """Return the mask that allows the ids in ``column``, or all if it is empty. Don't change it.
 
-    The outputs of a request have the same.
+    It is cached because the outputs of one request share it.
     """
     if not column:
         return np.full(num_words, -1, dtype=np.int32)
@@ -283,8 +282,8 @@ def _allowing(column: bytes, num_words: int) -> Mask:
     return np.packbits(allowed, bitorder="little").view("<i4")
 
 
-def _by_last_but_one(words: list[list[int]]) -> dict[int, list[list[int]]]:
-    """Return the ``words`` of at least two tokens: a draw looks at those alone that may end."""
+def _by_second_last(words: list[list[int]]) -> dict[int, list[list[int]]]:
+    """Return the bad words of at least two tokens, by the second-last one."""
     found: dict[int, list[list[int]]] = {}
     for word in words:
         if len(word) > 1:

@@ -1,4 +1,4 @@
-"""Calls that take long are answered in threads, while the loop that serves plans goes on."""
+"""Runs long calls in threads, beside the loop that serves plans."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A few threads, and what they have found.
+    """A thread pool whose results are taken without blocking.
 
-    ``descriptor`` is readable while there is something to :meth:`take`. Work beyond the threads
-    waits its turn.
+    ``descriptor`` is readable while there is a result to :meth:`take`. Functions beyond the number
+    of threads are queued.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -26,16 +26,16 @@ class Background(Generic[T]):
 
     @property
     def num_unfinished(self) -> int:
-        """Number of pieces of work with a result that hasn't been taken."""
+        """Number of functions started whose results haven't been taken."""
         return self._unfinished
 
     def start(self, work: Callable[[], T]) -> None:
-        """Have ``work``, which never raises, done by a thread."""
+        """Run ``work``, which must not raise, in a thread."""
         self._unfinished += 1
         self._threads.submit(self._run, work)
 
     def take(self) -> Iterator[T]:
-        """Yield the results that are there, each once."""
+        """Yield the finished results, each once."""
         try:
             os.eventfd_read(self.descriptor)
         except BlockingIOError:
@@ -45,7 +45,7 @@ class Background(Generic[T]):
             yield self._results.popleft()
 
     def close(self) -> None:
-        """Start nothing more. What a thread has begun it will finish, unless the process ends."""
+        """Cancel queued functions. Running ones go on until they finish or the process exits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, work: Callable[[], T]) -> None:

@@ -1,4 +1,4 @@
-"""A cache of compiled grammars: each is compiled once, the most recently used ones are kept."""
+"""An LRU cache of compiled grammars; each is compiled once, by one thread."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from trioserve.protocol.grammar import Grammar
 
 MAX_ENTRIES = 1024
 MAX_BYTES = 256 << 20
-"""Bytes of compiled grammars. A usual one takes 40 kB to 1 MB, 5,000 properties take 35 MB."""
+"""Most bytes of compiled grammars. A usual one takes 40 kB to 1 MB, 5,000 properties 35 MB."""
 
 
 @attrs.define(eq=False)
 class _Entry:
-    """A grammar that is compiled, or is being compiled by a thread."""
+    """A grammar that is compiled, or being compiled by a thread."""
 
     num_bytes: int
-    """Bytes that the grammar takes, or is expected to take."""
+    """Bytes of the compiled grammar; an estimate until it is compiled."""
     outcome: Future[llguidance.LLMatcher] = attrs.field(factory=Future)
 
 
 class GrammarCache:
-    """The grammars of one vocabulary.
+    """The compiled grammars of one vocabulary.
 
-    :meth:`prepare` is for any thread, and may take seconds; :meth:`matcher` is for the thread of
-    the steps, and takes under a millisecond for what is prepared.
+    Call :meth:`prepare` in any thread; it may take seconds. Call :meth:`matcher` in the thread that
+    runs steps; it takes under a millisecond for a prepared grammar.
 
     Args:
-        vocabulary: of the model, or why it has no grammars.
-        max_entries: how many are kept, errors included.
-        max_bytes: how many bytes they may take together.
+        vocabulary: the model's, or the error that every grammar gets.
+        max_entries: most grammars kept, including errors.
+        max_bytes: most bytes of all grammars.
     """
 
     def __init__(
@@ -65,37 +65,34 @@ class GrammarCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the compiled grammars take together."""
+        """Bytes of all compiled grammars."""
         return self._num_bytes
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def prepare(self, grammar: Grammar) -> int:
-        """Have ``grammar`` tried out in a process of its own and compiled, and wait for it.
-
-        Returns:
-            The bytes that it takes.
+        """Compile ``grammar``, first in a child process with limits; return its bytes.
 
         Raises:
-            GrammarError: it isn't served.
+            GrammarError: it can't be compiled within the limits.
         """
         entry = self._compiled(grammar, self._try_and_compile)
         return entry.num_bytes
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """Return a matcher of its own for a sequence that has no output yet.
+        """Return a new matcher, for a sequence without output.
 
-        Compiles what isn't there any more, after many others or in a new worker: it must have been
-        prepared once, here or in another process.
+        A grammar that has been evicted, or was prepared in another worker, is compiled again,
+        without limits.
 
         Raises:
-            GrammarError: the grammar isn't served.
+            GrammarError: the grammar can't be compiled.
         """
         return self._compiled(grammar, self._compile).outcome.result().deep_copy()
 
     def close(self) -> None:
-        """End the processes behind it. What still compiles in one of them fails."""
+        """Kill the child processes; grammars still being compiled fail."""
         with self._lock:
             for trial in self._trials:
                 trial.kill()
@@ -107,7 +104,7 @@ class GrammarCache:
         grammar: Grammar,
         compiled: Callable[[Grammar], tuple[llguidance.LLMatcher, int]],
     ) -> _Entry:
-        """Return the entry of ``grammar`` once its outcome is there."""
+        """Return the entry of ``grammar``; compile it, or wait for the thread that does."""
         if self._unusable is not None:
             raise self._unusable
         with self._lock:
@@ -128,7 +125,7 @@ class GrammarCache:
                     self._forget(grammar)
                     raise
             else:
-                self._weigh(grammar, entry, num_bytes)
+                self._set_bytes(grammar, entry, num_bytes)
                 entry.outcome.set_result(matcher)
         entry.outcome.result()
         return entry
@@ -150,8 +147,8 @@ class GrammarCache:
         text = to_llguidance(grammar, self._tokenizer)
         return compile_text(text, self._tokenizer), estimated_bytes(grammar)
 
-    def _weigh(self, grammar: Grammar, entry: _Entry, num_bytes: int) -> None:
-        """Count the bytes that ``entry`` takes, now that they are known."""
+    def _set_bytes(self, grammar: Grammar, entry: _Entry, num_bytes: int) -> None:
+        """Replace the estimated bytes of ``entry`` by the measured ones."""
         with self._lock:
             if self._entries.get(grammar) is entry:
                 self._num_bytes += num_bytes - entry.num_bytes
@@ -160,7 +157,7 @@ class GrammarCache:
             entry.num_bytes = num_bytes
 
     def _drop_oldest(self) -> None:
-        """Drop what is too much. A thread that waits for a dropped entry has it all the same."""
+        """Evict entries beyond the limits. Threads that wait for an evicted one still get it."""
         while len(self._entries) > max(self._max_entries, 1) or (
             self._num_bytes > self._max_bytes and len(self._entries) > 1
         ):

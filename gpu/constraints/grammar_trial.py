@@ -1,13 +1,13 @@
-"""Grammars are tried out in a process of their own before the worker compiles them.
+"""Compiles grammars in a child process with limits, before the worker compiles them.
 
-What llguidance's limits don't bound would take the whole worker with it: checking that 30 patterns
-of an ``allOf`` have no text in common takes all the memory there is, and no thread can be stopped.
-So a child process compiles first, with as much processor time and memory as a grammar may take; if
-it dies of that, the grammar is refused. What passes costs the worker as much again, and no more.
+Llguidance's limits don't bound everything: proving that 30 patterns of an ``allOf`` have no text in
+common takes all memory, and a thread can't be stopped. A child process therefore compiles each
+grammar first, with limits on CPU time and memory. If it dies of them, the grammar is refused. A
+grammar that passes takes the worker as much again.
 
-:func:`main` is the child. Both ways go MessagePack messages behind their length, four bytes: to it
-first a :class:`~gpu.constraints.grammars.GrammarVocabulary` with the limits, then grammars; from it
-a :class:`TrialVerdict` for each. It ends when its standard input does.
+:func:`main` runs in the child. Messages are MessagePack with a length of four bytes before them.
+The child reads a :class:`~gpu.constraints.grammars.GrammarVocabulary` with the limits, then
+grammars, and writes a :class:`TrialVerdict` for each. It exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MAX_MEMORY = 1 << 30
 
 _LEAST_BYTES = 1 << 15
 _BYTES_PER_CHARACTER = 300
-"""The bytes of a compiled schema with many properties, for each character of its text."""
+"""Bytes of a compiled schema with many properties, for each character of its text."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 @attrs.frozen
 class TrialVerdict:
-    """A grammar in llguidance's form and the bytes that it takes compiled, or why it is refused."""
+    """A grammar in llguidance's format and its bytes when compiled, or why it is refused."""
 
     text: str = ""
     num_bytes: int = 0
@@ -47,12 +47,12 @@ class TrialVerdict:
 
 
 class GrammarTrial:
-    """The child process, which is started when it is needed. For one thread at a time.
+    """The child process, started when it is needed. Use it in one thread at a time.
 
     Args:
-        vocabulary: of the model.
-        max_seconds: processor time that one grammar may take, a whole number.
-        max_memory: bytes that one grammar may take.
+        vocabulary: the model's.
+        max_seconds: most seconds of CPU time for a grammar.
+        max_memory: most bytes for a grammar.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class GrammarTrial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, grammar: Grammar) -> TrialVerdict:
-        """Try out ``grammar``; returns a verdict without an error.
+        """Compile ``grammar`` in the child; return a verdict without an error.
 
         Raises:
-            GrammarError: it can't be compiled, or not within the limits.
+            GrammarError: it can't be compiled within the limits.
         """
         try:
             verdict = self._ask(grammar)
@@ -86,14 +86,14 @@ class GrammarTrial:
         return verdict
 
     def kill(self) -> None:
-        """End the child, if there is one, whatever another thread waits for."""
+        """Kill the child, if there is one, even while another thread waits for it."""
         process = self._process
         if process is not None:
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """End the child, if there is one."""
+        """Kill the child, if there is one, and close its pipes."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -117,7 +117,7 @@ class GrammarTrial:
         return msgspec.convert(_read(process.stdout), TrialVerdict)
 
 
-# The package is found where this process has found it, whatever the environment says.
+# The child imports the package from the same folder as this process.
 _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from gpu.constraints.grammar_trial import main; main()"
@@ -125,7 +125,7 @@ _PROGRAM = (
 
 
 def main() -> None:
-    """Be the child: answer what comes on standard input."""
+    """Run the child: answer the messages on standard input until it ends."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     vocabulary, max_seconds, max_memory = _read(source)
@@ -167,14 +167,14 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-# Looked up once: no request opens a library. It isn't there without glibc.
+# Looked up once, at import. Only glibc has it.
 _mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
 if _mallinfo is not None:
     _mallinfo.restype = _Mallinfo
 
 
 def allocated() -> int:
-    """Return the bytes that this process has allocated, llguidance's included; 0 without glibc."""
+    """Return the bytes that this process has allocated, including llguidance's; 0 without glibc."""
     if _mallinfo is None:
         return 0
     found = _mallinfo()
@@ -182,7 +182,7 @@ def allocated() -> int:
 
 
 def estimated_bytes(grammar: Grammar) -> int:
-    """Return about how many bytes a grammar takes compiled, where that can't be measured."""
+    """Return an estimate of a compiled grammar's bytes, for where they can't be measured."""
     return _LEAST_BYTES + _BYTES_PER_CHARACTER * len(grammar.text)
 
 
@@ -197,7 +197,11 @@ def _write(target: IO[bytes], message: Any) -> None:
 
 
 def _read(source: IO[bytes]) -> Any:
-    """Return the next message; raises EOFError if there is none, or not all of it."""
+    """Return the next message.
+
+    Raises:
+        EOFError: the input ends before or within it.
+    """
     head = source.read(4)
     size = int.from_bytes(head, "little")
     body = source.read(size)

@@ -1,6 +1,6 @@
-"""From a :class:`~trioserve.protocol.grammar.Grammar` to what llguidance masks tokens with.
+"""Compiles a :class:`~trioserve.protocol.grammar.Grammar` to a matcher of llguidance.
 
-llguidance (https://github.com/guidance-ai/llguidance) parses an output byte by byte with an Earley
+llguidance (https://github.com/guidance-ai/llguidance) parses output byte by byte, with an Earley
 parser over lexemes that are derivatives of regular expressions, and walks the vocabulary as a trie.
 """
 
@@ -22,10 +22,10 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import format_lark
 
-# What bounds one mask, and one sequence's memory. The defaults let a{1000000} take a third of a
-# second and 95 MB before it is refused, and an ambiguous grammar 36 ms for each mask. These are low
-# enough for about a third of that, and high enough for an enum of 8,000 strings, for strings of
-# 10,000 characters and patterns like (.*a.{12}){6}. A lexer's state takes up to 2 kB.
+# Limits on the time of one mask and the memory of one sequence. With llguidance's defaults,
+# a{1000000} takes a third of a second and 95 MB before it is refused, and an ambiguous grammar
+# 36 ms for each mask. These limits allow about a third of that. An enum of 8,000 strings, strings
+# of 10,000 characters and patterns like (.*a.{12}){6} pass. A lexer's state takes up to 2 kB.
 _INITIAL_LEXER_FUEL = 300_000
 _STEP_LEXER_FUEL = 100_000
 _STEP_MAX_ITEMS = 20_000
@@ -35,10 +35,9 @@ _MAX_GRAMMAR_SIZE = 250_000
 
 @attrs.frozen
 class GrammarVocabulary:
-    """The facts about a model and its tokenizer that a matcher needs.
+    """The tokenizer and vocabulary that matchers need.
 
-    Tokens at or past the tokenizer's own number, up to the model's ``vocab_size``, are in no
-    grammar.
+    Ids from the tokenizer's number of tokens up to ``vocab_size`` match no grammar.
     """
 
     tokenizer_json: str = attrs.field(repr=False)
@@ -47,7 +46,7 @@ class GrammarVocabulary:
 
     @classmethod
     def of(cls, files: ModelFiles, tokenizer: str = "") -> GrammarVocabulary:
-        """Return the vocabulary of a model; ``tokenizer`` is where its tokenizer is if not with it.
+        """Return the vocabulary of a model; ``tokenizer`` is the path of another tokenizer.
 
         Raises:
             GrammarError: there is no tokenizer, or no end-of-sequence id.
@@ -62,8 +61,7 @@ class GrammarVocabulary:
         return cls(backend.to_str(), files.config.vocab_size, eos_ids)
 
     def build(self) -> llguidance.LLTokenizer:
-        """Return the tokenizer as llguidance has it: 0.2 s for 49,000 tokens, in which nothing else
-        runs.
+        """Return llguidance's tokenizer. This holds the GIL: 0.2 s for 49,000 tokens.
 
         Raises:
             GrammarError: llguidance can't read the tokenizer.
@@ -73,7 +71,7 @@ class GrammarVocabulary:
                 return llguidance.LLTokenizer(
                     self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_ids)
                 )
-        except Exception as error:  # of what is in Rust, anything may come
+        except Exception as error:  # Rust code may raise anything
             raise GrammarError(
                 "grammars need the bytes of tokens, which the model's tokenizer doesn't tell: "
                 + one_line(str(error))
@@ -81,11 +79,10 @@ class GrammarVocabulary:
 
 
 def to_llguidance(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
-    """``grammar`` in llguidance's own form. Time and memory aren't bounded.
+    """Return ``grammar`` in llguidance's format. Time and memory aren't bounded.
 
     Raises:
-        GrammarError: the text isn't what its kind wants. A grammar that passes may still not
-            compile.
+        GrammarError: the text isn't of its kind. A grammar that passes may still not compile.
     """
     if grammar.kind == "structural_tag":
         return _structural_tag(grammar.text, tokenizer)
@@ -93,13 +90,13 @@ def to_llguidance(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def compile_text(text: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """Return a matcher of ``text``, llguidance's form of a grammar, that has seen no token.
+    """Return a new matcher for ``text``, a grammar in llguidance's format.
 
-    Its first mask has been computed, so that copies of it find the lexer warm. Time and memory
-    aren't bounded by the limits: the intersection of many patterns takes as much as there is.
+    Its first mask is already computed, which warms up the lexer for copies. The limits don't bound
+    time and memory: the intersection of many patterns may take all memory.
 
     Raises:
-        GrammarError: the grammar is wrong, too large, or allows nothing.
+        GrammarError: the grammar is wrong, too large, or allows no text.
     """
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=_limits())
     if not matcher.is_error():
@@ -138,7 +135,7 @@ def _lark_or_gbnf(text: str) -> str:
         lark = any_to_lark(text)
     except RecursionError as error:
         raise GrammarError("it is nested too deeply") from error
-    except Exception as error:  # GbnfToLarkError and plain ones
+    except Exception as error:  # GbnfToLarkError or any other
         raise GrammarError(one_line(str(error))) from error
     return llguidance.LLMatcher.grammar_from_lark(lark)
 
@@ -149,7 +146,7 @@ def _choice(text: str) -> str:
         raise GrammarError("a choice is a JSON list of strings")
     if not choices:
         raise GrammarError("a choice needs at least one string")
-    # One lexeme: a rule of 8,000 alternatives takes llguidance 30 ms a mask, and it refuses it.
+    # One lexeme, since llguidance refuses a rule of 8,000 alternatives: 30 ms a mask.
     return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
 
 
@@ -175,7 +172,7 @@ def _structural_tag(text: str, tokenizer: llguidance.LLTokenizer) -> str:
     unused = set(triggers).difference(tag.trigger for tag in tags)
     if unused:
         raise GrammarError(f"no structure begins with the trigger {min(unused)!r}")
-    # llguidance takes all triggers <like this> for special tokens, or none.
+    # llguidance treats either all triggers <like this> as special tokens, or none.
     special = any(_is_special(tag.trigger, tokenizer) for tag in tags)
     for tag in tags:
         if special and not _is_special(tag.trigger, tokenizer) and tag.trigger[-1] == ">":

@@ -1,7 +1,7 @@
-"""The grammars of a model; their vocabulary is built at the first request for one.
+"""The grammars of a model, with a vocabulary that is built at the first request for one.
 
-Building it takes half a second for 49,000 tokens, and 40 MiB: a server without structured output
-saves both. For 0.2 s of that time, once, no step can run.
+That takes half a second for 49,000 tokens, and 40 MiB, which a server without structured output
+saves. For 0.2 s of that time no step can run.
 """
 
 from __future__ import annotations
@@ -25,30 +25,27 @@ class Grammars(Protocol):
     """The part of :class:`gpu.constraints.grammar_cache.GrammarCache` that constraints use."""
 
     def prepare(self, grammar: Grammar) -> int:
-        """Try ``grammar`` out and compile it. For any thread; may take seconds.
-
-        Returns:
-            The bytes that it takes.
+        """Compile ``grammar`` and return its bytes. Call it in any thread; it may take seconds.
 
         Raises:
-            GrammarError: it isn't served.
+            GrammarError: it can't be compiled within the limits.
         """
         ...
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """Return a matcher of its own for a sequence that has no output yet.
+        """Return a new matcher, for a sequence without output.
 
         Raises:
-            GrammarError: the grammar isn't served.
+            GrammarError: the grammar can't be compiled.
         """
         ...
 
     def close(self) -> None:
-        """End the processes behind it."""
+        """Kill the child processes that compile grammars."""
 
 
 class LazyGrammars:
-    """:class:`Grammars` of the model at ``model``; ``tokenizer`` may be another path."""
+    """The :class:`Grammars` of the model at ``model``, or of another ``tokenizer`` for it."""
 
     def __init__(self, model: Path, tokenizer: str = "") -> None:
         self._model = model

@@ -1,7 +1,4 @@
-"""Logits processors of the user's own: loading and calling them.
-
-See :mod:`trioserve.protocol.logits_processors` for what they are.
-"""
+"""Loads and calls logits processors; see :mod:`trioserve.protocol.logits_processors`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from gpu.slots import PlanError, described
+from gpu.slots import PlanError, summarize
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
 
@@ -24,17 +21,17 @@ _METHODS = ("check", "open", "close", "apply")
 
 @attrs.frozen(eq=False)
 class NamedProcessor:
-    """A processor and the ``module:Class`` that it comes from."""
+    """A processor and its ``module:Class``."""
 
     name: str
     processor: LogitsProcessor
 
 
 def load_processors(names: Sequence[str], context: ProcessorContext) -> list[NamedProcessor]:
-    """Import and make the processors ``module:Class``, in order.
+    """Import the classes ``module:Class`` and return an instance of each, in order.
 
     Raises:
-        ModelLoadError: one can't be made, or lacks a method.
+        ModelLoadError: one can't be instantiated, or lacks a method.
     """
     return [load_processor(name, context) for name in names]
 
@@ -42,10 +39,10 @@ def load_processors(names: Sequence[str], context: ProcessorContext) -> list[Nam
 def load_processor(
     name: str, context: ProcessorContext, option: str = "--logits-processors"
 ) -> NamedProcessor:
-    """Import and make one; ``option`` is what named it.
+    """Import a class and return an instance; ``option`` is named in errors.
 
     Raises:
-        ModelLoadError: it can't be made, or lacks a method.
+        ModelLoadError: it can't be instantiated, or lacks a method.
     """
     try:
         return NamedProcessor(name, _load(name, context))
@@ -54,7 +51,7 @@ def load_processor(
 
 
 class _NotLoaded(Exception):
-    """Why a processor can't be loaded."""
+    """A processor can't be loaded."""
 
 
 def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
@@ -63,9 +60,9 @@ def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
         raise _NotLoaded("write it as module:Class")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise what it likes
+    except Exception as error:  # the module may raise anything
         raise _NotLoaded(
-            f"the module can't be imported: {described(error)}; "
+            f"the module can't be imported: {summarize(error)}; "
             "it must be installed, or in a folder that PYTHONPATH names"
         ) from error
     made = getattr(module, class_name, None)
@@ -77,7 +74,7 @@ def _load(name: str, context: ProcessorContext) -> LogitsProcessor:
     try:
         processor = made(context)
     except Exception as error:
-        raise _NotLoaded(f"it can't be made: {described(error)}") from error
+        raise _NotLoaded(f"it can't be made: {summarize(error)}") from error
     parameters = getattr(processor, "parameters", None)
     if not (
         isinstance(parameters, Collection)
@@ -96,11 +93,11 @@ def _not_here(name: str) -> NamedProcessor:
 
 
 class Processors:
-    """The processors of a worker, and which of them see which slot.
+    """The processors of a worker, and the slots that each of them processes.
 
     Args:
-        processors: the server's own, which see every request that they want to see.
-        load: makes those that single requests name; it raises ModelLoadError.
+        processors: those of the server, which may process any request.
+        load: loads a processor that a request names; raises ModelLoadError.
     """
 
     def __init__(
@@ -109,13 +106,13 @@ class Processors:
         load: Callable[[str], NamedProcessor] = _not_here,
     ) -> None:
         self._own = tuple(processors)
-        self._load = load
+        self._load_named = load
         self._named = {each.name: each for each in self._own}
         self._slots: dict[NamedProcessor, set[int]] = {each: set() for each in self._own}
         self._loading = threading.Lock()
 
-    def bring(self, names: Sequence[str]) -> None:
-        """Load those that a request names, unless they are there. For any thread.
+    def load(self, names: Sequence[str]) -> None:
+        """Load the processors that a request names, unless they are loaded. Call it in any thread.
 
         Raises:
             ModelLoadError: one can't be loaded.
@@ -123,19 +120,21 @@ class Processors:
         with self._loading:
             for name in names:
                 if name not in self._named:
-                    loaded = self._load(name)
-                    # A copy: the step's thread may be going through the old one.
+                    loaded = self._load_named(name)
+                    # A copy, since the thread that runs steps may be iterating over the old dict.
                     self._slots = {**self._slots, loaded: set()}
                     self._named[name] = loaded
 
     def check(self, args: Mapping[str, Any], names: Sequence[str] = ()) -> bool:
-        """Return whether a processor is to see a request with these arguments. For any thread.
+        """Return whether any processor processes a request with these arguments.
+
+        Call it in any thread.
 
         Raises:
-            ValueError: one of them says that an argument is wrong, or one that the request names
-                doesn't want to see it.
+            ValueError: a processor refuses an argument, or one that the request names doesn't
+                process it.
         """
-        # All of them are asked, since each may have something against the arguments.
+        # Every processor checks the arguments, since each may refuse one.
         answers = [bool(each.processor.check(args)) for each in self._own]
         for name in names:
             if not self._named[name].processor.check(args):
@@ -149,14 +148,14 @@ class Processors:
         return sorted(args.keys() - taken)
 
     def open(self, slot: int, args: Mapping[str, Any], names: Sequence[str] = ()) -> bool:
-        """Return a sequence has got ``slot``; returns whether a processor sees it.
+        """Open ``slot`` in the processors for it; return whether there are any.
 
         Raises:
             PlanError: a processor failed, or can't be loaded; it names the slot.
         """
         self.close(slot)
         try:
-            self.bring(names)  # A new worker is told of sequences that another has prepared.
+            self.load(names)  # A former worker may have checked this request.
         except ModelLoadError as error:
             raise PlanError(str(error), slot) from error
         for each in dict.fromkeys((*self._own, *(self._named[name] for name in names))):
@@ -169,7 +168,7 @@ class Processors:
         return any(slot in slots for slots in self._slots.values())
 
     def close(self, slot: int) -> None:
-        """Forget the sequence in ``slot``, if there is one.
+        """Close ``slot`` in the processors that have it.
 
         Raises:
             PlanError: a processor failed; it names the slot.
@@ -183,10 +182,10 @@ class Processors:
                     raise _failure(each, error, slot) from error
 
     def apply(self, logits: Tensor, bias: Tensor, rows: Sequence[ProcessorRow]) -> None:
-        """Have the processors add what they want to ``bias`` [R, V], one after the other.
+        """Call the processors one after the other; each adds to ``bias`` [R, V].
 
         Raises:
-            PlanError: a processor failed; it names the slot if it had only that one to look at.
+            PlanError: a processor failed; it names the slot if that processor had only one.
         """
         for each, slots in self._slots.items():
             seen = [row for row in rows if row.slot in slots]
@@ -199,4 +198,4 @@ class Processors:
 
 
 def _failure(each: NamedProcessor, error: Exception, slot: int) -> PlanError:
-    return PlanError(f"the logits processor {each.name} failed: {described(error)}", slot)
+    return PlanError(f"the logits processor {each.name} failed: {summarize(error)}", slot)

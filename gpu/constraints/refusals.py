@@ -11,15 +11,15 @@ _REGEX_PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class GrammarError(Exception):
-    """A grammar that isn't served; the text is one line that says why."""
+    """A grammar can't be served; one line says why."""
 
 
 def one_line(text: str) -> str:
-    """llguidance's explanation without positions in texts that the client hasn't sent."""
+    """Return llguidance's error as one line, without positions in texts that it has generated."""
     lines = [line.strip() for line in text.splitlines()]
     kept = [line for line in lines if line and not _SOURCE_QUOTE.match(line)]
     first = _REGEX_PLACE.sub("", kept[0]) if kept else "llguidance refuses it"
-    # A parser of regular expressions quotes all of them before it comes to the point.
+    # The parser of regular expressions quotes the whole pattern before its error.
     points = [line.removeprefix("error: ") for line in kept if line.startswith("error: ")]
     if points:
         return f"{_shortened(first, 120)} {_shortened(points[0], 170)}"

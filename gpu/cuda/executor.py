@@ -39,7 +39,7 @@ from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.pooled import PooledSpan
 from gpu.sampling.prompt_logprobs import PromptSpan
 from gpu.sampling.prompt_scores import logprobs_of, score_prompt
-from gpu.sampling.slot_options import SlotExtras
+from gpu.sampling.slot_options import SlotOptions
 from gpu.slots import Row, Slot, SlotTable
 
 _EMPTY_LAYOUT = StepLayout(
@@ -92,7 +92,7 @@ class CudaExecutor:
         self._slots = slots
         self._timeline = timeline
         self._gather = GatherTokens(loader, history=state.history)
-        self._extras = SlotExtras(adjuster or NoAdjuster())
+        self._slot_options = SlotOptions(adjuster or NoAdjuster())
         self._adapters = adapters
         self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=loader.device)
         # Of the step that is being computed; a graph leaves them where others find them.
@@ -112,11 +112,11 @@ class CudaExecutor:
         """See :meth:`gpu.executor.Executor.open`."""
         self._state.open(slot)
         self._sampler.open(slot.number, slot.sampler, slot.prompt_length)
-        self._extras.open(slot)
+        self._slot_options.open(slot)
 
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
-        self._extras.close(number)
+        self._slot_options.close(number)
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
@@ -125,7 +125,7 @@ class CudaExecutor:
             return CudaSubmission(CudaStep(), self._end, self._timeline.skip_step())
         sampling = [row for row in rows if row.samples]
         submission = CudaSubmission(self._begin(rows, sampling, copies), self._end)
-        if not self._extras.waits(sampling):
+        if not self._slot_options.needs_unknown_token(sampling):
             submission.sample()
         return submission
 
@@ -180,10 +180,10 @@ class CudaExecutor:
         """Queue copies and the forward pass of ``rows``, and what is reported besides a draw."""
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, self._slots)
-        spans = self._extras.prompt_spans(ordered, layout.query_start[1:] - 1)
-        adjusted = self._extras.adjusts(sampling)
+        spans = self._slot_options.prompt_spans(ordered, layout.query_start[1:] - 1)
+        adjusted = self._slot_options.adjusts(sampling)
         adapted = any(row.slot.adapter for row in ordered)
-        pools = self._extras.pooled.spans(ordered, layout.query_start[1:] - 1)
+        pools = self._slot_options.pooled.spans(ordered, layout.query_start[1:] - 1)
         # A graph gives no hidden states, and no logits side by side if some rows don't sample.
         replayable = not (spans or pools or (adjusted and len(sampling) < len(rows)))
         with torch.inference_mode():
@@ -208,7 +208,7 @@ class CudaExecutor:
                 if sampling:
                     last = self._buffer["sampled_from"][: len(sampling)]
                     self._head(hidden.index_select(0, last))
-            named = self._extras.named_ids(sampling)
+            named = self._slot_options.named_ids(sampling)
             if named:
                 reports.append(logprobs_of(self._logits, places[list(named)], named.values()))
             self._timeline.end_forward()
@@ -291,7 +291,7 @@ class CudaExecutor:
     def _pool(self, spans: list[PooledSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return a vector of each span that completes a prompt."""
         states = (hidden[span.first_hidden : span.stop_hidden].float() for span in spans)
-        taken = map(self._extras.pooled.take, spans, states)
+        taken = map(self._slot_options.pooled.take, spans, states)
         return [vector for vector in taken if vector is not None]
 
     def _draw(self, num_rows: int, logits: torch.Tensor) -> None:
@@ -303,7 +303,7 @@ class CudaExecutor:
         num_rows = len(step.rows)
         logits = self._logits[:num_rows]
         in_place = [step.rows[i] for i in np.argsort(step.places)]
-        adjustment = self._extras.adjustment(logits, in_place)
+        adjustment = self._slot_options.adjustment(logits, in_place)
         masks = adjustment.bitmask
         self._timeline.begin_sampling()
         self._sampler.launch(

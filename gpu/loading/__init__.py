@@ -1,4 +1,4 @@
-"""Models into memory: devices, formats, memory budgets, and a runner that is ready for plans.
+"""Loading of models: device, number format, memory budget, and a runner that is ready for plans.
 
-Imported by the worker; ``cpu``, ``cuda`` and ``models`` import what all ways of loading share.
+Imported by the worker. ``cpu``, ``cuda`` and ``models`` import the helpers shared by all loaders.
 """

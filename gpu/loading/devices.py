@@ -1,4 +1,4 @@
-"""Choice of the device and the number format to compute with."""
+"""Choice of the device and the number format."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice
 
 LOWEST_CAPABILITY = (8, 0)
-"""The first GPUs with asynchronous copies and bfloat16, which the kernels use."""
+"""Lowest compute capability served: the kernels need asynchronous copies and bfloat16."""
 
 _log = logging.getLogger("gpu.devices")
 
 
 def choose_device(name: str) -> str:
-    """``cpu``, or ``cuda:0``. ``auto`` is a GPU that can be used; the log says what one lacks.
+    """Return ``cpu`` or ``cuda:N``. ``auto`` prefers a usable GPU, and logs why one isn't usable.
 
     Raises:
-        ModelLoadError: ``name`` is cuda and no GPU can be used.
+        ModelLoadError: ``name`` is cuda and no GPU is usable.
     """
-    # Without a driver there is no GPU, and torch needn't be loaded to learn that.
+    # Importing torch is slow, and without a driver there is no GPU to ask it for.
     if name == "cpu" or (name == "auto" and not _has_driver()):
         return "cpu"
     import torch
@@ -43,12 +43,12 @@ def gpu_obstacle(
     capability: tuple[int, int] | None,
     cupy_error: str | None,
 ) -> str | None:
-    """Why no GPU can be used, in one line with what to do; None if nothing is in the way.
+    """Return one line on why no GPU can be used and how to fix it; None if one can be used.
 
     Args:
-        cuda_version: of torch; None if it was built without.
-        capability: of the GPU that torch finds; None if it finds none.
-        cupy_error: what importing CuPy raised, empty if it isn't installed; None if it is fine.
+        cuda_version: the CUDA version of torch; None if it was built without.
+        capability: the compute capability of the GPU; None if torch finds no GPU.
+        cupy_error: the error when importing CuPy, empty if it isn't installed; None for no error.
     """
     if cuda_version is None:
         return "this torch was built without CUDA: install one that was built with it"
@@ -65,12 +65,12 @@ def gpu_obstacle(
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """``bfloat16``, ``float16`` or ``float32``, for a device of :func:`choose_device`.
+    """Return ``bfloat16``, ``float16`` or ``float32``, for a device of :func:`choose_device`.
 
-    ``auto`` is bfloat16 on a GPU, and on a CPU that multiplies it; else float32.
+    ``auto`` is bfloat16 on a GPU, and on a CPU with bfloat16 instructions; else float32.
 
     Raises:
-        ModelLoadError: a number format that isn't computed with on the device.
+        ModelLoadError: the format isn't supported on the device.
     """
     if device != "cpu":
         if name == "float32":
@@ -87,7 +87,7 @@ def choose_dtype(name: str, device: str) -> str:
 
 
 def _has_driver() -> bool:
-    """Return whether a driver of NVIDIA's is installed; it need not work."""
+    """Return whether NVIDIA's driver is installed; it may still not work."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -111,6 +111,6 @@ def _cupy_error() -> str | None:
         return ""
     try:
         importlib.import_module("cupy")
-    except Exception as error:  # a CuPy for another CUDA raises what it likes
+    except Exception as error:  # a CuPy for another CUDA may raise anything
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return None

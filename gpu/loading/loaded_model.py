@@ -1,4 +1,4 @@
-"""The result of loading a model, and helpers that all ways of loading share."""
+"""The result of loading a model, and helpers shared by all loaders."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, Ready, from_ints
 
 MOST_THREADS = 1024
-"""The most threads that ``--num-threads`` may ask for."""
+"""Upper limit of ``--num-threads``."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and of how much."""
+"""Reports progress; called with a stage, the amount done and the total."""
 
 
 def of_weights(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """``on_progress`` for the stage in which weights are read."""
+    """Return a function of (bytes done, bytes in total) that reports the stage ``weights``."""
     return lambda done, total: on_progress("weights", done, total)
 
 
 def unseen(stage: str, done: int, total: int) -> None:
-    """Ignore the progress: an :data:`OnProgress` for loading without a report."""
+    """Do nothing: an :data:`OnProgress` for loading without a report."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,37 +43,37 @@ class Loaded:
     num_pages: int
     device_name: str
     computing: str
-    """The kernels and the formats of weights in use, in a few words for the log."""
+    """The kernels and weight formats in use, in a few words for the log."""
     read_weights: ReadWeights
     warning: str = ""
-    """Field of :class:`~trioserve.protocol.wire.Ready`."""
+    """See :class:`~trioserve.protocol.wire.Ready`."""
     adapters: AdapterStore[Any] | None = None
-    """The adapters that sequences may have; None where none can be served."""
+    """The loaded adapters; None if the model can't serve any."""
     num_host_pages: int = 0
-    """Pages of the KV cache in the host's memory."""
+    """Number of KV pages in host memory."""
     free_memory: int = 0
-    """Bytes of the GPU's memory that were free before."""
+    """Bytes of GPU memory that were free before loading."""
 
 
 @attrs.frozen(kw_only=True)
 class Serving:
-    """A loaded model that is ready for plans, and what the engine is told of it."""
+    """A loaded model that is ready for plans, and the message that tells the engine so."""
 
     runner: Runner
     weights: ModelWeights[Any] | None
-    """The weights, for a weight swap; None where they can't be swapped."""
+    """The weights, for a weight swap; None if they can't be swapped."""
     constraints: Constraints | None
-    """Constraints on draws; None where nothing is drawn."""
+    """Constraints on sampled tokens; None if the model doesn't sample."""
     ready: Ready
     adapters: AdapterStore[Any] | None = None
-    """The adapters; None where none can be served."""
+    """The loaded adapters; None if the model can't serve any."""
     calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
-    """The model's own calls, by name: functions of the arguments."""
+    """Calls that only this model answers, by name: functions of the call's arguments."""
 
 
 def choose_num_threads(asked: int) -> int:
-    """Return the number of threads to compute with; 0 stands for OMP_NUM_THREADS or all cores."""
-    # That variable may be a list, of which the first is for the outermost level.
+    """Return the number of compute threads; 0 asks for OMP_NUM_THREADS or else all cores."""
+    # OMP_NUM_THREADS may be a list; its first number is for the outermost level.
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked == 0 and told.isdecimal():
         asked = min(int(told), MOST_THREADS)
@@ -83,9 +83,9 @@ def choose_num_threads(asked: int) -> int:
 def warm_up(
     executor: Executor, slots: SlotTable, prompt_lengths: Sequence[int], page_size: int
 ) -> None:
-    """Prefill and sample prompts in one step, so that libraries load and allocate beforehand.
+    """Prefill prompts and sample in one step, so that libraries are loaded and memory allocated.
 
-    ``slots`` is left empty.
+    ``slots`` is empty afterwards.
     """
     opened = []
     first_page = 0

@@ -1,4 +1,4 @@
-"""From the engine's Start message to a runner that is ready for plans."""
+"""Loads the model that the engine's Start message asks for."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ WARM_UP_TOKENS = 16
 
 
 def load(start: Start, on_progress: OnProgress) -> Serving:
-    """Load a model within the limits of ``start`` and run one prompt through it.
-
-    ``on_progress`` is called often.
+    """Load a model within the limits of ``start`` and compute a short prompt as a warm-up.
 
     Raises:
-        ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
+        ModelLoadError: the model can't be loaded or served; one line says why and what to do.
     """
     if task_of(Path(start.model)) != "generate":
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
@@ -52,7 +50,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
-    # From here on every limit is a number: nothing is left to be chosen but the number of pages.
+    # From here on every limit but the number of pages is set.
     start = attrs.evolve(
         start,
         max_model_len=choose_max_model_len(start.max_model_len, files.config),
@@ -102,7 +100,7 @@ def _load_on(
     on_progress: OnProgress,
     constraints: Constraints,
 ) -> Loaded:
-    """Return the model on ``device``, by what computes it there; ``start`` has every limit."""
+    """Load the model for ``device`` with the loader that serves it there."""
     if start.mock is not None:
         return _load_mock(start, start.mock, files)
     if isinstance(files.config, TransformersConfig):
@@ -120,7 +118,7 @@ def _load_on(
 
 
 def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constraints:
-    """Grammars and the user's logits processors."""
+    """Load the operator's logits processors; return the constraints with them."""
     context = ProcessorContext(
         vocab_size=files.config.vocab_size,
         max_num_seqs=start.max_num_seqs,
@@ -148,7 +146,7 @@ def _run_a_prompt(loaded: Loaded, start: Start, on_progress: OnProgress) -> None
 
 
 def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
-    """Everything but the model: a limit on tokens in a step, and pages, as a GPU would have."""
+    """Return a model that computes nothing, with as many pages as a GPU might have."""
     config = files.config
     num_pages = start.num_pages or mock_num_pages(
         start.page_size, start.max_model_len, start.max_num_seqs
@@ -169,10 +167,10 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
 
 
 def choose_max_model_len(asked: int, config: ModelConfig | TransformersConfig) -> int:
-    """Return the longest sequence to serve; ``asked`` is 0 for the model's own.
+    """Return the longest sequence to serve, in tokens; ``asked`` is 0 for the model's own limit.
 
     Raises:
-        ModelLoadError: more than the model can do.
+        ModelLoadError: ``asked`` is more than the model supports.
     """
     longest = config.max_position_embeddings
     scaling = config.rope_scaling if isinstance(config, ModelConfig) else None

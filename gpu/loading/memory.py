@@ -1,6 +1,6 @@
-"""The division of memory: the needs of weights and a step, and the rest for the KV cache.
+"""The memory budget: what weights and a step need; the KV cache gets the rest.
 
-These are functions of numbers, which return numbers or one line of advice: none asks a device.
+These are pure functions of numbers. None of them queries a device.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.wire import Start
 
 DEFAULT_CACHE_BYTES = 2 << 30
-# What the KV cache may take of the memory that is available once the weights are loaded: a quarter
-# if that is enough for one sequence of full length, and at most this share.
+# Shares of the memory available after loading the weights: a quarter if one sequence of full length
+# fits into it, else what that sequence needs, up to the largest share.
 DEFAULT_CACHE_SHARE = 0.25
 LARGEST_CACHE_SHARE = 0.9
-# What the driver keeps for one captured launch: its parameters and its place in the graph.
+# Driver memory for one captured launch: its parameters and its node in the graph.
 BYTES_PER_LAUNCH = 8 << 10
 
 GRAPHS_DONT_FIT = (
@@ -26,19 +26,19 @@ GRAPHS_DONT_FIT = (
 
 
 def kv_bytes_per_page(config: ModelConfig, page_size: int, number_bytes: int) -> int:
-    """Bytes of a page over all layers, keys and values, of numbers of so many bytes."""
+    """Return the bytes of a page: keys and values of all layers, ``number_bytes`` each."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * number_bytes
     return per_token * page_size
 
 
 def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, available: int) -> int:
-    """Return how many pages the KV cache gets on a CPU, with ``available`` bytes of memory left.
+    """Return the number of KV pages on a CPU with ``available`` bytes of memory.
 
-    A number of pages that was asked for is taken as it is. Else there must be room for one sequence
-    of ``max_model_len`` tokens.
+    A number of pages in ``start`` is used as it is. Otherwise one sequence of ``max_model_len``
+    tokens has to fit.
 
     Raises:
-        ModelLoadError: there isn't.
+        ModelLoadError: it doesn't.
     """
     if start.num_pages:
         return start.num_pages
@@ -55,10 +55,10 @@ def choose_num_pages(start: Start, bytes_per_page: int, max_model_len: int, avai
 
 
 def choose_num_host_pages(start: Start, bytes_per_page: int, available: int) -> int:
-    """Return the number of KV pages on the host, with ``available`` bytes of its memory left.
+    """Return the number of KV pages in host memory, of which ``available`` bytes are free.
 
     Raises:
-        ModelLoadError: more than that is asked for, or less than a page has.
+        ModelLoadError: ``kv_offloading_bytes`` is more than that, or less than a page.
     """
     asked = start.kv_offloading_bytes
     if asked > available:
@@ -76,9 +76,9 @@ def choose_num_host_pages(start: Start, bytes_per_page: int, available: int) -> 
 
 @attrs.frozen(kw_only=True)
 class GpuMemory:
-    """A GPU's memory in bytes as the worker finds it, and the share that the engine may use.
+    """A GPU's memory in bytes before loading, and the share of it that may be used.
 
-    What other processes hold counts as used: the share of ``1 - utilization`` stays free.
+    Memory of other processes counts as used, so the share ``1 - utilization`` stays free.
     """
 
     total: int
@@ -91,16 +91,16 @@ class GpuMemory:
         return max(int(self.total * self.utilization) - (self.total - self.free), 0)
 
     def check_weights(self, num_bytes: int) -> None:
-        """Refuse weights that don't fit, before they are read.
+        """Refuse weights of ``num_bytes`` before they are read if they don't fit.
 
         Raises:
-            ModelLoadError: they don't.
+            ModelLoadError: they don't fit.
         """
         if num_bytes > self.budget:
             raise ModelLoadError(self.weights_dont_fit(num_bytes))
 
     def weights_dont_fit(self, num_bytes: int) -> str:
-        """Return the line for weights of so many bytes that don't fit."""
+        """Return the error text for weights of ``num_bytes`` that don't fit."""
         others = self.total - self.free
         remedy = "take a smaller model or a larger GPU"
         if num_bytes <= self.total * self.utilization:
@@ -116,17 +116,16 @@ class GpuMemory:
 def choose_num_gpu_pages(
     start: Start, memory: GpuMemory, *, in_use: int, bytes_per_page: int, max_model_len: int
 ) -> int:
-    """Return how many pages the KV cache gets on a GPU.
+    """Return the number of KV pages on a GPU.
 
-    A number of pages or bytes that was asked for is taken as it is; else the cache gets what the
-    budget leaves. There must be room for one sequence of ``max_model_len`` tokens, unless a number
-    of pages was asked for.
+    A number of pages in ``start`` is used as it is. Otherwise the cache gets the bytes in
+    ``start``, or what the budget leaves, and one sequence of ``max_model_len`` tokens has to fit.
 
     Args:
-        in_use: bytes of weights, of a step's activations at most, and of graphs.
+        in_use: bytes of weights, CUDA graphs and the activations of the largest step.
 
     Raises:
-        ModelLoadError: there isn't.
+        ModelLoadError: it doesn't.
     """
     if start.num_pages:
         return start.num_pages
@@ -144,8 +143,7 @@ def choose_num_gpu_pages(
 
 
 def graph_bytes(num_graphs: int, launches_per_graph: int, activation_bytes: int) -> int:
-    """Return what captured graphs keep: one pool of activations for all, and the driver's own
-    records.
+    """Return the bytes of CUDA graphs: one shared pool of activations, and the driver's memory.
 
     ``activation_bytes`` is what a step of the largest captured batch allocates.
     """
@@ -153,7 +151,7 @@ def graph_bytes(num_graphs: int, launches_per_graph: int, activation_bytes: int)
 
 
 def step_doesnt_fit(max_num_batched_tokens: int) -> str:
-    """Return the line for a step that runs out of memory while only the weights are there."""
+    """Return the error text for a step that doesn't fit beside the weights."""
     return (
         f"no memory is left for a step of {max_num_batched_tokens} tokens beside the weights: "
         "lower --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
@@ -161,7 +159,7 @@ def step_doesnt_fit(max_num_batched_tokens: int) -> str:
 
 
 def cache_doesnt_fit(num_pages: int) -> str:
-    """Return the line for a KV cache that was chosen, or asked for, and can't be allocated."""
+    """Return the error text for a KV cache that can't be allocated."""
     return (
         f"a KV cache of {num_pages} pages doesn't fit beside the weights: lower "
         "--gpu-memory-utilization, or what was asked for with --num-gpu-blocks-override or "

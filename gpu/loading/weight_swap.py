@@ -1,4 +1,4 @@
-"""Weight swap: new weights are read while a model serves, and put in place later."""
+"""Weight swap: new weights are read while a model is served, and swapped in later."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from trioserve.protocol.errors import ModelLoadError
 Files = TypeVar("Files", ModelFiles, EncoderFiles)
 
 ReadWeights = Callable[[ModelFiles], Callable[[], None]]
-"""Reads other weights of a model while it serves, in any thread.
+"""Reads other weights of a served model, in any thread, and returns a function that swaps them in.
 
-It raises ModelLoadError if they can't be read or there is no room for them. It returns a function
-that swaps them in; call that between two steps, while no slot is open.
+Call the latter between two steps, while no slot is open. Reading raises ModelLoadError if the
+weights can't be read or don't fit into memory.
 """
 
 
 @attrs.define(eq=False)
 class ModelWeights(Generic[Files]):
-    """The weights that a worker serves, and those that will replace them.
+    """The weights that a worker serves, and those read to replace them.
 
-    Its methods are for the thread that serves plans; the function that :meth:`reading` returns is
-    for another thread.
+    Call its methods in the thread that runs plans, and the function that :meth:`reading` returns
+    in another.
     """
 
     _files_at: Callable[[Path], Files]
     """Returns the files at a path; raises ModelLoadError if they aren't of this model."""
     _read: Callable[[Files], Callable[[], None]]
     _path: str = attrs.field(init=False, default="")
-    """Path of the weights that are being read, or have been."""
+    """Path of the weights being read, or read last."""
     _number: int = attrs.field(init=False, default=0)
-    """Count of discards; a read that began under a lower number is dropped."""
+    """Number of discards so far; the result of a read begun before the last one is dropped."""
     _swap: Callable[[], None] | None = attrs.field(init=False, default=None)
 
     def reading(self, path: str) -> Callable[[], str]:
         """Return a function that reads the weights at ``path`` and keeps them for a swap.
 
-        The function returns their :meth:`~trioserve.model_files.ModelFiles.checksum`. It raises
-        ModelLoadError if they can't be read, aren't of this model, or there is no room for them.
-        Weights that were read before and aren't in use are dropped at once.
+        It returns their :meth:`~trioserve.model_files.ModelFiles.checksum`. It raises
+        ModelLoadError if they can't be read, are of another model, or don't fit into memory.
+        Weights read earlier and not swapped in are dropped at once.
         """
         self.discard()
         self._path, number = path, self._number
@@ -61,7 +61,7 @@ class ModelWeights(Generic[Files]):
         """Serve the weights read at ``path`` from the next step on.
 
         Raises:
-            ModelLoadError: something else was read last, or nothing.
+            ModelLoadError: other weights were read last, or none.
         """
         if self._swap is None or self._path != path:
             raise ModelLoadError(f"the weights at {path} haven't been read")
@@ -69,6 +69,6 @@ class ModelWeights(Generic[Files]):
         self.discard()
 
     def discard(self) -> None:
-        """Drop the weights that were read but aren't served, and the result of a read under way."""
+        """Drop weights read but not swapped in, and the result of a read in progress."""
         self._number += 1
         self._swap, self._path = None, ""

@@ -1,4 +1,4 @@
-"""Models computed with torch, and what they are made of; a processor's own kernels import no torch.
+"""Models in torch and their parts.
 
-So this package imports nothing by itself.
+This package imports nothing by itself, because ``gpu.cpu`` imports parts of it without torch.
 """

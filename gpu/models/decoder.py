@@ -1,10 +1,10 @@
 """A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Mixtral, Qwen 2, 2.5, 3 and 3 MoE.
 
-The families differ in what :class:`~trioserve.model_files.ModelConfig` says and in nothing else:
-biases, a norm on queries and keys (Qwen 3), layers without rotary embedding (SmolLM 3), sliding
-windows (Mistral, some of Qwen 2), tied embeddings, and layers of experts (Mixtral, Qwen 3 MoE).
+:class:`~trioserve.model_files.ModelConfig` has all differences between the families: biases, a norm
+on queries and keys (Qwen 3), layers without rotary embedding (SmolLM 3), sliding windows (Mistral,
+some of Qwen 2), tied embeddings, and layers of experts (Mixtral, Qwen 3 MoE).
 
-Shapes: T tokens of all rows one after the other, E = hidden_size, H = num_heads,
+Shapes: T tokens of all rows, concatenated, E = hidden_size, H = num_heads,
 K = num_kv_heads, D = head_dim, F = intermediate_size, V = vocab_size.
 """
 
@@ -44,11 +44,11 @@ class _Layer:
 class Decoder:
     """The weights of one model and its forward pass.
 
-    ``weights`` are (name, tensor) pairs with the names that Hugging Face files use, of one dtype
-    and on the device that is to compute; ``operations`` are that device's, torch's own if None.
+    ``weights`` are (name, tensor) pairs with Hugging Face's names, of one dtype and on the model's
+    device. ``operations`` are that device's; None means plain torch.
 
     Raises:
-        ModelLoadError: a tensor is missing, has the wrong shape, or has no place in the model.
+        ModelLoadError: a tensor is missing, unknown or of the wrong shape.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Decoder:
         self._embedding = tensors.take("model.embed_tokens.weight", *shape)
         builder = _LayerBuilder(config, tensors)
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
-        self._places = builder.places
+        self._packed_rows = builder.packed_rows
         self._norm = tensors.take("model.norm.weight", config.hidden_size)
         head = tensors.take_optional("lm_head.weight", *shape)
         if config.tie_word_embeddings:
@@ -76,7 +76,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of weights and activations."""
+        """Dtype of weights and activations."""
         return self._embedding.dtype
 
     @property
@@ -85,19 +85,19 @@ class Decoder:
         return self._embedding.device
 
     def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put ``weights``, all of this model, in place of its own, in the same memory.
+        """Replace all weights by ``weights``, in the same memory.
 
-        So CUDA graphs, which hold the addresses of weights, compute with the new ones.
-        Weights that are packed, as bfloat16 is on a CPU, can't be overwritten.
+        CUDA graphs hold the addresses of the weights, so they then compute with the new ones.
+        Packed weights, such as bfloat16 on a CPU, can't be overwritten.
         """
         for name, tensor in weights:
-            self._place_of(name).copy_(tensor)
+            self._memory_of(name).copy_(tensor)
 
-    def _place_of(self, name: str) -> torch.Tensor:
-        """Return where a tensor lies: within a product or a norm, it is some of the rows."""
+    def _memory_of(self, name: str) -> torch.Tensor:
+        """Return the memory of a tensor by its name: a view of some rows of a packed tensor."""
         module, _, last = name.rpartition(".")
-        if module in self._places:
-            linear, rows = self._places[module]
+        if module in self._packed_rows:
+            linear, rows = self._packed_rows[module]
             whole = linear.weight if last == "weight" else linear.bias
             assert whole is not None
             return whole[rows]
@@ -121,10 +121,10 @@ class Decoder:
     def forward(
         self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
     ) -> torch.Tensor:
-        """Return the normed hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
+        """Return the hidden states [T, E] of ``tokens`` [T] int64 after the final norm.
 
-        ``attention`` knows the rows: its ``begin`` was called with the step's layout. ``adapted``
-        are those that compute adapters, none if no token has one.
+        Call ``attention.begin`` with the step's layout first. ``adapted`` add the LoRA updates of
+        the step; it is empty if no token has an adapter.
         """
 
         def project(index: int, name: str, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class Decoder:
         eps = config.rms_norm_eps
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         residual = F.embedding(tokens, self._embedding)
-        # A norm comes with the addition before it, so each layer ends with the norm of the next.
+        # Each norm is fused with the addition before it, so a layer ends with the next one's norm.
         norms = [layer.attention_norm for layer in self._layers] + [self._norm]
         h = operations.rms_norm(residual, norms[0], eps)
         for index, layer in enumerate(self._layers):
@@ -155,25 +155,21 @@ class Decoder:
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits [R, V] float32 that follow from rows [R, E] of :meth:`forward`'s
-        result.
-
-        They are written to ``out``, if given.
-        """
+        """Return the logits [R, V] float32 of hidden states [R, E], in ``out`` if it is given."""
         return self._head.in_float32(hidden, out)
 
 
 class _LayerBuilder:
-    """The layers of one model, and where the files' matrices lie in their products."""
+    """Builds the layers of one model, and records where each module is packed."""
 
     def __init__(self, config: ModelConfig, tensors: NamedTensors) -> None:
         self._config = config
         self._tensors = tensors
-        self.places: dict[str, tuple[Linear, slice]] = {}
-        """By a matrix's name, its product and its rows there."""
+        self.packed_rows: dict[str, tuple[Linear, slice]] = {}
+        """By a module's name: the packed product that it is part of, and its rows there."""
 
     def layer(self, index: int) -> _Layer:
-        """Take the tensors of a layer."""
+        """Build a layer from its tensors."""
         config, tensors = self._config, self._tensors
         prefix, hidden = f"model.layers.{index}.", config.hidden_size
         shapes = packed_shapes(config, index)
@@ -219,7 +215,7 @@ class _LayerBuilder:
         )
 
     def _linear(self, prefix: str, shape: PackedShape) -> Linear:
-        """Take the matrices of a product, and note where each of them lies."""
+        """Pack the modules of a product into one."""
         take, sizes = self._tensors.take, shape.outputs
         weight = torch.cat(
             [take(f"{prefix}{part}.weight", size, shape.inputs) for part, size in sizes.items()]
@@ -229,6 +225,6 @@ class _LayerBuilder:
             bias = torch.cat([take(f"{prefix}{part}.bias", size) for part, size in sizes.items()])
         linear, first = Linear(weight, bias), 0
         for part, size in sizes.items():
-            self.places[prefix + part] = linear, slice(first, first + size)
+            self.packed_rows[prefix + part] = linear, slice(first, first + size)
             first += size
         return linear

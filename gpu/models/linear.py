@@ -1,4 +1,4 @@
-"""Matrix products with a fixed weight, laid out for the device once and for all."""
+"""Linear layers, with weights packed for the device."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import torch
 import torch.nn.functional as F
 
 EXACT_ROWS = 32
-"""Up to here every number of rows has a product of its own: that is where decode steps are."""
+"""Up to this many rows, as in decode steps, nothing is padded."""
 
 
 def prepacks(dtype: torch.dtype, device: torch.device, *, float32: bool = False) -> bool:
-    """Return whether :class:`Linear` reorders weights of this dtype on this device for oneDNN.
+    """Return whether :class:`Linear` packs weights of this dtype on this device for oneDNN.
 
-    bfloat16 on a CPU gains a factor of two at small batches. float32 stays with the plain product,
-    the exact reference, unless ``float32`` asks for it: encoders do, since on a processor of AMD's
-    MKL's plain product takes twice as long at any size.
+    Packing makes bfloat16 on a CPU twice as fast at small batches. float32 stays with torch's
+    product, the exact reference, unless ``float32`` is true. Encoders ask for it, since MKL's
+    product takes twice as long on AMD CPUs.
     """
     if device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False  # as in a build without oneDNN
+        return False  # a build without oneDNN
     if dtype == torch.float32:
         return float32
     return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows, ``num_rows`` or up to an eighth more, that a packed product is
-    made for.
+    """Return the number of rows to pad ``num_rows`` to for a packed product, at most 1/8 more.
 
-    oneDNN compiles a product for each number of rows that it meets, and keeps it: with prompts of
-    every length that would be hundreds of megabytes. So there are eight for each power of two.
+    oneDNN compiles and caches a kernel for each number of rows, which would take hundreds of
+    megabytes with prompts of all lengths. This leaves eight for each power of two.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows
@@ -37,11 +36,11 @@ def padded_rows(num_rows: int) -> int:
 
 
 class Linear:
-    """``x @ weight.T + bias`` for x of [T, in] and a weight of [out, in]; gives [T, out].
+    """A linear layer: ``x @ weight.T + bias``, with x [T, in], weight [out, in], result [T, out].
 
-    The weight is copied into oneDNN's own blocked layout where that is faster, so the caller should
-    let go of the one it passed in. ``pack_float32`` does so for float32 too, with sums in another
-    order than the plain product's.
+    The weight is copied into oneDNN's blocked layout where that is faster (:func:`prepacks`); the
+    caller should then drop its own. ``pack_float32`` allows that for float32 too, which changes the
+    order of the sums.
     """
 
     def __init__(
@@ -57,20 +56,20 @@ class Linear:
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._weight = weight
-        # torch has this product for 16-bit numbers, and not on the CPU.
+        # Only the GPU has a product of 16-bit numbers with a float32 result.
         self._sums_in_float32 = (
             weight.device.type != "cpu" and weight.dtype.itemsize == 2 and bias is None
         )
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], to be overwritten in place; not to be had where it lies in another layout."""
+        """The weight, [out, in], which may be overwritten in place; fails if it is packed."""
         assert not self._packed
         return self._weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """[out], likewise."""
+        """The bias, [out], which may be overwritten in place."""
         return self._bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,11 +88,10 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product as float32, for logits: their small differences matter.
+        """Return the product as float32, [T, out], in ``out`` if it is given.
 
-        On a GPU these are the product's own sums, which otherwise would be rounded to the dtype of
-        x and widened again by another pass over them. ``out`` [T, out] float32 is written to, if
-        given.
+        It is for logits, whose small differences matter. On a GPU the float32 sums are returned
+        without rounding them to the dtype of x.
         """
         if self._sums_in_float32:
             return torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)

@@ -1,9 +1,9 @@
-"""The part of a layer after attention: a gated MLP, or a mixture of them as experts.
+"""The part of a layer after attention: a gated MLP or a mixture of experts.
 
-The tokens of a mixture are put together by expert, so that each expert in use is one product over
-its tokens, be it a prompt or one token of every sequence. What a token gets depends on that token
-alone: its experts are the most probable ones, of equally probable ones the first, and their results
-are added up in the order of their probabilities, in float32, and rounded once.
+A mixture sorts the tokens by expert, so that each expert computes one product over all its tokens.
+A token's result depends on that token alone: its experts are the most probable ones (the first of
+equally probable ones), and their outputs are added in float32 in the order of probability and
+rounded once.
 
 Shapes: T tokens, E = hidden_size, F = intermediate_size, X experts, k of them for a token.
 """
@@ -22,7 +22,7 @@ from trioserve.model_files import ExpertsConfig
 
 @attrs.frozen(kw_only=True)
 class Mlp:
-    """A gated MLP: that of a layer, or an expert."""
+    """A gated MLP: that of a layer, or one expert."""
 
     gate_up: Linear  # E -> 2 F
     down: Linear  # F -> E
@@ -37,10 +37,13 @@ class Experts:
     experts: Sequence[Mlp]
 
     def forward(self, x: torch.Tensor, operations: Operations) -> torch.Tensor:
-        """[T, E] of ``x`` [T, E]. The host waits for the device once, to know each one's share."""
+        """Return the weighted sum of each token's experts: [T, E] of ``x`` [T, E].
+
+        The host waits for the device once, to learn how many tokens each expert has.
+        """
         per_token = self.config.per_token
         weights, chosen = choose_experts(self.router(x), self.config)
-        pairs = chosen.flatten()  # [T k]: of a token and one of its experts
+        pairs = chosen.flatten()  # [T k], the expert of each pair of token and expert
         order = pairs.argsort(stable=True)
         rows = x.index_select(0, order // per_token)
         results = torch.empty_like(rows)
@@ -65,9 +68,9 @@ class Experts:
 def choose_experts(
     logits: torch.Tensor, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights [T, k] float32 and the numbers [T, k] int64 of each token's experts.
+    """Return weights [T, k] float32 and numbers [T, k] int64 of each token's experts.
 
-    The largest weight comes first; ``logits`` [T, X] are the router's.
+    The largest weight comes first. ``logits`` [T, X] are those of the router.
     """
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
     weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""The registry: which class computes which family of models."""
+"""The registry of model classes by family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
     "qwen3_moe": Decoder,
     "smollm3": Decoder,
 }
-"""``ModelConfig.family`` -> the class that computes it."""
+"""By ``ModelConfig.family``: the class of the model."""
 
 
 def build_model(
@@ -28,13 +28,10 @@ def build_model(
     weights: Iterable[tuple[str, torch.Tensor]],
     operations: Operations | None = None,
 ) -> Decoder:
-    """Return the model of ``config`` with ``weights``, (name, tensor) pairs of one dtype on its
-    device.
-
-    ``operations`` are the device's; None means torch's own.
+    """Return the model of ``config`` with ``weights``; see :class:`~gpu.models.decoder.Decoder`.
 
     Raises:
-        ModelLoadError: a family that isn't known, or weights that don't fit the configuration.
+        ModelLoadError: the family is unknown, or the weights don't fit the configuration.
     """
     if config.family not in MODEL_CLASSES:
         known = ", ".join(sorted(MODEL_CLASSES))

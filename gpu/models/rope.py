@@ -1,8 +1,7 @@
-"""Rotary position embedding: the tables of cosines and sines, for every way of stretching them.
+"""Rotary position embedding: tables of cosines and sines, with every kind of scaling.
 
-A head of ``head_dim`` numbers is rotated in pairs: number i with number ``i + head_dim / 2``. Pair
-i of the token at position p turns by ``p * inverse_frequencies[i]`` radians (Su et al. 2021,
-arXiv:2104.09864).
+In a head of ``head_dim`` numbers, pair i is number i and number ``i + head_dim / 2``. At position p
+it is rotated by ``p * inverse_frequencies[i]`` radians (Su et al. 2021, arXiv:2104.09864).
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ Floats = npt.NDArray[np.float32]
 
 
 def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> Floats:
-    """Return the table that rotates positions 0 to ``rows - 1``: [rows, head_dim] float32.
+    """Return cosines and sines of positions 0 to ``rows - 1``: [rows, head_dim] float32.
 
-    ``length`` is the longest sequence to be served, and ``rows`` as many unless given: fewer where
-    the cache has no room for such a sequence.
-
-    Row p holds head_dim / 2 cosines and then head_dim / 2 sines, both times the attention factor
-    that YaRN wants.
+    Row p holds head_dim / 2 cosines, then head_dim / 2 sines, both multiplied by YaRN's attention
+    factor. ``length`` is the longest sequence served, and the default of ``rows``; fewer rows
+    suffice if the cache has no room for such a sequence.
 
     Raises:
-        ModelLoadError: a kind of scaling that isn't known here.
+        ModelLoadError: the kind of scaling is unknown.
     """
     frequencies, attention_factor = inverse_frequencies(config, length)
     positions = np.arange(length if rows is None else rows, dtype=np.float32)
@@ -39,13 +36,13 @@ def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> 
 
 
 def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
-    """Radians per position of every pair, [head_dim / 2] float32, and the factor on cos and sin.
+    """Return radians per position, [head_dim / 2] float32, and a factor on cosines and sines.
 
-    ``length`` is the longest sequence to be served: dynamic scaling depends on it. It is fixed
-    beforehand so that a token's rotation is a function of its position alone.
+    Dynamic scaling depends on ``length``, the longest sequence served. It is fixed, so that a
+    token's rotation depends on its position alone.
 
     Raises:
-        ModelLoadError: a kind of scaling that isn't known here.
+        ModelLoadError: the kind of scaling is unknown.
     """
     scaling = config.rope_scaling
     if scaling is None:
@@ -72,7 +69,7 @@ def _plain(theta: float, head_dim: int) -> Floats:
 
 
 def _dynamic(config: ModelConfig, scaling: RopeScaling, length: int) -> Floats:
-    """NTK-aware: past the trained length the base grows, so that low frequencies stretch most."""
+    """Scale NTK-aware: the base grows with the length, so low frequencies are stretched most."""
     trained = config.max_position_embeddings
     stretch = scaling.factor * max(length, trained) / trained - (scaling.factor - 1)
     theta = config.rope_theta * stretch ** (config.head_dim / (config.head_dim - 2))
@@ -80,7 +77,7 @@ def _dynamic(config: ModelConfig, scaling: RopeScaling, length: int) -> Floats:
 
 
 def _llama3(frequencies: Floats, scaling: RopeScaling) -> Floats:
-    """High frequencies stay, low ones are divided by the factor, those between are blended."""
+    """Keep high frequencies, divide low ones by the factor, and interpolate between."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clip(0.0, 1.0)
@@ -88,7 +85,7 @@ def _llama3(frequencies: Floats, scaling: RopeScaling) -> Floats:
 
 
 def _yarn(config: ModelConfig, scaling: RopeScaling) -> Floats:
-    """Pairs that turn often keep their frequency, slow ones are divided, a ramp lies between."""
+    """Keep fast frequencies, divide slow ones by the factor, and interpolate along a ramp."""
     head_dim, theta = config.head_dim, config.rope_theta
     trained = scaling.original_max_position_embeddings or config.max_position_embeddings
 

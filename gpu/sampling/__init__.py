@@ -1,4 +1,4 @@
-"""Tokens from logits: samplers, their inputs and outputs, log-probabilities, random numbers.
+"""Sampling: samplers with their inputs and outputs, log-probabilities, random numbers.
 
 Imported by the executors and the runner.
 """

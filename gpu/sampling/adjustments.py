@@ -1,7 +1,7 @@
-"""Adjustments of a row's logits before a draw, besides those by the sampler's own parameters.
+"""Adjustments of logits before sampling: masks, and the biases of logits processors.
 
-This is the seam between the executors, which have the logits, and :mod:`gpu.constraints`, which has
-the masks and the user's logits processors. It is step 5 of :mod:`trioserve.protocol.sampling`.
+This is the interface between the executors, which have the logits, and :mod:`gpu.constraints`. It
+is step 5 of :mod:`trioserve.protocol.sampling`.
 """
 
 from __future__ import annotations
@@ -19,51 +19,50 @@ if TYPE_CHECKING:
     import torch
 
 Logits: TypeAlias = "torch.Tensor | npt.NDArray[np.float32]"
-"""Torch's tensors on a GPU; NumPy's arrays on a CPU, where torch may not be loaded."""
+"""A torch tensor on a GPU, a NumPy array on a CPU, where torch may not be loaded."""
 
 
 @attrs.frozen
 class Adjustment:
-    """The adjustments of S rows; None where no row has any."""
+    """The adjustments of S rows; a field is None if no row needs it."""
 
     bias: torch.Tensor | None = None
-    """[S, vocab_size] float32, contiguous, on the logits' device: added to the logits."""
+    """Added to the logits: [S, vocab_size] float32, contiguous, on the logits' device."""
     bitmask: npt.NDArray[np.int32] | None = None
-    """[S, ceil(vocab_size / 32)], contiguous: token t may be drawn if bit t % 32 of word t // 32 is
-    set. Applied after the bias."""
+    """Applied after the bias: [S, ceil(vocab_size / 32)], contiguous. Token t is allowed if bit
+    t % 32 of word t // 32 is set."""
 
 
 class Adjuster(Protocol):
-    """The adjustments of every open slot's draws."""
+    """Makes the adjustments of open slots."""
 
     def open(self, slot: Slot) -> None:
-        """Take note of a slot just opened; its number may have been used before."""
+        """Set up the state of a slot just opened; its number may have been used before."""
         ...
 
     def close(self, number: int) -> None:
-        """Forget the slot with that number. It may be unknown here."""
+        """Drop the state of a slot, which may never have been opened."""
         ...
 
     def adjusts(self, slot: Slot) -> bool:
-        """Return whether the slot's draws are adjusted; called once, when the slot is opened."""
+        """Return whether the slot's logits are adjusted; called once, when it is opened."""
         ...
 
     def needs_last_token(self, slot: Slot) -> bool:
-        """Return whether an adjustment depends on the slot's tokens, the last one included."""
+        """Return whether the adjustment depends on the slot's last token."""
         ...
 
     def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
-        """Return the adjustment of ``logits`` [S, vocab_size] float32, which aren't changed.
+        """Return the adjustment of ``logits`` [S, vocab_size] float32, which stay unchanged.
 
-        Each slot's tokens are those before the one to be drawn. All are known, unless the slot
-        doesn't need the last one. Rows of slots without adjustments, and of those that have
-        stopped, are left as they are.
+        A slot's tokens are those before the one to sample. The last may be unknown if
+        :meth:`needs_last_token` is false. Stopped slots, and those without adjustments, get none.
         """
         ...
 
 
 class NoAdjuster:
-    """An :class:`Adjuster` that adjusts nothing."""
+    """An :class:`Adjuster` without adjustments."""
 
     def open(self, slot: Slot) -> None:
         """See :class:`Adjuster`."""

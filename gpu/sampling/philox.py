@@ -1,8 +1,8 @@
-"""Philox4x32-10, the counter-based random number generator behind every random choice.
+"""Philox4x32-10, the counter-based random number generator of all samplers.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A number is a
 pure function of (seed, position, sequence index, purpose, lane), so there is no generator state to
-keep, to save at a preemption or to share between rows.
+keep, or to restore after a preemption.
 """
 
 from __future__ import annotations
@@ -22,26 +22,18 @@ _SHIFT = np.uint64(32)
 
 
 class Purpose(enum.IntEnum):
-    """The purpose of a random number: the third word of the counter. Values never change."""
+    """The purpose of a random number, part of its counter. Values never change."""
 
     BLOCK = 0
-    """Choice of the block of the vocabulary with the next token; a lane is a block."""
+    """Choice of a block of the vocabulary; a lane is a block."""
     TOKEN = 1
-    """Choice of the token in that block; a lane is a token id."""
+    """Choice of a token in that block; a lane is a token id."""
 
 
 def philox4x32(
     counter: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint32]:
-    """Four random words for each counter.
-
-    Args:
-        counter: [N, 4] words.
-        key: [N, 2] words.
-
-    Returns:
-        [N, 4] words.
-    """
+    """Return four random words for each counter: [N, 4], for ``counter`` [N, 4], ``key`` [N, 2]."""
     c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = (key[:, i].astype(np.uint64) for i in range(2))
     for _ in range(_ROUNDS):
@@ -65,17 +57,16 @@ def uniforms(
     purpose: Purpose,
     lanes: npt.ArrayLike,
 ) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), M for each of N rows, with all 53 bits of a double.
+    """Return M uniform numbers in [0, 1) for each of N rows: [N, M] float64 with 53 random bits.
+
+    The bits are the upper 27 of the first word and the upper 26 of the second.
 
     Args:
         seeds: [N], 0 to 2**64 - 1.
-        positions: [N], the position in the sequence of the token that the numbers are for.
-        indices: [N], which of its request's sequences the row is.
-        purpose: what the numbers are for.
-        lanes: [M], or [N, M] where rows differ: which of the numbers for that purpose.
-
-    Returns:
-        [N, M] float64, made of the upper 27 bits of the first word and the upper 26 of the second.
+        positions: [N], position of the token to sample.
+        indices: [N], index of the sequence within its request.
+        purpose: the purpose of the numbers.
+        lanes: [M], or [N, M] if rows differ: distinguishes numbers of one purpose.
     """
     seed = np.asarray(seeds, dtype=np.uint64)[:, None]
     lanes = np.asarray(lanes)

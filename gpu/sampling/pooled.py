@@ -1,7 +1,6 @@
-"""Vectors of prompts: the mean of a prompt's hidden states, or the last one.
+"""Pooled vectors of prompts: the mean of a prompt's hidden states, or the last one.
 
-A prompt may be computed in chunks, between other sequences' rows: the sum of its states so far is
-kept beside its slot.
+A prompt may be computed in chunks over several steps, so the sum of its states so far is kept.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from trioserve.protocol.wire import PooledPrompt, from_floats
 
 @attrs.frozen(kw_only=True)
 class PooledSpan:
-    """Tokens of one slot, from position ``start`` on, with the hidden states that a step gives.
+    """The prompt tokens of one slot in a step, from position ``start`` on.
 
-    These are the step's hidden states ``first_hidden`` to ``stop_hidden`` - 1; ``is_last`` says
-    whether the prompt ends with them.
+    Their hidden states are the step's ``first_hidden`` to ``stop_hidden`` - 1. ``is_last`` is true
+    if the prompt ends with them.
     """
 
     slot: Slot
@@ -33,9 +32,9 @@ class PooledSpan:
 
 
 class PooledSlots:
-    """The slots with a wanted vector, and the sums of their states so far.
+    """The slots that request a pooled vector, and the sums of their hidden states so far.
 
-    Arrays are NumPy's or torch's.
+    Arrays are NumPy arrays or torch tensors.
     """
 
     def __init__(self) -> None:
@@ -43,17 +42,17 @@ class PooledSlots:
         """Slot -> [E] float32, or None before the first chunk."""
 
     def open(self, slot: Slot) -> None:
-        """Take note of a new slot."""
+        """Add a slot just opened, if it requests a pooled vector."""
         self._sums.pop(slot.number, None)
         if slot.sampler.pooling:
             self._sums[slot.number] = None
 
     def close(self, number: int) -> None:
-        """Forget the slot with that number, if it is known here."""
+        """Drop a slot, if it is here."""
         self._sums.pop(number, None)
 
     def spans(self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]) -> list[PooledSpan]:
-        """Return which of a step's hidden states are pooled.
+        """Return the hidden states of a step to be pooled.
 
         ``last_hidden[i]`` is the index of row i's last hidden state in the step.
         """
@@ -72,10 +71,10 @@ class PooledSlots:
         ]
 
     def take(self, span: PooledSpan, states: Any) -> Any:
-        """Pool ``states`` [n, E] float32 of ``span``; the vector [E] if that was the last of them.
+        """Pool ``states`` [n, E] float32 of ``span``; return the vector [E] if it is the last span.
 
         Raises:
-            PlanError: a mean lacks tokens that were computed before.
+            PlanError: the mean lacks tokens that weren't computed for it, such as cached ones.
         """
         number = span.slot.number
         if span.slot.sampler.pooling == "last":
@@ -89,5 +88,5 @@ class PooledSlots:
 
 
 def pooled_prompt(span: PooledSpan, vector: npt.NDArray[np.float32]) -> PooledPrompt:
-    """Return the message about the ``vector`` [E] of a prompt that ``span`` completes."""
+    """Return the message with the ``vector`` [E] of the prompt that ``span`` completes."""
     return PooledPrompt(slot=span.slot.number, vector=from_floats(vector))

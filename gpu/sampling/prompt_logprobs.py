@@ -1,10 +1,10 @@
-"""Log-probabilities of given tokens: those of prompts, and those of ids that a request names.
+"""Log-probabilities of given tokens: of prompts, and of the ids in ``logprob_token_ids``.
 
-All are raw, of the model's own distribution. A hidden state says what follows its token, so the
-state at position p - 1 gives the log-probability of the prompt's token p; the first token has none.
+All are raw, from the unmodified logits. The hidden state at position p - 1 gives the
+log-probability of the prompt's token p; the first token has none.
 
-The logits of a whole prompt would be hundreds of megabytes, so they are made and reduced in slices
-of :data:`SLICE_BYTES`: on a GPU by :mod:`gpu.sampling.prompt_scores`, on a CPU by
+The logits of a whole prompt would take hundreds of megabytes, so they are computed and reduced in
+slices of :data:`SLICE_BYTES`: on a GPU by :mod:`gpu.sampling.prompt_scores`, on a CPU by
 :mod:`gpu.cpu.scores`.
 """
 
@@ -21,29 +21,28 @@ from gpu.slots import Slot
 from trioserve.protocol.wire import PromptPiece, from_floats, from_ints
 
 SLICE_BYTES = 64 << 20
-"""Logits that exist at a time."""
+"""Bytes of logits that exist at a time."""
 _NOTHING = np.empty(0, dtype=np.float32)
 
 
 @attrs.frozen(kw_only=True)
 class PromptSpan:
-    """Prompt tokens of one slot, at positions ``start`` to ``stop`` - 1, that a step reports on."""
+    """Prompt tokens ``start`` to ``stop`` - 1 of one slot; a step gives their log-probabilities."""
 
     slot: Slot
     start: int
     stop: int
     first_hidden: int
-    """Index of the step's hidden state that gives the token at ``start``; the others follow it."""
+    """Index of the step's hidden state that predicts the token at ``start``; the others follow."""
 
 
 def prompt_piece(span: PromptSpan, arrays: Sequence[npt.NDArray[Any]]) -> PromptPiece:
-    """Return the message about ``span`` with five arrays.
+    """Return the message for ``span``.
 
-    With P positions, K of the slot's ``prompt_logprobs`` (at most the vocabulary's size) and M of
-    its ``logprob_token_ids``: log-probabilities [P], ranks [P] int32, and of the most probable
-    tokens, of which the smaller id comes first among equals, the ids [P, K] int32 and
-    log-probabilities [P, K]; last the log-probabilities [P, M] of the ids asked for. Floats are
-    float32.
+    ``arrays`` are, for P positions, K = ``prompt_logprobs`` (at most the vocabulary's size) and
+    M = the number of ``logprob_token_ids``: log-probabilities [P] float32, ranks [P] int32, ids of
+    the K most probable tokens [P, K] int32 (smaller id first among equals), their log-probabilities
+    [P, K] float32, and those of ``logprob_token_ids`` [P, M] float32.
     """
     logprobs, ranks, top_ids, top_logprobs, ids_logprobs = arrays
     return PromptPiece(
@@ -58,10 +57,9 @@ def prompt_piece(span: PromptSpan, arrays: Sequence[npt.NDArray[Any]]) -> Prompt
 
 
 def peak_bytes(vocab_size: int, num_tokens: int) -> int:
-    """Return what reporting on ``num_tokens`` allocates at a time, at most, besides the reports.
+    """Return the most bytes of temporary memory for the log-probabilities of ``num_tokens``.
 
-    That is a slice of logits, and for the keys of its parts or its exponentials less than twice
-    as much.
+    That is a slice of logits, and less than twice as much for sort keys or exponentials.
     """
     return 3 * 4 * vocab_size * min(num_tokens, rows_in_a_slice(vocab_size))
 
@@ -69,9 +67,9 @@ def peak_bytes(vocab_size: int, num_tokens: int) -> int:
 def in_rows(
     num_rows: int, named: Mapping[int, Sequence[int]], values: npt.NDArray[np.float32]
 ) -> list[npt.NDArray[np.float32]]:
-    """For each of ``num_rows`` rows the log-probabilities of its ids, if it has any.
+    """Return for each of ``num_rows`` rows the log-probabilities of its ids; empty if it has none.
 
-    ``named`` has the ids of some rows, in the order of ``values``; rows of those may be longer.
+    ``named`` has the ids by row, in the order of ``values``, whose rows may be padded.
     """
     lists = [_NOTHING] * num_rows
     for (row, ids), found in zip(named.items(), values, strict=True):
@@ -80,12 +78,12 @@ def in_rows(
 
 
 def rows_in_a_slice(vocab_size: int) -> int:
-    """Return how many rows of logits exist at a time."""
+    """Return the number of rows of logits in a slice."""
     return max(SLICE_BYTES // (4 * vocab_size), 1)
 
 
 def padded_ids(ids: Collection[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """[A, M]: A rows of ids, at least one, filled up with zeros."""
+    """Return at least one row of ids as an array [A, M], padded with zeros."""
     padded = np.zeros((len(ids), max(map(len, ids))), dtype=np.int64)
     for row, each in zip(padded, ids, strict=True):
         row[: len(each)] = each

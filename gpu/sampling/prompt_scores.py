@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens, by torch, on the device that has the logits.
+"""Log-probabilities of given tokens, in torch on the device of the logits.
 
-See :mod:`gpu.sampling.prompt_logprobs`. Nothing here waits for the device.
+See :mod:`gpu.sampling.prompt_logprobs`. Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from gpu.sampling.prompt_logprobs import PromptSpan, padded_ids, rows_in_a_slice
 from gpu.slots import Slot
 
 _TOP_BYTES = 16 << 20
-"""Bytes of logits that are searched for the most probable tokens at a time; takes four times it."""
+"""Bytes of logits searched for the most probable tokens at a time; this takes four times them."""
 
 
 def score_prompt(
     span: PromptSpan, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
 ) -> list[Tensor]:
-    """Return what :func:`gpu.sampling.prompt_logprobs.prompt_piece` makes the message about
-    ``span`` of.
+    """Return the arrays of :func:`gpu.sampling.prompt_logprobs.prompt_piece` for ``span``.
 
     Args:
-        hidden: [T, E], the step's hidden states.
-        logits_of: the model's logits [n, vocab_size] float32 of n of them.
+        span: the prompt tokens.
+        hidden: [T, E], hidden states of the step.
+        logits_of: returns the logits [n, vocab_size] float32 of hidden states [n, E].
+        vocab_size: the model's.
     """
     slot, device = span.slot, hidden.device
     tokens = upload(slot.tokens[span.start : span.stop].astype(np.int64), device)
@@ -45,10 +46,9 @@ def score_prompt(
 def logprobs_of(
     logits: Tensor, rows: npt.NDArray[np.int64], ids: Collection[Sequence[int]]
 ) -> Tensor:
-    """[A, M] float32: log-probabilities of ``ids[i]`` in row ``rows[i]`` of ``logits`` [R, V].
+    """Return log-probabilities [A, M] float32 of ``ids[i]`` in row ``rows[i]`` of ``logits``.
 
-    There are A rows, at least one, each with at most M ids; what stands behind a row's last means
-    nothing.
+    ``logits`` is [R, V]. There is at least one row of ids, the longest of M; others are padded.
     """
     where = upload(rows, logits.device)
     wanted = upload(padded_ids(ids), logits.device)
@@ -61,7 +61,7 @@ def logprobs_of(
 
 
 def _score(logits: Tensor, tokens: Tensor, ids: Tensor, slot: Slot) -> tuple[Tensor, ...]:
-    """:func:`score_prompt` for the ``tokens`` [n, 1] of one slice with ``logits`` [n, V]."""
+    """Return the arrays of :func:`score_prompt` for ``tokens`` [n, 1] with ``logits`` [n, V]."""
     normalizers = logits.logsumexp(dim=1, keepdim=True)
     chosen = logits.gather(1, tokens)
     ranks = (logits > chosen).sum(dim=1, dtype=torch.int32) + 1
@@ -72,14 +72,14 @@ def _score(logits: Tensor, tokens: Tensor, ids: Tensor, slot: Slot) -> tuple[Ten
 
 
 def _of_ids(logits: Tensor, normalizers: Tensor, ids: Tensor) -> Tensor:
-    """[n, M]: log-probabilities of ``ids`` [n, M] int64; ids past the vocabulary have -inf."""
+    """Return log-probabilities [n, M] of ``ids`` [n, M] int64; -inf for ids out of range."""
     known = ids < logits.shape[1]
     values = logits.gather(1, torch.where(known, ids, 0)) - normalizers
     return torch.where(known, values, -torch.inf)
 
 
 def _most_probable(logits: Tensor, count: int) -> Tensor:
-    """[n, count] int64: ids by falling logit, and by rising id among equals."""
+    """Return the ids of the largest logits, [n, count] int64; smaller ids first among equals."""
     vocab_size = logits.shape[1]
     count = min(max(count, 0), vocab_size)
     if not count:
@@ -91,8 +91,8 @@ def _most_probable(logits: Tensor, count: int) -> Tensor:
 
 
 def _keys(logits: Tensor, low: Tensor) -> Tensor:
-    """[n, V] int64 that are ordered as the logits are, equal ones as ``low`` is."""
-    # The bits of a float are ordered as its value, those of negative ones the other way round;
-    # adding 0 makes the two zeros one.
+    """Return sort keys [n, V] int64 in the order of the logits; ``low`` orders equal ones."""
+    # Bit patterns of floats are ordered like their values, and reversed for negative ones. Adding 0
+    # turns -0 into 0.
     bits = logits.add(0.0).view(torch.int32)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | low

@@ -1,9 +1,9 @@
-"""Logits to tokens, in the order of operations that :mod:`trioserve.protocol.sampling` writes down.
+"""Samples tokens from logits in torch, in the order of :mod:`trioserve.protocol.sampling`.
 
-Everything works on whole batches. A batch of plain greedy rows costs one argmax; rows with a
-temperature alone cost a few elementwise passes and no sort; for what cuts a distribution see
-:mod:`gpu.sampling.truncation`. Penalties, biases and masks touch only the tokens that they name,
-and an adjustment only the rows that it changes.
+Everything works on whole batches. Greedy rows take one argmax. Rows with only a temperature take a
+few elementwise passes and no sort; :mod:`gpu.sampling.truncation` has top_k, top_p and min_p.
+Penalties, biases and masks touch only the tokens that they name, and an adjustment only the rows
+that it changes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from gpu.sampling.truncation import BLOCK, block_sums, drop_below, truncate
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 from trioserve.protocol.wire import ints
 
-# Below this every other token's probability is 0 in float32 anyway, and 1 / temperature overflows.
+# At lower temperatures 1 / temperature overflows; the other tokens have probability 0 even here.
 LOWEST_TEMPERATURE = 1e-30
 
 
 @attrs.frozen
 class Sampled:
-    """The draws of R rows.
+    """The output of a sampler for R rows.
 
-    ``tokens`` is [R] int64 on the logits' device, negative for a row with no token to draw: its
-    logits hold NaN (``NAN_LOGITS``), or nothing is left unmasked (``NO_TOKEN``). Such a row has no
-    log-probabilities. ``logprobs`` is [R] float32, NaN where not asked for, or None if no row
-    asked. ``top`` has R entries, empty where not asked for, or is None if no row asked; tokens of
-    probability 0 are left out of it.
+    ``tokens`` is [R] int64 on the logits' device. It is ``NAN_LOGITS`` for a row with NaN in its
+    logits, and ``NO_TOKEN`` for a row with all tokens masked; both are negative, and such a row has
+    no log-probabilities. ``logprobs`` is [R] float32, NaN where not requested, or None if no row
+    requests them. ``top`` has R entries, empty where not requested, or is None; tokens of
+    probability 0 are left out.
     """
 
     tokens: Tensor
@@ -44,10 +44,10 @@ class Sampled:
 
 
 class Sampler:
-    """Draws tokens for a model with ``vocab_size`` tokens, on one device.
+    """Samples tokens on one device, for a model with ``vocab_size`` tokens.
 
-    With ``processed_logprobs`` the log-probabilities reported are of the distribution that was
-    drawn from, else of the model's own.
+    With ``processed_logprobs`` the log-probabilities are those of the distribution that is sampled
+    from, otherwise those of the unmodified logits.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Sequence[SamplerRow], adjustment: Adjustment | None = None
     ) -> Sampled:
-        """Draw one token for every row.
+        """Sample one token for every row.
 
         Args:
             logits: [R, vocab_size], float32 or a narrower float; overwritten.
-            rows: R rows.
-            adjustment: of the R rows, what is done to their logits in step 5.
+            rows: the R rows.
+            adjustment: the adjustment of the R rows, step 5.
         """
         params = [row.params for row in rows]
         asking = [i for i, p in enumerate(params) if p.logprobs >= 0]
@@ -104,8 +104,8 @@ class Sampler:
         return _with_logprobs(tokens, reported, asking, params)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SamplerRow]) -> None:
-        """Steps 2 to 4: biases, penalties and masked stop ids, in place."""
-        biases, repetitions, counted, masks = _Touched(), _Touched(), _Touched(), _Touched()
+        """Apply steps 2 to 4 in place: biases, penalties and masked stop ids."""
+        biases, repetitions, counted, masks = (_TokenNumbers() for _ in range(4))
         for i, row in enumerate(rows):
             p = row.params
             if p.logit_bias:
@@ -122,7 +122,7 @@ class Sampler:
             where, amounts = biases.on(logits)
             flat[where] = (flat[where].double() + amounts).float()
         if repetitions:
-            # A token that occurs twice is written twice, with the same value.
+            # A repeated token is written more than once, with the same value.
             where, penalties = repetitions.on(logits)
             old = flat[where].double()
             flat[where] = torch.where(old > 0, old / penalties, old * penalties).float()
@@ -138,8 +138,8 @@ class Sampler:
 
 
 @attrs.define
-class _Touched:
-    """(row, token) pairs with a number for each, gathered over the batch."""
+class _TokenNumbers:
+    """Numbers for (row, token) pairs, collected over the batch."""
 
     rows: list[npt.NDArray[np.int64]] = attrs.field(factory=list)
     tokens: list[npt.NDArray[np.int64]] = attrs.field(factory=list)
@@ -155,7 +155,7 @@ class _Touched:
         return bool(self.rows)
 
     def on(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions in the flattened ``logits``, and the numbers; unknown ids are left out."""
+        """Return indices into the flattened ``logits``, and the numbers, without unknown ids."""
         vocab_size = logits.shape[1]
         tokens = np.concatenate(self.tokens)
         known = tokens < vocab_size
@@ -168,14 +168,14 @@ class _Touched:
 
 
 def _apply(logits: Tensor, adjustment: Adjustment) -> None:
-    """Step 5: what the logits processors and the masks want, in place."""
+    """Apply step 5 in place: the biases of logits processors, and masks."""
     if adjustment.bias is not None:
         logits.add_(adjustment.bias)
     if adjustment.bitmask is None:
         return
     words = adjustment.bitmask
     masked = np.flatnonzero((words != -1).any(axis=1))
-    # Unpacking bits byte by byte is what NumPy does fastest.
+    # NumPy is fastest at unpacking bytes.
     octets = words[masked].astype("<i4", copy=False).view(np.uint8)
     allowed = np.unpackbits(octets, axis=1, bitorder="little", count=logits.shape[1])
     banned = torch.from_numpy(allowed == 0).to(logits.device)
@@ -184,18 +184,18 @@ def _apply(logits: Tensor, adjustment: Adjustment) -> None:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """[R] int64: the first largest logit of each row; a NaN counts as the largest."""
+    """Return the index of the first largest logit of each row, [R] int64; NaN is the largest."""
     if logits.device.type == "cpu":
-        # Several times faster than torch's on a CPU.
+        # NumPy's is several times faster than torch's on a CPU.
         return torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.argmax(dim=1)
 
 
 def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> dict[int, int]:
-    """Make rows finite that have +inf as largest logit (their +inf tokens share all probability).
+    """Make rows with a logit of +inf finite: their +inf tokens share all probability.
 
-    Returns the rows that have no token to draw, with what stands for it: their largest logit is
-    NaN or -inf.
+    Return the rows without a token to sample, whose largest logit is NaN or -inf, with the negative
+    number that replaces it.
     """
     unusable: dict[int, int] = {}
     if bool(peaks.isfinite().all()):
@@ -210,7 +210,7 @@ def _handle_infinite_peaks(logits: Tensor, peaks: Tensor) -> dict[int, int]:
 
 
 def _weights(logits: Tensor, peaks: Tensor, params: list[SamplerParams]) -> Tensor:
-    """Steps 7 to 10: [n, V] probabilities up to a factor per row, 1 for the most probable token.
+    """Apply steps 7 to 10: return unnormalized probabilities [n, V], 1 for the most probable token.
 
     Args:
         logits: [n, V] float32, overwritten.
@@ -232,18 +232,16 @@ def _weights(logits: Tensor, peaks: Tensor, params: list[SamplerParams]) -> Tens
 
 
 def _draw(weights: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Step 11: two exponential races, between the blocks of the vocabulary and within the winner.
+    """Apply step 11: sample tokens [n] int64, each with a weight above 0.
 
-    A race gives every candidate an exponential number of rate 1, divided by its weight; the
-    smallest wins, with a probability proportional to its weight. Racing by blocks first costs a
-    hundredth of the random numbers and draws from the same distribution.
+    An exponential race gives each candidate an exponential random number divided by its weight. The
+    smallest wins, with a probability proportional to its weight. The first race is between blocks
+    of the vocabulary, the second between the tokens of the winner; the distribution is that of a
+    single race, with a hundredth of the random numbers.
 
     Args:
         weights: [n, V] float32, at least one above 0 in each row.
-        rows: the n rows; the random numbers are made of their seeds and positions.
-
-    Returns:
-        [n] int64 tokens, each of a weight above 0.
+        rows: the n rows; their seeds and positions give the random numbers.
     """
     sums = block_sums(weights)
     blocks = np.arange(sums.shape[1])
@@ -259,7 +257,7 @@ def _draw(weights: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 def _race(
     weights: Tensor, rows: Sequence[SamplerRow], purpose: Purpose, lanes: npt.NDArray[np.int64]
 ) -> Tensor:
-    """[n] int64: the winners among the candidates of ``weights``, [n, M] float64."""
+    """Return the winners [n] int64 among candidates with ``weights`` [n, M] float64."""
     numbers = uniforms(
         [row.params.seed for row in rows],
         [len(row.tokens) for row in rows],
@@ -275,10 +273,13 @@ def _race(
 def _with_logprobs(
     tokens: Tensor, reported: Tensor, asking: list[int], params: list[SamplerParams]
 ) -> Sampled:
-    """Return the result with the log-probabilities of the rows ``asking``, where they have a token.
+    """Return the output with the log-probabilities of the rows ``asking`` that have a token.
 
     Args:
-        reported: [len(asking), V], logits of the distributions to report on.
+        tokens: [R] int64.
+        reported: [len(asking), V], logits of the distributions that the log-probabilities are of.
+        asking: indices of the rows that request log-probabilities.
+        params: the parameters of all R rows.
     """
     asked = torch.tensor(asking, device=tokens.device)
     normalizers = reported.logsumexp(dim=1)
@@ -299,7 +300,7 @@ def _with_logprobs(
 
 
 def _top_logprobs(row: Tensor, least: Tensor, normalizer: Tensor, count: int) -> TopLogprobs:
-    """Return the ``count`` most probable tokens of one row [V]; the first of equals comes first."""
+    """Return the ``count`` most probable tokens of one row [V]; smaller ids first among equals."""
     candidates = ((row >= least) & (row > -torch.inf)).nonzero()[:, 0]
     values = (row[candidates] - normalizer).cpu().numpy()
     order = np.argsort(-values, kind="stable")[:count]

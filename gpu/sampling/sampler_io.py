@@ -16,10 +16,10 @@ TopLogprobs = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 @attrs.define
 class SamplerRow:
-    """One sequence that is to get one token.
+    """The input of a sampler for one sequence, which gets one token.
 
-    ``tokens`` is the prompt and the output so far, its first ``prompt_length`` tokens the prompt; a
-    NumPy array is the cheapest. The new token's position is ``len(tokens)``.
+    ``tokens`` are prompt and output so far, of which the first ``prompt_length`` are the prompt; a
+    NumPy array is fastest. The new token's position is ``len(tokens)``.
     """
 
     params: SamplerParams
@@ -28,7 +28,7 @@ class SamplerRow:
 
 
 def is_plainly_greedy(params: SamplerParams) -> bool:
-    """Return whether each draw is just the argmax of the model's own logits."""
+    """Return whether each token is the argmax of the unmodified logits."""
     return (
         params.temperature <= 0
         and params.logprobs < 0

@@ -1,7 +1,7 @@
-"""Options of open slots beyond a plain draw: adjusted logits, log-probabilities of given tokens.
+"""Rare request options of open slots: adjusted logits, log-probabilities of given tokens, pooling.
 
-Every step asks whether one of its rows has any, so the slots that do are kept in sets. These are
-empty where none does, and plain steps cost nothing.
+Every step checks its rows for them, so the slots with an option are kept in sets. An empty set
+makes the check free.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from gpu.sampling.prompt_logprobs import PromptSpan
 from gpu.slots import UNKNOWN_TOKEN, Row, Slot
 
 
-class SlotExtras:
-    """The slots with options beyond a draw, and the ``adjuster`` of their logits."""
+class SlotOptions:
+    """The slots with rare request options, and the ``adjuster`` of their logits."""
 
     def __init__(self, adjuster: Adjuster) -> None:
         self._adjuster = adjuster
         self._adjusted: set[int] = set()
-        self._naming: set[int] = set()  # have logprob_token_ids
-        self._prompts: set[int] = set()  # want log-probabilities of their prompts
+        self._naming: set[int] = set()  # with logprob_token_ids
+        self._prompts: set[int] = set()  # with prompt_logprobs
         self.pooled = PooledSlots()
-        """The slots with a wanted vector of their prompt."""
+        """The slots that request a pooled vector of their prompt."""
 
     def open(self, slot: Slot) -> None:
         """See :meth:`gpu.executor.Executor.open`."""
@@ -47,15 +47,15 @@ class SlotExtras:
         self._adjuster.close(number)
 
     def adjusts(self, rows: Sequence[Row]) -> bool:
-        """Return whether the logits of one of ``rows`` are adjusted before its draw."""
+        """Return whether the logits of any of ``rows`` are adjusted."""
         return bool(self._adjusted) and any(row.slot.number in self._adjusted for row in rows)
 
     def adjusts_slot(self, number: int) -> bool:
-        """Return whether the logits of that open slot are adjusted."""
+        """Return whether the logits of an open slot are adjusted."""
         return number in self._adjusted
 
-    def waits(self, rows: Sequence[Row]) -> bool:
-        """Return whether one of the adjustments of ``rows`` needs a token that isn't known yet."""
+    def needs_unknown_token(self, rows: Sequence[Row]) -> bool:
+        """Return whether the adjustment of any of ``rows`` needs a token that isn't known yet."""
         return bool(self._adjusted) and any(
             row.slot.number in self._adjusted
             and row.slot.tokens[-1] == UNKNOWN_TOKEN
@@ -64,11 +64,11 @@ class SlotExtras:
         )
 
     def adjustment(self, logits: Logits, rows: Sequence[Row]) -> Adjustment:
-        """Return the adjustment of ``logits`` [S, V] of ``rows``; the tokens needed are known."""
+        """Return the adjustment of ``logits`` [S, V] of ``rows``, whose needed tokens are known."""
         return self._adjuster.adjustment(logits, [row.slot for row in rows])
 
     def named_ids(self, rows: Sequence[Row]) -> dict[int, list[int]]:
-        """Return the ids of the log-probabilities to report, by index in ``rows``."""
+        """Return the ``logprob_token_ids`` of rows that have any, by index in ``rows``."""
         if not self._naming:
             return {}
         return {
@@ -80,7 +80,7 @@ class SlotExtras:
     def prompt_spans(
         self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]
     ) -> list[PromptSpan]:
-        """Return the prompt tokens that ``rows`` report on.
+        """Return the prompt tokens whose log-probabilities ``rows`` give.
 
         ``last_hidden[i]`` is the index of row i's last hidden state in the step.
         """

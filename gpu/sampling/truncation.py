@@ -1,7 +1,7 @@
 """Truncation by top_k, top_p and min_p: steps 8 to 10 of :mod:`trioserve.protocol.sampling`.
 
-``top_k`` and ``top_p`` both come down to one threshold per row, found among the largest few values
-where those suffice and in a full sort only where they don't.
+``top_k`` and ``top_p`` become one threshold for each row. It is searched among the largest few
+values first, and in a full sort only if these don't suffice.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn import functional
 from trioserve.protocol.sampling import SamplerParams
 
 BLOCK = 128
-"""Tokens in a block of the draw's first stage. Part of what a seed means: it never changes."""
-# How many of the largest values are looked at, in turn, before all of them are sorted.
+"""Tokens in a block of the first race. The result of a seed depends on it, so it never changes."""
+# Numbers of largest values to try before all are sorted.
 _FEW = (128, 2048)
 
 
 def truncate(scaled: Tensor, weights: Tensor, params: list[SamplerParams], cut: list[int]) -> None:
-    """Steps 8 and 9: zero the weights that top_k and top_p drop in the rows ``cut``, in place."""
+    """Apply steps 8 and 9 in place: zero the weights that top_k and top_p drop in rows ``cut``."""
     rows, vocab_size = scaled.shape
     device = scaled.device
     top_k = torch.tensor([min(p.top_k, vocab_size) for p in params], device=device)
@@ -47,8 +47,8 @@ def truncate(scaled: Tensor, weights: Tensor, params: list[SamplerParams], cut: 
 
 
 def drop_below(weights: Tensor, values: Tensor, least: Tensor) -> None:
-    """Zero the weights [n, V] where ``values`` are below the row's ``least`` [n], in place."""
-    # A comparison straight to float and a product are a tenth of masked_fill_'s time on a CPU.
+    """Zero the weights [n, V] in place where ``values`` are below the row's ``least`` [n]."""
+    # On a CPU, comparing to float and multiplying takes a tenth of the time of masked_fill_.
     weights.mul_(torch.ge(values, least[:, None], out=torch.empty_like(values)))
 
 
@@ -57,16 +57,16 @@ def _largest(x: Tensor, width: int) -> Tensor:
     if width < x.shape[1]:
         return x.topk(width, dim=1).values
     if x.device.type == "cpu":
-        # NumPy sorts values alone with vector instructions; torch always carries indices along.
+        # NumPy sorts values with vector instructions; torch always sorts indices with them.
         return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
     return x.sort(dim=1, descending=True).values
 
 
 @attrs.frozen
 class _Cut:
-    """For each row: keep what is above ``threshold`` and the first ``ties`` tokens equal to it.
+    """For each row: keep values above ``threshold`` and the first ``ties`` tokens equal to it.
 
-    A row that isn't ``sure`` needs more values than were given.
+    A row that isn't ``sure`` needs more values.
     """
 
     threshold: Tensor
@@ -77,12 +77,13 @@ class _Cut:
 def _find_cut(
     values: Tensor, vocab_size: int, totals: Tensor, top_k: Tensor, top_p: Tensor
 ) -> _Cut:
-    """Return where top_k and top_p cut, from the largest values alone.
+    """Return the cuts of top_k and top_p, found in the largest values of each row.
 
     Args:
-        values: [n, W] scaled logits, descending, the first being 0.
+        values: [n, W] scaled logits, descending; the first is 0.
+        vocab_size: the number of values in a whole row.
         totals: [n] float64, the sum of exp over the whole row.
-        top_k: [n], from 1 to the vocabulary's size, which means off.
+        top_k: [n], 1 to ``vocab_size``; the latter means off.
         top_p: [n] float64, above 0; 1 means off.
     """
     width = values.shape[1]
@@ -103,14 +104,14 @@ def _find_cut(
     present = (values == threshold[:, None]).sum(dim=1)
     ends_inside = (last < threshold) | complete
     ties = torch.where(p_on & ~((present == wanted) & ends_inside), wanted, vocab_size)
-    # Values equal to the last one may go on outside of `values`, and would count for top_p's whole.
+    # More values equal to the last one may be outside of `values`; they count in top_p's total.
     k_sure = ~k_on | ((top_k <= width) & (~p_on | (kth > last)))
     sure = (k_sure & (~p_on | reached)) | complete
     return _Cut(threshold, ties, sure)
 
 
 def block_sums(weights: Tensor) -> Tensor:
-    """[n, ceil(V / BLOCK)] float64: the sums of successive blocks of each row."""
+    """Return the sum of each block of each row: [n, ceil(V / BLOCK)] float64."""
     padding = -weights.shape[1] % BLOCK
     padded = functional.pad(weights, (0, padding)) if padding else weights
     return padded.view(len(weights), -1, BLOCK).sum(dim=2).double()

@@ -1,7 +1,7 @@
-"""A model's weights, one after the other, under Hugging Face's names, whatever file they are in.
+"""A model's weights, one at a time, under Hugging Face's names, from safetensors or GGUF.
 
-They are NumPy's arrays, so that a model can be computed without torch. :mod:`gpu.weights.tensors`
-makes torch's tensors of them.
+They are NumPy arrays, so that a model can be computed without torch. :mod:`gpu.weights.tensors`
+turns them into torch tensors.
 
 Imported by ``lora``, ``models``, ``cpu``, ``cuda``, ``models.encoder`` and ``loading.loading``.
 """
@@ -24,22 +24,21 @@ def read_weights(
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield ``(name, weight)`` in ``dtype``, one at a time; each owns its memory.
+    """Yield ``(name, weight)``, one at a time; each array owns its memory.
 
-    Names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), and exactly those of
-    :func:`~gpu.weights.expected.expected_tensors`, each once, in the order of the files.
-    ``progress`` is called after each with the bytes of the files read so far, and those in all.
+    Names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), exactly those of
+    :func:`~gpu.weights.expected.expected_tensors`, in the order of the files.
 
     Args:
-        files: of the model.
-        dtype: one of the three of :mod:`gpu.weights.blocks`. Without it, what is stored as bfloat16
-            stays that, and all else is float32: nothing is rounded.
-        progress: see above.
-        keep: types of matrices in a GGUF file that stay :class:`~gpu.weights.blocks.Blocks`, by
-            ggml's names, such as Q4_0.
+        files: the model's files.
+        dtype: bfloat16, float16 or float32. With None, bfloat16 stays bfloat16 and everything else
+            becomes float32, so nothing is rounded.
+        progress: called after each tensor with the bytes read so far and in total.
+        keep: ggml's names of quantized types, such as Q4_0; matrices of these types in a GGUF file
+            are yielded as :class:`~gpu.weights.blocks.Blocks`.
 
     Raises:
-        ModelLoadError: a tensor is missing, unknown or of the wrong shape (found before the first
+        ModelLoadError: a tensor is missing, unknown or of the wrong shape (raised before the first
             is yielded), or a file is damaged.
     """
     load = gguf.load if files.format == "gguf" else safetensors.load

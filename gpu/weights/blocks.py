@@ -1,4 +1,4 @@
-"""The contents of a model's files: arrays of numbers, and matrices that stay blocks of quants."""
+"""The weights in a model's files: arrays of numbers, and matrices in ggml's quantized blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Numbers = npt.NDArray[Any]
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """A matrix of ``shape`` (outputs, inputs), of which each row is whole blocks."""
+    """A quantized matrix of ``shape`` (outputs, inputs). Each row is a whole number of blocks."""
 
     type: TensorType
     shape: tuple[int, ...]
-    raw: npt.NDArray[np.uint8]  # contiguous: the rows' blocks one after the other
+    raw: npt.NDArray[np.uint8]  # [rows, bytes per row], contiguous
 
 
 Weight = Numbers | Blocks

@@ -1,8 +1,8 @@
-"""ggml's block formats to floating point numbers, a whole run of blocks in each operation.
+"""Dequantization of ggml's block formats, vectorized over blocks.
 
-A block is stored as its scales and then its quants; names of the fields are ggml's (``d`` the
-scale, ``m`` or ``dmin`` the minimum, ``qs`` the quants; K-formats have 256 numbers in a block, with
-scales of their own inside it). Everything is computed in float32 and rounded once.
+Field names are ggml's: ``d`` is a block's scale, ``m`` or ``dmin`` its minimum, ``qs`` its quants.
+K-formats have blocks of 256 numbers with further scales inside. Everything is computed in float32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trioserve.protocol.machine import Machine
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_CHUNK_NUMBERS = 1 << 18  # 1 MiB of float32: intermediate results stay in the cache
+_CHUNK_NUMBERS = 1 << 18  # 1 MiB of float32, so that intermediate results stay in the cache
 
 
 def dequantize(raw: Bytes, type_: TensorType, dtype: np.dtype[Any]) -> Numbers:
-    """Return the numbers in ``raw`` (one dimension, whole blocks) as a flat array of ``dtype``."""
+    """Return the numbers in ``raw``, [bytes] uint8 of whole blocks, as [numbers] ``dtype``."""
     plain = _PLAIN.get(type_.name)
     if plain is not None:
         numbers: Numbers = raw.view(plain).astype(dtype)
@@ -38,7 +38,7 @@ def dequantize(raw: Bytes, type_: TensorType, dtype: np.dtype[Any]) -> Numbers:
     def decode_chunk(start: int) -> None:
         out[start : start + step] = decode(blocks[start : start + step])
 
-    # NumPy's operations on whole arrays leave the interpreter to other threads.
+    # NumPy releases the GIL in these operations.
     with ThreadPoolExecutor(max(int(Machine().cores()), 1)) as threads:
         for _ in threads.map(decode_chunk, range(0, len(blocks), step)):
             pass
@@ -52,17 +52,17 @@ def _half(blocks: Bytes, start: int) -> Floats:
 
 
 def _nibbles(qs: Bytes) -> Bytes:
-    """``[blocks, groups, n]`` bytes to ``[blocks, groups, 2, n]``: low halves, then high halves."""
+    """Split bytes [blocks, groups, n] into nibbles [blocks, groups, 2, n], low ones first."""
     return np.stack((qs & 15, qs >> 4), axis=2)
 
 
 def _floats(quants: npt.NDArray[Any], *shape: int) -> Floats:
-    """Return ``quants`` as float32 in another shape; that array's memory may be changed."""
+    """Return a float32 copy of ``quants`` in another shape."""
     return quants.reshape(shape).astype(np.float32)
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    # d, 16 bytes of quants: number i is in the low half of byte i, number i + 16 in the high half.
+    # d, 16 bytes of quants: number i is the low nibble of byte i, number i + 16 the high one.
     quants = _floats(_nibbles(blocks[:, None, 2:]), -1, 32)
     quants -= 8
     quants *= _half(blocks, 0)
@@ -116,4 +116,4 @@ BLOCK_DECODERS: dict[str, Callable[[Bytes], Floats]] = {
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }
-"""From blocks ``[blocks, block_bytes]`` uint8 to numbers ``[blocks, block_numbers]`` float32."""
+"""By type: a function from [blocks, block_bytes] uint8 to [blocks, block_numbers] float32."""

@@ -1,6 +1,6 @@
-"""The tensors of an encoder, and their names in its files.
+"""Reads the tensors of an encoder and maps the names in its files to common ones.
 
-Here all families go by the names of RoBERTa's classifier without the prefix of the model, such as
+All families get the names of RoBERTa's classifier without the model's prefix, such as
 ``encoder.layer.0.attention.self.query.weight`` and ``classifier.out_proj.bias``. The linear layers
 that sentence-transformers puts behind the pooling are ``dense.0.weight``, ``dense.0.bias``, ….
 """
@@ -22,11 +22,10 @@ RELATIVE_BIAS = "encoder.relative_attention_bias.weight"
 
 _PREFIX = re.compile(r"^(bert|distilbert|mpnet|roberta)\.")
 _LEFT_OUT = (
-    "embeddings.position_ids",  # the numbers from 0 on, which old files store
+    "embeddings.position_ids",  # 0, 1, 2, …: stored by old versions
     *("cls.", "lm_head.", "vocab_layer_norm.", "vocab_projector.", "vocab_transform."),
 )
-"""Beginnings of the names of tensors that no embedding or label depends on, mostly the part that
-predicts words."""
+"""Prefixes of tensors that no embedding or label depends on, mostly of the language-model head."""
 _POOLER = "pooler."
 _Renames = tuple[tuple[str, str], ...]
 _BERT_CLASSIFIER: _Renames = (
@@ -57,7 +56,7 @@ _TENSORFLOW: _Renames = (
     (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),
     (r"\.LayerNorm\.beta$", ".LayerNorm.bias"),
 )
-"""Names in files that were converted from TensorFlow."""
+"""Names in files converted from TensorFlow."""
 
 
 def read_encoder_weights(
@@ -65,11 +64,11 @@ def read_encoder_weights(
 ) -> Iterator[tuple[str, Numbers]]:
     """Yield ``(name, numbers)`` for each tensor of the model, in ``dtype``.
 
-    ``progress`` is called after each of the encoder's own with the bytes of them read so far, and
-    those in all. The linear layers behind the pooling, which are small, come after them.
+    The encoder's tensors come first, then the linear layers behind the pooling. ``progress`` is
+    called after each of the former with the bytes read so far and in total.
 
     Raises:
-        ModelLoadError: a tensor is missing, unknown or of the wrong shape (found before the first
+        ModelLoadError: a tensor is missing, unknown or of the wrong shape (raised before the first
             of its folder is yielded), or a file is damaged.
     """
     config = files.config
@@ -86,7 +85,7 @@ def read_encoder_weights(
 
 
 def name_of(stored: str, config: EncoderConfig) -> str | None:
-    """Return the name here of a tensor in an encoder's files; None if the model doesn't need it."""
+    """Return the common name of a stored tensor; None if the model doesn't need it."""
     name = _PREFIX.sub("", stored)
     renames = _TENSORFLOW
     if config.family == "bert" and config.task == "classify":
@@ -105,7 +104,7 @@ def name_of(stored: str, config: EncoderConfig) -> str | None:
 
 
 def encoder_tensors(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a model of this shape has in its folder, by name."""
+    """Return the shape of every tensor of the encoder, by common name, without dense layers."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),

@@ -1,4 +1,4 @@
-"""The tensors that a model has, and a check that its files have just those."""
+"""The names and shapes of a decoder's tensors, and a check of its files against them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return every tensor that a model of this shape has, by name, with its shape."""
+    """Return the shape of every tensor of the model, by Hugging Face's name."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -51,9 +51,9 @@ def check_tensors(
     path: Path,
     family: str,
 ) -> None:
-    """Compare the tensors in the files at ``path``, ``found``, with those that the model has.
+    """Compare the shapes ``found`` in the files at ``path`` with those ``expected``.
 
-    An unknown tensor is refused too: to leave it out would give another model than the file's.
+    An unknown tensor is refused too, since the model's results may depend on it.
 
     Raises:
         ModelLoadError: they differ; the message names one tensor.

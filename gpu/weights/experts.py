@@ -1,10 +1,8 @@
-"""Experts' tensors: under one set of names, and one by one, however a file has them.
+"""Splits stacked experts' tensors into one matrix an expert, under one set of names.
 
-There are two layouts. In most folders each expert has three matrices of its own, which have other
-names in those of Mixtral. Or a layer's are stacked into tensors of three dimensions: GGUF files
-have one for gates, one for ups and one for downs, and transformers 5 computes with gates and ups in
-one, [experts, 2 F, E], which a folder may keep. Whichever it is, an expert's matrix is a run of
-bytes.
+Most folders have three matrices for each expert; Mixtral's have other names. Other files stack the
+experts of a layer: GGUF files have one tensor each for gate, up and down, and transformers 5 may
+store gate and up as one, [experts, 2 F, E]. In every layout an expert's matrix is contiguous.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ _STACKED = re.compile(
 
 
 def with_common_name(name: str) -> str:
-    """``...block_sparse_moe.experts.3.w1.weight`` -> ``...mlp.experts.3.gate_proj.weight``.
+    """Return the common name of a Mixtral expert's matrix: ``experts.3.w1`` is its ``gate_proj``.
 
-    Any other name stays as it is.
+    Other names are returned unchanged.
     """
     name = name.replace(".block_sparse_moe.", ".mlp.")
     match = _MIXTRAL.fullmatch(name)
@@ -32,11 +30,9 @@ def with_common_name(name: str) -> str:
 def split_experts(
     name: str, shape: tuple[int, ...], expected: Container[str]
 ) -> tuple[list[str], tuple[int, ...]]:
-    """Return the names of the matrices that a tensor is made of, one after the other, and their
-    shape.
+    """Return the names of a stacked tensor's matrices, in order, and the shape of each.
 
-    A tensor that isn't stacked is made of itself, and so is one of more than the ``expected``
-    matrices.
+    Any other tensor is returned as it is, and so is one with more matrices than ``expected``.
     """
     match = _STACKED.fullmatch(name)
     if match is None or len(shape) != 3 or shape[0] == 0:

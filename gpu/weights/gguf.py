@@ -1,4 +1,4 @@
-"""Weights from a GGUF file: renamed, dequantized, and with their rows in Hugging Face's order."""
+"""Weights from a GGUF file, with Hugging Face's names and order of rows, dequantized."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _INNER = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 _OF_ONE_EXPERT = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
-"""Names in the first files of Mixtral, before a layer's experts were stacked."""
+"""Names in early Mixtral files, with one tensor for each expert."""
 _PERMUTED_FAMILIES = ("llama", "mixtral", "smollm3")
 _ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, not of the weights
 
@@ -94,7 +94,7 @@ def load(
 def _kept(
     raw: npt.NDArray[np.uint8], type_: TensorType, shape: tuple[int, ...], heads: int | None
 ) -> Blocks:
-    """Return the blocks of a matrix, its rows in order. A row is a number of whole blocks."""
+    """Return the blocks of a matrix, with its rows in Hugging Face's order."""
     rows = raw.reshape(shape[0], -1)
     raw = rows if heads is None else unpermute(rows, heads)
     return Blocks(type_, shape, raw)
@@ -105,9 +105,9 @@ def _unrounded(type_: TensorType) -> np.dtype[Any]:
 
 
 def hugging_face_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``.
+    """Return ``model.layers.3.self_attn.q_proj.weight`` for ``blk.3.attn_q.weight``, and so on.
 
-    A name of no known form stays as it is.
+    Unknown names are returned unchanged.
     """
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _OUTER:
@@ -121,7 +121,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def _permuted_heads(name: str, config: ModelConfig) -> int | None:
-    """Return the heads of a tensor that the file has in its own row order; None for others."""
+    """Return the number of heads if GGUF permutes the rows of this tensor; None otherwise."""
     if config.family not in _PERMUTED_FAMILIES:
         return None
     if ".self_attn.q_proj." in name:
@@ -132,11 +132,10 @@ def _permuted_heads(name: str, config: ModelConfig) -> int | None:
 
 
 def unpermute(tensor: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Bring the rows of a query or key projection back into Hugging Face's order.
+    """Return a q or k projection, [num_heads * head_dim, ...], with rows in Hugging Face's order.
 
-    llama.cpp rotates neighbouring pairs of a head's numbers in its llama-like models, Hugging Face
-    the first half against the second; the conversion to GGUF interleaves the halves for it. Takes
-    and gives ``[num_heads * head_dim, ...]``.
+    RoPE in llama.cpp's llama-like models rotates neighbouring pairs of a head, and Hugging Face
+    pairs its halves. The conversion to GGUF therefore interleaves the halves.
     """
     rows = tensor.shape[0]
     pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, -1)

@@ -1,4 +1,4 @@
-"""A model's tensors, handed out by name to the model's builder."""
+"""A model's tensors by name, for the code that builds the model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 class NamedTensors:
-    """A model's tensors by name, each taken once, so that a layer's are freed as it is built."""
+    """A model's tensors by name. Each is taken once, so that it is freed once it is packed."""
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = dict(weights)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the tensor ``name``.
+        """Remove and return the tensor ``name``.
 
         Raises:
-            ModelLoadError: it is missing, or not of this shape.
+            ModelLoadError: it is missing or has another shape.
         """
         tensor = self.take_optional(name, *shape)
         if tensor is None:
@@ -27,7 +27,7 @@ class NamedTensors:
         return tensor
 
     def take_optional(self, name: str, *shape: int) -> torch.Tensor | None:
-        """Take a tensor as :meth:`take` does; return None if it is missing."""
+        """Remove and return a tensor like :meth:`take`, or return None if it is missing."""
         tensor = self._tensors.pop(name, None)
         if tensor is not None and tensor.shape != shape:
             raise ModelLoadError(
@@ -37,7 +37,7 @@ class NamedTensors:
         return tensor
 
     def check_empty(self) -> None:
-        """Refuse tensors that weren't taken: the model computes something that its builder doesn't.
+        """Refuse tensors that weren't taken, since the model's results may depend on them.
 
         Raises:
             ModelLoadError: a tensor is left.

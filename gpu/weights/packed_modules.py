@@ -1,4 +1,4 @@
-"""The matrices of a layer that are packed into one product, and the shapes of both."""
+"""The linear modules of a layer that are packed into one matrix product, and their shapes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ PACKED_MODULES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""By product, its matrices in the order of their outputs. The MLP of an expert has the last two."""
+"""By product: its modules in the order of their outputs. An expert's MLP has the last two."""
 
 PACKED_PLACES = {
     module: (product, number)
     for product, modules in PACKED_MODULES.items()
     for number, module in enumerate(modules)
 }
-"""By matrix, its product and which one it is there."""
+"""By module: its product, and its index in it."""
 
 
 @attrs.frozen
 class PackedShape:
-    """The shape of a product: that of each of its matrices is [outputs, inputs]."""
+    """The shape of a product. Each of its modules has a weight [outputs, inputs]."""
 
     outputs: Mapping[str, int]
-    """By the name of a matrix within the layer."""
+    """By the module's name within the layer."""
     inputs: int
     bias: bool
 
 
 def packed_shapes(config: ModelConfig, layer: int) -> dict[str, PackedShape]:
-    """Return the products of a layer by name, without an MLP if the layer has experts."""
+    """Return the products of a layer by name; a layer with experts has none for the MLP."""
     hidden = config.hidden_size
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim

@@ -1,8 +1,8 @@
-"""Reading a tensor's bytes out of a file, without mapping it.
+"""Reads a tensor's bytes from a file, without mmap.
 
-A mapped file that is cut short ends the process that reads it, by a signal. And little would be
-saved: weights are packed into a layout of their own, so that mapped pages wouldn't stay in use, and
-out of the page cache the default model's are read in a tenth of the time that packing them takes.
+If a mapped file is truncated, its reader dies by SIGBUS. And mmap would save little: weights are
+packed into another layout, so mapped pages wouldn't stay in use, and reading the default model from
+the page cache takes a tenth of the time of packing it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from gpu.weights.blocks import BFLOAT16, Numbers
 from trioserve.protocol.errors import ModelLoadError
 
 _PIECE = 1 << 18
-"""Numbers that are looked at together: so many stay in a processor's cache."""
+"""Numbers checked at a time; so many stay in the cache."""
 _EXPONENT = 0x7F80
-"""The bits of a bfloat16 that are all set in infinities and in what is no number."""
+"""The exponent bits of a bfloat16: all set in infinities and NaN."""
 
 
 def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """``num_bytes`` from ``offset`` of ``file``, which is at ``path``: [num_bytes] uint8.
+    """Read ``num_bytes`` from ``offset`` of ``file``, which is open at ``path``: [num_bytes] uint8.
 
     Raises:
-        ModelLoadError: the file ends before.
+        ModelLoadError: the file is too short.
         OSError: it can't be read.
     """
     raw = np.empty(num_bytes, dtype=np.uint8)
@@ -41,10 +41,10 @@ def read_bytes(path: Path, file: FileIO, offset: int, num_bytes: int) -> npt.NDA
 
 
 def check_finite(path: Path, name: str, tensor: Numbers) -> None:
-    """Refuse the tensor ``name`` of the file at ``path`` if a number in it isn't finite.
+    """Refuse the tensor ``name`` of the file at ``path`` if it has infinities or NaN.
 
     Raises:
-        ModelLoadError: one isn't.
+        ModelLoadError: it has.
     """
     flat = tensor.reshape(-1)
     for start in range(0, len(flat), _PIECE):

@@ -1,4 +1,4 @@
-"""Other weights for a model that is served already."""
+"""Opens other weights for a model that is being served, and checks that they fit it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trioserve.model_files import (
 from trioserve.protocol.errors import ModelLoadError
 
 _FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids", "has_head"})
-"""Fields of a configuration that may differ: neither computation nor KV cache depends on them."""
+"""Fields of a configuration that may differ: neither the model nor its KV cache depends on them."""
 
 
 def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
-    """Return the files at ``path``, to be read as weights of the model of ``files``.
+    """Open the files at ``path`` as weights for the model of ``files``.
 
     Args:
-        files: of the model that is served.
+        files: the files of the served model.
         path: a folder or a GGUF file of a model of the same shape, or a single safetensors file
-            with all its tensors, which is taken at its word.
+            with all tensors, which has no configuration to compare.
 
     Raises:
-        ModelLoadError: there is nothing to be read, or it is another model's; the message names
-            what differs.
+        ModelLoadError: they can't be opened, or are of another model; the message names what
+            differs.
     """
     if path.suffix == ".safetensors" and path.is_file():
         if isinstance(files.config, TransformersConfig):
@@ -50,11 +50,10 @@ def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
 
 
 def encoder_weights_for(files: EncoderFiles, path: Path) -> EncoderFiles:
-    """Return the files in the folder ``path``, to be read as weights of the encoder of ``files``.
+    """Open the folder ``path`` as weights for the encoder of ``files``.
 
     Raises:
-        ModelLoadError: there is nothing to be read, or it is another model's; the message names
-            what differs.
+        ModelLoadError: it can't be opened, or is of another model; the message names what differs.
     """
     other = open_encoder(path)
     _refuse_others(path, attrs.asdict(files.config), attrs.asdict(other.config))
@@ -70,7 +69,7 @@ def _refuse_others(path: Path, served: dict[str, Any], found: dict[str, Any]) ->
 
 
 def _shape(config: ModelConfig | TransformersConfig) -> dict[str, Any]:
-    """Return all that the computation and the KV cache depend on."""
+    """Return the fields that the model and its KV cache depend on."""
     if isinstance(config, TransformersConfig):
         return dict(config.shape)
     fields = (field.name for field in attrs.fields(ModelConfig))
@@ -88,7 +87,7 @@ def _differences(served: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    # A GGUF file has numbers in float32 that a config.json has in decimal.
+    # GGUF stores as float32 what a config.json has in decimal.
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=1e-6)
     return bool(ours == theirs)

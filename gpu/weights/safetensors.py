@@ -18,7 +18,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _OF_BARE_MODELS = ("embed_tokens.", "layers.", "norm.")
-"""Beginnings of names in the files of a model that was saved without its head."""
+"""Prefixes of names in the files of a model saved without its head."""
 
 
 def load(
@@ -27,7 +27,7 @@ def load(
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights of a folder, which has nothing to ``keep``."""
+    """Yield the weights of a folder; see :func:`gpu.weights.read_weights`. ``keep`` is ignored."""
     config = files.native
     expected = expected_tensors(config)
 
@@ -60,18 +60,18 @@ def load_folder(
     """Yield ``(name, numbers)`` for each of the ``expected`` tensors, in the order of the files.
 
     Args:
-        folder: of the model.
-        expected: the shape of each tensor that the model has, by the name that it is yielded under.
-        name_of: that name for the one in the files, None for a tensor that is left out. One of
-            experts that are stacked is yielded in its parts.
-        family: of the model, for errors.
-        dtype: as for :func:`gpu.weights.read_weights`.
-        progress: as there.
-        only_finite: Whether infinities and NaN are refused.
+        folder: the model's folder.
+        expected: the shape of each tensor, by name.
+        name_of: maps a stored name to a name in ``expected``, or to None to skip the tensor.
+            Stacked experts are yielded one matrix at a time.
+        family: the model's family, for errors.
+        dtype: see :func:`gpu.weights.read_weights`.
+        progress: see :func:`gpu.weights.read_weights`.
+        only_finite: True to refuse infinities and NaN.
 
     Raises:
-        ModelLoadError: the files are damaged, or have other tensors than the model, which is found
-            before the first is yielded; or a number isn't finite.
+        ModelLoadError: the tensors aren't those expected (raised before the first is yielded), a
+            file is damaged, or a number isn't finite.
     """
     shards = read_shards(folder)
     names, found = _find_tensors(folder, shards, expected, name_of)
@@ -104,7 +104,7 @@ def _find_tensors(
     expected: Container[str],
     name_of: Callable[[str], str | None],
 ) -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
-    """Return the names of each stored tensor's parts, and the shape of each part by name."""
+    """Return the names of each stored tensor's matrices, and the shape of each matrix by name."""
     names: dict[str, list[str]] = {}
     found: dict[str, tuple[int, ...]] = {}
     for shard in shards:
@@ -126,7 +126,7 @@ def _unrounded(stored: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _is_left_out(name: str, config: ModelConfig) -> bool:
-    """Tensors that say nothing new: tied output weights, and frequencies that old files store."""
+    """Return whether a tensor is redundant: a tied LM head, or RoPE frequencies in old files."""
     tied = name == "lm_head.weight" and config.tie_word_embeddings
     return tied or name.endswith("rotary_emb.inv_freq")
 

@@ -1,4 +1,4 @@
-"""A model's weights as torch's tensors."""
+"""A model's weights as torch tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def load_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of :func:`gpu.weights.read_weights`, in ``dtype`` and on the CPU."""
     for name, weight in read_weights(files, NUMPY_DTYPES[dtype], progress):
-        assert not isinstance(weight, Blocks)  # none were to be kept
+        assert not isinstance(weight, Blocks)  # ``keep`` is empty
         yield name, as_tensor(weight)
 
 
 def as_tensor(numbers: Numbers) -> torch.Tensor:
-    """Return a tensor that shares the memory."""
-    if numbers.dtype == BFLOAT16:  # which torch doesn't know of NumPy's
+    """Return a tensor that shares the memory of ``numbers``."""
+    if numbers.dtype == BFLOAT16:  # from_numpy doesn't accept it
         return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(numbers)

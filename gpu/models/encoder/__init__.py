@@ -1,4 +1,4 @@
-"""Encoders: texts to embeddings, or to a score for each label.
+"""Encoders: embeddings of texts, or a score for each label.
 
 Imported by ``loading.loading``.
 """

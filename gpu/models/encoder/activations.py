@@ -1,4 +1,4 @@
-"""Activations by the names that configurations of encoders have for them."""
+"""Activation functions by their names in configurations of encoders."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functools.partial(torch.nn.functional.silu, inplace=True),
     "tanh": torch.tanh_,
 }
-"""Each changes its argument and gives it back: the widest activations aren't there twice."""
+"""Each works in place and returns its argument, so that the widest tensors exist once."""

@@ -1,4 +1,4 @@
-"""Loading an encoder, on a CPU or a GPU."""
+"""Loads an encoder, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def load_encoder(
     device: str,
     progress: Callable[[int, int], None],
 ) -> Encoder:
-    """Return the model with its weights. How many threads compute is torch's setting.
+    """Return the model with its weights. It computes with torch's current number of threads.
 
     Args:
-        files: of the model.
-        dtype: of weights and activations: float32, bfloat16 or float16.
+        files: the model's files.
+        dtype: the dtype of weights and activations: float32, bfloat16 or float16.
         device: such as ``cpu`` or ``cuda:0``.
-        progress: called after each tensor with the bytes read so far, and those in all.
+        progress: called after each tensor with the bytes read so far and in total.
 
     Raises:
-        ModelLoadError: the files are damaged, or another model's.
+        ModelLoadError: the files are damaged, or of another model.
     """
     torch.set_float32_matmul_precision("highest")
     weights = read_encoder_weights(files, NUMPY_DTYPES[dtype], progress)

@@ -1,12 +1,11 @@
-"""BERT and its relatives: encoders of bidirectional attention with a norm behind each addition.
+"""BERT and similar encoders: bidirectional attention, with a norm after each addition.
 
-Devlin et al. 2019 (arXiv:1810.04805); RoBERTa, Liu et al. 2019 (arXiv:1907.11692), and XLM-R,
-Conneau et al. 2020 (arXiv:1911.02116), differ in positions and head; DistilBERT, Sanh et al. 2019
-(arXiv:1910.01108), has no types of tokens; MPNet, Song et al. 2020 (arXiv:2004.09297), adds to its
-attention for how far two tokens are from one another. All of it is said by
-:class:`~trioserve.model_files.EncoderConfig`.
+BERT is Devlin et al. 2019 (arXiv:1810.04805). RoBERTa, Liu et al. 2019 (arXiv:1907.11692), and
+XLM-R, Conneau et al. 2020 (arXiv:1911.02116), differ in positions and head. DistilBERT, Sanh et al.
+2019 (arXiv:1910.01108), has no token types. MPNet, Song et al. 2020 (arXiv:2004.09297), adds a bias
+by distance to the scores. :class:`~trioserve.model_files.EncoderConfig` has all differences.
 
-Shapes: T tokens of N sequences one after the other, E = hidden_size, H = num_heads, D = head_dim,
+Shapes: T tokens of N sequences, concatenated, E = hidden_size, H = num_heads, D = head_dim,
 F = intermediate_size, L labels.
 """
 
@@ -31,8 +30,8 @@ from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_config import Activation
 
 CPU_BATCH_TOKENS = 512
-"""Tokens for each thread that go through the layers together on a CPU: what they need in between
-stays in its cache, and is so small that the allocator keeps it from one step to the next."""
+"""Tokens for each thread in a batch on a CPU. Their activations fit into the cache, and the
+allocator keeps blocks of that size for the next batch."""
 
 
 @attrs.frozen
@@ -57,7 +56,7 @@ class _Layer:
 
 @attrs.frozen
 class _HeadLayer:
-    """A linear layer behind the pooling, in float32."""
+    """A linear layer behind the pooling, with float32 weights."""
 
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None  # [out]
@@ -71,10 +70,10 @@ class Encoder:
     """The weights of one encoder and its forward pass.
 
     ``weights`` are (name, tensor) pairs with the names of :mod:`gpu.weights.encoder`, of one dtype
-    and on the device that is to compute.
+    and on the model's device.
 
     Raises:
-        ModelLoadError: a tensor is missing, has the wrong shape, or has no place in the model.
+        ModelLoadError: a tensor is missing, unknown or of the wrong shape.
     """
 
     def __init__(self, config: EncoderConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -100,7 +99,7 @@ class Encoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of weights and activations."""
+        """Dtype of weights and activations."""
         return self._words.dtype
 
     @property
@@ -110,17 +109,17 @@ class Encoder:
 
     @torch.inference_mode()
     def run(self, ids: Sequence[Ints], type_ids: Sequence[Ints]) -> npt.NDArray[np.float32]:
-        """Return what the model says of each sequence: [N, config.num_outputs] float32.
+        """Return the result for each sequence: [N, config.num_outputs] float32.
 
-        These are embeddings, as long as 1 where the configuration says so, or the logits of the
-        labels. A sequence's result depends on the others in nothing but rounding.
+        It is an embedding, normalized if the configuration says so, or the logits of the labels.
+        The other sequences affect it by rounding only.
 
         Args:
-            ids: of each sequence [length], with the special tokens.
-            type_ids: as many of each.
+            ids: the token ids of each sequence, [length], with special tokens.
+            type_ids: the token types of each sequence, [length].
 
         Raises:
-            ValueError: a sequence is empty, longer than the model takes, or has unknown ids.
+            ValueError: a sequence is empty, too long for the model, or has unknown ids.
         """
         check_inputs(self.config, ids, type_ids)
         lengths = [len(sequence) for sequence in ids]
@@ -136,7 +135,7 @@ class Encoder:
         return out
 
     def forward(self, packed: Packed) -> torch.Tensor:
-        """Return the last layer's hidden states [T, E] of all tokens, in the model's dtype."""
+        """Return the hidden states of the last layer, [T, E] in the model's dtype."""
         hidden = F.embedding(self._to_device(packed.ids), self._words)
         hidden = hidden + F.embedding(self._to_device(packed.positions), self._positions)
         if self._types is not None:
@@ -153,12 +152,12 @@ class Encoder:
         return hidden[: len(packed.ids)]
 
     def _biases(self, groups: Sequence[LengthGroup]) -> list[torch.Tensor | None]:
-        """Return each group's bias of scores, the same in all layers: [1, H, length, length]."""
+        """Return the score bias of each group, shared by all layers: [1, H, length, length]."""
         relative = self._relative
         return [None if relative is None else relative.of_length(g.length) for g in groups]
 
     def _pad(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Pad to the rows that packed products are made for; else each would copy to pad."""
+        """Pad to a number of rows for packed products, so that they needn't pad one by one."""
         if not prepacks(self.dtype, self.device, float32=True):
             return hidden
         return F.pad(hidden, (0, 0, 0, padded_rows(len(hidden)) - len(hidden)))
@@ -177,15 +176,14 @@ class Encoder:
 def _attend(
     qkv: torch.Tensor, groups: Sequence[LengthGroup], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """Return each token's attention to all tokens of its sequence: [T, 3, H, D] to [T, H D].
+    """Attend from each token to all tokens of its sequence: [T, 3, H, D] to [T, H D].
 
-    ``biases`` are added to the scores of each group, where there are any: [1, H, length, length].
+    ``biases`` are added to the scores of each group: [1, H, length, length], or None. Rows after
+    the last group are padding and become zeros.
 
-    Rows behind the last group's are padding, for which zeros come out.
-
-    Sequences of one length are computed together, so no number is computed for padding. On a CPU
-    that is the fastest even where no two are alike: padding to the longest of 32 sequences of 5 to
-    256 tokens takes three times as long, and of 5 to 32 a tenth longer.
+    Sequences of one length are computed together, without padding. On a CPU that is faster even if
+    all lengths differ: padding 32 sequences of 5 to 256 tokens to the longest takes three times as
+    long, and of 5 to 32 tokens a tenth longer.
     """
     _, _, num_heads, head_dim = qkv.shape
     out = qkv.new_empty(len(qkv), num_heads, head_dim)
@@ -229,7 +227,7 @@ def _layer(config: EncoderConfig, tensors: NamedTensors, index: int) -> _Layer:
 
 
 def _head(config: EncoderConfig, tensors: NamedTensors) -> list[_HeadLayer]:
-    """Return what follows the pooling. Its few products are made in float32, whatever the dtype."""
+    """Return the linear layers behind the pooling, in float32 for any dtype of the model."""
 
     def layer(name: str, out: int, size: int, bias: bool, activation: Activation) -> _HeadLayer:
         weight = tensors.take(f"{name}.weight", out, size).float()

@@ -1,4 +1,4 @@
-"""Sequences of all lengths one after the other: what an encoder reads, without any padding."""
+"""Packs sequences of all lengths into one batch without padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.integer]
 
 @attrs.frozen
 class LengthGroup:
-    """``count`` sequences of ``length`` tokens each, one after the other."""
+    """``count`` consecutive sequences of ``length`` tokens each."""
 
     count: int
     length: int
@@ -24,10 +24,10 @@ class LengthGroup:
 
 @attrs.frozen(eq=False)
 class Packed:
-    """N sequences of T tokens in all, those of equal length side by side.
+    """N sequences of T tokens in total, concatenated, with equal lengths next to each other.
 
-    ``ids``, ``type_ids`` and ``positions`` are [T] int64, ``ends`` is [N + 1] int64: where each
-    sequence begins, and the end.
+    ``ids``, ``type_ids`` and ``positions`` are [T] int64. ``ends`` is [N + 1] int64: sequence i has
+    the tokens ``ends[i]`` to ``ends[i + 1] - 1``.
     """
 
     ids: npt.NDArray[np.int64]
@@ -38,10 +38,10 @@ class Packed:
 
 
 def check_inputs(config: EncoderConfig, ids: Sequence[Ints], type_ids: Sequence[Ints]) -> None:
-    """Refuse what would be looked up outside of a table, which on a GPU ends the process.
+    """Refuse ids out of range, which would make a GPU's context unusable, and wrong lengths.
 
     Raises:
-        ValueError: there is such a token, or sequences that don't fit the model or each other.
+        ValueError: an id is out of range, or a sequence's length doesn't fit.
     """
     if len(ids) != len(type_ids):
         raise ValueError(f"{len(ids)} sequences of ids and {len(type_ids)} of types")
@@ -58,9 +58,9 @@ def check_inputs(config: EncoderConfig, ids: Sequence[Ints], type_ids: Sequence[
 
 
 def split(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Sequences by their numbers, short ones first, in batches of ``max_tokens`` at most.
+    """Yield batches of at most ``max_tokens`` tokens, as indices of sequences, shortest first.
 
-    One that is longer has a batch to itself.
+    A longer sequence makes a batch of its own.
     """
     batch: list[int] = []
     num_tokens = 0
@@ -75,9 +75,9 @@ def split(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
 
 
 def pack(padding_idx: int | None, ids: Sequence[Ints], type_ids: Sequence[Ints]) -> Packed:
-    """``ids`` and ``type_ids`` of at least one sequence, which come by their length.
+    """Pack at least one sequence; sequences of equal length must be next to each other.
 
-    ``padding_idx`` is the model's: :attr:`~trioserve.model_files.EncoderConfig.padding_idx`.
+    See :attr:`~trioserve.model_files.EncoderConfig.padding_idx`.
     """
     lengths = [len(sequence) for sequence in ids]
     ends = np.cumsum([0, *lengths], dtype=np.int64)
@@ -96,7 +96,7 @@ def pack(padding_idx: int | None, ids: Sequence[Ints], type_ids: Sequence[Ints])
 def _positions(
     padding_idx: int | None, ids: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """BERT counts all tokens from 0 on; RoBERTa those that aren't padding, which come before."""
+    """Return positions [T]: BERT counts all tokens from 0, RoBERTa only non-padding ones."""
     starts = np.repeat(ends[:-1], np.diff(ends))
     if padding_idx is None:
         return np.arange(len(ids), dtype=np.int64) - starts

@@ -1,8 +1,7 @@
-"""From the vectors of all tokens to one for each sequence.
+"""Pooling of the hidden states of a sequence's tokens into one vector.
 
-Shapes: T tokens of N sequences one after the other, E numbers for each token. ``ends`` [N + 1]
-int64 is where each sequence begins and the next one does: sequence i has the tokens ``ends[i]`` to
-``ends[i + 1] - 1``, at least one, and ``ends[N]`` is T.
+Shapes: T tokens of N sequences, concatenated, E = hidden_size. ``ends`` is [N + 1] int64: sequence
+i has the tokens ``ends[i]`` to ``ends[i + 1] - 1``, at least one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from trioserve.model_files.encoder_config import Pooling
 
 
 def pool(hidden: torch.Tensor, ends: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """Return the pooled vectors [N, E] float32 of ``hidden`` [T, E]; ``ends`` is on the same
-    device.
+    """Return pooled vectors [N, E] float32 of ``hidden`` [T, E]; ``ends`` is on the same device.
 
-    Sums are made in float32, whatever the dtype of ``hidden``.
+    Sums are computed in float32 for any dtype of ``hidden``.
     """
     match pooling:
         case "cls":

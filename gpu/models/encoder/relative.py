@@ -1,8 +1,8 @@
-"""MPNet's bias of attention scores, by the distance between two tokens.
+"""MPNet's relative position bias of attention scores.
 
-Distances from -L to L fall into kinds: each of the near ones is a kind of its own, the far ones
-share kinds that grow with their logarithm (Raffel et al. 2019, arXiv:1910.10683). Each head has a
-number for each kind, the same in all layers.
+Distances are put into buckets: one for each small distance, and logarithmic ones for large
+distances (Raffel et al. 2019, arXiv:1910.10683). Each head has a bias for each bucket, shared by
+all layers.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ import math
 import torch
 
 MAX_DISTANCE = 128
-"""All that are further are of the last kind."""
+"""Distances from here on are in the last bucket."""
 
 
 def buckets_of(distances: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """Return the kinds, from 0 on, of the int64 ``distances`` of keys from queries, of the same
-    shape.
+    """Return the bucket of each of the int64 ``distances`` (key minus query), in the same shape.
 
-    Half of the kinds is for keys that come later.
+    The second half of the buckets is for keys after the query.
     """
     half = num_buckets // 2
     num_exact = half // 2
     far = distances.abs()
-    # Below 1 there is no logarithm, and none is wanted.
+    # Distance 0 has no logarithm; its result isn't used.
     grown = torch.log(far.clamp(min=1).float() / num_exact)
     shared = grown / math.log(MAX_DISTANCE / num_exact) * (half - num_exact)
-    kinds = torch.where(far < num_exact, far, (num_exact + shared.long()).clamp(max=half - 1))
-    return kinds + half * (distances > 0)
+    buckets = torch.where(far < num_exact, far, (num_exact + shared.long()).clamp(max=half - 1))
+    return buckets + half * (distances > 0)
 
 
 class RelativeBias:
-    """The numbers of one model, for sequences of up to ``max_length`` tokens.
+    """The score biases of one model, for sequences of up to ``max_length`` tokens.
 
-    ``table`` [kinds, H] is the model's.
+    ``table`` is the weight [buckets, H].
     """
 
     def __init__(self, table: torch.Tensor, max_length: int) -> None:
@@ -43,8 +42,8 @@ class RelativeBias:
         self._by_distance = table[buckets_of(distances, len(table))].T  # [H, 2 max_length - 1]
 
     def of_length(self, length: int) -> torch.Tensor:
-        """Return the bias of a sequence's scores: [1, H, length, length]."""
+        """Return the score bias of a sequence of ``length`` tokens: [1, H, length, length]."""
         middle = self._max_length - 1
         near = self._by_distance[:, middle - length + 1 : middle + length]
-        # Row i of the windows begins at the distance i - length + 1: the last query comes first.
+        # Window i starts at the distance i - length + 1, so unfold gives the last query first.
         return near.unfold(1, length, 1).flip(1).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""An encoder that is ready to be called: it takes no plans, only the call ``encode``."""
+"""Serves an encoder: it runs no plans, but answers the call ``encode``."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Ready, Start, from_floats, ints
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""About a tenth of a second of a small model on a CPU, for which the next call has to wait."""
+"""About a tenth of a second of a small model on a CPU; the next call waits as long."""
 
 _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float16", "bfloat16", "float32")}
-"""On each device; ``auto`` is the first."""
+"""Supported dtypes of each device; ``auto`` is the first."""
 
 
 def load_encoder_to_serve(start: Start, on_progress: Callable[[str, int, int], None]) -> Serving:
-    """Load an encoder as ``start`` says, and run a text through it.
+    """Load an encoder within the limits of ``start`` and compute a short text as a warm-up.
 
     Raises:
-        ModelLoadError: the model can't be loaded or served so; one line says why and what to do.
+        ModelLoadError: the model can't be loaded or served; one line says why and what to do.
     """
     _check_options(start)
     device = choose_device(start.device)
@@ -118,19 +118,19 @@ def _choose_max_length(asked: int, config: EncoderConfig) -> int:
 class _Encode:
     """The call ``encode``.
 
-    Its arguments are int32 columns: ``ids`` and ``type_ids`` of N texts, one after the other, and
-    their ``lengths``. The answer is a float32 column [N, num_outputs].
+    Its arguments are int32 columns: ``ids`` and ``type_ids`` of N texts, concatenated, and their
+    ``lengths``. It returns a float32 column [N, num_outputs].
     """
 
     _encoder: Encoder
     _load: Callable[..., Encoder]
 
     def warm_up(self) -> None:
-        """Run the shortest text there is."""
+        """Compute the shortest possible text."""
         self._encoder.run([np.zeros(1, dtype=np.int32)], [np.zeros(1, dtype=np.int32)])
 
     def read_weights(self, files: EncoderFiles) -> Callable[[], None]:
-        """Read other weights beside those that serve; what is returned puts them in place."""
+        """Read other weights; return a function that swaps them in."""
         try:
             encoder = self._load(files, progress=lambda *_: None)
         except torch.OutOfMemoryError as error:
@@ -149,17 +149,17 @@ class _Encode:
 
 
 class _NoSteps:
-    """An executor of a model that isn't computed in steps: no slot is ever opened."""
+    """The executor of a model that isn't computed in steps; no slot is ever opened."""
 
     completions = None
 
     def open(self, slot: Slot) -> NoReturn:
-        """Refuse it."""
+        """Raise."""
         raise PlanError("an encoder generates nothing", slot.number)
 
     def close(self, number: int) -> None:
-        """There is nothing to be closed."""
+        """Do nothing."""
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
-        """Refuse them."""
+        """Raise."""
         raise PlanError("an encoder generates nothing")

@@ -1,4 +1,4 @@
-"""The small operations as CUDA kernels, on a GPU or in the emulation."""
+"""The operations as CUDA kernels, on a GPU or in the emulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CudaOperations:
     ``mlp_sizes`` are the intermediate sizes of its MLPs.
 
     Raises:
-        ValueError: a size or dtype that the kernels aren't made for.
+        ValueError: the kernels don't support a size or the dtype.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The small operations in plain torch: the reference, and what the CPU serves with."""
+"""The operations in plain torch: the reference, and the CPU's implementation without kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged cache of a model with layers that may differ, and the attention over it."""
+"""The paged cache of a model with layers of different shapes, and the attention over it."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from gpu.models.transformers_models.interface import AttentionCall
 
 @attrs.frozen(kw_only=True)
 class LayerShape:
-    """The arguments of one layer's attention."""
+    """The shape of one layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
     window: int | None
-    """Number of positions that a query sees, its own included; None for all."""
+    """Number of positions that a query sees, including its own; None for all."""
 
     @property
     def cache_dim(self) -> int:
-        """Numbers of a key or a value in the cache, the shorter of which is padded."""
+        """Size of keys and values in the cache; the shorter ones are padded."""
         return max(self.head_dim, self.value_dim)
 
     @property
     def numbers_per_token(self) -> int:
-        """Bytes of a token's keys and values in the cache."""
+        """Numbers in the cache for each token: keys and values of all heads."""
         return 2 * self.num_kv_heads * self.cache_dim
 
 
 class PagedLayers:
-    """The paged attention of a whole model:
-    :class:`gpu.models.transformers_models.interface.Backend`.
+    """The paged attention of all layers: a :class:`~.interface.ModelBackend`.
 
-    Layers of one shape share one :class:`~gpu.attention.torch_cpu.TorchCpuAttention`; a page has
-    its number in all of them.
+    Layers of equal shape share one :class:`~gpu.attention.torch_cpu.TorchCpuAttention`. A page has
+    the same number in all of them.
     """
 
     def __init__(
@@ -54,7 +53,8 @@ class PagedLayers:
             shape = (layer.num_heads, layer.num_kv_heads, layer.cache_dim)
             alike.setdefault(shape, []).append(index)
         self._parts: list[TorchCpuAttention] = []
-        self._places: dict[int, tuple[TorchCpuAttention, int]] = {}
+        self._part_of: dict[int, tuple[TorchCpuAttention, int]] = {}
+        """By layer: its part, and its index in it."""
         for (num_heads, num_kv_heads, cache_dim), indices in alike.items():
             shape_of_part = CacheShape(
                 num_layers=len(indices),
@@ -68,7 +68,7 @@ class PagedLayers:
             windows = [layers[index].window for index in indices]
             part = TorchCpuAttention(shape_of_part, num_heads, None, windows)
             self._parts.append(part)
-            self._places.update({index: (part, at) for at, index in enumerate(indices)})
+            self._part_of.update({index: (part, at) for at, index in enumerate(indices)})
 
     def copy_pages(self, copies: Copies) -> None:
         """See :meth:`gpu.attention.Attention.copy_pages`."""
@@ -82,13 +82,13 @@ class PagedLayers:
             part.begin(layout)
 
     def mask(self, function: Callable[..., torch.Tensor]) -> object:
-        """Return None: the layout says which positions a query sees."""
+        """Return None: no mask is needed, since the layout has the visible positions."""
         return None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Write the keys and values of a layer, then attend over its pages."""
+        """Write the keys and values of a layer to its pages; return the attention over them."""
         layer = self._layers[call.layer]
-        part, index = self._places[call.layer]
+        part, index = self._part_of[call.layer]
         query, key, value = (
             _padded(heads[0].transpose(0, 1), layer.cache_dim)
             for heads in (call.query, call.key, call.value)

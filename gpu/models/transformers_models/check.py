@@ -1,10 +1,10 @@
-"""A model that computes something else over the paged cache than with plain attention isn't served.
+"""Refuses a model with other logits over the paged cache than with transformers' attention.
 
-Families differ in more than a probe of their attention can see, and new ones come with every
-release of transformers. So each model is run on the same tokens twice before it serves: at once
-with transformers' own plain attention and no cache, and in pieces beside another sequence over
-pages. What is left between the two is rounding, or the model is refused. How much rounding there is
-depends on the model's depth, so where it isn't little, two of transformers' own attentions say it.
+Families differ in more than probing can detect, and every release of transformers adds new ones.
+Each model therefore computes the same tokens twice before it is served: in one piece with
+transformers' eager attention and no cache, and in chunks over pages, beside another sequence. The
+logits may differ by rounding only. Rounding grows with depth, so a larger difference is compared
+with that between two of transformers' own attention functions.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 
 NUM_TOKENS = 24
 PAGE_SIZE = 4
-# How many tokens of each of two sequences a step computes at most: pieces and single tokens mixed.
+# At most so many tokens of each of the two sequences in each step: chunks and single tokens.
 STEPS = ((10, 0), (1, 9), (8, 1), (1, 1), (NUM_TOKENS, NUM_TOKENS))
-# Of the logits' own norm. In small models rounding gives 1e-6 and 0.01, positions that are off by
-# one 0.1, another's keys 0.7.
+# Relative to the norm of the logits. In small models rounding gives 1e-6 (float32) and 0.01
+# (bfloat16), positions off by one 0.1, and keys of the other sequence 0.7.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 MOST_ROUNDING = 3.0
-"""Times the difference of two of transformers' own attentions."""
+"""Largest accepted multiple of the difference between transformers' own attention functions."""
 
 
 def check_against_plain(
     decoder: TransformersDecoder, layers: Sequence[LayerShape], vocab_size: int, longest: int
 ) -> None:
-    """Compare the two, on sequences of at most ``longest`` tokens.
+    """Compare paged with plain attention, on sequences of at most ``longest`` tokens.
 
     Raises:
-        ModelLoadError: they differ, or are of another vocabulary.
+        ModelLoadError: the logits differ, or the size of the vocabulary isn't ``vocab_size``.
     """
     name = type(decoder.model).__name__
     length = min(NUM_TOKENS, longest)
@@ -57,7 +57,7 @@ def check_against_plain(
         return
     with torch.inference_mode():
         other = _plain(decoder.model, torch.from_numpy(tokens), "sdpa")
-    if not error <= MOST_ROUNDING * _difference(other, plain):  # NaN isn't either
+    if not error <= MOST_ROUNDING * _difference(other, plain):  # refuses NaN too
         raise refusal(
             name,
             "gives other logits over a paged cache than with plain attention "
@@ -66,16 +66,15 @@ def check_against_plain(
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the difference of logits [T, V], as a part of their size.
+    """Return the relative difference of logits [T, V]: the median over tokens.
 
-    A router that picks another expert by a hair may change single tokens at will: the median
-    counts.
+    Rounding may make a router choose another expert, which changes the logits of single tokens.
     """
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
 
 
 def _plain(model: Any, tokens: torch.Tensor, implementation: str) -> torch.Tensor:
-    """Logits [T, V] float32 of ``tokens`` [T], with one of transformers' own attentions."""
+    """Return logits [T, V] float32 of ``tokens`` [T] with transformers' own attention function."""
     model.set_attn_implementation(implementation)
     try:
         logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -90,7 +89,7 @@ def _paged(
     tokens: npt.NDArray[np.int64],
     vocab_size: int,
 ) -> torch.Tensor:
-    """Hidden states [T, E] of ``tokens``, computed in pieces beside the same ones backwards."""
+    """Return hidden states [T, E] of ``tokens``, computed in chunks beside the reversed tokens."""
     length = len(tokens)
     per_sequence = -(-length // PAGE_SIZE)
     num_pages = 2 * per_sequence
@@ -107,7 +106,7 @@ def _paged(
             tokens=from_ints(sequences[slot]),
             prompt_length=length,
             computed=0,
-            # The two take turns, so that no page follows another of its sequence.
+            # The sequences alternate, so that no two of a sequence's pages are adjacent.
             pages=from_ints(range(slot, num_pages, 2)),
             sampler=SamplerParams(temperature=0.0),
         )

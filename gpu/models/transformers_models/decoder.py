@@ -1,4 +1,4 @@
-"""A model of transformers as the executor takes it: hidden states first, logits where wanted."""
+"""A transformers model with the executor's interface: hidden states, then logits of some rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from gpu.lora.updates import ProductUpdates
 from gpu.models.transformers_models.attention import PagedLayers
-from gpu.models.transformers_models.interface import answering
+from gpu.models.transformers_models.interface import using_backend
 
 
-class _Given(tuple[torch.Tensor]):
-    """The output of a body of any class, reduced to the hidden states [1, R, E]."""
+class _BodyOutput(tuple[torch.Tensor]):
+    """The output of a body of any class, with nothing but the hidden states [1, R, E]."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
         return self[0]
 
     def __getattr__(self, name: str) -> None:
-        """Return None for router logits, cross attentions and other fields that aren't computed."""
+        """Return None for every other field, such as router logits."""
 
 
 class TransformersDecoder:
     """A ``…ForCausalLM`` in evaluation mode: its body for every token, its head for some.
 
-    The head is all that the class does after its body: final soft caps, scales and norms too. It is
-    the class's own ``forward``, in which the body gives the hidden states that are handed in.
+    The head includes everything after the body, such as soft caps, scales and norms. It is computed
+    by the class's own ``forward`` with a body that returns the given hidden states.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,12 +36,12 @@ class TransformersDecoder:
 
         self.model = model
         body = model.get_decoder()
-        # Of what is left by that name in a few families, one is the head.
+        # In a few families get_decoder() returns another module, such as the head.
         self.body: Any = body if isinstance(body, PreTrainedModel) else model.base_model
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of weights and activations."""
+        """Dtype of weights and activations."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -51,13 +51,12 @@ class TransformersDecoder:
         attention: PagedLayers,
         adapted: Sequence[ProductUpdates] = (),
     ) -> torch.Tensor:
-        """Return the hidden states [T, E] of ``tokens`` [T] int64, which the head takes.
+        """Return the hidden states [T, E] of ``tokens`` [T] int64.
 
-        ``attention`` knows the rows: its ``begin`` was called with the step's layout. Adapters
-        aren't served.
+        Call ``attention.begin`` with the step's layout first. Adapters aren't supported.
         """
         assert not adapted
-        with answering(attention):
+        with using_backend(attention):
             output = self.body(
                 input_ids=tokens[None], position_ids=attention.positions[None], use_cache=False
             )
@@ -65,18 +64,18 @@ class TransformersDecoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [R, V] that follow from rows [R, E] of :meth:`forward`'s result."""
-        # The tokens are only counted, if that.
+        """Return the logits [R, V] of hidden states [R, E]."""
+        # At most the number of tokens is used.
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64)
-        with self._giving(hidden):
+        with self._body_returning(hidden):
             logits: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         return logits
 
     @contextlib.contextmanager
-    def _giving(self, hidden: torch.Tensor) -> Iterator[None]:
-        """In the block the body computes nothing and gives ``hidden``."""
-        given = _Given((hidden[None],))
-        self.body.forward = lambda *_, **__: given
+    def _body_returning(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Make the body return ``hidden`` in the block, without computing anything."""
+        output = _BodyOutput((hidden[None],))
+        self.body.forward = lambda *_, **__: output
         try:
             yield
         finally:

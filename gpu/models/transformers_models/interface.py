@@ -1,8 +1,8 @@
-"""The function that transformers asks for attention, and the one it asks for masks.
+"""The attention and mask functions that transformers calls.
 
-Both are registered once, by name. The back end in use is a context variable, since not every family
-hands the arguments of its ``forward`` down to its attention; so another thread may compute with
-another model at the same time.
+Both are registered once, by name. The backend is a context variable, because not every family
+passes the arguments of its ``forward`` to its attention. Another thread may compute another model
+at the same time.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ import attrs
 import torch
 
 NAME = "trioserve"
-"""Value of ``attn_implementation`` in the configuration of a model."""
+"""Value of ``attn_implementation`` in a model's configuration."""
 
-_HARMLESS = frozenset(
+_IGNORED = frozenset(
     {
         "cache_position",
-        "is_causal",  # the mask says it
+        "is_causal",  # the mask has it
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "position_embeddings",  # queries and keys are rotated already
+        "position_embeddings",  # queries and keys are already rotated
         "position_ids",
         "return_dict",
-        "sliding_window",  # the mask says it
+        "sliding_window",  # the mask has it
         "use_cache",
     }
 )
-"""Further arguments of transformers' attention functions that its eager one doesn't look at."""
+"""Further arguments of transformers' attention functions that the eager one ignores."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class AttentionCall:
-    """One layer's call of its attention, with a batch of one and T tokens."""
+    """The arguments of one layer's attention, with a batch of one and T tokens."""
 
     layer: int
     query: torch.Tensor  # [1, heads, T, head_dim]
     key: torch.Tensor  # [1, kv_heads, T, head_dim]
     value: torch.Tensor  # [1, kv_heads, T, value_dim]
     mask: Any
-    """The mask as the back end made it, unless the model has replaced it."""
+    """The result of :meth:`ModelBackend.mask`, unless the model has replaced it."""
     scale: float | None
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
     others: dict[str, Any]
-    """Arguments that change the result, by names that nothing here knows."""
+    """Unknown arguments by name; they may change the result."""
 
 
 class ModelBackend(Protocol):
-    """Answers a model that is being run."""
+    """Computes the masks and the attention of a model."""
 
     def mask(self, function: Callable[..., torch.Tensor]) -> object:
-        """Return the stand-in for a mask; ``function`` tells whether a query sees a key.
+        """Return an object that the model passes to its layers as their mask.
 
-        It is called with the numbers of batch and head and with broadcastable int64 tensors of the
-        positions of queries and keys, and gives booleans.
+        ``function`` takes the indices of batch and head and broadcastable int64 tensors of query
+        and key positions; it returns a boolean tensor, true where a query sees a key.
         """
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return the attended values, [T, heads, value_dim]."""
+        """Return the output of one layer's attention, [T, heads, value_dim]."""
         ...
 
 
@@ -71,8 +71,8 @@ _backend: contextvars.ContextVar[ModelBackend] = contextvars.ContextVar("trioser
 
 
 @contextlib.contextmanager
-def answering(backend: ModelBackend) -> Iterator[None]:
-    """Models that run in the block, in this thread, have their attention from ``backend``."""
+def using_backend(backend: ModelBackend) -> Iterator[None]:
+    """Make models in the block, in this thread, use ``backend`` for their attention."""
     token = _backend.set(backend)
     try:
         yield
@@ -81,7 +81,7 @@ def answering(backend: ModelBackend) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make the functions known to transformers under :data:`NAME`."""
+    """Register the functions with transformers under :data:`NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -116,7 +116,7 @@ def _attention(
         others={
             name: value
             for name, value in others.items()
-            if value is not None and name not in _HARMLESS
+            if value is not None and name not in _IGNORED
         },
     )
     return _backend.get().attend(call)[None], None

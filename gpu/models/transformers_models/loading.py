@@ -1,4 +1,4 @@
-"""From a folder to an executor, by way of transformers."""
+"""Loads a model through transformers, up to an executor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gpu.models.transformers_models import interface
 from gpu.models.transformers_models.attention import LayerShape, PagedLayers
 from gpu.models.transformers_models.check import check_against_plain
 from gpu.models.transformers_models.decoder import TransformersDecoder
-from gpu.models.transformers_models.packing import noting_products, pack
+from gpu.models.transformers_models.packing import pack, record_called_linears
 from gpu.models.transformers_models.probing import probe_layers, refusal
 from gpu.models.transformers_models.reading import read_model, version
 from gpu.sampling.adjustments import Adjuster
-from gpu.slots import SlotTable, described
+from gpu.slots import SlotTable, summarize
 from trioserve.model_files import ModelFiles, TransformersConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice
@@ -36,12 +36,12 @@ def load_through_transformers(
     on_progress: OnProgress,
     adjuster: Adjuster,
 ) -> Loaded:
-    """Load a model and give it a KV cache; ``device`` has to be ``cpu``.
+    """Load a model with a KV cache; ``device`` has to be ``cpu``.
 
-    The other arguments as of :func:`gpu.cpu.loading.load_on_cpu`.
+    See :func:`gpu.cpu.loading.load_on_cpu` for the other arguments.
 
     Raises:
-        ModelLoadError: the model can't be served so; one line says why and what to do.
+        ModelLoadError: the model can't be served with these options; one line says why.
     """
     config = files.config
     assert isinstance(config, TransformersConfig)
@@ -74,12 +74,12 @@ def load_through_transformers(
         num_host_pages=num_host_pages,
         device_name=Machine().cpu_name(),
         computing=f"{config.architecture} of transformers {version()}",
-        read_weights=_exchange(model, layers, dtype, start.max_model_len),
+        read_weights=_weight_reader(model, layers, dtype, start.max_model_len),
     )
 
 
 def _refuse_options(start: Start, device: str, architecture: str) -> None:
-    """Refuse options that only models with a file of their own support."""
+    """Refuse options that only native models support."""
     reason = None
     if device != "cpu":
         reason = "no GPU: use --device cpu"
@@ -110,7 +110,7 @@ def _require_library(architecture: str) -> None:
 def _load(
     files: ModelFiles, dtype: str, longest: int, on_progress: OnProgress
 ) -> tuple[TransformersDecoder, list[LayerShape]]:
-    """Return the model with its weights, once it is known that it computes what it should."""
+    """Return the model with its weights and the shapes of its layers, after checking its logits."""
     config = files.config
     assert isinstance(config, TransformersConfig)
     name = config.architecture
@@ -119,7 +119,7 @@ def _load(
         on_progress("check", 0, 1)
         decoder = TransformersDecoder(model)
         layers = probe_layers(decoder.body, name, model.config.get_text_config().num_hidden_layers)
-        with noting_products(model) as products:
+        with record_called_linears(model) as products:
             check_against_plain(decoder, layers, config.vocab_size, longest)
         if products:
             for product in products:
@@ -128,19 +128,19 @@ def _load(
         on_progress("check", 1, 1)
     except ModelLoadError:
         raise
-    except Exception as error:  # a configuration may be wrong in any way, and a family do anything
-        raise refusal(name, f"can't be loaded from {files.path} ({described(error)})") from error
+    except Exception as error:  # transformers may raise anything
+        raise refusal(name, f"can't be loaded from {files.path} ({summarize(error)})") from error
     return decoder, layers
 
 
-def _exchange(
+def _weight_reader(
     model: TorchModel[PagedLayers], layers: list[LayerShape], dtype: str, longest: int
 ) -> ReadWeights:
-    """Return how ``model`` comes by other weights."""
+    """Return the function that reads other weights for ``model``."""
 
     def read(files: ModelFiles) -> Callable[[], None]:
         decoder, others = _load(files, dtype, longest, unseen)
-        assert others == layers  # the configuration is the same
+        assert others == layers  # the configurations are equal
         return lambda: model.replace_decoder(decoder)
 
     return read

@@ -1,8 +1,8 @@
-"""The needs of each layer's attention, learnt by running the model on three tokens.
+"""Finds the shape of each layer's attention by running the model on three tokens.
 
-A configuration says it in a different way for every family; what arrives at the attention function
-is the same for all. So is what gives away a model that isn't served: a layer that never asks for
-attention has a state of another kind, a mask that was replaced hides which keys a query sees.
+Configurations differ between families, but the arguments of the attention function don't. They also
+show what can't be served: a layer that never calls it has another kind of state, and a replaced
+mask doesn't show which keys a query sees.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ import attrs
 import torch
 
 from gpu.models.transformers_models.attention import LayerShape
-from gpu.models.transformers_models.interface import AttentionCall, answering
+from gpu.models.transformers_models.interface import AttentionCall, using_backend
 from trioserve.protocol.errors import ModelLoadError
 
 NUM_TOKENS = 3
 FAR = 1 << 20
-"""A position further than any window is wide."""
+"""A position beyond the width of any sliding window."""
 ANOTHER = FAR + 12_345
-"""One that stands elsewhere in any chunk."""
+"""A second one, at another offset within a chunk, to tell chunked attention from a window."""
 
 
 @attrs.frozen
-class _Sight:
-    """Stands for a mask: what a query sees."""
+class _ProbedMask:
+    """The mask of a layer, reduced to its sliding window."""
 
     window: int | None
     known: bool = True
-    """False where it is neither all that came before nor a window of it."""
+    """False if the mask is neither causal nor a sliding window."""
 
 
 class _Probe:
-    """Notes what the layers ask for, and answers with zeros."""
+    """A backend that records the shape of each layer and returns zeros."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.layers: dict[int, LayerShape] = {}
 
-    def mask(self, function: Callable[..., torch.Tensor]) -> _Sight:
-        first, second = (_seen(function, position) for position in (FAR, ANOTHER))
+    def mask(self, function: Callable[..., torch.Tensor]) -> _ProbedMask:
+        first, second = (_visible(function, position) for position in (FAR, ANOTHER))
         if first == (0, FAR) and second == (0, ANOTHER):
-            return _Sight(None)
+            return _ProbedMask(None)
         window = FAR - first[0] + 1
         slides = first[1] == FAR and second == (ANOTHER - window + 1, ANOTHER)
-        # Some make masks that none of their layers takes.
-        return _Sight(window, known=slides)
+        # Not refused here, since some models make masks that no layer uses.
+        return _ProbedMask(window, known=slides)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         index = call.layer
@@ -54,7 +54,7 @@ class _Probe:
             raise self._refusal("doesn't number its layers")
         if index in self.layers:
             raise self._refusal(f"asks for the attention of its layer {index} more than once")
-        if not isinstance(call.mask, _Sight):
+        if not isinstance(call.mask, _ProbedMask):
             raise self._refusal(f"makes the mask of its layer {index} itself")
         if not call.mask.known:
             raise self._refusal("has attention that is neither causal nor a sliding window")
@@ -79,24 +79,24 @@ class _Probe:
 
 
 def refusal(name: str, reason: str) -> ModelLoadError:
-    """Why a model of the class ``name`` isn't served."""
+    """Return the error for a model of the class ``name`` that isn't served."""
     return ModelLoadError(f"{name} can't be served through transformers: it {reason}")
 
 
 def probe_layers(body: torch.nn.Module, name: str, num_layers: int) -> list[LayerShape]:
-    """Return what each layer of ``body`` wants of its attention.
+    """Return the shape of each layer's attention.
 
     Args:
         body: a decoder without its head, in evaluation mode.
-        name: of the class, for errors.
-        num_layers: how many there are.
+        name: the name of its class, for errors.
+        num_layers: the number of its layers.
 
     Raises:
-        ModelLoadError: the model does something that isn't served.
+        ModelLoadError: the model's attention isn't supported.
     """
     probe = _Probe(name)
     tokens = torch.arange(NUM_TOKENS)[None]
-    with torch.inference_mode(), answering(probe):
+    with torch.inference_mode(), using_backend(probe):
         body(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
     if sorted(probe.layers) != list(range(num_layers)):
         raise refusal(
@@ -107,8 +107,8 @@ def probe_layers(body: torch.nn.Module, name: str, num_layers: int) -> list[Laye
     return [probe.layers[index] for index in range(num_layers)]
 
 
-def _seen(function: Callable[..., torch.Tensor], position: int) -> tuple[int, int]:
-    """Return the first and last position that a query sees; (-1, -1) if there are gaps."""
+def _visible(function: Callable[..., torch.Tensor], position: int) -> tuple[int, int]:
+    """Return the first and last position that the query at ``position`` sees; (-1, -1) for gaps."""
     keys = torch.arange(position + 2)
     seen = function(0, 0, torch.tensor(position), keys).expand(len(keys)).nonzero()
     if not len(seen):

@@ -1,4 +1,4 @@
-"""A model by transformers' own reading of a folder: its classes, its names of tensors, no code."""
+"""Loads a model from its folder with transformers' classes, and without the folder's code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trioserve.model_files.shards import read_shards
 from trioserve.protocol.errors import ModelLoadError
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""The kinds of layers that are served, as configurations name them."""
+"""Supported kinds of layers, by their names in configurations."""
 LOOK_SECONDS = 0.5
 
 
@@ -31,11 +31,11 @@ def version() -> str:
 
 
 def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress: OnProgress) -> Any:
-    """Return the model in evaluation mode; code that comes with it is never run.
+    """Return the model in evaluation mode. Code in its folder is never run.
 
     Raises:
-        ModelLoadError: transformers doesn't know it, it isn't served, or its files aren't what the
-            class wants.
+        ModelLoadError: transformers doesn't have the class, the class isn't supported, or the files
+            don't fit it.
     """
     import transformers
 
@@ -46,7 +46,7 @@ def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress:
             "comes with a model isn't run"
         )
     if (folder / "adapter_config.json").exists():
-        # transformers would take another model's weights and put the adapter's onto them.
+        # transformers would load the base model's weights and add the adapter.
         raise refusal(architecture, f"comes with an adapter in {folder}: merge the two")
     safely = {"local_files_only": True, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(folder, **safely)
@@ -54,7 +54,7 @@ def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress:
     numbers = sum(
         math.prod(shape) for each in read_shards(folder) for shape in each.shapes.values()
     )
-    with growing(numbers * dtype.itemsize, on_progress):
+    with reporting_growth(numbers * dtype.itemsize, on_progress):
         model, found = model_class.from_pretrained(
             folder,
             config=config,
@@ -75,7 +75,7 @@ def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress:
 
 
 def _refuse_class(model_class: Any, config: Any) -> None:
-    """Refuse a class of models by what is known before its weights are read."""
+    """Refuse an unsupported class before its weights are read."""
     name = model_class.__name__
     if not getattr(model_class, "_supports_attention_backend", False):
         raise refusal(name, "doesn't ask for its attention by name (_supports_attention_backend)")
@@ -87,12 +87,11 @@ def _refuse_class(model_class: Any, config: Any) -> None:
 
 
 @contextlib.contextmanager
-def growing(total: int, on_progress: OnProgress) -> Iterator[None]:
-    """Tell how much of ``total`` bytes the process has taken since the block began, as they grow.
+def reporting_growth(total: int, on_progress: OnProgress) -> Iterator[None]:
+    """Report the growth of the process's memory in the block as progress, out of ``total`` bytes.
 
-    What reads there says nothing itself, and a worker that is silent for long is taken for hung;
-    one that takes no more memory is silent here, too. ``on_progress`` is called by another thread,
-    never while the caller's own could.
+    Transformers reports none, and the engine takes a worker without progress for hung. If memory
+    doesn't grow, nothing is reported. Another thread calls ``on_progress`` while the block runs.
     """
     ended = threading.Event()
     before = most = _resident_bytes()

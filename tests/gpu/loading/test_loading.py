@@ -102,6 +102,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "quantization": "int8",
         "max_loras": 3,
         "max_lora_rank": 24,
+        "cpu_isa": "avx512_bf16",
     }
     config = EngineConfig(
         "m",

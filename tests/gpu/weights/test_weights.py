@@ -149,7 +149,7 @@ async def test_wait_lets_those_there_are_finish_with_the_old(old: Path, new: Pat
             await until_running(engine, 1)
             nursery.start_soon(engine.update_weights, str(new))
             # A request that comes while the new ones are read is still served by the old ones.
-            await until(lambda: not engine._scheduler._core.pause_gate.is_open)
+            await until(lambda: not engine.schedulers[0]._core.pause_gate.is_open)
             nursery.start_soon(run, "after", LENGTH)
         assert got == {"before": expected[0], "after": expected[1]}
         await assert_idle(engine)
@@ -251,7 +251,7 @@ async def test_giving_up_leaves_the_old_ones_serving(old: Path, new: Path) -> No
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.update_weights, str(new))
                 # They are read, and wait for the request to end.
-                await until(lambda: not engine._scheduler._core.pause_gate.is_open)
+                await until(lambda: not engine.schedulers[0]._core.pause_gate.is_open)
                 nursery.cancel_scope.cancel()
             assert engine.statistics().scheduler.num_running == 1
             assert await tokens_of(engine) == before

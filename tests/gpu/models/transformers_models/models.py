@@ -93,7 +93,7 @@ UNSERVED: dict[str, tuple[str, dict[str, Any], str]] = {
         "Llama4ForCausalLM .* layers of chunked_attention",
     ),
     "diffllama": ("DiffLlama", _GROUPED, "attention of its layer 0 more than once"),
-    "doge": ("Doge", {**_GROUPED, "head_dim": 16}, "can't be loaded from .*_Sight"),
+    "doge": ("Doge", {**_GROUPED, "head_dim": 16}, "can't be loaded from .*_ProbedMask"),
 }
 """Likewise, with what is said of them."""
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.models.transformers_models import packing
-from gpu.models.transformers_models.packing import noting_products, pack
+from gpu.models.transformers_models.packing import pack, record_called_linears
 
 
 class Odd(torch.nn.Module):
@@ -34,7 +34,7 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Odd:
 def test_what_was_called_is_packed_and_gives_the_same(odd: Odd) -> None:
     x = torch.randn(1, 7, 24, dtype=torch.bfloat16)
     with torch.inference_mode():
-        with noting_products(odd) as products:
+        with record_called_linears(odd) as products:
             before = odd(x)
         odd.idle(before.new_zeros(1, 40))  # outside of the block
         assert products == {odd.called}
@@ -51,6 +51,6 @@ def test_what_was_called_is_packed_and_gives_the_same(odd: Odd) -> None:
 
 def test_float32_stays_as_it_is(odd: Odd) -> None:
     model = odd.to(torch.float32)
-    with noting_products(model) as products:
+    with record_called_linears(model) as products:
         model(torch.randn(2, 24))
     assert products == set()

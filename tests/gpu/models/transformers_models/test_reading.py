@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.models.transformers_models import reading
-from gpu.models.transformers_models.reading import growing, read_model
+from gpu.models.transformers_models.reading import read_model, reporting_growth
 from tests.gpu.models.transformers_models.models import FAMILIES, make_other
 
 
@@ -28,7 +28,7 @@ def test_memory_that_grows_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reading, "_resident_bytes", resident)
     heard: list[tuple[str, int, int]] = []
-    with growing(100, lambda *progress: heard.append(progress)):
+    with reporting_growth(100, lambda *progress: heard.append(progress)):
         assert last.wait(60)
     assert heard == [("weights", done, 100) for done in (0, 10, 40, 99, 100)]
     assert {thread.name for thread in threading.enumerate()} & {"progress"} == set()
@@ -45,7 +45,7 @@ def test_the_memory_of_this_process() -> None:
 def test_an_error_in_between_is_the_end_of_it() -> None:
     heard: list[int] = []
     with pytest.raises(ZeroDivisionError):
-        with growing(100, lambda stage, done, total: heard.append(done)):
+        with reporting_growth(100, lambda stage, done, total: heard.append(done)):
             raise ZeroDivisionError
     assert 100 not in heard
 
