@@ -98,6 +98,20 @@ def test_the_compiler_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_
     assert facts["C++ compiler"].state == "optional"
     assert "apt install g++" in facts["C++ compiler"].advice
     assert "2 to 4 times slower" in facts["C++ compiler"].advice
+    assert "CPU kernels" not in facts
+
+
+def test_the_instruction_set_of_the_kernels_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 99.1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    features = [*KERNEL_FEATURES, "amx_bf16", "amx_int8"]
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: features)
+    facts = {fact.name: fact for fact in machine_facts(Machine())}
+    assert facts["CPU kernels"].value == "amx"
 
 
 def test_no_compiler_is_asked_for_where_it_would_not_help(

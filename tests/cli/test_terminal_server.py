@@ -98,7 +98,7 @@ def test_top_shows_what_the_server_does(server: Server) -> None:
             person.wait_for("decode")
             person.wait_for(" tok/s")
             person.type("t")
-            person.wait_for("Scheduler.run")
+            person.wait_for("Schedulers.run")
             person.type("\x1b[B")
             person.wait_for(" 2-15 of ")
             person.resize(60, 12)

@@ -1,4 +1,4 @@
-"""``trioserve top`` without a terminal: pictures into lines, keys into what is shown, the feed."""
+"""``trioserve top`` without a terminal: snapshots into lines, keys into what is shown, the feed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trioserve.observability.live.schema import Counts, Pages, Rates, WorkerStat
 
 def a_view(*snapshots: Any) -> View:
     view = View(url="http://127.0.0.1:8000")
-    view.greet(hello())
+    view.on_open(hello())
     for number, each in enumerate(snapshots):
         view.take(each, number)
     return view
@@ -80,7 +80,7 @@ chatcmpl-4         abort          20s    400     16     40 ███░░░░
  q quit  p pause  t tasks  s sort: newest  ↑↓ scroll                   1-4 of 4"""
 
 
-def test_a_picture_in_a_usual_terminal() -> None:
+def test_a_snapshot_in_a_usual_terminal() -> None:
     view = a_view(*(growing(number) for number in range(5)))
     lines = plain(view, 80, 24, now=4.0)
     assert lines[:14] + lines[-1:] == USUAL.split("\n")
@@ -108,7 +108,7 @@ def test_everything_is_there_without_a_height_but_no_keys() -> None:
     lines = plain(a_view(snapshot(requests=rows)), 80, None)
     assert lines[-1].startswith("chatcmpl-59 ")
     assert " 812 tok/s" in lines[2]
-    assert "█" not in lines[2], "one picture is no line"
+    assert "█" not in lines[2], "one snapshot is no line"
 
 
 def test_what_is_wrong_is_told_in_words() -> None:
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_told_in_words() -> None:
     view = a_view(told)
     lines = plain(view, 120, 20, now=9.0)
     assert lines[0].startswith(
-        " smollm2-135m  no_worker  scheduling is paused  no picture for 9 s  up "
+        " smollm2-135m  no_worker  scheduling is paused  no snapshot for 9 s  up "
     )
     assert lines[1] == (" worker       restarting for 0s, 2 restarts (killed by \\x1b[31mSIGKILL)")
     assert "device idle  - " in lines[5]
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_told_in_words() -> None:
     assert lines[8].endswith(" PRIORITY ADAPTER")
     assert lines[9].startswith("evil\\x1b[2J\\u202e ")
     assert lines[9].endswith("        3 poet")
-    view.lose("http://h can't be reached: Connection refused")
+    view.on_lost("http://h can't be reached: Connection refused")
     assert plain(view, 120, 20)[0].startswith(
         " smollm2-135m  lost, trying again: http://h can't be reached: Connection refused  up "
     )
@@ -259,7 +259,7 @@ def test_while_it_is_paused_nothing_moves_and_nothing_is_missed() -> None:
     assert plain(view, 80, 24) == shown
     view.press(" ")
     assert view.snapshot == growing(5)
-    assert len(view.moments) == 5
+    assert len(view.samples) == 5
     assert plain(view, 80, 24)[11].split()[5:8] == ["70", "██████░░", "8.0"]
 
 
@@ -302,8 +302,8 @@ class Server:
         (404, [(0, b"no")], "has no live feed: it isn't trioserve, or runs with --no-console"),
         (401, [(0, b"no")], "refuses with 401: give the right --api-key"),
         (200, [(0, b"<html>")], "http://h has no live feed$"),
-        (200, [(0, event("hello", {"model": "m"}))], "pictures of another version than 1: Object"),
-        (200, [(0, HELLO), (0, event("picture", {}))], "pictures of another version than 1: Obj"),
+        (200, [(0, event("hello", {"model": "m"}))], "snapshots of another version than 1: Object"),
+        (200, [(0, HELLO), (0, event("picture", {}))], "snapshots of another version than 1: Obj"),
         (200, [(0, HELLO), (40, b":\n")], "http://h has sent nothing for 31 s"),
     ],
 )
@@ -321,7 +321,7 @@ async def test_a_server_without_a_feed_is_told(
     assert target == b"/base/console/live?interval=1&nodes=0"
 
 
-async def test_pictures_are_printed_as_they_come(
+async def test_snapshots_are_printed_as_they_come(
     capsys: pytest.CaptureFixture[str], autojump_clock: trio.testing.MockClock
 ) -> None:
     async with trio.open_nursery() as nursery:
@@ -356,7 +356,7 @@ class FakeScreen:
     size: tuple[int, int] = (160, 24)
 
     @contextlib.contextmanager
-    def ours(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         self.is_taken = True
         try:
             yield

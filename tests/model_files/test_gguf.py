@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import CHAT_TEMPLATE, make_tiny, tiny_tokenizer
 from trioserve.model_files import ModelConfig, RopeScaling, locate, open_model
-from trioserve.model_files.gguf import read_config
+from trioserve.model_files.gguf import read_gguf_config
 from trioserve.model_files.gguf_header import TENSOR_TYPES, GGUFHeader, GGUFTensor, read_header
 from trioserve.model_files.gguf_tokenizer import build_tokenizer
 from trioserve.protocol.errors import ModelLoadError
@@ -174,7 +174,7 @@ def test_a_file_may_say_that_experts_are_not_normalized(tmp_path: Path) -> None:
         metadata = header.metadata
         if written is not None:
             metadata = {**metadata, "qwen3moe.expert_weights_norm": written}
-        experts = read_config(attrs.evolve(header, metadata=metadata)).experts
+        experts = read_gguf_config(attrs.evolve(header, metadata=metadata)).experts
         assert experts is not None
         assert experts.normalized == normalized
         assert experts.layers == (True, False, True)
@@ -185,7 +185,7 @@ def test_only_llama_and_qwen3moe_have_experts(tmp_path: Path) -> None:
     header = read_header(path)
     metadata = {**header.metadata, "qwen2.expert_count": 4, "qwen2.expert_used_count": 2}
     with pytest.raises(ModelLoadError, match=r"qwen2\.expert_count = 4"):
-        read_config(attrs.evolve(header, metadata=metadata))
+        read_gguf_config(attrs.evolve(header, metadata=metadata))
 
 
 def test_biases_are_found_by_their_tensors(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_other_spellings_of_the_metadata(tiny: Path) -> None:
         "llama.rope.scale_linear": 4.0,
         "llama.attention.head_count_kv": np.array([2, 2], np.int32),
     }
-    config = read_config(attrs.evolve(header, metadata=metadata))
+    config = read_gguf_config(attrs.evolve(header, metadata=metadata))
     assert config.num_kv_heads == 2
     assert config.rope_scaling == RopeScaling(
         kind="linear", factor=4.0, original_max_position_embeddings=512
@@ -257,7 +257,7 @@ def test_what_is_not_served_is_named(tiny: Path, tmp_path: Path) -> None:
         if add is not None:
             tensors[add.name] = add
         with pytest.raises(ModelLoadError) as caught:
-            read_config(attrs.evolve(header, metadata=merged, tensors=tensors))
+            read_gguf_config(attrs.evolve(header, metadata=merged, tensors=tensors))
         return str(caught.value)
 
     assert "architecture gemma3 isn't served" in reason(general__architecture="gemma3")

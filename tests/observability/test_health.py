@@ -85,7 +85,7 @@ async def test_requests_for_whom_no_plan_is_made_are_a_stall(
     """Simulate a bug: the scheduler plans nothing, for ever."""
     async with open_fake_engine() as engine:
         client = client_over(engine)
-        core = engine._scheduler._core
+        core = engine.schedulers[0]._core
         with monkeypatch.context() as patch:
             patch.setattr(core, "next_plan", lambda now: None)
             async with engine.generate("x", max_tokens=3), engine.generate("y", max_tokens=3):
@@ -139,7 +139,7 @@ async def test_a_page_that_was_lost_is_found_when_the_engine_is_idle(
         await engine.complete("x", max_tokens=3)
         await trio.sleep(5)
         assert engine.metrics.integrity_violations == 0
-        core: Any = engine._scheduler._core
+        core: Any = engine.schedulers[0]._core
         core.memory.pool.allocate(1)  # without an owner
         async with engine.generate("x", max_tokens=30) as stream:
             async for _ in stream:
@@ -174,7 +174,7 @@ class LookedAt:
     def statistics(self) -> int:
         return self.steps
 
-    async def call_worker(self, name: str) -> Any:
+    async def call_all(self, name: str) -> list[Any]:
         assert name == "statistics"
         reply = self.replies.pop(0)
         await trio.sleep(math.inf if reply is None else 0.1)
@@ -182,7 +182,7 @@ class LookedAt:
             raise reply
         if isinstance(reply, dict):
             self.steps += reply.pop("steps", 0)
-        return reply
+        return [reply]
 
 
 @pytest.mark.parametrize(("cost", "distance"), [(0.001, 1.0), (0.5, 50.0)])
@@ -237,7 +237,7 @@ async def test_an_idle_worker_is_asked_what_it_holds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine: Any = LookedAt(autojump_clock, replies=[reply])
-    check = IdleCheck(engine, asks_worker=True)
+    check = IdleCheck(engine, engine)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(check.run)
         check.note()
@@ -259,8 +259,9 @@ async def test_an_engine_that_stays_idle_is_looked_at_once(autojump_clock: objec
         return {"open_slots": 0, "pages_used": 0}
 
     async with open_fake_engine(lambda: FakeWorker(calls={"statistics": statistics})) as engine:
-        check = IdleCheck(engine, asks_worker=True)
-        engine.on_none_open = engine._scheduler.on_idle = check.note
+        check = IdleCheck(engine, engine.schedulers)
+        engine.on_none_open = check.note
+        engine.schedulers.notify_idle(check.note)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(check.run)
             for _ in range(3):

@@ -318,7 +318,7 @@ def agreeing(snapshot: Snapshot) -> Snapshot:
 async def test_nothing_is_recorded_while_nobody_watches() -> None:
     async with open_fake_engine() as engine:
         monitor = live.subject_of(engine)
-        iterations = monitor.scheduler.feeds.iterations.feed
+        iterations = monitor.schedulers[0].feeds.iterations.feed
 
         def wanted() -> list[bool]:
             return [monitor.departures.is_wanted, iterations.is_wanted]
@@ -561,7 +561,7 @@ async def test_of_many_tasks_few_are_looked_at() -> None:
 async def test_the_tree_names_the_engines_tasks() -> None:
     async with open_fake_engine() as engine, live.watch(engine) as snapshots:
         names = {node.name for node in tasks_of((await anext(snapshots)).tasks)}
-    wanted = ("TokenizerTask.run", "Scheduler.run", "Detokenizer.run", "Supervisor.run")
+    wanted = ("TokenizerTask.run", "Schedulers.run", "Detokenizer.run", "Supervisor.run")
     assert all(any(name.endswith(each) for name in names) for each in wanted)
 
 

@@ -376,7 +376,7 @@ async def test_an_engine_counts_its_grammars(autojump_clock: object) -> None:
 
 
 async def test_an_engine_counts_where_its_requests_were_left(autojump_clock: object) -> None:
-    """In prefill, in line behind it, and in decode."""
+    """In prefill, queued behind it, and in decode."""
     async with open_fake_engine(
         lambda: FakeWorker(step_time=1.0), max_num_seqs=1, max_num_batched_tokens=8
     ) as engine:

@@ -201,7 +201,7 @@ async def test_a_line_that_does_not_move_asks_for_patience(autojump_clock: Clock
 
 
 @attrs.define
-class FakeLine:
+class FakeQueue:
     """A queue in which no request waits."""
 
     num_waiting: int = 0
@@ -232,7 +232,7 @@ class Crowd:
     """Requests that come, are tokenized, admitted or rejected, and leave, in any order."""
 
     def __init__(self) -> None:
-        self.admission = Admission(line=FakeLine(), max_requests=6, max_tokens=50)
+        self.admission = Admission(queue=FakeQueue(), max_requests=6, max_tokens=50)
         self.steps: dict[Request, str] = {}
         self._numbers = itertools.count()
 

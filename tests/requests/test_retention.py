@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from tests.support.scheduling import ABORT, Bench, make_request, worker
-from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
 from trioserve.requests.request import Sequence, State
 from trioserve.requests.retention import MAX_RANGES, Retention, RetentionRange
 from trioserve.scheduler.cache_events import CacheEvent, page_hash
@@ -253,3 +253,13 @@ async def test_a_whole_engine_keeps_what_it_is_told_to(autojump_clock: object) -
         assert engine.statistics().scheduler.pages_evicted > 0
         await trio.testing.wait_all_tasks_blocked()
         engine.check_integrity()
+
+
+async def test_an_unknown_adapter_is_named_before_a_wrong_retention(autojump_clock: object) -> None:
+    wrong: Any = "forever"
+    async with open_fake_engine() as engine:
+        with pytest.raises(AdapterNotFound, match="no adapter 'none' is loaded"):
+            engine.generate("a", adapter="none", retention=wrong)
+        with pytest.raises(InvalidRequest, match="retention must be a Retention") as caught:
+            engine.generate("a", retention=wrong)
+        assert caught.value.param == "retention"

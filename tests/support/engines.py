@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import trio
 
-from bench.faults.leftovers import nothing_held
+from tests.faults.leftovers import nothing_held
 from trioserve import Engine, open_engine
 
 __all__ = ["assert_idle", "open_tiny_engine", "worker_of"]

@@ -183,7 +183,7 @@ async def _open_front_end(
                 worker_restarts=lambda: remote.state.worker_restarts,
                 encoding=remote_encoding(model, remote.calls),
             ),
-            preparation=None,
+            validation=None,
             output_buffer=0,
             place=Place(index=index, count=config.api_server_count),
         ) as engine:

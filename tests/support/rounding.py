@@ -3,7 +3,7 @@
 A tolerance that was tuned on one processor fails on another, because a sum's order belongs to the
 kernel. Two bounds hold in any order and with any instructions, FMA and tiles included:
 
-- One sum of n terms: ``n u / (1 - n u)`` times the sum of the terms' magnitudes (Higham, *Accuracy
+- One sum of n terms: ``n u / (1 - n u)`` times the sum of the terms' magnitudes (Higham, *Accuracy
   and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002, Lemma 3.1 and section 4.2).
 - A chain of sums over data of mean zero, such as the layers of a model with random weights: the
   errors have either sign and add up like a random walk, so that ``λ √n u`` times the result's size

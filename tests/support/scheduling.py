@@ -187,11 +187,11 @@ class Bench:
         others.
         """
         opened = {slot.slot for slot in plan.opened}
-        for computation, _, _ in self.core.in_flight[-1].rows:
-            if computation.slot in opened:
-                match = self.core.memory.match(computation, plan.number + 1)
+        for seq_state, _, _ in self.core.in_flight[-1].rows:
+            if seq_state.slot in opened:
+                match = self.core.memory.match(seq_state, plan.number + 1)
                 found = [node.page for node in match.nodes]
-                assert found == computation.pages[: len(found)], "a page is computed twice"
+                assert found == seq_state.pages[: len(found)], "a page is computed twice"
 
     def result(self) -> list[SequenceOutput]:
         """Give the core its oldest result."""

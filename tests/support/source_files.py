@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def modules_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    """Return a package's files, without those of hidden folders: ``bench/.peers`` has others'."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in paths if "/." not in str(path.relative_to(ROOT))]
 
 
 def imports_of(path: Path) -> Iterator[str]:

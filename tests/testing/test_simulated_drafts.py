@@ -1,22 +1,11 @@
-"""Simulated workers that draft tokens, and defects that the simulation finds there."""
+"""Simulated workers that draft tokens."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-import pytest
-
-from trioserve.requests.request import Sequence
-from trioserve.scheduler.drafts import plan_drafts
-from trioserve.scheduler.result_validation import Results
-from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Scenario, draw_scenario, run_scenario
 from trioserve.testing.simulation.draw import FIRST_RAGGED
-
-MOST_SEEDS = 60
 
 
 def drafting_scenarios(count: int) -> list[Scenario]:
@@ -36,63 +25,3 @@ def test_outputs_are_those_of_one_token_a_row() -> None:
     for scenario in drafting_scenarios(25):
         report = run_scenario(scenario)
         assert report.violation is None, f"seed {scenario.seed}: {report.violation}"
-
-
-def _tokens_after_a_stop_id_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(sequence: Sequence, tokens: list[int]) -> Any:
-        accepted = [token for token in tokens if token >= 0]
-        sequence.output_ids.extend(accepted)
-        return tuple(accepted), None
-
-    monkeypatch.setattr("trioserve.scheduler.result_processing._append", append)
-
-
-def _rejected_drafts_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TokenCounts.settle
-
-    def settle(self: TokenCounts, slots: Any, extra: Any) -> None:
-        original(self, slots, extra)
-        self.computed[slots] += 1
-
-    monkeypatch.setattr(TokenCounts, "settle", settle)
-
-
-def _drafts_have_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trioserve.scheduler.drafts._grow", lambda _, extra, *__: extra)
-
-
-def _a_row_follows_one_of_unknown_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan_drafts_of_settled_rows(builder: Any, memory: Any, max_row_tokens: int) -> None:
-        plan_drafts(builder, memory, max_row_tokens)
-        memory.counts.unsettled[:] = False
-
-    monkeypatch.setattr("trioserve.scheduler.planning.plan_drafts", plan_drafts_of_settled_rows)
-
-
-def _log_probabilities_are_those_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Results.logprob
-
-    def logprob(self: Results, index: int, params: Any) -> Any:
-        row = int(np.searchsorted(self.offsets, index, side="right")) - 1
-        return original(self, int(self.offsets[row]), params)
-
-    monkeypatch.setattr(Results, "logprob", logprob)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        _tokens_after_a_stop_id_count,
-        _rejected_drafts_count_as_computed,
-        _drafts_have_no_pages,
-        _a_row_follows_one_of_unknown_length,
-        _log_probabilities_are_those_of_the_first_token,
-    ],
-    ids=lambda plant: plant.__name__.strip("_"),
-)
-def test_a_planted_defect_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    reports = map(run_scenario, drafting_scenarios(MOST_SEEDS))
-    assert any(report.violation is not None for report in reports)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import attrs
 import pytest
 
 from trioserve.protocol.grammar import Grammar
+from trioserve.scheduler.planning import Planner
+from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.testing.simulation import (
     Departure,
     Fault,
@@ -57,7 +60,7 @@ def test_nothing_goes_wrong_in_many_lives_of_an_engine(capsys: pytest.CaptureFix
     wanted = {"whole", "left", "left by error", "DeadlineExceeded", "QueueFull", "EngineError"}
     wanted.add("AdapterNotFound")
     assert wanted <= totals.outcomes.keys()
-    kinds = {"loading", "killed", "dies", "fails", "blames", "fatal", "hangs", "pauses"}
+    kinds = {"loading", "killed", "dies", "fails", "fails_in_row", "fatal", "hangs", "pauses"}
     assert kinds <= totals.faults.keys()
     assert totals.workers_lost > FEWEST_SEEDS / 10
 
@@ -228,6 +231,32 @@ def test_a_worker_that_hangs_is_replaced(depth: int) -> None:
     assert report.violation is None
     assert report.outcomes == {"whole": 4}
     assert report.workers_lost == 1
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_outputs_wait_only_while_their_own_grammar_is_compiled_again(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plant a fault in what the check allows: outputs without a grammar wait as well."""
+    grammar = Grammar("regex", "fine")
+    worker = attrs.evolve(KIND, call_time=5 * STEP)
+    dies = Fault(worker=0, what="dies", at=8)
+    scenario = scene(n=2, others=others, faults=(dies,), worker=worker, grammar=grammar)
+    report = simulate(scenario)
+    assert report.violation is None
+    assert report.outcomes == {"whole": 1 + others}
+    assert report.workers_lost == 1
+
+    entry_rule = Planner._entry_rule
+
+    def all_wait(self: Planner) -> Callable[[SequenceState], bool]:
+        may_enter = entry_rule(self)
+        return lambda seq_state: not self._state.uncompiled and may_enter(seq_state)
+
+    monkeypatch.setattr(Planner, "_entry_rule", all_wait)
+    violation = simulate(scenario).violation
+    found = "" if violation is None else violation.invariant
+    assert found == ("outputs that can be computed are computed" if others else "")
 
 
 # ---- adapters

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from bench.faults import planted
-from bench.faults.planted import FAULTS, PlantedFault, find, main
+from tests.faults import planted
+from tests.faults.planted import FAULTS, PlantedFault, find, main
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

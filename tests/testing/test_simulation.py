@@ -19,6 +19,7 @@ import trio.testing
 
 from tests.support.scheduling import make_request, reference, reference_logprobs, sometimes_nothing
 from trioserve.config import EngineConfig
+from trioserve.engine.schedulers import Schedulers
 from trioserve.protocol import wire
 from trioserve.protocol.errors import (
     ContextTooLong,
@@ -130,7 +131,7 @@ async def open_house(
     to_reader, outputs = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     house = House(scheduler, to_scheduler)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(scheduler.run, requests, to_reader)
+        nursery.start_soon(Schedulers([scheduler]).run, requests, to_reader)
         nursery.start_soon(house.read, outputs)
         nursery.start_soon(house.supervise, make_worker)
         yield house
@@ -161,7 +162,7 @@ async def test_requests_wait_for_the_first_worker(autojump_clock: Clock) -> None
     to_reader, _outputs = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     house = House(scheduler, to_scheduler)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(scheduler.run, requests, to_reader)
+        nursery.start_soon(Schedulers([scheduler]).run, requests, to_reader)
         waiting, leaving = house.send([1]), house.send([2])
         await trio.sleep(10)
         assert not waiting.request.admitted.is_set()
@@ -257,7 +258,7 @@ async def test_a_second_plan_hides_the_way_to_the_worker(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serve_fake, worker, worker_side)
         nursery.start_soon(scheduler.attach, FarLink(engine_side, STEP / 2), worker.ready())
-        nursery.start_soon(scheduler.run, requests, to_reader)
+        nursery.start_soon(Schedulers([scheduler]).run, requests, to_reader)
         nursery.start_soon(house.read, outputs)
         sequence = house.send([1], max_tokens=10)
         await house.finish(sequence)
@@ -303,7 +304,7 @@ async def test_what_a_dying_worker_still_said_is_taken(autojump_clock: Clock) ->
     engine_side, worker_side = memory_link_pair()
     worker = FakeWorker()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(scheduler.run, requests, to_reader)
+        nursery.start_soon(Schedulers([scheduler]).run, requests, to_reader)
         nursery.start_soon(house.read, outputs)
         nursery.start_soon(attach_until_lost, scheduler, engine_side)
         sequence = house.send([1], max_tokens=20)

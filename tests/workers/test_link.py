@@ -83,13 +83,13 @@ async def test_closing_wakes_a_receiver_and_refuses_a_sender(url: str) -> None:
 
 
 @pytest.mark.parametrize("message", [b"\xffnonsense", b""], ids=["no tag", "empty"])
-async def test_nonsense_from_the_worker_is_a_lost_worker(
+async def test_an_invalid_message_from_the_worker_is_a_lost_worker(
     url: str, peer: pynng.Pair0, message: bytes
 ) -> None:
     link = NngLink.listen(url)
     peer.dial(url, block=True)
     peer.send(message)
-    with pytest.raises(WorkerLost, match="nonsense"):
+    with pytest.raises(WorkerLost, match="invalid message"):
         await link.receive()
     link.close()
 

@@ -9,10 +9,8 @@ import pytest
 
 from tests.support.chats import CALLS, HERMES, MESSAGES, THINKS, engine
 from tests.support.http_stub import (
-    Call,
     StubEngine,
     StubTokenizer,
-    app_of,
     check_leaving,
     client_of,
     http_client,
@@ -20,16 +18,7 @@ from tests.support.http_stub import (
     served,
     words,
 )
-from trioserve.protocol.errors import (
-    ContextTooLong,
-    DeadlineExceeded,
-    Draining,
-    EngineError,
-    InvalidRequest,
-    QueueFull,
-)
 from trioserve.requests.request import ChatPrompt
-from trioserve.requests.stream import Chunk
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -233,123 +222,6 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
-class TestConversations:
-    async def test_a_system_prompt(self) -> None:
-        for system, content in (
-            ("Be brief.", "Be brief."),
-            ([text("Be brief.")], "Be brief."),
-            ([{**text("A"), "cache_control": {"type": "ephemeral"}}, text("B")], None),
-        ):
-            first, second = (await prompt_of(system=system)).messages
-            assert first["role"] == "system"
-            assert first["content"] == (content or [text("A"), text("B")])
-            assert second == MESSAGES[0]
-
-    async def test_messages_of_one_role_in_a_row_are_one(self) -> None:
-        use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-        prompt = await prompt_of(
-            messages=[
-                *MESSAGES,
-                {"role": "user", "content": [text("A"), text("B")]},
-                {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}]},
-                {"role": "assistant", "content": [text("C"), use]},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
-                {"role": "user", "content": "D"},
-            ]
-        )
-        first, second, third, last = prompt.messages
-        assert first["content"] == [text("Hi"), text("A"), text("B")]
-        assert second["content"] == [text("C")]
-        assert second["reasoning_content"] == "Hm."
-        assert [call["id"] for call in second["tool_calls"]] == ["t"]
-        assert (third["role"], last) == ("tool", {"role": "user", "content": "D"})
-
-    async def test_a_system_message_among_others(self) -> None:
-        said = {"role": "system", "content": [text("Be brief.")]}
-        prompt = await prompt_of(messages=[*MESSAGES, said])
-        assert prompt.messages[1] == {"role": "system", "content": "Be brief."}
-        assert prompt.add_generation_prompt
-
-    async def test_turns(self) -> None:
-        use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Köln"}}
-        failed = {"type": "tool_use", "id": "t2", "name": "search", "input": {}}
-        conversation = [
-            {"role": "user", "content": [text("How"), text("is it?")]},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                    text("Let me see."),
-                    use,
-                    failed,
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "t1", "content": "Rain"},
-                    {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
-                    text("Well?"),
-                ],
-            },
-        ]
-        prompt = await prompt_of(messages=conversation, tools=TOOLS)
-        asked, answer, first, second, last = prompt.messages
-        assert asked == {"role": "user", "content": [text("How"), text("is it?")]}
-        assert answer["content"] == "Let me see."
-        assert answer["reasoning_content"] == "Hm."
-        calls = [(call["id"], call["function"]) for call in answer["tool_calls"]]
-        assert calls == [
-            ("t1", {"name": "weather", "arguments": {"city": "Köln"}}),
-            ("t2", {"name": "search", "arguments": {}}),
-        ]
-        assert first == {"role": "tool", "content": "Rain", "tool_call_id": "t1"}
-        assert second["content"][0]["text"] == "Error:"
-        assert last == {"role": "user", "content": "Well?"}
-        assert prompt.add_generation_prompt
-
-    async def test_an_answer_that_is_begun_goes_on(self) -> None:
-        begun = [*MESSAGES, {"role": "assistant", "content": "The best one is ("}]
-        prompt = await prompt_of("{{ messages[-1].content }}", messages=begun)
-        assert prompt.continue_final_message
-        assert not prompt.add_generation_prompt
-
-    async def test_sampling(self) -> None:
-        stub = engine("a")
-        await ask(stub, temperature=0.5, top_k=3, top_p=0.9, max_tokens=7, stop_sequences=["x"])
-        params = stub.calls[0].params
-        assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.9)
-        assert (params.max_tokens, params.stop) == (7, ("x",))
-
-    async def test_what_only_others_look_at(self) -> None:
-        await ask(
-            engine("a"),
-            metadata={"user_id": "me"},
-            service_tier="auto",
-            cache_control={"type": "ephemeral"},
-            container=None,
-            thinking={"type": "adaptive"},
-        )
-
-    @pytest.mark.parametrize("path", [PATH, COUNT])
-    async def test_what_is_nested_too_deeply(self, path: str) -> None:
-        """Around the depth that can just be read, and not written: no failure of the server's."""
-        for depth in (100, *range(440, 500, 4), 5000):
-            schema = '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
-            body: dict[str, Any] = {
-                "messages": MESSAGES,
-                "tools": [{"name": "f", "input_schema": "SCHEMA"}],
-                "tool_choice": {"type": "any"},
-            }
-            if path == PATH:
-                body["max_tokens"] = 5
-            given = json.dumps(body).replace('"SCHEMA"', schema)
-            response = await client_of(counting("")).post(
-                path, data=given, headers={"Content-Type": "application/json"}
-            )
-            assert response.status_code in ((200,) if depth == 100 else (200, 400))
-
-
 class TestThinking:
     async def test_a_switch(self) -> None:
         for thinking, switch in (
@@ -405,154 +277,6 @@ class TestTools:
             grammar = stub.calls[0].params.grammar
             assert grammar is not None
             assert '"integer"' in grammar.text
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("body", "begin"),
-        [
-            ({"max_tokens": None}, "max_tokens: "),
-            ({"max_tokens": -1}, "max_tokens: "),
-            ({"messages": []}, "messages: "),
-            ({"temperature": -1}, "temperature: "),
-            ({"stop": ["x"]}, "stop is not a field"),
-            ({"stop_sequences": ["x"] * 100}, "stop_sequences: "),
-            ({"container": "x"}, "container isn't served"),
-            ({"service_tier": "priority"}, "service_tier isn't served"),
-            ({"mcp_servers": [{}]}, "mcp_servers isn't served"),
-            ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-            ({"tools": [WEATHER, WEATHER]}, "tools[1].name is 'weather'"),
-            (
-                {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}},
-                "tool_choice.name names 'other'",
-            ),
-            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]."),
-            ({"thinking": {"type": "deep"}}, "thinking.type: invalid value 'deep', expected one"),
-        ],
-    )
-    async def test_fields(self, body: dict[str, Any], begin: str) -> None:
-        message = await refusal(engine(CALLS), **body)
-        assert message.startswith(begin)
-
-    @pytest.mark.parametrize("kind", ["image", "document", "search_result", "redacted_thinking"])
-    async def test_blocks_that_are_not_text(self, kind: str) -> None:
-        block = {"type": kind, "source": {"type": "url", "url": "http://localhost/x"}}
-        message = await refusal(engine("a"), messages=[{"role": "user", "content": [block]}])
-        assert message.startswith(f"messages[0].content[0].type: invalid value '{kind}', expected")
-
-    @pytest.mark.parametrize(
-        ("role", "block"),
-        [
-            ("user", {"type": "tool_use", "id": "t", "name": "f", "input": {}}),
-            ("user", {"type": "thinking", "thinking": "x"}),
-            ("assistant", {"type": "tool_result", "tool_use_id": "t"}),
-            ("system", {"type": "tool_result", "tool_use_id": "t"}),
-        ],
-    )
-    async def test_blocks_in_the_wrong_message(self, role: str, block: Any) -> None:
-        messages = [*MESSAGES, {"role": role, "content": [block]}]
-        message = await refusal(engine("a"), messages=messages)
-        where = "messages[1].content[0].type"
-        expected = f"{where}: {block['type']} has no place in a message of {role}"
-        assert message == expected
-
-    async def test_calls_without_results(self) -> None:
-        use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-        messages = [*MESSAGES, {"role": "assistant", "content": [use]}]
-        assert (await refusal(engine("a"), messages=messages)).startswith("messages[1] calls tools")
-
-    @pytest.mark.parametrize(
-        ("param", "expected"),
-        [
-            ("stop", "stop_sequences is too much"),
-            ("grammar", "output_config.format is too much"),
-            ("prompt", "messages is too much"),
-        ],
-    )
-    async def test_a_field_that_is_refused_late(self, param: str, expected: str) -> None:
-        async def admit(_: Call) -> None:
-            raise InvalidRequest(f"{param} is too much", param=param)
-
-        stub = StubEngine(admit=admit, tokenizer=StubTokenizer(HERMES))
-        asked = {"type": "json_schema", "schema": {"type": "object"}}
-        message = await refusal(stub, output_config={"format": asked})
-        assert message == expected
-
-
-class TestErrors:
-    @pytest.mark.parametrize("stream", [False, True])
-    @pytest.mark.parametrize(
-        ("error", "status", "kind"),
-        [
-            (ContextTooLong("long"), 400, "invalid_request_error"),
-            (QueueFull("full", retry_after=1.2), 429, "rate_limit_error"),
-            (Draining("going"), 503, "overloaded_error"),
-            (DeadlineExceeded("late"), 504, "timeout_error"),
-            (EngineError("broken"), 500, "api_error"),
-        ],
-    )
-    async def test_before_a_stream(
-        self, error: Exception, status: int, kind: str, stream: bool
-    ) -> None:
-        async def admit(_: Call) -> None:
-            raise error
-
-        body = {"messages": MESSAGES, "max_tokens": 5, "stream": stream}
-        response = await client_of(StubEngine(admit=admit)).post(PATH, json=body)
-        assert response.status_code == status
-        assert response.content_type == "application/json"
-        assert await response.get_json() == {
-            "type": "error",
-            "error": {"type": kind, "message": str(error)},
-        }
-        assert ("Retry-After" in response.headers) is (status in (429, 503))
-        assert response.headers["Request-Id"] == response.headers["X-Request-Id"]
-
-    async def test_in_a_stream(self) -> None:
-        stub = StubEngine(script=lambda _: [Chunk("a", (97,)), EngineError("broken")])
-        *_, last = await events(stub)
-        assert last == {"type": "error", "error": {"type": "api_error", "message": "broken"}}
-
-    async def test_of_http(self) -> None:
-        app = app_of(StubEngine(), max_body_size=1000)
-        client = app.test_client()
-        body = {"messages": MESSAGES, "max_tokens": 5}
-        for response, status, kind in (
-            (await client.get(PATH), 405, "invalid_request_error"),
-            (await client.post(PATH + "/batches", json={}), 404, "not_found_error"),
-            (
-                await client.post(PATH, json={**body, "model": "other"}),
-                404,
-                "not_found_error",
-            ),
-            (await client.post(PATH, data=b"x" * 2000), 413, "request_too_large"),
-            (
-                await client.post(PATH, data="x", headers={"Content-Type": "text/plain"}),
-                415,
-                "invalid_request_error",
-            ),
-        ):
-            assert response.status_code == status
-            error = await response.get_json()
-            assert (error["type"], error["error"]["type"]) == ("error", kind)
-
-    async def test_keys(self) -> None:
-        client = client_of(StubEngine(), api_key=("one",))
-        body = {"messages": MESSAGES, "max_tokens": 5}
-        for headers, status in (
-            ({"x-api-key": "one", "anthropic-version": "2023-06-01"}, 200),
-            ({"Authorization": "Bearer one"}, 200),
-            ({"x-api-key": "two"}, 401),
-            ({"x-api-key": ""}, 401),
-            ({"x-api-key": "one", "Authorization": "Bearer two"}, 401),
-            ({}, 401),
-        ):
-            response = await client.post(PATH, json=body, headers=headers)
-            assert response.status_code == status, headers
-            if status == 401:
-                error = await response.get_json()
-                assert error["error"]["type"] == "authentication_error"
-        assert (await client.get("/v1/models", headers={"x-api-key": "one"})).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -167,7 +167,7 @@ async def test_the_feed_shows_a_request_from_its_beginning_to_its_end() -> None:
             assert row["output_tokens"] < 1900
             assert picture["counts"]["finished_total"] == 1
         await until(lambda: not subject_of(engine).departures.is_wanted)
-        assert not engine._scheduler.feeds.iterations.feed.is_wanted
+        assert not engine.schedulers[0].feeds.iterations.feed.is_wanted
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ async def test_kv_cache_retention_config(path: str) -> None:
             )
             assert status == 200, answer
             assert len(events.take()) >= 1
-        pool = engine._scheduler._core.memory.pool  # type: ignore[attr-defined]
+        pool = engine.schedulers[0]._core.memory.pool  # type: ignore[attr-defined]
         assert 80 in {pool.level(page) for page in pool.kept()}
         engine.check_integrity()
 

@@ -1,4 +1,4 @@
-"""The preparation stage: requests that wait for the worker's answer, others, and failures."""
+"""The validation by the worker: requests that wait for its answer, others, and failures."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from trioserve.requests.request import (
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.text import preparation
-from trioserve.text.preparation import (
-    LONG_BYTES,
-    MAX_CALLS,
-    MAX_CALLS_OF_TENANT,
-    MAX_LONG_CALLS,
-    MAX_QUESTIONS,
-    MAX_VERDICT_BYTES,
-    MAX_WORKERS_LOST,
-    Preparation,
-)
-from trioserve.text.prepare_call import (
+from trioserve.text import worker_validation
+from trioserve.text.worker_check import (
     MAX_EXTRA_ARGS_BYTES,
     MAX_EXTRA_ARGS_DEPTH,
-    question_of,
+    check_of,
+)
+from trioserve.text.worker_validation import (
+    LONG_BYTES,
+    MAX_CALLS,
+    MAX_CALLS_PER_TENANT,
+    MAX_CHECKS,
+    MAX_LONG_CALLS,
+    MAX_VERDICT_BYTES,
+    MAX_WORKERS_LOST,
+    WorkerValidation,
 )
 
 Clock = trio.testing.MockClock
@@ -139,7 +139,7 @@ class ScriptedWorker:
 class Running:
     """A stage under way, with what it let through."""
 
-    stage: Preparation
+    stage: WorkerValidation
     worker: ScriptedWorker
     requests: trio.MemorySendChannel[Request]
     prepared: trio.MemoryReceiveChannel[Request]
@@ -159,8 +159,8 @@ class Running:
     def assert_nothing_left(self) -> None:
         assert self.worker.num_open == 0
         assert not self.stage._open
-        assert self.stage._turns.num_held == 0
-        assert self.stage._suspects_turn.borrowed_tokens == 0
+        assert self.stage._limiter.num_held == 0
+        assert self.stage._suspect_limiter.borrowed_tokens == 0
         assert not self.stage._calls
 
 
@@ -169,7 +169,7 @@ async def running(worker: ScriptedWorker, *, attached: bool = True) -> AsyncIter
     """Run the stage for the block; it must then end by itself and leave nothing behind."""
     requests, inbox = trio.open_memory_channel[Request](math.inf)
     submit, prepared = trio.open_memory_channel[Request](math.inf)
-    stage = Preparation(worker, timeout=TIMEOUT)
+    stage = WorkerValidation(worker, timeout=TIMEOUT)
     if attached:
         worker.come()
     case = Running(stage, worker, requests, prepared)
@@ -183,7 +183,7 @@ async def running(worker: ScriptedWorker, *, attached: bool = True) -> AsyncIter
             prepared.receive_nowait()
 
 
-async def test_requests_with_nothing_to_prepare_pass_at_once_and_overtake(
+async def test_requests_with_nothing_to_validate_pass_at_once_and_overtake(
     autojump_clock: Clock,
 ) -> None:
     async with running(ScriptedWorker(seconds=5)) as case:
@@ -278,7 +278,7 @@ async def test_another_worker_is_asked_again_for_what_was_fine(autojump_clock: C
 async def test_verdicts_that_were_not_used_for_long_are_forgotten(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
 ) -> None:
-    monkeypatch.setattr(preparation, bound, value)
+    monkeypatch.setattr(worker_validation, bound, value)
     async with running(ScriptedWorker()) as case:
         for grammar in ["a", "b", "a", "c", "a", "b"]:
             case.send(make_request(grammar))
@@ -363,7 +363,7 @@ async def test_a_worker_that_never_answers_keeps_no_turn_for_ever(autojump_clock
     worker = ScriptedWorker(seconds=math.inf)
     async with running(worker) as case:
         case.send(*(make_request(f"costly {number}") for number in range(MAX_CALLS)))
-        await trio.sleep(preparation.MAX_CALL_SECONDS - 1)
+        await trio.sleep(worker_validation.MAX_CALL_SECONDS - 1)
         worker.seconds = 1
         case.send(good := make_request("good"))
         await trio.sleep(0.5)
@@ -377,7 +377,7 @@ async def test_a_worker_that_never_answers_keeps_no_turn_for_ever(autojump_clock
 async def test_different_questions_that_wait_are_bounded_and_equal_ones_are_not(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "MAX_QUESTIONS", 5)
+    monkeypatch.setattr(worker_validation, "MAX_CHECKS", 5)
     async with running(ScriptedWorker(seconds=1)) as case:
         waiting = [make_request(f"grammar {number}") for number in range(5)]
         equal = [make_request("grammar 3") for _ in range(20)]
@@ -409,7 +409,7 @@ async def test_one_key_with_many_grammars_delays_another_by_none(autojump_clock:
     async with running(ScriptedWorker(seconds=5)) as case:
         case.send(*(make_request(f"costly {number}", tenant="a") for number in range(100)))
         await trio.sleep(1)
-        assert case.worker.num_open == MAX_CALLS_OF_TENANT
+        assert case.worker.num_open == MAX_CALLS_PER_TENANT
         case.send(request := make_request("cheap", tenant="b"))
         await trio.sleep(5.5)
         assert request in case.passed()
@@ -429,11 +429,11 @@ async def test_one_client_with_long_grammars_leaves_a_turn_for_short_ones(
 
 async def test_a_key_has_its_share_of_the_open_questions(autojump_clock: Clock) -> None:
     async with running(ScriptedWorker(seconds=5)) as case:
-        greedy = [make_request(f"{number}", tenant="a") for number in range(MAX_QUESTIONS)]
+        greedy = [make_request(f"{number}", tenant="a") for number in range(MAX_CHECKS)]
         case.send(*greedy, late := make_request("late", tenant="b"))
         await trio.sleep(1)
         refused = [request for request in greedy if request.rejection is not None]
-        assert len(refused) == MAX_QUESTIONS // 2
+        assert len(refused) == MAX_CHECKS // 2
         assert "of this API key; that is its share" in str(refused[0].rejection)
         assert late.rejection is None
 
@@ -635,7 +635,7 @@ async def test_a_caller_that_leaves_leaves_nothing_behind(
         request = await reach(case)
         leave(request)
         await trio.testing.wait_all_tasks_blocked()
-        key = question_of(request.params, "").key  # type: ignore[union-attr]
+        key = check_of(request.params, "").key  # type: ignore[union-attr]
         assert key not in case.stage._open
         num_calls = len([call for call in case.worker.calls if call["grammar"][1] == "a"])
         if not case.worker.attached:
@@ -695,7 +695,7 @@ async def test_the_engine_s_end_ends_the_stage_wherever_it_is(
     submit, prepared = trio.open_memory_channel[Request](math.inf)
     worker = ScriptedWorker(seconds=3)
     worker.come()
-    case = Running(Preparation(worker, timeout=TIMEOUT), worker, requests, prepared)
+    case = Running(WorkerValidation(worker, timeout=TIMEOUT), worker, requests, prepared)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(case.stage.run, inbox, submit)
         request = await reach(case)
