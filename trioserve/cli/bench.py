@@ -1,4 +1,4 @@
-"""``trioserve bench``: send the requests that its options ask for, and report the results."""
+"""``trioserve bench``: measure a server or an engine, and report the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trioserve.protocol.wire import MockSteps
 
 
 @attrs.frozen(kw_only=True)
-class _Subject:
+class _BenchTarget:
     """The server or engine that is measured, and facts about it for the results."""
 
     target: AnyTarget
@@ -55,13 +55,13 @@ def run_bench(
     """Measure, report, and return the exit code.
 
     Args:
-        options: what the command line says.
-        engine: the configuration of an embedded engine; None to measure a server.
-        mock: the step times of an embedded engine's mock worker; None for a real worker.
+        options: The options.
+        engine: Configuration of an embedded engine; None to measure a server.
+        mock: Step times of an embedded engine's mock worker; None for a real worker.
 
     Raises:
-        UsageError: a file or a URL that an option names can't be used.
-        TrioserveError: nothing could be measured, or the results can't be written.
+        UsageError: A file or URL of an option can't be used.
+        TrioserveError: Nothing could be measured, or the results can't be written.
     """
     check_outputs(options)
     trace = read_trace(options)
@@ -69,7 +69,7 @@ def run_bench(
     try:
         trio.run(_measure_all, results, trace, engine, mock)
     finally:
-        # Also after Ctrl-C or a failure, which must not cost the points measured before.
+        # Also after Ctrl-C or a failure, so that earlier points aren't lost.
         results.write()
     if len(results.measured) > 1:
         with writing():
@@ -94,39 +94,39 @@ async def _measure_all(
     options = results.options
     chat = is_chat(options, trace)
     opened = _server(options, chat) if engine is None else _embedded(options, chat, engine, mock)
-    async with opened as subject:
+    async with opened as bench_target:
         results.facts = {
             "tool": "trioserve bench",
             **environment("torch", "tokenizers"),
             "options": _without_keys(options),
-            "target": {**subject.facts, "model": subject.model},
-            "exact_prompt_lengths": subject.texts.exact,
+            "target": {**bench_target.facts, "model": bench_target.model},
+            "exact_prompt_lengths": bench_target.texts.exact,
         }
-        note(f"asking {subject.model} at {subject.facts['name']}")
-        if not subject.texts.exact:
+        note(f"asking {bench_target.model} at {bench_target.facts['name']}")
+        if not bench_target.texts.exact:
             note("no tokenizer: prompts are nearly as long as asked (see --tokenizer)")
-        points, warm_ups = await _points(options, subject.texts, trace)
+        points, warm_ups = await _points(options, bench_target.texts, trace)
         results.planned = [point.label for point in points]
-        await _warm_up(subject, warm_ups, max(streams_of(options)))
-        # An embedded engine sets up the garbage collector itself.
-        with _collected() if engine is None else contextlib.nullcontext():
+        await _warm_up(bench_target, warm_ups, max(streams_of(options)))
+        # An embedded engine tunes the garbage collector itself.
+        with _frozen_gc() if engine is None else contextlib.nullcontext():
             for point in points:
-                results.measured.append(await _one(options, subject, point))
+                results.measured.append(await _measure_point(options, bench_target, point))
 
 
 async def _points(
     options: BenchOptions, texts: Texts, trace: Sequence[TraceRow]
 ) -> tuple[list[Point], list[Conversation]]:
-    """Make all prompts, in a thread, so that Ctrl-C works and a terminal shows the progress."""
+    """Make all prompts in a thread, so that Ctrl-C works and a terminal shows the progress."""
     with rich.console.Console(stderr=True).status("making prompts"):
         return await trio.to_thread.run_sync(
             points_of, options, texts, trace, abandon_on_cancel=True
         )
 
 
-async def _warm_up(subject: _Subject, work: Sequence[Conversation], streams: int) -> None:
+async def _warm_up(bench_target: _BenchTarget, work: Sequence[Conversation], streams: int) -> None:
     try:
-        await warm_up(subject.target, work, streams, texts=subject.texts)
+        await warm_up(bench_target.target, work, streams, texts=bench_target.texts)
     except MeasureError as error:
         if "ignore_eos" in str(error):
             raise MeasureError(f"{error} (--no-ignore-eos leaves it out)") from error
@@ -134,8 +134,8 @@ async def _warm_up(subject: _Subject, work: Sequence[Conversation], streams: int
 
 
 @contextlib.contextmanager
-def _collected() -> Iterator[None]:
-    """Freeze the objects that exist, so that no collection during a run scans them."""
+def _frozen_gc() -> Iterator[None]:
+    """Freeze the existing objects for the block, so that the garbage collector skips them."""
     gc.collect()
     gc.freeze()
     try:
@@ -144,11 +144,13 @@ def _collected() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measured:
+async def _measure_point(
+    options: BenchOptions, bench_target: _BenchTarget, point: Point
+) -> Measured:
     """Measure one point and print its figures.
 
     Raises:
-        MeasureError: the server reports no token counts.
+        MeasureError: The server reports no token counts.
     """
     progress = Progress()
     limits = Limits(**options.limits) if options.goodput else None
@@ -159,7 +161,11 @@ async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measur
                 nursery.start_soon(bar.follow)
                 measured.append(
                     await measure(
-                        subject.target, point, limits=limits, texts=subject.texts, progress=progress
+                        bench_target.target,
+                        point,
+                        limits=limits,
+                        texts=bench_target.texts,
+                        progress=progress,
                     )
                 )
                 nursery.cancel_scope.cancel()
@@ -174,7 +180,7 @@ async def _one(options: BenchOptions, subject: _Subject, point: Point) -> Measur
 
 
 @contextlib.asynccontextmanager
-async def _server(options: BenchOptions, chat: bool) -> AsyncIterator[_Subject]:
+async def _server(options: BenchOptions, chat: bool) -> AsyncIterator[_BenchTarget]:
     _raise_file_limit()
     address = address_of(options.url, instead="--api-key or --header 'Authorization:Basic ...'")
     context = certificates(address, options.ca_file, insecure=options.insecure)
@@ -194,7 +200,7 @@ async def _server(options: BenchOptions, chat: bool) -> AsyncIterator[_Subject]:
         headers=headers,
         timeout=options.request_timeout,
     )
-    yield _Subject(
+    yield _BenchTarget(
         target=target,
         model=model,
         texts=await _texts(options, model),
@@ -203,14 +209,14 @@ async def _server(options: BenchOptions, chat: bool) -> AsyncIterator[_Subject]:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files, usually 1,024, to the system's, for as many connections."""
+    """Raise the limit of open files, usually 1,024, to the hard limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+    with contextlib.suppress(ValueError, OSError):  # Some systems allow less than the limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _headers(options: BenchOptions) -> dict[str, str]:
-    """Return the headers by name, in title case, since names ignore case."""
+    """Return the headers by name in title case, because names ignore case."""
     pairs = (header.split(":", 1) for header in options.header)
     headers = {name.title(): value.strip() for name, value in pairs}
     if "Authorization" in headers:
@@ -221,7 +227,7 @@ def _headers(options: BenchOptions) -> dict[str, str]:
 @contextlib.asynccontextmanager
 async def _embedded(
     options: BenchOptions, chat: bool, config: EngineConfig, mock: MockSteps | None
-) -> AsyncIterator[_Subject]:
+) -> AsyncIterator[_BenchTarget]:
     with LoadingReport() as report:
         async with open_engine(config, on_progress=report, mock=mock) as engine:
             report.close()
@@ -241,7 +247,7 @@ async def _embedded(
                 "mock": None if mock is None else attrs.asdict(mock),
                 "engine_options": _changed(config),
             }
-            yield _Subject(target=target, model=engine.model_name, texts=texts, facts=facts)
+            yield _BenchTarget(target=target, model=engine.model_name, texts=texts, facts=facts)
 
 
 def _changed(config: EngineConfig) -> dict[str, Any]:
@@ -270,6 +276,6 @@ async def _texts(options: BenchOptions, model: str) -> Texts:
 
 
 def _without_keys(options: BenchOptions) -> dict[str, Any]:
-    """Return the options for the results, without keys."""
+    """Return the options without keys, for the results."""
     secret = {option.name for option in options_of(BenchOptions) if option.secret}
     return {name: value for name, value in attrs.asdict(options).items() if name not in secret}

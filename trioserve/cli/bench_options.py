@@ -21,7 +21,7 @@ _REPLACED_BY_A_TRACE = (
     *("dataset", "data", "prompt", "json_schema", "input_tokens", "output_tokens", "range_ratio"),
     *("prefix_tokens", "prefix_groups", "turns", "think_time"),
 )
-"""Options of prompts and lengths, which a trace replaces."""
+"""Options that a trace replaces."""
 
 BENCH_GROUPS = {
     "target": OptionGroup("Server or embedded engine", "benchmarking#Benchmarking"),
@@ -40,7 +40,7 @@ class BenchOptions(PromptOptions):
     """The options of ``trioserve bench``.
 
     Raises:
-        InvalidRequest: a value isn't allowed, or two options contradict; ``param`` names one.
+        InvalidRequest: A value isn't allowed, or two options contradict; ``param`` names one.
     """
 
     embedded: str | None = option(
@@ -292,7 +292,7 @@ class BenchOptions(PromptOptions):
             raise _refuse("data", "must be given with --dataset sharegpt")
 
     def _check_streams(self) -> None:
-        """Refuse more streams than prompts: the results would count idle ones."""
+        """Refuse more streams than prompts, because the results would count idle streams."""
         most = max(self.concurrency, default=0)
         if self.num_prompts is not None and self.num_prompts < most:
             raise _refuse("num_prompts", f"must be at least {most}, one for each stream")
@@ -310,16 +310,16 @@ class BenchOptions(PromptOptions):
             names.add(name)
 
     def _changed(self, name: str) -> bool:
-        """Return whether an option isn't at its default."""
+        """Return True if an option isn't at its default."""
         default: object = getattr(attrs.fields(BenchOptions), name).default
         return bool(getattr(self, name) != default)
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """The fields of ``--extra-body``.
+        """Fields of ``--extra-body``.
 
         Raises:
-            InvalidRequest: it isn't a JSON object.
+            InvalidRequest: The option isn't a JSON object.
         """
         if self.extra_body is None:
             return {}
@@ -333,7 +333,7 @@ class BenchOptions(PromptOptions):
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """The limits of ``--goodput`` by name, in milliseconds."""
+        """Limits of ``--goodput`` by name, in milliseconds."""
         pairs = (text.split(":") for text in self.goodput)
         return {name: float(limit) for name, limit in pairs}
 

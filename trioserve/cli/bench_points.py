@@ -1,4 +1,4 @@
-"""The points of a ``trioserve bench`` sweep: the work of each, and its times."""
+"""The points of a ``trioserve bench`` sweep, with their requests and arrival times."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_WARM_UPS = 16
 
 
 def read_trace(options: BenchOptions) -> list[TraceRow]:
-    """Return the requests of ``--trace`` from the disk; none without one.
+    """Read the requests of ``--trace``; none without the option.
 
     Raises:
-        DataError: the file can't be read or isn't a trace.
+        DataError: The file can't be read or isn't a trace.
     """
     if options.trace is None:
         return []
@@ -37,7 +37,7 @@ def read_trace(options: BenchOptions) -> list[TraceRow]:
 
 
 def is_chat(options: BenchOptions, trace: Sequence[TraceRow]) -> bool:
-    """Return whether requests go to the chat endpoint, which alone keeps the roles of messages."""
+    """Return True if the requests need the chat endpoint, because messages have roles."""
     if options.endpoint != "auto":
         return options.endpoint == "chat"
     if options.trace is not None:
@@ -46,7 +46,7 @@ def is_chat(options: BenchOptions, trace: Sequence[TraceRow]) -> bool:
 
 
 def streams_of(options: BenchOptions) -> tuple[int, ...]:
-    """Return the streams of each closed loop, by default at most one per prompt."""
+    """Return the number of streams of each closed loop, by default at most one per prompt."""
     return options.concurrency or (min(_STREAMS, options.num_prompts or _STREAMS),)
 
 
@@ -58,13 +58,13 @@ def points_of(
     Making long prompts may take seconds.
 
     Args:
-        options: what the command line says.
-        texts: the source of prompts.
-        trace: the requests of ``--trace``; None to read them here.
+        options: The options.
+        texts: The source of prompts.
+        trace: Requests of ``--trace``; None to read them here.
 
     Raises:
-        UsageError: a file that an option names can't be used.
-        DataError: the file of conversations or the trace can't be used.
+        UsageError: A file of an option can't be used.
+        DataError: The file of conversations or the trace can't be used.
     """
     warm_ups = options.warmup
     if warm_ups is None:
@@ -92,7 +92,7 @@ def _closed_point(options: BenchOptions, texts: Texts, number: int, streams: int
 
 def _open_point(options: BenchOptions, texts: Texts, number: int, rate: float) -> Point:
     if math.isinf(rate):
-        assert options.num_prompts is not None  # BenchOptions refuses inf without it
+        assert options.num_prompts is not None  # BenchOptions refuses inf without it.
         count = options.num_prompts
         times = [0.0] * count
     else:
@@ -110,7 +110,7 @@ def _trace_point(options: BenchOptions, texts: Texts, rows: Sequence[TraceRow]) 
     work = trace_work(list(rows), texts, seed=options.seed)
     chat = is_chat(options, rows)
     for number, conversation in enumerate(work, 1):
-        # Refuse a request that can't be sent now, not in the middle of the run.
+        # Refuse an invalid request now, not in the middle of the run.
         try:
             request_fields(conversation, 0, [], chat=chat)
         except ValueError as error:
@@ -123,7 +123,7 @@ def _trace_point(options: BenchOptions, texts: Texts, rows: Sequence[TraceRow]) 
 
 
 def _numbered(points: Sequence[Point]) -> list[Point]:
-    """Return ``points``, with a number for each repetition of the same point."""
+    """Return ``points``, with numbered repetitions of equal points."""
     seen: Counter[str] = Counter()
     told = []
     for point in points:

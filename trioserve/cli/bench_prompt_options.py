@@ -1,4 +1,4 @@
-"""The options of the requests that ``trioserve bench`` sends: prompts, lengths, clients that leave.
+"""The options of ``trioserve bench`` for requests: prompts, lengths, disconnecting clients.
 
 Nothing is imported here that ``--help`` doesn't need.
 """
@@ -15,7 +15,7 @@ DATASETS = ("random", "fixed", "shared-prefix", "chat", "sharegpt", "json")
 
 @attrs.frozen(kw_only=True)
 class PromptOptions(RemoteOptions):
-    """The requests of a measurement."""
+    """Options of the requests of a measurement."""
 
     dataset: str = option(
         "random",

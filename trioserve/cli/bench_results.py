@@ -20,10 +20,10 @@ from trioserve.protocol.machine import extra_advice
 
 
 def check_outputs(options: BenchOptions) -> None:
-    """Check before a long run that its results can be written.
+    """Check, before a long run, that its results can be written.
 
     Raises:
-        UsageError: they can't; the message names the option.
+        UsageError: They can't be; the message names the option.
     """
     for flag, given in (("--json", options.json), ("--html", options.html)):
         if given is not None:
@@ -58,7 +58,7 @@ def _check_writable(flag: str, path: Path) -> None:
 
 @attrs.define(eq=False)
 class BenchResults:
-    """Measurements so far, and facts about their server and options."""
+    """The measurements so far, and facts about their server and options."""
 
     options: BenchOptions
     facts: dict[str, Any] = attrs.field(factory=dict)
@@ -70,10 +70,10 @@ class BenchResults:
     def write(self) -> None:
         """Write the files that the options name, unless nothing was measured.
 
-        They list the points that weren't measured.
+        The files list the points that weren't measured.
 
         Raises:
-            TrioserveError: a file can't be written.
+            TrioserveError: A file can't be written.
         """
         if not self.measured:
             return
@@ -114,10 +114,10 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _unwritten(path: Path, error: OSError) -> TrioserveError:
-    # An error in opening names the file; an error in writing, as on a full disk, doesn't.
+    # An error of open() names the file; one of write(), as on a full disk, doesn't.
     return TrioserveError(f"{error.filename or path} can't be written: {error.strerror}")
 
 
 def note(line: str) -> None:
-    """Print a line that belongs to no figures to stderr."""
+    """Print a line that isn't a result to stderr."""
     print(escaped(line, keep="\n\t"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The requests of ``trioserve bench``: data sets made as its options ask."""
+"""The requests of ``trioserve bench``, made by its options."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OUTPUT_TOKENS = 128
 _PREFIX_TOKENS = 512
 _TURNS = 4
 _SEED_STEP = 1_000_003
-"""Distance of two points' seeds, so that none of their prompts are alike."""
+"""Distance between the seeds of two points, so that their prompts differ."""
 
 
 def make_texts(options: BenchOptions, model: str) -> Texts:
-    """Return a source of prompts: by ``--tokenizer``, the model's own tokenizer, or a guess.
+    """Return a source of prompts: by ``--tokenizer``, the model's tokenizer, or a guess.
 
     Tokenizers are read from the disk.
 
@@ -41,7 +41,7 @@ def make_texts(options: BenchOptions, model: str) -> Texts:
         UsageError: ``--tokenizer`` names no tokenizer.
     """
     if options.tokenizer is None:
-        # A name on the Hub isn't looked up, which could start a download.
+        # A Hub id isn't looked up, because that could start a download.
         if model not in KNOWN_MODELS and not Path(model).exists():
             return GuessedTexts()
         try:
@@ -60,15 +60,15 @@ def make_work(options: BenchOptions, texts: Texts, count: int, *, point: int) ->
     """Return ``count`` conversations for the measurement number ``point``; -1 is the warm-up.
 
     Raises:
-        UsageError: a file that an option names can't be used.
-        DataError: the file of conversations can't be used.
+        UsageError: A file of an option can't be used.
+        DataError: The file of conversations can't be used.
     """
     seed = options.seed + _SEED_STEP * (point + 1)
     return cancelled(options, _dataset(options, texts, count, seed), seed)
 
 
 def cancelled(options: BenchOptions, work: list[Conversation], seed: int) -> list[Conversation]:
-    """Return ``work`` with clients that disconnect, as ``--cancel-rate`` and its like ask."""
+    """Return ``work`` with clients that disconnect, by ``--cancel-rate`` and related options."""
     if not options.cancel_rate:
         return work
     seconds, events = options.cancel_seconds, options.cancel_events
@@ -80,8 +80,8 @@ def cancelled(options: BenchOptions, work: list[Conversation], seed: int) -> lis
             events=(events[0], events[-1]) if events else None,
             seed=seed,
         )
-    # Each client leaves in the first half of its answer; answers from a file differ in length.
-    chooser = random.Random(f"{seed} cancellations")
+    # Clients disconnect in the first half of an answer; answers from a file differ in length.
+    rng = random.Random(f"{seed} cancellations")
     left: list[Conversation] = []
     for one in work:
         shortest = min(turn.max_tokens or _OUTPUT_TOKENS for turn in one.turns)
@@ -89,7 +89,7 @@ def cancelled(options: BenchOptions, work: list[Conversation], seed: int) -> lis
             [one],
             rate=options.cancel_rate,
             events=(1, max(shortest // 2, 1)),
-            seed=chooser.getrandbits(32),
+            seed=rng.getrandbits(32),
         )
     return left
 

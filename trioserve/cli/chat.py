@@ -1,7 +1,7 @@
 """``trioserve chat``: a conversation at a terminal, or from a pipe.
 
-At a terminal :func:`chat` handles Ctrl-C: it stops the reply, and at the prompt a second one
-leaves. From a pipe Ctrl-C is Python's own KeyboardInterrupt.
+At a terminal Ctrl-C stops the reply, and at the prompt a second one exits. From a pipe it raises
+KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ CONTINUATION = ". "
 async def chat(
     backend: ChatBackend, conversation: ChatConversation, *, terminal: Terminal | None = None
 ) -> None:
-    """Talk to the model until the input ends or says /exit.
+    """Chat until the input ends or has the command /exit.
 
-    At a terminal, call it from the main thread, since it handles SIGINT; a refused message or a
-    lost reply is only reported. From a pipe, every line is a message, and a refusal is raised.
+    At a terminal, call this from the main thread, because it handles SIGINT. A refused message or a
+    lost reply is reported there. From a pipe, every line is a message, and a refusal is raised.
     """
     terminal = terminal or Terminal.standard()
-    talk = _Talk(backend, conversation, terminal)
+    loop = _ChatLoop(backend, conversation, terminal)
     if not terminal.interactive:
-        await talk.run()
+        await loop.run()
         return
     terminal.note(_welcome(backend))
     failure: BaseException | None = None
     with terminal.line_editing(), trio.open_signal_receiver(signal.SIGINT) as interrupts:
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(talk.obey, interrupts, nursery.cancel_scope)
-                await talk.run()
+                nursery.start_soon(loop.on_interrupts, interrupts, nursery.cancel_scope)
+                await loop.run()
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
@@ -59,7 +59,7 @@ def _welcome(backend: ChatBackend) -> str:
 
 
 @attrs.define(eq=False)
-class _Talk:
+class _ChatLoop:
     backend: ChatBackend
     conversation: ChatConversation
     terminal: Terminal
@@ -78,14 +78,14 @@ class _Talk:
             if command in ("/exit", "/quit"):
                 return
             if command == "/regenerate":
-                await self._answer_again()
+                await self._regenerate()
             elif command:
                 self.terminal.note(self.conversation.command(command))
             else:
                 await self._answer(self.conversation.messages, text)
 
     async def _whole_message(self, line: str) -> str:
-        """Return the message that ``line`` begins, with all its lines."""
+        """Return the message that begins with ``line``, with all its lines."""
         lines = [line]
         if line.startswith(BLOCK):
             lines = [line.removeprefix(BLOCK)]
@@ -105,8 +105,8 @@ class _Talk:
             lines.append(line)
         return line is not None
 
-    async def obey(self, interrupts: AsyncIterator[int], whole: trio.CancelScope) -> None:
-        """Stop the reply on an interrupt; between replies, end ``whole`` on the second in a row."""
+    async def on_interrupts(self, interrupts: AsyncIterator[int], whole: trio.CancelScope) -> None:
+        """Stop the reply at an interrupt; between replies, cancel ``whole`` at the second one."""
         async for _ in interrupts:
             if self.reply_scope is not None:
                 self.reply_scope.cancel()
@@ -118,7 +118,7 @@ class _Talk:
                 self.terminal.note("\nCtrl-C again, Ctrl-D or /exit leaves.")
                 self.terminal.ask_again()
 
-    async def _answer_again(self) -> None:
+    async def _regenerate(self) -> None:
         messages = self.conversation.messages
         if messages:
             await self._answer(messages[:-2], messages[-2]["content"])
@@ -126,40 +126,40 @@ class _Talk:
             self.terminal.note("There is nothing to answer again.")
 
     async def _answer(self, before: list[dict[str, Any]], text: str) -> None:
-        """Ask for a reply to ``text`` after ``before``; keep both once there is any reply."""
+        """Get a reply to ``text`` after ``before``; keep both if there is any reply."""
         asked = [*before, {"role": "user", "content": text}]
-        account = _Account(trio.current_time())
+        statistics = _ReplyStatistics(trio.current_time())
         error: InvalidRequest | RemoteError | None = None
         try:
             with trio.CancelScope() as self.reply_scope:
-                await self._stream(self.conversation.told(asked), account)
+                await self._stream(self.conversation.with_system(asked), statistics)
         except (InvalidRequest, RemoteError) as refusal:
             if not self.terminal.interactive:
                 raise
             error = refusal
         finally:
             self.reply_scope = None
-        if error is None or account.text:
+        if error is None or statistics.text:
             self.terminal.write("\n")
-            self.terminal.note(f"[{account.summary(self.backend.max_model_len)}]")
+            self.terminal.note(f"[{statistics.summary(self.backend.max_model_len)}]")
         if error is not None:
             self.terminal.note(f"{error}{_advice(error)}")
-        if account.text:
-            reply = {"role": "assistant", "content": account.text}
+        if statistics.text:
+            reply = {"role": "assistant", "content": statistics.text}
             self.conversation.messages = [*asked, reply]
 
-    async def _stream(self, messages: list[dict[str, Any]], account: _Account) -> None:
+    async def _stream(self, messages: list[dict[str, Any]], statistics: _ReplyStatistics) -> None:
         async with self.backend.reply(messages, self.conversation.fields) as reply:
             try:
                 async for piece in reply:
                     if piece.reasoning:
                         self.terminal.write(piece.reasoning, faint=True)
-                    elif piece.text and account.reasons:
+                    elif piece.text and statistics.reasons:
                         self.terminal.write("\n\n")
                     self.terminal.write(piece.text)
-                    account.add(piece, trio.current_time())
+                    statistics.add(piece, trio.current_time())
             finally:
-                account.settle(reply)
+                statistics.add_usage(reply)
 
 
 def _advice(error: InvalidRequest | RemoteError) -> str:
@@ -170,13 +170,13 @@ def _advice(error: InvalidRequest | RemoteError) -> str:
 
 
 @attrs.define(eq=False)
-class _Account:
-    """Text and pace of a reply so far. Times are seconds on trio's clock."""
+class _ReplyStatistics:
+    """The text and the rate of a reply so far. Times are seconds on trio's clock."""
 
-    asked: float
+    sent: float
     text: str = ""
     reasons: bool = False
-    """True while reasoning is being written."""
+    """True while reasoning is shown."""
     _finish_reason: str | None = None
     _first: float = 0.0
     _last: float = 0.0
@@ -185,7 +185,7 @@ class _Account:
     _num_context_tokens: int | None = None
 
     def add(self, piece: Piece, now: float) -> None:
-        """Add a piece that came at ``now``."""
+        """Add a piece received at ``now``."""
         self.text += piece.text
         self.reasons = bool(piece.reasoning) or (self.reasons and not piece.text)
         self._finish_reason = piece.finish_reason
@@ -195,8 +195,8 @@ class _Account:
             self._last = now
             self._num_tokens += piece.num_tokens
 
-    def settle(self, reply: ChatReply) -> None:
-        """Take the token counts of ``reply``, which has ended."""
+    def add_usage(self, reply: ChatReply) -> None:
+        """Add the token counts of ``reply`` at its end."""
         self._num_tokens = reply.num_tokens or self._num_tokens
         self._num_context_tokens = reply.num_context_tokens
 
@@ -207,7 +207,7 @@ class _Account:
         if seconds > 0:
             facts.append(f"{(self._num_tokens - self._num_first) / seconds:.1f} tokens/s")
         if self._num_tokens:
-            facts.append(f"first after {self._first - self.asked:.2f} s")
+            facts.append(f"first after {self._first - self.sent:.2f} s")
         if self._num_context_tokens is not None:
             limit = "" if max_model_len is None else f" of {max_model_len:,}"
             facts.append(f"context {self._num_context_tokens:,}{limit}")

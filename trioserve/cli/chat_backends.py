@@ -30,17 +30,17 @@ Messages = Sequence[dict[str, Any]]
 
 @attrs.frozen(kw_only=True)
 class Piece:
-    """Part of a reply. A server sends its token count at the end, so an event counts as one."""
+    """A part of a reply. A server's event counts as one token until the server sends its count."""
 
     text: str = ""
     reasoning: str = ""
-    """The model's reasoning, where the server sends it apart from the reply."""
+    """Reasoning that the server sends apart from the reply."""
     num_tokens: int = 0
     finish_reason: str | None = None
 
 
 class ChatReply(Protocol):
-    """Reply in progress: an async iterator of pieces."""
+    """A reply in progress, an async iterator of pieces."""
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
@@ -48,32 +48,32 @@ class ChatReply(Protocol):
 
     @property
     def num_tokens(self) -> int | None:
-        """The reply's tokens, where the back end counts them; None to count those of the pieces."""
+        """Number of the reply's tokens; None if the back end doesn't count them."""
 
     @property
     def num_context_tokens(self) -> int | None:
-        """Tokens of the conversation with the reply; None where unknown."""
+        """Number of tokens of the conversation and the reply; None if unknown."""
 
 
 class ChatBackend(Protocol):
-    """A model that can be chatted with."""
+    """A chat model, in this process or on a server."""
 
     @property
     def name(self) -> str:
-        """The model's name."""
+        """Name of the model."""
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest conversation in tokens; None where unknown."""
+        """Longest conversation in tokens; None if unknown."""
 
     def reply(
         self, messages: Messages, fields: Mapping[str, Any]
     ) -> contextlib.AbstractAsyncContextManager[ChatReply]:
-        """Open the reply to ``messages``, sampled by ``fields``; leaving the context stops it.
+        """Open a reply to ``messages``, sampled by ``fields``. Leaving the block stops it.
 
         Raises:
-            InvalidRequest: an engine refuses it.
-            RemoteError: a server refuses it, or the connection is lost.
+            InvalidRequest: An engine refuses the request.
+            RemoteError: A server refuses the request, or the connection is lost.
         """
 
 
@@ -122,31 +122,31 @@ class _EngineReply:
         return self._stream.usage.total_tokens
 
 
-class _Card(msgspec.Struct):
+class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
 
 
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
 
 
 async def find_server(remote: Remote, base_path: str, model: str | None) -> ServerChatBackend:
-    """Return the server's model of that name, or its first.
+    """Return the back end for the server's model of that name, or for its first model.
 
     Raises:
-        RemoteError: the server can't be reached, or has no such model.
+        RemoteError: The server can't be reached, or has no such model.
     """
     answer = await remote.get(f"{base_path}/models")
     remote.check(answer)
     try:
-        cards = msgspec.json.decode(answer.body, type=_Cards).data
+        models = msgspec.json.decode(answer.body, type=_ModelList).data
     except DECODING_ERRORS as error:
         raise RemoteError(f"{remote.url} gives no list of models: {error}") from error
-    for card in cards:
-        if model in (None, card.id):
-            return ServerChatBackend(remote, base_path, card.id, card.max_model_len)
-    names = ", ".join(card.id for card in cards) or "none"
+    for each in models:
+        if model in (None, each.id):
+            return ServerChatBackend(remote, base_path, each.id, each.max_model_len)
+    names = ", ".join(each.id for each in models) or "none"
     raise RemoteError(
         f"{remote.url} lists no models"
         if model is None
@@ -191,14 +191,14 @@ class _ServerReply:
             if event.data == b"[DONE]":
                 break
             try:
-                told = decode_event(event.data)
+                chunk = decode_event(event.data)
             except DECODING_ERRORS as error:
                 raise RemoteError(f"the server's reply isn't understood: {error}") from error
-            if told.error is not None:
-                raise RemoteError(error_text(told.error))
-            self._usage = told.usage or self._usage
-            if told.choices:
-                return _piece(told.choices[0])
+            if chunk.error is not None:
+                raise RemoteError(error_text(chunk.error))
+            self._usage = chunk.usage or self._usage
+            if chunk.choices:
+                return _piece(chunk.choices[0])
         raise StopAsyncIteration
 
     @property

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from trioserve.cli.equivalents import explained, told, without_foreign
+from trioserve.cli.equivalents import explanation, ignored_text, without_unknown
 from trioserve.cli.help import ALL, Formatter, Topic, close_names, plain_name
 from trioserve.config.options import Option, OptionGroup, environment_name
 
 _MOST_OPTIONS = 30
-"""Most options that ``--help`` shows at once; of more, it shows the common ones."""
+"""Most options in a ``--help``; with more, it shows the common ones."""
 _MORE = (
     "These are the options of everyday use. --help=all shows all {number}, and --help=NAME one of "
     "them in full, with its page of the documentation."
@@ -23,17 +23,17 @@ class CommandParser(argparse.ArgumentParser):
     """Parser of one command, with one-line errors and a short ``--help``.
 
     Args:
-        page: the section of the docs about the command.
-        more: arguments of :class:`argparse.ArgumentParser`.
+        page: Section of the docs about the command.
+        more: Arguments of :class:`argparse.ArgumentParser`.
     """
 
     def __init__(self, *, page: str = "", **more: Any) -> None:
         super().__init__(**more, allow_abbrev=False, formatter_class=Formatter)
         self.page = page
         self.options: dict[str, Option] = {}
-        """Options among the arguments, by name."""
+        """Options by name."""
         self.pages: dict[str, str] = {}
-        """Sections of the docs about the options, by name."""
+        """Sections of the docs about the options, by option name."""
         self.variables: set[str] = set()
         """Names of the arguments that have an environment variable."""
 
@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{end} {self.prog} --help\n")
 
     def format_help(self, *, everything: bool = False) -> str:
-        """Return the help; ``everything`` is false to leave out rare options of a long list."""
+        """Return the help. Unless ``everything``, a long list leaves out rare options."""
         leaves_out = len(self.options) > _MOST_OPTIONS and not everything
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
@@ -91,15 +91,15 @@ class CommandParser(argparse.ArgumentParser):
             page=self.pages.get(name, self.page),
         )
 
-    def without_foreign(self, arguments: Sequence[str], *, has_tables: bool) -> list[str]:
-        """Return the arguments without options that have no effect; exit if others are unknown."""
+    def without_unknown(self, arguments: Sequence[str], *, has_tables: bool) -> list[str]:
+        """Return the arguments without ignored options; exit with an error for unknown ones."""
         flags = [flag for action in self._actions for flag in action.option_strings]
-        left, foreign = without_foreign(arguments, flags, has_tables=has_tables)
-        unknown = [each for each in foreign if not each.is_taken]
-        if unknown:
-            self.error(explained(unknown, flags, has_tables=has_tables))
-        for each in foreign:
-            print(f"{self.prog}: {told(each)}", file=sys.stderr)
+        left, found = without_unknown(arguments, flags, has_tables=has_tables)
+        refused = [each for each in found if not each.is_ignored]
+        if refused:
+            self.error(explanation(refused, flags, has_tables=has_tables))
+        for each in found:
+            print(f"{self.prog}: {ignored_text(each)}", file=sys.stderr)
         return left
 
     def add_options(
@@ -113,10 +113,10 @@ class CommandParser(argparse.ArgumentParser):
         """Add the flags of ``options`` by group.
 
         Args:
-            options: the options, in the order in which help shows those of a group.
-            groups: the groups by name, in the order of help.
-            lists: let a repeatable option take several values at once, too.
-            variables: name each option's environment variable in its help.
+            options: The options, in the order of help within a group.
+            groups: The groups by name, in the order of help.
+            lists: True if a repeatable option may also take several values at once.
+            variables: True to name each option's environment variable in its help.
         """
         every = list(options)
         for name, group in groups.items():
@@ -134,7 +134,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def _add_option(group: argparse._ArgumentGroup, option: Option, *, lists: bool = False) -> None:
     """Add the flag of ``option``; with ``lists`` a repeatable one takes several values at once."""
-    # Values are converted later, together with those of variables, for the same errors.
+    # Values are converted later, like those of variables, so that errors are the same.
     default = f" (default: {option.default_text})" if option.default_text is not None else ""
     common: dict[str, Any] = {
         "dest": option.name,

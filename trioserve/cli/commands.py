@@ -1,11 +1,11 @@
 """The commands: each checks its options, then runs an engine, a server or a report.
 
-Logging is set up here, and signal handlers by ``serve``, ``top`` and, at a terminal, ``chat``
-alone: a program that uses trioserve as a library keeps its own.
+Only here is logging set up, and only ``serve``, ``top`` and, at a terminal, ``chat`` set signal
+handlers. A program that uses trioserve as a library keeps its own.
 
-Exit codes: 0 for success, a drained server included; 1 for a failure; 2 for a wrong option; 3 for a
-server that drained but cut requests off; 128 plus the signal's number for a command that a signal
-ended at once.
+Exit codes: 0 for success, such as a drained server; 1 for a failure; 2 for a wrong option; 3 for a
+server that drained but cut requests off; 128 plus the signal's number if a signal ended the command
+at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trioserve.cli.parser import parse
 from trioserve.cli.usage import UsageError
 from trioserve.config import EngineConfig
 from trioserve.protocol.errors import TrioserveError
-from trioserve.protocol.gc_tuning import importing
+from trioserve.protocol.gc_tuning import without_gc
 from trioserve.protocol.log_output import escaped
 from trioserve.protocol.sampling import SamplingParams
 
@@ -44,20 +44,19 @@ if TYPE_CHECKING:
     from trioserve.cli.remote_options import RemoteOptions
     from trioserve.engine.engine import Engine
 
-# Each command imports what it alone needs (trio, the server, rich), so that --help and a wrong
-# option are answered at once.
+# Commands import what only they need (trio, the server, rich), so that --help and the error of a
+# wrong option are fast.
 
 _KEPT = "\n\t"
 
 
 def run() -> None:
-    """Run the ``trioserve`` command; a crash of the interpreter prints its threads."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # there may be no stderr
+    """Run the ``trioserve`` command. A crash of the interpreter prints all threads."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # There may be no stderr.
         faulthandler.enable()
     code = main()
     if code > 128:
-        # A signal ended it. Python would wait for abandoned threads, such as one that downloads
-        # from the Hub.
+        # A signal ended the command. Python would wait for abandoned threads, such as a download.
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -99,10 +98,9 @@ def _run_command(arguments: argparse.Namespace) -> int:
 def _serve(arguments: dict[str, Any]) -> int:
     config = server_config(arguments, os.environ)
     mock = mock_steps(arguments)
-    # Without a handler, a request for a task dump during the imports, which take a second or two,
-    # would end the process.
+    # Without a handler, the signal for a task dump would end the process during the imports.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    with importing():
+    with without_gc():
         import trio
 
         from trioserve.cli.serve import run_server
@@ -174,7 +172,7 @@ def _with_engine(config: EngineConfig, use: Callable[[Engine], Awaitable[None]])
 
 
 def _read_prompt(given: str | None) -> str:
-    """Return the prompt from the command line, or all of stdin less one line end."""
+    """Return the prompt from the command line, or all of stdin without its last line end."""
     if given is None:
         if sys.stdin.isatty():
             raise UsageError("give a PROMPT, or pipe one in")

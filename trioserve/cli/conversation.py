@@ -39,22 +39,22 @@ class ChatConversation:
     system: str | None = None
     fields: Mapping[str, Any] = attrs.field(factory=dict)
     messages: list[dict[str, Any]] = attrs.field(factory=list)
-    """Messages and replies in turn, without messages that got no reply."""
+    """Messages and replies, alternating; messages without a reply are left out."""
 
-    def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return ``messages`` with the system message before them."""
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``messages`` after the system message, if there is one."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *messages]
 
     def command(self, line: str) -> str:
-        """Run ``line``, a command with its slash, and return a line about its result."""
+        """Run the command in ``line``, which begins with a slash, and return its result."""
         name, _, argument = line.strip().partition(" ")
         commands: dict[str, Callable[[str], str]] = {
             "/clear": self._clear,
             "/help": lambda _: HELP,
             "/save": self._save,
             "/set": self._set,
-            "/system": self._tell,
+            "/system": self._set_system,
         }
         if name not in commands:
             return f"There is no command {name}; /help lists them."
@@ -64,7 +64,7 @@ class ChatConversation:
         self.messages.clear()
         return "The conversation is cleared."
 
-    def _tell(self, text: str) -> str:
+    def _set_system(self, text: str) -> str:
         self.system = text or None
         return "The system message is set." if text else "The system message is removed."
 
@@ -74,7 +74,7 @@ class ChatConversation:
         path = Path(name).expanduser()
         try:
             with open(path, "x", encoding="utf-8") as file:
-                json.dump(self.told(self.messages), file, ensure_ascii=False, indent=2)
+                json.dump(self.with_system(self.messages), file, ensure_ascii=False, indent=2)
                 file.write("\n")
         except OSError as error:
             return f"{path} can't be written: {error.strerror or error}."

@@ -1,6 +1,6 @@
 """``trioserve doctor``: report what this machine has, what is missing, and how to get it.
 
-This module imports only what the command line needs, so that it runs in a broken installation.
+This module imports only what the command line needs, so it runs in a broken installation.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Fact:
     name: str
     value: str
     state: str = "ok"
-    """State: ``ok``, ``optional`` (absent but not always needed) or ``missing`` (needed)."""
+    """``ok``, ``optional`` (absent and not always needed) or ``missing`` (needed)."""
     advice: str = ""
-    """Advice on how to get it, where the state isn't ``ok``."""
+    """Instructions to get it, if the state isn't ``ok``."""
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class DoctorReport:
 
 
 def examine() -> DoctorReport:
-    """Examine the machine, also from a short-lived worker process, which imports torch."""
+    """Examine the machine, partly in a short-lived worker process that imports torch."""
     looks: dict[str, Callable[[], Iterator[Fact]]] = {
         "Machine": lambda: machine_facts(Machine()),
         "Packages": lambda: package_facts(requirements()),
@@ -112,12 +112,14 @@ def machine_facts(machine: Machine) -> Iterator[Fact]:
 
 
 def _compiler_facts(machine: Machine) -> Iterator[Fact]:
-    """Yield the needs of a CPU's compiled kernels: instructions and a compiler."""
+    """Yield the requirements of the CPU kernels: instruction sets and a compiler."""
     obstacle = machine.obstacle_to_kernels()
     compiler = compiler_version()
     if obstacle is not None:
         advice = "torch computes in their place, and needs no compiler"
         yield Fact("CPU kernels", f"none: {obstacle}", "optional", advice)
+    if obstacle is None and compiler is not None:
+        yield Fact("CPU kernels", machine.kernel_isa())
     if compiler is not None:
         yield Fact("C++ compiler", compiler)
     elif obstacle is None:
@@ -130,7 +132,7 @@ def requirements() -> list[str]:
     try:
         stated = importlib.metadata.requires("trioserve") or []
     except importlib.metadata.PackageNotFoundError:
-        project = _ROOT / "pyproject.toml"  # a source checkout that isn't installed
+        project = _ROOT / "pyproject.toml"  # A source checkout that isn't installed.
         if not project.exists():
             return []
         stated = tomllib.loads(project.read_text())["project"]["dependencies"]
@@ -138,7 +140,7 @@ def requirements() -> list[str]:
 
 
 def package_facts(stated: list[str]) -> Iterator[Fact]:
-    """Yield for each requirement the installed version and whether it satisfies."""
+    """Yield the installed version of each requirement, and if it is sufficient."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -172,7 +174,7 @@ def _version(distribution: str) -> str | None:
 
 
 def worker_facts(command: list[str]) -> Iterator[Fact]:
-    """Yield the worker's report, as ``command`` prints it."""
+    """Yield the facts that the worker's ``command`` prints."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])
     try:
@@ -225,7 +227,7 @@ def model_facts() -> Iterator[Fact]:
         else:
             yield Fact(name, f"{path} ({path.stat().st_size / 2**20:.0f} MiB)")
     if importlib.util.find_spec("huggingface_hub") is None:
-        return  # the packages report that
+        return  # The packages report that.
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)

@@ -1,6 +1,6 @@
 """Options of other servers on a command line, by the tables of docs/from-*.md.
 
-An option without effect here is taken out of the command line. Any other one is explained.
+An option without effect here is ignored. For any other one, an error names the equivalent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import attrs
 from trioserve.config.options import closest
 
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "llama-cpp": "llama.cpp"}
-"""Names of the servers, by the names of their tables."""
+"""Names of the servers, by their tables' names."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _SWITCHED_ON = ("on", "auto")
@@ -27,14 +27,14 @@ _WHY_NOT = re.compile(r"not (?:needed|there)(?: yet)?(?:, with intent)?(?:[:;] )
 
 @attrs.frozen(kw_only=True)
 class Equivalent:
-    """Row of a table: options of another server, and their equivalent here."""
+    """A row of a table: options of another server, and their equivalent here."""
 
     server: str
     flags: tuple[str, ...]
     here: str
-    """The equivalent, in Markdown."""
+    """The equivalent in Markdown."""
     accepts: str | list[str] = ""
-    """Values with which the options have no effect here; see the data file."""
+    """Values with which the options are ignored; see equivalents.toml."""
 
     def text_for(self, flag: str) -> str:
         """Return the equivalent of ``flag`` as plain text."""
@@ -48,13 +48,13 @@ class Equivalent:
 
 
 @attrs.frozen
-class Foreign:
-    """Option on a command line that its command doesn't have."""
+class UnknownOption:
+    """An option on a command line that the command doesn't have."""
 
     flag: str
     values: tuple[str, ...] = ()
-    is_taken: bool = False
-    """True for an option without effect, which the command ignores."""
+    is_ignored: bool = False
+    """True if the option has no effect here, so the command ignores it."""
 
     def __str__(self) -> str:
         return " ".join((self.flag, *self.values))
@@ -76,18 +76,18 @@ def equivalents() -> tuple[Equivalent, ...]:
     )
 
 
-def without_foreign(
+def without_unknown(
     arguments: Sequence[str], own: Collection[str], *, has_tables: bool
-) -> tuple[list[str], list[Foreign]]:
-    """Return the command line without options that have no effect, and all foreign options.
+) -> tuple[list[str], list[UnknownOption]]:
+    """Return the command line without unknown options, and the unknown options.
 
     Args:
-        arguments: the words behind the command's name.
-        own: the command's options.
-        has_tables: whether options of other servers may be among them.
+        arguments: The words after the command's name.
+        own: The command's options.
+        has_tables: True if options of other servers may be among them.
     """
     left: list[str] = []
-    found: list[Foreign] = []
+    found: list[UnknownOption] = []
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -97,27 +97,29 @@ def without_foreign(
         if not _is_flag(word) or word.partition("=")[0] in own:
             left.append(word)
             continue
-        found.append(_foreign(word, words) if has_tables else Foreign(word.partition("=")[0]))
+        found.append(
+            _unknown_option(word, words) if has_tables else UnknownOption(word.partition("=")[0])
+        )
     return left, found
 
 
-def told(foreign: Foreign) -> str:
-    """Return a line that says why an option has no effect."""
-    row = next(_rows(foreign.flag))
-    reason = _WHY_NOT.sub("", row.text_for(foreign.flag).removeprefix("use "), count=1)
-    return f"{foreign} changes nothing here" + (f": {reason}" if reason else "")
+def ignored_text(unknown: UnknownOption) -> str:
+    """Return a line that says why an option is ignored."""
+    row = next(_rows(unknown.flag))
+    reason = _WHY_NOT.sub("", row.text_for(unknown.flag).removeprefix("use "), count=1)
+    return f"{unknown} changes nothing here" + (f": {reason}" if reason else "")
 
 
-def explained(foreign: Sequence[Foreign], own: Collection[str], *, has_tables: bool) -> str:
-    """Return the equivalents of these options, in one line each if there are several.
+def explanation(unknown: Sequence[UnknownOption], own: Collection[str], *, has_tables: bool) -> str:
+    """Return the equivalents of unknown options, in one line each if there are several.
 
-    If several tables have an option, the one with the most of these options counts. Without
+    If several tables have an option, the table with the most of these options is used. Without
     tables, only options of the command with a similar name are suggested.
     """
-    rows = [list(_rows(each.flag)) if has_tables else [] for each in foreign]
+    rows = [list(_rows(each.flag)) if has_tables else [] for each in unknown]
     counts = Counter(server for each in rows for server in {row.server for row in each})
     lines = []
-    for each, candidates in zip(foreign, rows, strict=True):
+    for each, candidates in zip(unknown, rows, strict=True):
         row = max(candidates, key=lambda row: counts[row.server], default=None)
         lines.append(_explained(each, row, own))
     if len(lines) == 1:
@@ -125,21 +127,21 @@ def explained(foreign: Sequence[Foreign], own: Collection[str], *, has_tables: b
     return "".join([f"{len(lines)} options are unknown", *(f"\n  {line}" for line in lines), "\n"])
 
 
-def _explained(foreign: Foreign, row: Equivalent | None, own: Collection[str]) -> str:
+def _explained(unknown: UnknownOption, row: Equivalent | None, own: Collection[str]) -> str:
     if row is not None:
-        return f"{foreign} ({SERVERS[row.server]}): {row.text_for(_known(foreign.flag))}"
-    meant = closest(foreign.flag, own)
-    return foreign.flag + (f"; did you mean {meant}?" if meant else "")
+        return f"{unknown} ({SERVERS[row.server]}): {row.text_for(_known(unknown.flag))}"
+    meant = closest(unknown.flag, own)
+    return unknown.flag + (f"; did you mean {meant}?" if meant else "")
 
 
 def _is_flag(word: str) -> bool:
-    """Return whether argparse takes ``word`` for an option."""
+    """Return True if argparse parses ``word`` as an option."""
     name = word.partition("=")[0]
     return name.startswith("-") and len(name) > 1 and " " not in name and not _NUMBER.match(name)
 
 
 def _known(flag: str) -> str:
-    """Return the flag as tables spell it: with dashes, and without what follows a dot."""
+    """Return the flag as in the tables: with dashes, without the part after a dot."""
     return flag.partition(".")[0].replace("_", "-") if flag.startswith("--") else flag
 
 
@@ -148,13 +150,13 @@ def _rows(flag: str) -> Iterator[Equivalent]:
     return (row for row in equivalents() if known in row.flags)
 
 
-def _foreign(word: str, rest: list[str]) -> Foreign:
-    """Return the option ``word`` with its values, which are taken from ``rest``."""
+def _unknown_option(word: str, rest: list[str]) -> UnknownOption:
+    """Return the option ``word``; its values are removed from ``rest``."""
     flag, has_value, value = word.partition("=")
     row = next(_rows(flag), None)
     accepts = row.accepts if row is not None else ""
     values = (value,) if has_value else tuple(_values(accepts, rest))
-    return Foreign(flag, values, _changes_nothing(accepts, values))
+    return UnknownOption(flag, values, _changes_nothing(accepts, values))
 
 
 def _changes_nothing(accepts: str | list[str], values: Sequence[str]) -> bool:
@@ -173,7 +175,7 @@ def _changes_nothing(accepts: str | list[str], values: Sequence[str]) -> bool:
 
 
 def _values(accepts: str | list[str], rest: list[str]) -> Iterator[str]:
-    """Yield an option's values, taken from the words behind it."""
+    """Yield an option's values, and remove them from ``rest``, the words after it."""
     most = {"": 0, "flag": 0, "values": len(rest)}.get(str(accepts), 1)
     while most and rest and not _is_flag(rest[0]) and rest[0] != "--":
         if accepts == "optional" and rest[0] not in (*_SWITCHED_ON, "off"):

@@ -1,6 +1,6 @@
-"""Options from parsed arguments and environment variables, checked.
+"""Checked options from parsed arguments and environment variables.
 
-A flag wins over its variable, and the variable over the default.
+A flag wins over its variable, and a variable over the default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
     """Return the engine's options from flags and variables.
 
     Raises:
-        UsageError: a value isn't allowed.
+        UsageError: A value isn't allowed.
     """
     variable = environment.get(environment_name("model"))
     model = arguments.get("model") or variable or DEFAULT_MODEL
@@ -45,7 +45,7 @@ def server_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
     """Return the server's options, with the engine's, from flags and variables.
 
     Raises:
-        UsageError: a value isn't allowed.
+        UsageError: A value isn't allowed.
     """
     engine = engine_config(arguments, environment)
     return _config(ServerConfig, arguments, environment, engine=engine)
@@ -55,7 +55,7 @@ def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
     """Return the options of a measurement from flags.
 
     Raises:
-        UsageError: a value isn't allowed.
+        UsageError: A value isn't allowed.
     """
     options = list(options_of(BenchOptions))
     given = arguments.get("url")
@@ -78,7 +78,7 @@ def top_options(arguments: Mapping[str, Any]) -> TopOptions:
     """Return the options of ``top`` from flags.
 
     Raises:
-        UsageError: a value isn't allowed.
+        UsageError: A value isn't allowed.
     """
     options = list(options_of(TopOptions))
     try:
@@ -93,7 +93,7 @@ def chat_server(arguments: Mapping[str, Any]) -> RemoteOptions | None:
     """Return the server that ``chat`` talks to; None for a model that is loaded here.
 
     Raises:
-        UsageError: a flag is for a server without ``--url``, or for an engine with it.
+        UsageError: A server's flag is given without ``--url``, or an engine's flag with it.
     """
     if arguments["url"] is None:
         _refuse_flags(arguments, RemoteOptions, "needs --url")
@@ -109,10 +109,10 @@ def _refuse_flags(arguments: Mapping[str, Any], cls: type[attrs.AttrsInstance], 
 
 
 def embedded_config(options: BenchOptions, environment: Mapping[str, str]) -> EngineConfig | None:
-    """Return the engine that ``--embedded`` and ``--engine-option`` ask for; None without.
+    """Return the engine's options for ``--embedded``; None without this flag.
 
     Raises:
-        UsageError: there is no such option, or its value isn't allowed.
+        UsageError: An ``--engine-option`` doesn't exist, or its value isn't allowed.
     """
     if options.embedded is None:
         return None
@@ -143,7 +143,7 @@ def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of SamplingParams that flags set, checked.
 
     Raises:
-        UsageError: a value isn't allowed.
+        UsageError: A value isn't allowed.
     """
     try:
         fields = _from_flags(SAMPLING_OPTIONS, arguments)
@@ -154,7 +154,7 @@ def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_variable_lines(environment: Mapping[str, str]) -> list[str]:
-    """Return a warning for each variable that is named like an option but isn't one."""
+    """Return a warning for each variable with the prefix of options that isn't an option."""
     known = [option.name for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
     return [
         f"{name} is no option" + (f"; did you mean {meant}?" if meant else "")
@@ -190,9 +190,9 @@ def _from_flags(options: Iterable[Option], arguments: Mapping[str, Any]) -> dict
 def _as_written(
     error: InvalidRequest, arguments: Container[str], options: Iterable[Option]
 ) -> UsageError:
-    """Return the error with the option's name as the user wrote it: a flag or a variable.
+    """Return the error with the option's name as it was given: a flag or a variable.
 
-    ``arguments`` holds the names of the options that were given as flags.
+    ``arguments`` has the names of the options that were given as flags.
     """
     message = str(error)
     for option in options:

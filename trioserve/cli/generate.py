@@ -19,7 +19,7 @@ async def generate(
     *,
     terminal: Terminal | None = None,
 ) -> None:
-    """Stream the continuation of ``prompt`` to stdout, with a line end at its end."""
+    """Stream the continuation of ``prompt`` to stdout, followed by a line end."""
     terminal = terminal or Terminal.standard()
     last = ""
     async with engine.generate(prompt, params) as stream:

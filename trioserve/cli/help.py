@@ -13,7 +13,7 @@ import attrs
 from trioserve.config.options import PREFIX, Option
 
 ALL = "all"
-"""NAME that stands for every option."""
+"""NAME for all options."""
 
 _FLAG = "--help="
 _MOST_CLOSE = 5
@@ -35,7 +35,7 @@ def plain_name(text: str) -> str:
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the flags in ``known`` that ``name`` is a part of or is spelled like."""
+    """Return the flags in ``known`` that contain ``name`` or have a similar name."""
     import difflib  # used for a wrong name alone
 
     flags = {plain_name(flag): flag for flag in known}
@@ -46,11 +46,11 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 class Formatter(argparse.HelpFormatter):
-    """argparse's formatter, but it wraps every long line, and never within a flag."""
+    """A formatter like argparse's that wraps every long line, but never within a flag."""
 
     @property
     def width(self) -> int:
-        """Columns of a line."""
+        """Number of columns of a line."""
         return self._width
 
     def start_section(self, heading: str | None) -> None:
@@ -82,15 +82,15 @@ class Formatter(argparse.HelpFormatter):
 
 @attrs.frozen(kw_only=True)
 class Topic:
-    """One argument of a command, as ``--help=NAME`` shows it."""
+    """One argument of a command in ``--help=NAME``."""
 
     action: argparse.Action
     option: Option | None
-    """None for an argument that isn't an option, such as MODEL."""
+    """The option; None for other arguments, such as MODEL."""
     variable: str | None
-    """Its environment variable, if it has one."""
+    """Its environment variable; None if it has none."""
     page: str
-    """A section of the docs; see ``Option.page``."""
+    """Section of the docs; see ``Option.page``."""
 
     @property
     def names(self) -> set[str]:

@@ -1,6 +1,6 @@
-"""The history of a chat's prompt: a file that outlives the chat, for the arrow keys.
+"""The input history of chats, in a file.
 
-Each line is one message as JSON, since a message may have line breaks. readline's own format can't
+Each line is one message as JSON, because a message may have line breaks. readline's format can't
 hold them, and its two implementations don't read each other's files.
 """
 
@@ -16,19 +16,19 @@ import attrs
 
 MAX_ENTRIES = 1000
 MAX_CHARACTERS = 10_000
-"""Characters of the longest message that is kept. Longer ones are usually pasted."""
+"""Most characters of a message that is kept. Longer ones are usually pasted."""
 
 
 def history_path(given: str | None, environment: Mapping[str, str]) -> Path | None:
-    """Return the history's file: ``given``, else ``$TRIOSERVE_HISTORY``, else the user's default.
+    """Return the path ``given``, else ``$TRIOSERVE_HISTORY``, else the user's default.
 
-    None for the word ``off``, or without a home folder.
+    The result is None for the word ``off``, or without a home folder.
     """
     named = given or environment.get("TRIOSERVE_HISTORY")
     if named:
         return None if named == "off" else Path(named)
     state = environment.get("XDG_STATE_HOME", "")
-    if os.path.isabs(state):  # the XDG standard ignores relative paths
+    if os.path.isabs(state):  # The XDG standard ignores relative paths.
         return Path(state) / "trioserve" / "chat_history"
     with contextlib.suppress(RuntimeError):
         return Path.home() / ".local" / "state" / "trioserve" / "chat_history"
@@ -37,7 +37,7 @@ def history_path(given: str | None, environment: Mapping[str, str]) -> Path | No
 
 @attrs.define(eq=False)
 class History:
-    """The file at ``path``, which only its owner may read; None keeps nothing.
+    """The history in the file ``path``, which only its owner may read; None for no history.
 
     A line that can't be written is dropped, and the chat goes on.
     """
@@ -45,7 +45,7 @@ class History:
     path: Path | None
 
     def read(self) -> list[str]:
-        """Return the newest ``MAX_ENTRIES``, oldest first, and shorten a file of twice as many."""
+        """Return the newest ``MAX_ENTRIES``, oldest first. A file of twice as many is shortened."""
         if self.path is None:
             return []
         try:
@@ -58,7 +58,7 @@ class History:
         return [entry for entry in entries if entry is not None]
 
     def append(self, entry: str) -> None:
-        """Keep ``entry``, unless it is very long."""
+        """Append ``entry``, unless it is longer than ``MAX_CHARACTERS``."""
         if self.path is None or len(entry) > MAX_CHARACTERS:
             return
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Progress of loading a model: bars on a terminal, log lines anywhere else."""
+"""The progress of loading a model: bars on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trioserve.protocol import wire
 _log = get_logger("trioserve.cli.loading")
 
 EVERY = 5.0
-"""Seconds between two log lines about one stage."""
+"""Seconds between two log lines of one stage."""
 _TITLES = {"kernels": "compiling kernels, once on this machine", "weights": "reading weights"}
 
 
 @attrs.define(eq=False)
 class LoadingReport:
-    """The ``on_progress`` of an engine. A context manager; leaving it removes the bars.
+    """The ``on_progress`` of an engine, and a context manager. Leaving it removes the bars.
 
     Later progress, from a restarted worker, is logged.
     """
@@ -61,13 +61,13 @@ class LoadingReport:
         if progress.stage not in self._tasks:
             title = _TITLES.get(progress.stage, progress.stage)
             self._tasks[progress.stage] = self._bars.add_task(title)
-        # A total of 0 means that the stage's length is unknown: its bar only pulses.
+        # With a total of 0, the stage's length is unknown, and its bar only pulses.
         self._bars.update(
             self._tasks[progress.stage], completed=progress.done, total=progress.total or None
         )
 
     def _log_line(self, progress: wire.LoadingProgress) -> None:
-        """Log the beginning of a stage, and its progress every few seconds."""
+        """Log the start of a stage, and its progress every ``EVERY`` seconds."""
         now = time.monotonic()
         if progress.stage != self._stage:
             _log.info("loading", stage=progress.stage)

@@ -1,8 +1,8 @@
 """The flag ``--mock-worker``: a worker that computes nothing, to measure everything else.
 
-Its value says how long a step takes: ``10ms``; ``50000/s`` for so many tokens a second, those of
-prompts included; or both, ``10ms,50000/s``, for a step that takes 10 ms and 20 µs more for each of
-its tokens. ``0`` is as fast as it goes.
+Its value is the duration of a step: ``10ms``; or ``50000/s``, a number of tokens per second, with
+those of prompts; or both. With ``10ms,50000/s`` a step takes 10 ms, and 20 µs more per token. ``0``
+is as fast as possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = r"(\d+(?:\.\d+)?)"
 _TIME = re.compile(_NUMBER + r"(us|ms|s)|0")
 _RATE = re.compile(_NUMBER + r"/s")
 _LONGEST = 3600.0
-"""Longest step in seconds. The watchdog would take a longer one for a hung worker."""
+"""Longest step in seconds. In a longer one the worker would count as hung."""
 
 
 MOCK_OPTION = Option(
@@ -41,10 +41,10 @@ MOCK_GROUPS = {
 
 
 def mock_steps(arguments: Mapping[str, Any]) -> MockSteps | None:
-    """Return the step times that the flag gives; None without it.
+    """Return the step times of the flag; None without it.
 
     Raises:
-        UsageError: its value isn't a time, a rate or both.
+        UsageError: The value isn't a time, a rate or both.
     """
     text = arguments.get("mock_worker")
     if text is None:

@@ -19,8 +19,8 @@ def writing() -> Iterator[None]:
     """Turn an error in writing to stdout into an ``OutputError``.
 
     Raises:
-        OutputError: stdout can't be written to.
-        BrokenPipeError: the pipe's reader has gone, which isn't a failure of the command.
+        OutputError: stdout can't be written.
+        BrokenPipeError: The pipe's reader is gone, which isn't a failure of the command.
     """
     try:
         yield
@@ -31,5 +31,5 @@ def writing() -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Redirect stdout to nowhere, so that Python's last flush doesn't report the error again."""
+    """Redirect stdout to /dev/null, so that Python's last flush doesn't repeat the error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

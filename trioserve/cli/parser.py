@@ -1,6 +1,6 @@
 """The command line's grammar: the commands and their flags.
 
-The flags are made from :mod:`trioserve.config` and its like, so an option is defined once.
+The flags are made from the classes of options, so each option is defined once.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ SAMPLING_OPTIONS = (
     _sampling_option("stop", str, "end before this text; may be given again", repeatable=True),
     _sampling_option("ignore_eos", bool, "go on past the model's end of text"),
 )
-"""Fields of SamplingParams that are flags; without a flag the model's own default holds."""
+"""Fields of SamplingParams that are flags. Without a flag, the model's default holds."""
 
 
 _SAMPLING_GROUPS = {
     "sampling": OptionGroup("Sampling (defaults: the model's own)", "terminal#Talk to a model")
 }
 _Add: TypeAlias = Callable[..., CommandParser]
-"""Adds a command: its name, its help, its usage, and keywords of :class:`CommandParser`."""
+"""Function that adds a command: name, help, usage, and keywords of :class:`CommandParser`."""
 
 
 def _options(*classes: type[attrs.AttrsInstance]) -> Iterator[Option]:
@@ -86,7 +86,7 @@ def _options(*classes: type[attrs.AttrsInstance]) -> Iterator[Option]:
 
 
 def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
-    """Return the parser that lists the commands, and the commands' own by name."""
+    """Return the parser of the commands, and the parsers of single commands by name."""
     parser = CommandParser(
         prog="trioserve", description="Serve large language models, or use one here."
     )
@@ -224,7 +224,7 @@ def _doctor(add: _Add) -> CommandParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line; exit with code 2 and one line for a wrong one.
+    """Parse a command line. A wrong one exits with code 2 and a one-line error.
 
     The namespace holds ``command`` and the given options as text.
     """
@@ -236,12 +236,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if given[0] not in commands:
         parser.parse_args(given)
         parser.error(f"no command in {' '.join(given)!r}")
-    # Intermixed, so that MODEL and PROMPT may stand before, between and after the flags.
+    # Intermixed, so that MODEL and PROMPT may be anywhere between the flags.
     command = commands[given[0]]
     topic = topic_of(given[1:])
     if topic is not None:
         command.show_topic(topic)
-    words = command.without_foreign(given[1:], has_tables=given[0] in _COMMANDS_WITH_MODELS)
+    words = command.without_unknown(given[1:], has_tables=given[0] in _COMMANDS_WITH_MODELS)
     arguments, unknown = command.parse_known_intermixed_args(words)
     if unknown:
         command.error(f"unknown: {' '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""Connection to a server from a URL and a key on the command line."""
+"""The connection to a server whose URL and key are on the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def remote_of(options: RemoteOptions) -> tuple[Remote, Address]:
     """Return the server and its address.
 
     Raises:
-        UsageError: an option isn't allowed.
+        UsageError: An option isn't allowed.
     """
     address = address_of(options.url)
     context = certificates(address, options.ca_file, insecure=options.insecure)
@@ -34,14 +34,14 @@ def address_of(url: str, *, instead: str = "--api-key") -> Address:
     """Return the server's address; an error about a password in the URL suggests ``instead``.
 
     Raises:
-        UsageError: ``url`` names no server, or holds a password.
+        UsageError: ``url`` is invalid, or has a password.
     """
     try:
         address = parse_url(url)
     except ValueError as error:
         raise UsageError(f"URL: {error}") from error
     if "@" in urlsplit(url if "://" in url else f"//{url}").netloc:
-        # The URL is printed and written to results, which must hold no keys.
+        # The URL is printed and written to results, which must not have keys.
         raise UsageError(f"URL: a name and a password in it aren't sent: give {instead}")
     return address
 
@@ -50,7 +50,7 @@ def certificates(address: Address, ca_file: str | None, *, insecure: bool) -> ss
     """Return the TLS settings for the server's certificate; None without TLS.
 
     Raises:
-        UsageError: the file can't be used, or an option makes no sense without TLS.
+        UsageError: The file can't be used, or an option needs TLS.
     """
     if not address.tls:
         for flag, given in (("--ca-file", ca_file), ("--insecure", insecure)):
@@ -64,10 +64,10 @@ def certificates(address: Address, ca_file: str | None, *, insecure: bool) -> ss
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the header with ``api_key``, else with ``$OPENAI_API_KEY``; none without either.
+    """Return the header with ``api_key``, else with ``$OPENAI_API_KEY``; none without a key.
 
     Raises:
-        UsageError: the key can't be sent.
+        UsageError: The key can't be sent.
     """
     key = api_key or os.environ.get("OPENAI_API_KEY")
     if not key:

@@ -1,4 +1,4 @@
-"""The options of every command that connects to a server; imports nothing heavy."""
+"""The options of all commands that connect to a server. It imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trioserve.config.options import OptionGroup, option
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 REMOTE_GROUPS = {"target": OptionGroup("With --url", "terminal#Talk to a model")}
-"""The group of options in the help of ``chat``."""
+"""Group of options in the help of ``chat``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -16,7 +16,7 @@ class RemoteOptions:
     """Address of a server, its key and its certificates."""
 
     url: str = DEFAULT_URL
-    """The address, with or without ``/v1``."""
+    """URL, with or without ``/v1``."""
 
     api_key: str | None = option(
         None,

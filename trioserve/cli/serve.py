@@ -1,4 +1,4 @@
-"""``trioserve serve``: the server as a process, with its signals and its output."""
+"""``trioserve serve``: the server process, with its signals and its output."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _log = get_logger("trioserve.serve")
 
 @attrs.define(eq=False)
 class _Process:
-    """State of the server process for signals and the start. A ``trio.TaskStatus``."""
+    """The state of the server process, for signals. It is also the server's ``trio.TaskStatus``."""
 
     config: ServerConfig
     report: LoadingReport
-    settle: Callable[[], None]
-    """Called when the server listens, to freeze the objects that stay."""
+    freeze: Callable[[], None]
+    """Called when the server listens, to freeze long-lived objects for the garbage collector."""
     shutdown: trio.Event = attrs.field(factory=trio.Event)
     serving: bool = False
     exit_code: int = 0
@@ -44,16 +44,16 @@ class _Process:
     def started(self, value: Sequence[str] = ()) -> None:
         """Print the addresses that the server listens on."""
         self.serving = True
-        self.settle()
+        self.freeze()
         self.report.close()
         with writing():
             print(f"Serving {_model_name(self.config)} at {', '.join(value)}", flush=True)
-            # A program that reads a pipe expects only the line above.
+            # A program that reads the output expects only the line above.
             if sys.stdout.isatty():
                 print("\n".join(welcome(self.config, value[0])), flush=True)
 
     async def watch(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-        """Drain at the first signal; end at the second, or at one before the server listens."""
+        """Drain at the first signal. End at the second, or at one before the server listens."""
         async for number in signals:
             if self.shutdown.is_set() or not self.serving:
                 self.exit_code = 128 + number
@@ -69,7 +69,7 @@ class _Process:
 
 
 def _ending_signals() -> list[int]:
-    """Return the signals that end the server, SIGHUP among them unless ``nohup`` ignores it."""
+    """Return the signals that end the server; SIGHUP only if ``nohup`` doesn't ignore it."""
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals.append(signal.SIGHUP)
@@ -77,7 +77,7 @@ def _ending_signals() -> list[int]:
 
 
 def _model_name(config: ServerConfig) -> str:
-    """Return the first name that clients may use for the model."""
+    """Return the first name under which the model is served."""
     if config.served_model_name:
         return config.served_model_name[0]
     path = Path(config.engine.model)
@@ -91,11 +91,11 @@ async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -
     128 plus the signal's number if a signal ended the server at once.
 
     Args:
-        config: the engine's and the server's options.
-        mock: the step times of a mock worker; None for a real worker.
+        config: Options of the engine and the server.
+        mock: Step times of a mock worker; None for a real worker.
 
     Raises:
-        TrioserveError: the model can't be loaded, the address can't be used, the engine failed.
+        TrioserveError: The model can't be loaded, the address can't be used, or the engine failed.
     """
     raise_descriptor_limit()
     signals = trio.open_signal_receiver(*_ending_signals())
@@ -103,9 +103,9 @@ async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -
         LoadingReport() as report,
         signals as received,
         dumping_tasks(),
-        rare_collections() as settle,
+        rare_collections() as freeze,
     ):
-        process = _Process(config, report, settle)
+        process = _Process(config, report, freeze)
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -123,7 +123,7 @@ async def run_server(config: ServerConfig, mock: wire.MockSteps | None = None) -
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
-        # Raised outside of the except block, which would replace the error's own cause.
+        # Raised outside of the except block, which would replace the error's cause.
         if failure is not None:
             raise failure
     return process.exit_code

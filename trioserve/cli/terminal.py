@@ -1,8 +1,8 @@
-"""A terminal as ``trioserve chat`` and ``trioserve generate`` use it: lines in, text out.
+"""The terminal of ``trioserve chat`` and ``trioserve generate``: lines in, text out.
 
-A thread reads the lines, and the command may end while it waits for one. So it must hold no lock
-that the interpreter needs at its end: at a terminal it is in ``input``, and from a pipe it reads
-without a buffer.
+A thread reads the lines, and the command may end while it waits for one. So the thread must not
+hold a lock that the interpreter needs at exit: at a terminal it is in ``input``, and from a pipe it
+reads without a buffer.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _CONTROLS = dict.fromkeys(
     for code in [*range(32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
     if chr(code) not in "\n\t"
 )
-"""Control characters that a model could move the cursor with, ring the bell, change the title or
-reverse the order of characters. Other format characters belong to texts in some languages."""
+"""Control characters that could move the cursor, ring the bell, change the title or reverse the
+order of characters. Other format characters are part of texts in some languages."""
 _PLAIN_PASTE = "\x1b[?2004l"
-"""Turns bracketed paste off, which readline turns on at the prompt."""
+"""Sequence that turns bracketed paste off; readline turns it on at the prompt."""
 
 
 class Terminal:
-    """Lines from stdin, text to stdout, notes for the person to stderr.
+    """Lines from stdin, text to stdout, notes to stderr.
 
-    ``history`` keeps the lines of a terminal; lines from a pipe are never kept.
+    ``history`` keeps the lines of a terminal; lines from a pipe aren't kept.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Terminal:
         self._history = history or History(None)
         self._prompt = PROMPT
         self.interactive = stdin.isatty() and stdout.isatty()
-        """True for a terminal at both ends; false for a file or a pipe at either."""
+        """True if stdin and stdout are a terminal."""
         self._readline = _readline() if self.interactive else None
         self._lines = None if self.interactive else _unbuffered_lines(stdin)
         self._dumb = os.environ.get("TERM", "dumb") == "dumb"
@@ -55,11 +55,11 @@ class Terminal:
 
     @classmethod
     def standard(cls, history: History | None = None) -> Terminal:
-        """Return a terminal of the process's own stdin, stdout and stderr."""
+        """Return a terminal with the process's stdin, stdout and stderr."""
         return cls(sys.stdin, sys.stdout, sys.stderr, history)
 
     async def read_line(self, prompt: str = PROMPT) -> str | None:
-        """Return the next line without its end, None at the end of the input.
+        """Return the next line without its line end; None at the end of the input.
 
         A pasted text with line breaks is one line, if the terminal has bracketed paste.
         """
@@ -76,14 +76,14 @@ class Terminal:
             return None
 
     def remember(self, entry: str) -> None:
-        """Add ``entry`` to the history, for the arrow keys of this chat and later ones."""
+        """Add ``entry`` to the history of this chat and later ones."""
         if self._readline is not None:
             self._readline.add_history(entry)
         if self.interactive:
             self._history.append(entry)
 
     def write(self, text: str, *, faint: bool = False) -> None:
-        """Show ``text`` at once, without control characters at a terminal."""
+        """Write ``text`` at once; at a terminal without control characters."""
         if self._stdout.isatty():
             text = text.translate(_CONTROLS)
         # Replace characters, such as emoji, that a terminal without UTF-8 can't show.
@@ -96,7 +96,7 @@ class Terminal:
             self._stdout.flush()
 
     def note(self, line: str) -> None:
-        """Print a line for the person that isn't output."""
+        """Print a line that isn't output to stderr."""
         print(escaped(line, keep="\n\t"), file=self._stderr, flush=True)
 
     def ask_again(self) -> None:
@@ -118,18 +118,18 @@ class Terminal:
             yield
         finally:
             termios.tcsetattr(self._stdin.fileno(), termios.TCSADRAIN, before)
-            # The thread that still waits for a line can't turn bracketed paste off itself.
+            # The thread that still waits for a line can't turn bracketed paste off.
             if marks_pastes:
                 with writing():
                     self._stdout.write(_PLAIN_PASTE)
                     self._stdout.flush()
 
     def _prepare_readline(self) -> bool:
-        """Give readline the history, and return whether it turned bracketed paste on."""
+        """Set readline's history; return True if it has turned bracketed paste on."""
         readline = self._readline
         if readline is None:
             return False
-        readline.set_auto_history(False)  # a message of several lines is one entry
+        readline.set_auto_history(False)  # A message of several lines is one entry.
         for entry in self._history.read():
             readline.add_history(entry)
         # Python turns bracketed paste off, for programs that expect no breaks in lines. libedit,
@@ -141,7 +141,7 @@ class Terminal:
 
 
 def _readline() -> ModuleType | None:
-    """Import and return readline, which then edits the lines of ``input``; None without it."""
+    """Import readline, which then edits the lines of ``input``; return None without it."""
     try:
         import readline
     except ImportError:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UsageError(Exception):
-    """A wrong option; the message is one line."""
+    """A wrong option or argument. The message is one line."""

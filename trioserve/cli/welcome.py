@@ -1,4 +1,4 @@
-"""The lines that ``trioserve serve`` prints at a terminal once the server listens."""
+"""The lines that ``trioserve serve`` prints at a terminal when the server listens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REQUESTS = {
 
 
 def welcome(config: ServerConfig, url: str) -> list[str]:
-    """Return the lines that name the console and a first request for the server at ``url``.
+    """Return lines with the console's URL and a first request for the server at ``url``.
 
-    A server at a Unix socket gets no lines.
+    There are none for a server at a Unix socket.
     """
     if not url.startswith("http"):
         return []

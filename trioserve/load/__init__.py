@@ -1,21 +1,21 @@
 """The load generator: requests in closed and open loops, and figures of their results.
 
 =================  ===========================================================================
-module             what is in it
+module             contents
 =================  ===========================================================================
-work               conversations, turns, and departures of clients
-datasets           makers of work: synthetic lengths, shared prefixes, chats, JSON
+work               conversations, turns, and clients that disconnect
+datasets           synthetic work: given lengths, shared prefixes, chats, JSON
 sharegpt, traces   work from files
 arrivals           times of requests
-target             the interface of a server for the loops
-client, embedded   its two kinds: a server over HTTP, and an engine in this process
+target             interface of a server for the loops
+client, embedded   its implementations: a server over HTTP, an engine in this process
 loop               the runs
-records, figures   the results of each request, and of a run
-report             a table, JSON, plots and a page
+records, figures   results of each request, and of a run
+report             results as a table, JSON, plots and a page
 =================  ===========================================================================
 
-The client has a small HTTP parser of its own and reads all sockets in one task. A client library
-would cost more per event than the server does, and on a small machine both share the cores.
+The client has its own small HTTP parser and reads all sockets in one task. A client library would
+cost more per event than the server, and on a small machine both share the cores.
 
 Imported by ``cli``.
 """

@@ -1,4 +1,4 @@
-"""The events of an OpenAI-compatible stream, read into a record."""
+"""The events of an OpenAI-compatible stream, and their reader."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trioserve.load.records import Record
 
 
 class EventDelta(msgspec.Struct, gc=False):
-    """The new part of a message in an event."""
+    """The new part of a chat message in an event."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another name of the field before; some servers send both."""
+    """Other name of ``reasoning_content``; some servers send both."""
 
 
 class EventChoice(msgspec.Struct, gc=False):
-    """An event's part of one output."""
+    """The part of an event that belongs to one output."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -33,7 +33,7 @@ class _PromptDetails(msgspec.Struct, gc=False):
 
 
 class EventUsage(msgspec.Struct, gc=False):
-    """Tokens of the request so far."""
+    """The token counts of a request."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -41,7 +41,7 @@ class EventUsage(msgspec.Struct, gc=False):
 
 
 class StreamEvent(msgspec.Struct, gc=False):
-    """An event's data."""
+    """The data of an event."""
 
     choices: list[EventChoice] | None = None
     usage: EventUsage | None = None
@@ -56,13 +56,13 @@ decode_event = msgspec.json.Decoder(StreamEvent).decode
 
 
 def error_text(error: Any) -> str:
-    """Return the text of an answer's ``error``, an object with a message or another value."""
+    """Return the text of a response's ``error``: an object with a message, or any other value."""
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 @attrs.define(eq=False)
 class AnswerEvents:
-    """Reader of server-sent events in bytes that are cut anywhere; only their data matters here."""
+    """Reader of server-sent events into ``record``. It takes bytes in any pieces."""
 
     record: Record
     _rest: bytes = b""
@@ -72,25 +72,25 @@ class AnswerEvents:
 
     @property
     def complete(self) -> bool:
-        """True if the server has marked the end: ``[DONE]``, or a finish reason."""
+        """True if the stream's end came: ``[DONE]``, or a finish reason."""
         return self._done or self.record.finish_reason is not None
 
     def feed(self, data: bytes, now: float) -> int:
-        """Take the bytes that came at ``now``; return the number of events with a choice so far.
+        """Take bytes received at ``now``; return the number of events with a choice so far.
 
         Raises:
-            msgspec.DecodeError: an event's data is malformed.
-            UnicodeDecodeError: it isn't text.
+            msgspec.DecodeError: An event's data is malformed.
+            UnicodeDecodeError: An event's data isn't UTF-8.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # An event has one line of data in this format.
+            # In this format an event has one line of data.
             if line.startswith(b"data:"):
                 self._note(line[5:].strip(), now)
         return len(self.record.chunks)
 
     def close(self) -> None:
-        """Put the text and the reasoning so far into the record."""
+        """Store the text and reasoning so far in the record."""
         self.record.text = "".join(self._texts)
         self.record.reasoning = "".join(self._reasonings)
 

@@ -1,4 +1,4 @@
-"""Times of arrival of requests, drawn before a run from a seed, so that runs are comparable.
+"""Arrival times of requests, drawn from a seed before a run, so that runs are comparable.
 
 Arrivals are seconds from the beginning of a run, in ascending order. A late request doesn't delay
 the later ones.
@@ -11,45 +11,44 @@ import random
 from collections.abc import Sequence
 
 ARRIVALS = ("poisson", "constant")
-"""Names of the processes for :func:`arrivals`."""
+"""Names of arrival processes for :func:`arrivals`."""
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Return ``count`` arrivals of a Poisson process of ``rate`` a second, the last at count /
-    rate.
+    """Return ``count`` arrivals of a Poisson process with ``rate`` arrivals per second.
 
-    Gaps are exponential and then scaled so that all arrivals take exactly ``count / rate`` seconds,
-    as vLLM's tool does. Otherwise the offered rate itself would vary by ``1 / sqrt(count)`` from
-    seed to seed.
+    As in vLLM's benchmark, the exponential gaps are scaled so that the last arrival is at exactly
+    ``count / rate`` seconds. Otherwise the offered rate would vary by ``1 / sqrt(count)`` from seed
+    to seed.
 
     Raises:
-        ValueError: no arrivals, or a rate that isn't above 0.
+        ValueError: ``count`` is below 1, or ``rate`` isn't above 0.
     """
     _check(count, rate)
-    chooser = random.Random(seed)
+    rng = random.Random(seed)
     at, times = 0.0, []
     for _ in range(count):
-        at += chooser.expovariate(rate)
+        at += rng.expovariate(rate)
         times.append(at)
     scale = (count / rate) / times[-1]
     return [time * scale for time in times]
 
 
 def constant_arrivals(count: int, rate: float) -> list[float]:
-    """Return ``count`` arrivals, one every ``1 / rate`` seconds, the first at once.
+    """Return ``count`` arrivals, one every ``1 / rate`` seconds, the first at 0.
 
     Raises:
-        ValueError: no arrivals, or a rate that isn't above 0.
+        ValueError: ``count`` is below 1, or ``rate`` isn't above 0.
     """
     _check(count, rate)
     return [number / rate for number in range(count)]
 
 
 def arrivals(process: str, count: int, rate: float, seed: int) -> list[float]:
-    """Return the arrivals of the process of that name, one of :data:`ARRIVALS`.
+    """Return ``count`` arrivals of a process named in :data:`ARRIVALS`.
 
     Raises:
-        ValueError: no arrivals, a rate that isn't above 0, or an unknown process.
+        ValueError: ``count`` is below 1, ``rate`` isn't above 0, or ``process`` is unknown.
     """
     if process == "poisson":
         return poisson_arrivals(count, rate, seed)
@@ -59,10 +58,10 @@ def arrivals(process: str, count: int, rate: float, seed: int) -> list[float]:
 
 
 def scaled_arrivals(timestamps: Sequence[float], speed: float) -> list[float]:
-    """Return a trace's ``timestamps`` (seconds, ascending) from 0 on, ``speed`` times as fast.
+    """Return the ``timestamps`` of a trace, in seconds from its start, ``speed`` times as fast.
 
     Raises:
-        ValueError: no timestamps, descending ones, or a speed that isn't above 0.
+        ValueError: There are no timestamps, they don't ascend, or ``speed`` isn't above 0.
     """
     if not timestamps or speed <= 0:
         raise ValueError("a trace needs timestamps and a speed above 0")

@@ -1,4 +1,4 @@
-"""A client for HTTP/1.1 that records the time of each event."""
+"""An HTTP/1.1 client that records the time of each event."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import trio
 
 from trioserve.load.connect import Connect, reason_of
 from trioserve.load.exchange import Exchange
-from trioserve.load.hub import READ_SIZE, Hub
 from trioserve.load.records import Record
+from trioserve.load.socket_reader import READ_SIZE, SocketReader
 from trioserve.load.target import Sender
 from trioserve.load.work import Cancel
 
@@ -24,8 +24,8 @@ from trioserve.load.work import Cancel
 class Target:
     """A server's completions endpoint, and the common fields of all requests.
 
-    ``path`` is ``/v1/completions`` or ``/v1/chat/completions``; ``fields`` are joined into every
-    body. ``timeout`` is in seconds, for one request.
+    ``path`` is ``/v1/completions`` or ``/v1/chat/completions``. Every body has the ``fields``.
+    ``timeout`` is for one request, in seconds.
     """
 
     connect: Connect
@@ -51,21 +51,21 @@ class Target:
 
     @property
     def chat(self) -> bool:
-        """True if it takes messages, false if it takes a prompt."""
+        """True if the endpoint takes messages, False if it takes a prompt."""
         return self.path.endswith("/chat/completions")
 
     def request(self, fields: Mapping[str, Any]) -> bytes:
-        """Return a whole request as bytes."""
+        """Return the bytes of a request whose body has ``fields``."""
         body = msgspec.json.encode({**self.fields, **fields, "stream": True})
         return b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
 
     @contextlib.asynccontextmanager
     async def senders(self) -> AsyncIterator[Sender]:
-        """Yield senders of requests to it. Leaving the block closes the connections."""
-        hub = Hub()
+        """Yield a sender of requests. Leaving the block closes its connections."""
+        socket_reader = SocketReader()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(hub.run)
-            pool = _Pool(self, hub)
+            nursery.start_soon(socket_reader.run)
+            pool = _Pool(self, socket_reader)
             try:
                 yield pool
             finally:
@@ -75,14 +75,14 @@ class Target:
 
 
 class Client:
-    """One keep-alive connection, opened when first needed and after every failure.
+    """One keep-alive connection, opened at the first request and after every failure.
 
     Leaving its ``async with`` closes the connection.
     """
 
-    def __init__(self, target: Target, hub: Hub | None = None) -> None:
+    def __init__(self, target: Target, socket_reader: SocketReader | None = None) -> None:
         self._target = target
-        self._hub = hub
+        self._socket_reader = socket_reader
         self._stream: trio.abc.Stream | None = None
 
     async def __aenter__(self) -> Client:
@@ -93,11 +93,11 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """True while its connection is open, as far as it knows."""
+        """True while the connection is open, as far as is known."""
         return self._stream is not None
 
     async def send(self, fields: Mapping[str, Any]) -> Record:
-        """Send one request and read its stream to the end; failures are in the record."""
+        """Send one request and read its stream to the end. Failures are in the record."""
         record = Record(started=trio.current_time())
         await self.ask(fields, record)
         return record
@@ -107,7 +107,7 @@ class Client:
     ) -> None:
         """Send a request as :meth:`trioserve.load.target.Sender.ask` describes, one at a time.
 
-        The time starts here, so it includes making the connection.
+        The time starts here, so it includes connecting.
         """
         cancel = cancel or Cancel()
         exchange = Exchange(record, cancel.events)
@@ -132,10 +132,10 @@ class Client:
                 await self.close()
 
     async def _exchange(self, request: bytes, exchange: Exchange) -> None:
-        """Send on the present connection; on a new one if the present one has ended.
+        """Send on the present connection, and again on a new one if it has ended.
 
-        Some servers close a connection after an answer without saying so (llama.cpp's does, after a
-        stream), or while it is idle. A request that the server hasn't read hasn't begun.
+        Some servers close a connection after an answer without announcing it (llama.cpp's after a
+        stream), or while it is idle. Then the server hasn't begun the request.
         """
         if self._stream is not None and not _has_ended(self._stream):
             exchange.connection_was_used = True
@@ -154,15 +154,15 @@ class Client:
             await self._read_answer(stream, request, exchange)
         except (OSError, trio.BrokenResourceError):
             # The server closed the connection while the request was being sent.
-            if not exchange.goes_unanswered():
+            if not exchange.note_connection_end():
                 raise
 
     async def _read_answer(
         self, stream: trio.abc.Stream, request: bytes, exchange: Exchange
     ) -> None:
         await stream.send_all(request)
-        if self._hub is not None and isinstance(stream, trio.SocketStream):
-            await self._hub.read(stream.socket.fileno(), exchange)
+        if self._socket_reader is not None and isinstance(stream, trio.SocketStream):
+            await self._socket_reader.read(stream.socket.fileno(), exchange)
             return
         while not exchange.receive(
             bytes(await stream.receive_some(READ_SIZE)), trio.current_time()
@@ -173,12 +173,12 @@ class Client:
         """Close the connection at once, if there is one."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            with trio.CancelScope(shield=True):  # a forceful close doesn't block
+            with trio.CancelScope(shield=True):  # A forceful close doesn't block.
                 await trio.aclose_forcefully(stream)
 
 
 def _has_ended(stream: trio.abc.Stream) -> bool:
-    """Return whether the server has closed an idle connection, or sent unexpected bytes."""
+    """Return True if the server has closed an idle connection, or sent unexpected bytes."""
     inner = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
     if not isinstance(inner, trio.SocketStream):
         return False
@@ -188,17 +188,17 @@ def _has_ended(stream: trio.abc.Stream) -> bool:
 
 
 class _Pool:
-    """A pool of any number of clients; free connections are used again."""
+    """A pool of clients that reuses free connections."""
 
-    def __init__(self, target: Target, hub: Hub) -> None:
+    def __init__(self, target: Target, socket_reader: SocketReader) -> None:
         self._target = target
-        self._hub = hub
+        self._socket_reader = socket_reader
         self._free: list[Client] = []
 
     async def ask(
         self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
     ) -> None:
-        client = self._free.pop() if self._free else Client(self._target, self._hub)
+        client = self._free.pop() if self._free else Client(self._target, self._socket_reader)
         await client.ask(fields, record, cancel)
         if client.connected:
             self._free.append(client)
@@ -209,6 +209,6 @@ class _Pool:
 
 
 async def send(target: Target, fields: Mapping[str, Any]) -> Record:
-    """Send one request on a connection of its own."""
+    """Send one request on a new connection."""
     async with Client(target) as client:
         return await client.send(fields)

@@ -1,4 +1,4 @@
-"""Connections to a server, and the URL that a user gives."""
+"""Connections to a server, given by its URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Address:
     host: str
     port: int
     base_path: str
-    """The path before ``/completions``, such as ``/v1``."""
+    """Path before ``/completions``, such as ``/v1``."""
 
     @property
     def authority(self) -> str:
@@ -34,11 +34,11 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The address as a URL, without the path."""
+        """URL of the address, without the path."""
         return f"http{'s' if self.tls else ''}://{self.authority}"
 
     def connect(self, context: ssl.SSLContext | None = None) -> Connect:
-        """Return a function that connects to it, by TLS with ``context`` if the URL says so."""
+        """Return a function that connects to the address, with ``context`` for an https URL."""
         if self.tls:
             return over_tls(self.host, self.port, context or ssl.create_default_context())
         return _tcp(self.host, self.port)
@@ -48,7 +48,7 @@ def parse_url(url: str) -> Address:
     """Return the address in ``url``: ``http(s)://host[:port]``, with or without ``/v1``.
 
     Raises:
-        ValueError: it isn't such a URL.
+        ValueError: ``url`` isn't such a URL.
     """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -84,9 +84,7 @@ def _tcp(host: str, port: int) -> Connect:
 
 
 def over_tls(host: str, port: int, context: ssl.SSLContext) -> Connect:
-    """Return a function that connects by TLS; ``context`` decides whether the certificate is
-    checked for ``host``.
-    """
+    """Return a function that connects by TLS. ``context`` decides if the certificate is checked."""
 
     async def connect() -> trio.abc.Stream:
         stream = trio.SSLStream(
@@ -113,8 +111,8 @@ def tls_context(ca_file: Path | None = None, *, insecure: bool = False) -> ssl.S
     """Return a TLS context that trusts the system's certificates, those of ``ca_file``, or any.
 
     Raises:
-        OSError: the file can't be read.
-        ssl.SSLError: it holds no certificates.
+        OSError: The file can't be read.
+        ssl.SSLError: The file holds no certificates.
     """
     context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     if insecure:
@@ -124,9 +122,9 @@ def tls_context(ca_file: Path | None = None, *, insecure: bool = False) -> ssl.S
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of a connection's failure, in the system's words."""
+    """Return the system's reason for a connection's failure."""
     while not str(error) and error.__cause__ is not None:
-        error = error.__cause__  # trio has no text of its own for TLS errors
+        error = error.__cause__  # trio's own error for TLS has no text.
     if isinstance(error, ssl.SSLError):
         return _tls_reason(error)
     inner: BaseException = error

@@ -1,6 +1,6 @@
-"""Synthetic work: given lengths, shared prefixes, chats, structured answers.
+"""Synthetic work: given lengths, shared prefixes, chats, structured outputs.
 
-Everything is drawn from a seed, so the same arguments give the same requests.
+All is drawn from a seed, so the same arguments give the same requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from trioserve.load.work import Cancel, Conversation, Turn
 
 @attrs.frozen(kw_only=True)
 class Lengths:
-    """Numbers of tokens, drawn as in vLLM's random data set.
+    """Numbers of tokens of a prompt and its answer, drawn as in vLLM's ``RandomDataset``.
 
     The distribution is uniform from ``floor(n * (1 - range_ratio))`` to ``ceil(n * (1 +
     range_ratio))``, at least 1.
+
+    Raises:
+        ValueError: A length is below 1, or ``range_ratio`` isn't from 0 to below 1.
     """
 
     input_tokens: int
@@ -34,43 +37,43 @@ class Lengths:
         if self.input_tokens < 1 or self.output_tokens < 1 or not 0 <= self.range_ratio < 1:
             raise ValueError("lengths are at least 1, and a range ratio is from 0 to below 1")
 
-    def draw(self, chooser: random.Random) -> tuple[int, int]:
-        """Return one pair: input tokens and output tokens."""
-        return self._around(self.input_tokens, chooser), self._around(self.output_tokens, chooser)
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Return one pair of lengths: input tokens and output tokens."""
+        return self._around(self.input_tokens, rng), self._around(self.output_tokens, rng)
 
-    def _around(self, tokens: int, chooser: random.Random) -> int:
+    def _around(self, tokens: int, rng: random.Random) -> int:
         low = max(math.floor(tokens * (1 - self.range_ratio)), 1)
         high = math.ceil(tokens * (1 + self.range_ratio))
-        return chooser.randint(low, high)
+        return rng.randint(low, high)
 
 
 def random_prompts(
     texts: Texts, count: int, lengths: Lengths, *, prefix_tokens: int = 0, seed: int = 0
 ) -> list[Conversation]:
-    """Return ``count`` prompts of random words, after a common prefix if it has any tokens."""
+    """Return ``count`` prompts of random words after a common prefix of ``prefix_tokens``."""
     return shared_prefixes(texts, count, lengths, groups=1, prefix_tokens=prefix_tokens, seed=seed)
 
 
 def shared_prefixes(
     texts: Texts, count: int, lengths: Lengths, *, groups: int, prefix_tokens: int, seed: int = 0
 ) -> list[Conversation]:
-    """Return prompts that begin with one of ``groups`` prefixes, taken in turns.
+    """Return ``count`` prompts that begin with one of ``groups`` prefixes, in rotation.
 
-    ``lengths`` are those of the different rest.
+    ``lengths`` are those of the text after the prefix.
     """
-    chooser = random.Random(seed)
-    prefixes = [texts.make(prefix_tokens, chooser) if prefix_tokens else "" for _ in range(groups)]
+    rng = random.Random(seed)
+    prefixes = [texts.make(prefix_tokens, rng) if prefix_tokens else "" for _ in range(groups)]
     work = []
     for number in range(count):
-        tokens_in, tokens_out = lengths.draw(chooser)
-        prompt = texts.make(tokens_in, chooser, prefixes[number % groups])
-        work.append(_one(Turn(prompt=prompt, max_tokens=tokens_out)))
+        tokens_in, tokens_out = lengths.draw(rng)
+        prompt = texts.make(tokens_in, rng, prefixes[number % groups])
+        work.append(_single_turn(Turn(prompt=prompt, max_tokens=tokens_out)))
     return work
 
 
 def fixed_prompt(prompt: str, count: int, output_tokens: int) -> list[Conversation]:
-    """Return the same prompt ``count`` times. A prefix cache makes it cheap."""
-    return [_one(Turn(prompt=prompt, max_tokens=output_tokens))] * count
+    """Return the same prompt ``count`` times, which a prefix cache makes cheap."""
+    return [_single_turn(Turn(prompt=prompt, max_tokens=output_tokens))] * count
 
 
 def chats(
@@ -85,23 +88,23 @@ def chats(
 ) -> list[Conversation]:
     """Return ``count`` conversations of ``turns`` turns, each sent with all turns before it.
 
-    ``lengths`` are those of one turn's own message and answer; ``system_tokens`` of a common system
-    message; ``pause`` is the mean time between turns, exponentially distributed.
+    ``lengths`` are those of one turn's message and answer, ``system_tokens`` that of a common
+    system message. ``pause`` is the mean of the exponentially distributed seconds between turns.
     """
-    chooser = random.Random(seed)
-    system = texts.make(system_tokens, chooser) if system_tokens else None
+    rng = random.Random(seed)
+    system = texts.make(system_tokens, rng) if system_tokens else None
     work = []
     for _ in range(count):
         conversation = []
         for number in range(turns):
-            tokens_in, tokens_out = lengths.draw(chooser)
-            message = {"role": "user", "content": texts.make(tokens_in, chooser)}
+            tokens_in, tokens_out = lengths.draw(rng)
+            message = {"role": "user", "content": texts.make(tokens_in, rng)}
             first = [{"role": "system", "content": system}] if system and not number else []
             conversation.append(
                 Turn(
                     messages=(*first, message),
                     max_tokens=tokens_out,
-                    pause=chooser.expovariate(1 / pause) if pause and number else 0.0,
+                    pause=rng.expovariate(1 / pause) if pause and number else 0.0,
                 )
             )
         work.append(Conversation(turns=tuple(conversation)))
@@ -128,11 +131,11 @@ _TASKS: tuple[tuple[str, dict[str, Any]], ...] = (
 def structured(
     count: int, output_tokens: int, *, schema: Mapping[str, Any] | None = None, seed: int = 0
 ) -> list[Conversation]:
-    """Return questions with answers that follow ``schema``, or one of three JSON schemas in turns.
+    """Return ``count`` requests for JSON by ``schema``, or by one of three schemas in rotation.
 
-    An answer that ends by itself is valid if it is JSON.
+    An answer that isn't cut off is valid if it is JSON.
     """
-    chooser = random.Random(seed)
+    rng = random.Random(seed)
     work = []
     for number in range(count):
         question, properties = _TASKS[number % len(_TASKS)]
@@ -141,12 +144,12 @@ def structured(
             question = "Write a JSON object about {} that follows the schema."
         named = {"name": f"answer{number % len(_TASKS)}", "schema": wanted, "strict": True}
         turn = Turn(
-            prompt=question.format(chooser.choice(_CITIES)),
+            prompt=question.format(rng.choice(_CITIES)),
             max_tokens=output_tokens,
             fields={"response_format": {"type": "json_schema", "json_schema": named}},
             form=_is_json,
         )
-        work.append(_one(turn))
+        work.append(_single_turn(turn))
     return work
 
 
@@ -179,37 +182,37 @@ def with_cancellations(
     events: tuple[int, int] | None = None,
     seed: int = 0,
 ) -> list[Conversation]:
-    """Return ``work`` with requests that the client leaves early, with a probability of ``rate``.
+    """Return ``work`` with some requests that the client cancels.
 
     Args:
-        work: the conversations.
-        rate: the probability, from 0 to 1.
-        seconds: range of the seconds after which the client leaves, drawn uniformly.
-        events: range of the events after which the client leaves, drawn uniformly.
-        seed: the seed of the draws.
+        work: The conversations.
+        rate: Probability that a request is cancelled, from 0 to 1.
+        seconds: Range of seconds after which the client disconnects, drawn uniformly.
+        events: Range of events after which the client disconnects, drawn uniformly.
+        seed: Seed of the draws.
 
     Raises:
-        ValueError: neither ``seconds`` nor ``events`` is given, or both are.
+        ValueError: Neither ``seconds`` nor ``events`` is given, or both are.
     """
     if (seconds is None) == (events is None):
         raise ValueError("a client leaves after a time or after a number of events")
-    chooser = random.Random(seed)
+    rng = random.Random(seed)
 
     def leave(turn: Turn) -> Turn:
-        if chooser.random() >= rate:
+        if rng.random() >= rate:
             return turn
         if seconds is not None:
-            return attrs.evolve(turn, cancel=Cancel(seconds=chooser.uniform(*seconds)))
+            return attrs.evolve(turn, cancel=Cancel(seconds=rng.uniform(*seconds)))
         assert events is not None
-        return attrs.evolve(turn, cancel=Cancel(events=chooser.randint(*events)))
+        return attrs.evolve(turn, cancel=Cancel(events=rng.randint(*events)))
 
     return [Conversation(turns=tuple(map(leave, one.turns))) for one in work]
 
 
 def repeated(work: Sequence[Conversation], count: int) -> list[Conversation]:
-    """Return ``count`` conversations: those of ``work``, repeated as needed."""
+    """Return ``count`` conversations by repeating ``work``."""
     return list(itertools.islice(itertools.cycle(work), count))
 
 
-def _one(turn: Turn) -> Conversation:
+def _single_turn(turn: Turn) -> Conversation:
     return Conversation(turns=(turn,))

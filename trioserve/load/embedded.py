@@ -1,4 +1,4 @@
-"""An engine in this process in place of a server: the same requests, the same records, no HTTP."""
+"""An engine in this process as a target, without HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARAMETERS = frozenset(field.name for field in attrs.fields(SamplingParams))
 
 @attrs.frozen(kw_only=True)
 class EmbeddedTarget:
-    """An open engine. ``fields`` are joined into every request, ``timeout`` is in seconds."""
+    """An open engine as a target. Every request has the ``fields``; ``timeout`` is in seconds."""
 
     engine: Engine
     chat: bool = False
@@ -37,7 +37,7 @@ class EmbeddedTarget:
 
     @contextlib.asynccontextmanager
     async def senders(self) -> AsyncIterator[Sender]:
-        """Yield itself: an engine has no connections."""
+        """Yield the target itself, because an engine has no connections."""
         yield self
 
     async def ask(
@@ -92,10 +92,10 @@ async def _read(
 
 
 def _parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments for the fields of a request's body.
+    """Translate the fields of a request's body to arguments of ``Engine.generate``.
 
     Raises:
-        InvalidRequest: a field is unknown.
+        InvalidRequest: A field is unknown.
     """
     parameters: dict[str, Any] = {}
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""A parser of server-sent events in bytes that are cut anywhere, without I/O."""
+"""A parser of server-sent events, without I/O. It takes bytes in any pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_EVENT_BYTES = 16 << 20
 
 @attrs.frozen
 class Event:
-    """An event: its name, by default ``message``, and its data."""
+    """One event. The default name is ``message``."""
 
     name: str
     data: bytes
@@ -19,9 +19,7 @@ class Event:
 
 @attrs.define(eq=False)
 class EventReader:
-    """Parser of one body's events, in the format of the HTML standard; it skips ids and
-    comments.
-    """
+    """Parser of one body's events, by the HTML standard. It ignores ids and comments."""
 
     _rest: bytearray = attrs.field(factory=bytearray)
     _name: str = "message"
@@ -32,7 +30,7 @@ class EventReader:
         """Return the events that ``data`` completes.
 
         Raises:
-            InvalidAnswer: an event is too long.
+            InvalidAnswer: An event is longer than :data:`MAX_EVENT_BYTES`.
         """
         searched = len(self._rest)
         self._rest += data

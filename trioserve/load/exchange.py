@@ -1,4 +1,4 @@
-"""The answer to one request, read from bytes into a record. No I/O here."""
+"""The reader of one request's answer from bytes into a record, without I/O."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from trioserve.load.answer import AnswerEvents
 from trioserve.load.records import Record
 from trioserve.load.response import InvalidAnswer, ResponseReader
 
-_MAX_TOLD = 500
-"""Bytes of a refusal's body that the record has."""
+_MAX_SHOWN = 500
+"""Most bytes of an error's body that are kept in the record."""
 
 
 @attrs.define(eq=False)
 class Exchange:
-    """Reader of one answer into ``record``; it leaves after ``max_events`` events, None for
-    never.
-    """
+    """Reader of one answer into ``record``. It stops after ``max_events`` events, if not None."""
 
     record: Record
     max_events: int | None = None
     connection_was_used: bool = False
-    """True if there was an earlier answer on the connection."""
+    """True if the connection had an earlier answer."""
     unanswered: bool = False
-    """True if a used connection ended without a byte of this answer."""
+    """True if a used connection ended before the first byte of this answer."""
     reusable: bool = False
     """True if the connection may be used again after the answer."""
     _response: ResponseReader = attrs.field(factory=ResponseReader)
@@ -36,10 +34,11 @@ class Exchange:
         self._answer = AnswerEvents(self.record)
 
     def receive(self, data: bytes, now: float) -> bool:
-        """Take the bytes received at ``now``, none at the connection's end; return True at the
-        answer's end.
+        """Take bytes received at ``now``; return True if the answer is over.
+
+        Empty ``data`` means that the connection has ended.
         """
-        if not data and self.goes_unanswered():
+        if not data and self.note_connection_end():
             return True
         self._begun = True
         try:
@@ -50,7 +49,7 @@ class Exchange:
                     if self.max_events is not None and events >= self.max_events:
                         self.record.leave()
                         return True
-            elif len(self._refusal) < _MAX_TOLD:
+            elif len(self._refusal) < _MAX_SHOWN:
                 self._refusal += body
         except InvalidAnswer as error:
             kind = "invalid answer" if data else "connection lost"
@@ -63,13 +62,13 @@ class Exchange:
             self._finish()
         return self._response.ended
 
-    def goes_unanswered(self) -> bool:
-        """Record the connection's end, and return :attr:`unanswered`."""
+    def note_connection_end(self) -> bool:
+        """Note that the connection has ended; return :attr:`unanswered`."""
         self.unanswered = self.connection_was_used and not self._begun
         return self.unanswered
 
     def close(self) -> None:
-        """Put the text so far into the record, however the reading ended."""
+        """Store the text so far in the record."""
         self._answer.close()
 
     def _finish(self) -> None:
@@ -77,12 +76,12 @@ class Exchange:
         self.reusable = self._response.reusable
         status = self._response.status
         if status != 200:
-            told = self._refusal[:_MAX_TOLD].decode(errors="replace")
-            record.fail(f"HTTP {status}", f"HTTP {status}" + (f": {told}" if told else ""))
+            shown = self._refusal[:_MAX_SHOWN].decode(errors="replace")
+            record.fail(f"HTTP {status}", f"HTTP {status}" + (f": {shown}" if shown else ""))
         elif record.error:
             return
         elif self._response.until_close and not self._answer.complete:
-            # The end of such an answer looks like the server's death.
+            # Such an answer's end can't be told from a lost connection.
             record.fail("connection lost", "the connection ended before the answer did")
         elif not record.chunks:
             record.fail("no tokens", "the stream held no tokens")

@@ -1,13 +1,13 @@
 """Throughput and latency of a run, as vLLM's benchmark defines them.
 
 - TTFT: from sending a request to the first event with a non-empty ``choices``, even if its text is
-  empty; ``first_text_ms`` waits for the first text instead, as other tools do.
-- ITL: the gaps between such events (an event may hold several tokens), all requests together.
+  empty. ``first_text_ms`` is the time to the first text, as other tools measure it.
+- ITL: the gaps between such events, over all requests. An event may hold several tokens.
 - E2E: from sending a request to the last such event.
-- TPOT: (E2E - TTFT) / (output tokens - 1) for each request of more than one token.
-- Goodput: requests a second that keep every limit (:class:`Limits`).
+- TPOT: (E2E - TTFT) / (output tokens - 1), for each request with more than one token.
+- Goodput: requests per second within all limits (:class:`Limits`).
 
-Failed requests count in ``failed`` and nowhere else, those that a client left in ``cancelled``.
+Failed requests count only in ``failed``, cancelled ones only in ``cancelled``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Limits:
 
 @attrs.frozen(kw_only=True)
 class Spread:
-    """Statistics of times in milliseconds; all NaN without any."""
+    """Mean and percentiles of times, in milliseconds; NaN if there are no times."""
 
     mean: float
     p50: float
@@ -43,7 +43,7 @@ class Spread:
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """The results of one run. Rates are per second of the whole run."""
+    """The results of one run. Rates are per second of the run's duration."""
 
     concurrency: int | None
     completed: int
@@ -60,35 +60,35 @@ class Figures:
     tpot_ms: Spread
     e2e_ms: Spread
     rate: float | None = None
-    """Offered requests a second, in an open loop."""
+    """Offered requests per second in an open loop."""
     cancelled: int = 0
     cached_tokens: int = 0
-    """Tokens of prompts that the servers reported as cached."""
+    """Prompt tokens that the server reported as cached."""
     good_per_second: float | None = None
-    """Requests a second that keep the limits; None without limits."""
+    """Requests per second within the limits; None without limits."""
     valid: float | None = None
-    """Share of valid answers among those that weren't cut off."""
+    """Share of valid answers among those that weren't cut off, from 0 to 1."""
     errors: Mapping[str, int] = attrs.field(factory=dict)
     """Number of failed requests by kind."""
     events: int = 0
-    """Events with a choice. Fewer than tokens if the server sends several at once."""
+    """Events with a choice. There are fewer than tokens if events hold several tokens."""
     peak_tokens_per_second: int = 0
-    """Events in the busiest whole second from the first request on."""
+    """Most events in a second; seconds count from the first request."""
     peak_concurrency: int = 0
-    """The most requests that ran at once."""
+    """Most requests that ran at once."""
     lag_ms: Spread | None = None
-    """Delays of requests in an open loop, before the limit of ``concurrency``. Without a limit,
-    more than a few ms mean that the client was too slow.
+    """Delay of requests after their scheduled times, in an open loop. With a limit of concurrency
+    requests wait for it; without one, more than a few ms mean that the client was too slow.
     """
     resent: int = 0
-    """Requests that were sent twice, because the server closed a connection without an answer."""
+    """Requests sent twice, because the server closed a connection without an answer."""
 
 
 def figures_of(run: Run, limits: Limits | None = None) -> Figures:
     """Return the figures of ``run``.
 
     Raises:
-        ValueError: a server reported no token counts, so the figures would be guesses.
+        ValueError: The server reported no token counts, so the figures would be guesses.
     """
     good = [record for record in run.records if not record.error and not record.cancelled]
     failed = [record for record in run.records if record.error]
@@ -146,7 +146,7 @@ def _latency(record: Record) -> float:
 
 
 def _tpot(record: Record) -> float:
-    """Return the time per output token; 0 for an answer of one token, as for goodput."""
+    """Return the seconds per output token after the first; 0 for an answer of one token."""
     tokens = _counted(record.completion_tokens)
     return (record.chunks[-1] - record.chunks[0]) / (tokens - 1) if tokens > 1 else 0.0
 
@@ -168,7 +168,7 @@ def _busiest_second(good: Sequence[Record]) -> int:
 
 
 def _peak_concurrency(good: Sequence[Record]) -> int:
-    # A request that ends when another begins doesn't overlap with it.
+    # Ends sort first: a request that begins at that moment doesn't overlap.
     steps = sorted(
         [(record.started, 1) for record in good] + [(record.chunks[-1], -1) for record in good]
     )
@@ -180,7 +180,7 @@ def _peak_concurrency(good: Sequence[Record]) -> int:
 
 
 def spread_of(seconds: Sequence[float]) -> Spread:
-    """Return mean and percentiles, in milliseconds, of times in seconds."""
+    """Return mean and percentiles, in milliseconds, of ``seconds``."""
     times = sorted(1000 * value for value in seconds)
     if not times:
         return Spread(mean=math.nan, p50=math.nan, p90=math.nan, p99=math.nan)
@@ -193,7 +193,7 @@ def spread_of(seconds: Sequence[float]) -> Spread:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two nearest ranks, as NumPy does by default."""
+    """Return the percentile, linearly interpolated as ``numpy.percentile`` does."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

@@ -1,8 +1,8 @@
-"""Runs: closed loops of streams, and open loops of arrivals drawn in advance.
+"""Runs of requests: closed loops, and open loops with arrivals drawn in advance.
 
 In a *closed loop* a fixed number of streams send the next request after each answer, so the server
-sets the pace. In an *open loop* requests are sent at their times, however many are still running,
-as independent users would. Each request has a task of its own, so a slow one never delays another.
+sets the pace. In an *open loop* requests are sent at their arrival times, however many are still
+running, like independent users. Each has its own task, so a slow request never delays another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trioserve.load.target import AnyTarget, Sender
 from trioserve.load.work import Conversation, request_fields, single
 
 Work = Sequence[Conversation | Mapping[str, Any]]
-"""Conversations; a dict of a body's fields stands for a conversation of one request."""
+"""Conversations. A dict of a body's fields stands for a conversation of one request."""
 
 
 @attrs.define(eq=False)
@@ -26,7 +26,7 @@ class Progress:
     """The counts of a run in progress."""
 
     total: int = 0
-    """Total of requests, if no conversation ends early."""
+    """Number of requests, if no conversation ends early."""
     done: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -35,12 +35,12 @@ class Progress:
 
     @property
     def running(self) -> int:
-        """Requests that have been sent and not yet answered."""
+        """Number of requests that have been sent and not completed."""
         return len(self._running)
 
     @property
     def events(self) -> int:
-        """Events with a choice, of all requests so far: about as many as tokens."""
+        """Number of events with a choice so far: about as many as tokens."""
         return self._events + sum(len(record.chunks) for record in self._running.values())
 
     def begin(self, record: Record) -> None:
@@ -62,17 +62,17 @@ async def closed_loop(
     """Send ``requests`` over ``concurrency`` streams until all are answered.
 
     Raises:
-        ValueError: no requests, or a concurrency below 1.
+        ValueError: There are no requests, or ``concurrency`` is below 1.
     """
     if not requests or concurrency < 1:
         raise ValueError("a closed loop needs requests and a concurrency of at least 1")
-    work = _Work(target.chat, _conversations(requests), progress or Progress())
+    work = _Load(target.chat, _conversations(requests), progress or Progress())
     queue = iter(range(len(requests)))
     async with target.senders() as sender:
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
             for _ in range(min(concurrency, len(requests))):
-                nursery.start_soon(_one_stream, work, sender, queue)
+                nursery.start_soon(_run_stream, work, sender, queue)
         duration = trio.current_time() - started
     return Run(concurrency=concurrency, records=work.in_order(), duration=duration, started=started)
 
@@ -86,32 +86,32 @@ async def open_loop(
     max_concurrency: int | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Send each of ``requests`` at its time, and wait until all are answered.
+    """Send each of ``requests`` at its arrival time, and wait until all are answered.
 
     Args:
-        target: the server or engine.
-        requests: the conversations.
-        arrivals: the times of their first turns, in seconds from the beginning, ascending.
-        rate: the rate to report.
-        max_concurrency: the most conversations at a time; the others wait, as before a gateway.
-            Their requests' times begin after that.
-        progress: gets the counts.
+        target: The server or engine.
+        requests: The conversations.
+        arrivals: Times of their first turns, in seconds from the start, ascending.
+        rate: Requests per second, to be reported.
+        max_concurrency: Most conversations at a time; the others wait, as in a gateway. Their
+            latency doesn't include the wait.
+        progress: Takes the counts.
 
     Raises:
-        ValueError: no requests, another number of arrivals, or a bound below 1.
+        ValueError: There are no requests, another number of arrivals, or a limit below 1.
     """
     if not requests or len(requests) != len(arrivals):
         raise ValueError("an open loop needs requests and an arrival for each")
     if max_concurrency is not None and max_concurrency < 1:
         raise ValueError("an open loop needs a bound of at least 1, or none")
-    work = _Work(target.chat, _conversations(requests), progress or Progress())
+    work = _Load(target.chat, _conversations(requests), progress or Progress())
     room = None if max_concurrency is None else trio.CapacityLimiter(max_concurrency)
     async with target.senders() as sender:
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
             for number, at in enumerate(arrivals):
                 await trio.sleep_until(started + at)
-                nursery.start_soon(_one_arrival, work, sender, number, started + at, room)
+                nursery.start_soon(_run_arrival, work, sender, number, started + at, room)
         duration = trio.current_time() - started
     return Run(
         concurrency=max_concurrency,
@@ -127,8 +127,8 @@ def _conversations(requests: Work) -> list[Conversation]:
 
 
 @attrs.define(eq=False)
-class _Work:
-    """The conversations of a run, and the records of the requests so far."""
+class _Load:
+    """The conversations of a run, and the records of its requests so far."""
 
     chat: bool
     conversations: list[Conversation]
@@ -141,8 +141,8 @@ class _Work:
     def in_order(self) -> list[Record]:
         return [self.records[place] for place in sorted(self.records)]
 
-    async def converse(self, sender: Sender, number: int, scheduled: float | None) -> None:
-        """Send all turns of a conversation, until one fails or is left."""
+    async def run_conversation(self, sender: Sender, number: int, scheduled: float | None) -> None:
+        """Send the turns of a conversation until one fails or is cancelled."""
         conversation = self.conversations[number]
         answers: list[str] = []
         for place, turn in enumerate(conversation.turns):
@@ -168,16 +168,20 @@ class _Work:
             answers.append(record.text)
 
 
-async def _one_stream(work: _Work, sender: Sender, queue: Iterator[int]) -> None:
+async def _run_stream(work: _Load, sender: Sender, queue: Iterator[int]) -> None:
     for number in queue:
-        await work.converse(sender, number, None)
+        await work.run_conversation(sender, number, None)
 
 
-async def _one_arrival(
-    work: _Work, sender: Sender, number: int, scheduled: float, room: trio.CapacityLimiter | None
+async def _run_arrival(
+    work: _Load,
+    sender: Sender,
+    number: int,
+    scheduled: float,
+    room: trio.CapacityLimiter | None,
 ) -> None:
     if room is None:
-        await work.converse(sender, number, scheduled)
+        await work.run_conversation(sender, number, scheduled)
     else:
         async with room:
-            await work.converse(sender, number, scheduled)
+            await work.run_conversation(sender, number, scheduled)

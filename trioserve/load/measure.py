@@ -1,4 +1,4 @@
-"""Measurements: the points of a sweep, one after the other, with a warm-up before them."""
+"""The points of a sweep and their measurement, and a warm-up before them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Point:
     concurrency: int | None = None
     arrivals: Sequence[float] | None = None
     rate: float | None = None
-    """Rate of arrivals to report; infinite if all come at once."""
+    """Requests per second, to be reported; infinite if all come at once."""
     repetition: int = 1
-    """Number of the repetition of an equal measurement, from 1."""
+    """Number of this repetition of the same measurement, from 1."""
 
     @property
     def label(self) -> str:
@@ -54,7 +54,7 @@ class Point:
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """The result of one measurement. ``series`` names the target, if there are several."""
+    """The result of one measurement. ``series`` names the target if there are several."""
 
     label: str
     run: Run
@@ -71,10 +71,10 @@ async def measure(
     progress: Progress | None = None,
     series: str = "",
 ) -> Measured:
-    """Run one point.
+    """Measure one point.
 
     Raises:
-        MeasureError: the server doesn't count tokens, and ``texts`` can't either.
+        MeasureError: The server doesn't count tokens, and ``texts`` can't either.
     """
     if point.arrivals is None:
         assert point.concurrency is not None
@@ -94,13 +94,13 @@ async def measure(
 
 
 def count_tokens(run: Run, work: Sequence[Conversation], texts: Texts | None) -> None:
-    """Count the tokens of answers without the server's own counts.
+    """Count the tokens of answers for which the server reported no counts.
 
-    Of a prompt only the turn's own text is counted, not the history before it. Without a tokenizer,
-    such an answer fails if others had counts: it is the server's exception.
+    Of a prompt only the turn's own text is counted, without the history. Without a tokenizer, an
+    uncounted answer fails if other answers have counts.
 
     Raises:
-        MeasureError: no answer has counts, and there is no tokenizer.
+        MeasureError: No answer has counts, and there is no tokenizer.
     """
     answered = [one for one in run.records if not one.error and not one.cancelled]
     uncounted = [one for one in answered if one.completion_tokens is None]
@@ -135,11 +135,11 @@ async def warm_up(
     *,
     texts: Texts | None = None,
 ) -> None:
-    """Send the first turn of each of ``work``, for a few tokens.
+    """Send the first turn of each conversation, for a few tokens.
 
     Raises:
-        MeasureError: one failed, or the server doesn't count tokens and ``texts`` can't either. The
-            measurement would fail likewise.
+        MeasureError: A request failed, or the server doesn't count tokens and ``texts`` can't
+            either. The measurement would fail likewise.
     """
     if not work:
         return

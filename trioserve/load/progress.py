@@ -1,4 +1,4 @@
-"""The progress of a run, on a terminal."""
+"""The progress of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INTERVAL = 0.25
 
 
 class ProgressBar:
-    """A line on stderr that follows ``progress``; nothing if stderr isn't a terminal."""
+    """A line on stderr that shows ``progress``; nothing if stderr isn't a terminal."""
 
     def __init__(self, label: str, progress: Progress) -> None:
         self._progress = progress
@@ -28,7 +28,7 @@ class ProgressBar:
                 rich.progress.TextColumn("{task.fields[counts]}"),
                 rich.progress.TimeElapsedColumn(),
                 console=rich.console.Console(stderr=True),
-                auto_refresh=False,  # would need a thread
+                auto_refresh=False,  # It would need a thread.
                 transient=True,
             )
             self._task = self._bar.add_task(label, total=None, counts="")

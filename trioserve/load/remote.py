@@ -1,7 +1,6 @@
-"""A server over HTTP, for single requests: an answer, or its events as they come.
+"""An HTTP client for interactive commands: a whole answer, or its events as they come.
 
-This is for interactive commands. The loops of a measurement have a client of their own, which costs
-less and records the time of each event.
+Measurements use :mod:`~trioserve.load.client`, which costs less and records the time of each event.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from trioserve.load.response import InvalidAnswer, ResponseReader
 from trioserve.protocol.errors import TrioserveError, printable
 
 _TIMEOUT = 30.0
-"""Seconds for a connection and for a whole answer; events have no limit."""
+"""Seconds to connect, and to receive a whole answer. Events have no time limit."""
 _READ_SIZE = 65536
 _MAX_BYTES = 4 << 20
-_MAX_TOLD = 500
-"""Characters of a refusal that are shown."""
+_MAX_SHOWN = 500
+"""Most characters of an error that are shown."""
 
 
 class RemoteError(TrioserveError):
-    """The server can't be reached, or its answer isn't understood. One line, for a terminal."""
+    """The server can't be reached, or its answer is invalid. The message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 class RefusedRequest(RemoteError):
-    """The server answered with an error; ``status`` is HTTP's."""
+    """The server answered with an error; ``status`` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -46,7 +45,7 @@ class RefusedRequest(RemoteError):
 
 @attrs.frozen(kw_only=True)
 class HttpAnswer:
-    """A whole answer; the names of ``headers`` are in lower case. A body is cut at 4 MiB."""
+    """A whole answer. Names of ``headers`` are in lower case. The body is cut at 4 MiB."""
 
     status: int
     headers: Mapping[bytes, bytes]
@@ -54,12 +53,12 @@ class HttpAnswer:
 
     @property
     def refusal(self) -> str:
-        """Error text of an answer in one line; empty if it has none."""
+        """Error text of the answer in one line; empty if it has none."""
         text = self.body.decode("utf-8", "replace")
         with contextlib.suppress(*DECODING_ERRORS):
             text = error_text(msgspec.json.decode(self.body, type=_ErrorBody).error)
         line = " ".join(text.split())
-        return line if len(line) <= _MAX_TOLD else line[:_MAX_TOLD] + "..."
+        return line if len(line) <= _MAX_SHOWN else line[:_MAX_SHOWN] + "..."
 
 
 class _ErrorBody(msgspec.Struct):
@@ -68,24 +67,25 @@ class _ErrorBody(msgspec.Struct):
 
 @attrs.frozen(kw_only=True)
 class Remote:
-    """The address of a server and the headers of all requests. Each request has its own
-    connection.
+    """The address of a server and the headers of all requests.
+
+    Each request has its own connection.
     """
 
     connect: Connect
     host: str
     """Value of the Host header."""
     url: str
-    """URL to show to users."""
+    """URL shown to users."""
     headers: Mapping[str, str] = attrs.field(factory=dict)
 
     async def get(self, path: str) -> HttpAnswer:
         """Return the answer to ``GET path``, whatever its status.
 
         Raises:
-            RemoteError: there is no answer.
+            RemoteError: There is no valid answer.
         """
-        with _told(self.url):
+        with _remote_errors(self.url):
             with trio.fail_after(_TIMEOUT):
                 stream = await self.connect()
                 async with contextlib.aclosing(stream):
@@ -99,13 +99,14 @@ class Remote:
         Leaving the block closes the connection, which stops the answer.
 
         Raises:
-            RemoteError: there is no answer; :class:`RefusedRequest` if its status isn't 200.
+            RemoteError: There is no valid answer.
+            RefusedRequest: The status isn't 200.
         """
-        with _told(self.url):
+        with _remote_errors(self.url):
             with trio.fail_after(_TIMEOUT):
                 stream = await self.connect()
         async with contextlib.aclosing(stream):
-            with _told(self.url):
+            with _remote_errors(self.url):
                 content = None if body is None else msgspec.json.encode(body)
                 await stream.send_all(
                     self._request("GET" if body is None else "POST", path, content)
@@ -118,19 +119,19 @@ class Remote:
             yield RemoteEvents(self.url, stream, response, first)
 
     def check(self, answer: HttpAnswer) -> None:
-        """Refuse an answer with a status other than 200.
+        """Raise an error unless the status of ``answer`` is 200.
 
         Raises:
-            Refusal: the status isn't 200.
+            RefusedRequest: The status isn't 200.
         """
         if answer.status == 200:
             return
-        told = f"{self.url} refuses with {answer.status}"
+        message = f"{self.url} refuses with {answer.status}"
         if answer.status in (401, 403):
-            told += ": give the right --api-key"
+            message += ": give the right --api-key"
         elif answer.refusal:
-            told += f": {answer.refusal}"
-        raise RefusedRequest(told, answer.status)
+            message += f": {answer.refusal}"
+        raise RefusedRequest(message, answer.status)
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}", "Connection: close"]
@@ -142,13 +143,13 @@ class Remote:
 
 @attrs.define(eq=False)
 class RemoteEvents:
-    """The events of an answer, in their order. One task reads them."""
+    """The events of an answer, in order. One task reads them."""
 
     _url: str
     _stream: trio.abc.Stream
     _response: ResponseReader
     _unread: bytes
-    """Bytes of the body that came with its head."""
+    """Bytes of the body that came with the head."""
     _reader: EventReader = attrs.field(factory=EventReader)
     _ready: deque[Event] = attrs.field(factory=deque)
 
@@ -159,12 +160,12 @@ class RemoteEvents:
         """Return the next event.
 
         Raises:
-            RemoteError: the connection was lost before the answer's end.
+            RemoteError: The connection was lost before the end of the answer.
         """
         await trio.lowlevel.checkpoint()
         while not self._ready:
             body, self._unread = self._unread, b""
-            with _told(self._url):
+            with _remote_errors(self._url):
                 if not body:
                     if self._response.ended:
                         raise StopAsyncIteration
@@ -183,7 +184,7 @@ async def _read_answer(
 
 
 async def _receive(stream: trio.abc.Stream, response: ResponseReader, url: str) -> bytes:
-    """Return the next bytes of the body; none after the head or at the end."""
+    """Return the next bytes of the body; empty after the head and at the end."""
     data = bytes(await stream.receive_some(_READ_SIZE))
     try:
         return response.feed(data)
@@ -194,8 +195,8 @@ async def _receive(stream: trio.abc.Stream, response: ResponseReader, url: str) 
 
 
 @contextlib.contextmanager
-def _told(url: str) -> Iterator[None]:
-    """Turn an error in the block into one line for a terminal."""
+def _remote_errors(url: str) -> Iterator[None]:
+    """Turn an error of the connection in the block into a :exc:`RemoteError`."""
     try:
         yield
     except trio.TooSlowError as error:

@@ -1,4 +1,4 @@
-"""The report of a measurement: text for people, JSON for programs."""
+"""The report of measurements as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SPREADS = (
     ("TPOT", "tpot_ms"),
     ("E2E", "e2e_ms"),
 )
-"""Statistics of times, with their titles."""
+"""Titles of the time statistics, with their fields of ``Figures``."""
 
-_LAG_TOLD_MS = 5.0
-"""Lag of the 99th percentile above which the report mentions it."""
+_LAG_SHOWN_MS = 5.0
+"""Lag at the 99th percentile above which the report mentions it, in milliseconds."""
 
 
 def figures_text(measured: Measured) -> str:
-    """Return the figures of one measurement, as some lines."""
+    """Return the figures of one measurement as lines of text."""
     figures = measured.figures
     lines = [
         f"{measured.label}: {figures.completed} requests in {figures.duration:.1f} s, "
@@ -48,7 +48,7 @@ def figures_text(measured: Measured) -> str:
     if figures.cached_tokens:
         share = figures.cached_tokens / max(figures.prompt_tokens, 1)
         lines.append(f"  {share:.1%} of the prompts' tokens were cached")
-    if figures.lag_ms is not None and figures.lag_ms.p99 > _LAG_TOLD_MS:
+    if figures.lag_ms is not None and figures.lag_ms.p99 > _LAG_SHOWN_MS:
         lines.append(_lag_line(figures.lag_ms, bounded=figures.concurrency is not None))
     if figures.resent:
         lines.append(
@@ -78,7 +78,7 @@ def _spread_lines(figures: Figures) -> list[str]:
 
 
 def summary_rows(measured: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """Return a table with a row for each measurement: titles and cells."""
+    """Return the titles and rows of a table with a row per measurement."""
     titles = ["load", "failed", "requests/s", "tokens/s out", "TTFT p50 · p99 ms"]
     titles += ["ITL p50 · p99 ms", "TPOT p50 ms", "E2E p50 ms"]
     series = any(one.series for one in measured)
@@ -104,7 +104,7 @@ def summary_rows(measured: Sequence[Measured]) -> tuple[list[str], list[list[str
 
 
 def summary_text(measured: Sequence[Measured]) -> str:
-    """Return the table as text in columns."""
+    """Return the table of :func:`summary_rows` as text in columns."""
     titles, rows = summary_rows(measured)
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     names = titles.index("load") + 1
@@ -117,9 +117,7 @@ def summary_text(measured: Sequence[Measured]) -> str:
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Return facts about this machine, and the versions of this project and of installed
-    ``packages``.
-    """
+    """Return facts about this machine, and the versions of trioserve and of ``packages``."""
     machine = Machine()
     versions = {"trioserve": __version__, "python": platform.python_version()}
     for name in ("trio", "msgspec", *packages):
@@ -144,7 +142,7 @@ def as_json(
 ) -> bytes:
     """Return all figures as JSON, with null for NaN; ``records`` adds each request.
 
-    The requests' times are seconds from the beginning of the run.
+    Times of requests are in seconds from the start of the run.
     """
     runs = []
     for one in measured:

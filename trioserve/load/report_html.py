@@ -1,4 +1,4 @@
-"""Measurements as one HTML page that needs nothing else: no script, no style sheet, no network."""
+"""Measurements as one self-contained HTML page, without scripts or other files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def page(
     facts: Mapping[str, Any],
     title: str = "Benchmark",
 ) -> str:
-    """Return the page: a table of all measurements, plots, all figures, and the circumstances.
+    """Return the page: a table of all measurements, plots, all figures, and ``facts``.
 
     Args:
-        measured: the measurements.
-        drawn: plots of them.
-        facts: machine, versions, options and the like; dicts become tables.
-        title: the page's title.
+        measured: The measurements.
+        drawn: Plots of them.
+        facts: Machine, versions, options and the like. Dicts become tables.
+        title: Title of the page.
     """
     parts = [f"<h1>{_text(title)}</h1>", _table(*summary_rows(measured))]
     parts += [_figure(plot) for plot in drawn]
@@ -45,7 +45,7 @@ def page(
     for name, value in facts.items():
         if isinstance(value, Mapping):
             parts.append(f"<h2>{_text(name)}</h2>")
-            parts.append(_table(["", ""], [[str(k), _told(v)] for k, v in value.items()]))
+            parts.append(_table(["", ""], [[str(k), _shown(v)] for k, v in value.items()]))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
@@ -62,13 +62,13 @@ def _details(measured: Measured) -> list[str]:
         spread = getattr(figures, field)
         values = (spread.mean, spread.p50, spread.p90, spread.p99)
         rows.append([f"{title}, ms", *(f"{value:.2f}" for value in values)])
-    said = (
+    summary = (
         f"{figures.completed} requests in {figures.duration:.1f} s, {figures.failed} failed, "
         f"{figures.cancelled} left early; {figures.prompt_tokens} tokens in and "
         f"{figures.completion_tokens} out; {figures.total_tokens_per_second:.1f} tokens/s "
         f"with prompts; at most {figures.peak_concurrency} running"
     )
-    parts = [f"<h2>{_text(name)}</h2>", f"<p>{_text(said)}</p>"]
+    parts = [f"<h2>{_text(name)}</h2>", f"<p>{_text(summary)}</p>"]
     parts.append(_table(["", "mean", "p50", "p90", "p99"], rows))
     if figures.errors:
         errors = [[kind, str(count)] for kind, count in figures.errors.items()]
@@ -90,7 +90,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>\n" + "\n".join(lines) + "</table>"
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)

@@ -23,16 +23,16 @@ from trioserve.load.records import Record, Run
 
 _DPI = 110
 _BUCKETS = 200
-"""The most steps of a timeline."""
+"""Most steps of a timeline."""
 _SHORTEST_STEP = 0.1
-"""Seconds of the shortest step. In less time, a batch's events say nothing about their rate."""
+"""Shortest step in seconds. In less time the events of a batch say nothing about a rate."""
 _WIDE = 8
 """Ratio of loads above which the axis is logarithmic."""
 
 
 @attrs.define(eq=False)
 class Plot:
-    """A figure, the name of its file, and its description in a sentence."""
+    """A figure, the name of its file, and its title."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ class Plot:
 
 
 def plots(measured: Sequence[Measured]) -> Iterator[Plot]:
-    """Yield all possible plots of these measurements, without those that have no answer."""
+    """Yield all plots of the measurements; those without a completed request are left out."""
     shown = [one for one in measured if one.figures.completed]
     if len({_load_of(one) for one in shown}) > 1:
         yield load_plot(shown)
@@ -62,10 +62,10 @@ def plots(measured: Sequence[Measured]) -> Iterator[Plot]:
 
 
 def save_plots(drawn: Iterable[Plot], folder: Path) -> list[Path]:
-    """Write plots into ``folder`` as PNG, and return their paths.
+    """Write the plots into ``folder`` as PNG, and return their paths.
 
     Raises:
-        OSError: the files can't be written.
+        OSError: The files can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -121,7 +121,7 @@ def _label(axes: Axes, title: str, loads: Sequence[float], open_loop: bool, unit
 
 
 def distribution_plot(measured: Sequence[Measured], what: str, title: str) -> Plot:
-    """Plot the share of times (``what`` is ``ttft`` or ``itl``) below each value."""
+    """Plot the cumulative distribution of times; ``what`` is ``ttft`` or ``itl``."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for one in measured:
@@ -148,7 +148,7 @@ def _times(run: Run, what: str) -> list[float]:
 
 
 def timeline_plot(measured: Measured) -> Plot:
-    """Plot the running requests and the events a second over one measurement."""
+    """Plot the running requests and the events per second over one measurement."""
     run = measured.run
     step = max(run.duration / _BUCKETS, _SHORTEST_STEP)
     edges = np.arange(int(run.duration / step) + 2) * step
@@ -184,7 +184,7 @@ def _load_of(measured: Measured) -> float:
 
 
 def _series(measured: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
-    """Return the label and the points of each series, by load."""
+    """Return the label and the points of each series, sorted by load."""
     names = dict.fromkeys(one.series for one in measured)
     return [
         (

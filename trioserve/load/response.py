@@ -1,8 +1,8 @@
-"""A parser of HTTP/1.1 responses in bytes that are cut anywhere, without I/O.
+"""A parser of HTTP/1.1 responses, without I/O. It takes bytes in any pieces.
 
-It reads only answers to a POST: the head, then a body that is chunked, has a given length, or ends
-with the connection. h11 does it at a multiple of the cost, and on a small machine the client takes
-time from the server. The tests hold this reader against h11.
+It reads a head, then a body that is chunked, has a given length, or ends with the connection. h11
+costs several times as much, and on a small machine the client takes time from the server. Tests
+compare this reader with h11.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _UNTIL_CLOSE = -1
 
 
 class InvalidAnswer(Exception):
-    """The bytes aren't a valid answer."""
+    """The bytes aren't a valid response."""
 
 
 @attrs.define(eq=False)
 class ResponseReader:
-    """One response. ``status`` is 0 until the head is there."""
+    """One response. ``status`` is 0 until the head has been read."""
 
     status: int = 0
     headers: dict[bytes, bytes] = attrs.field(factory=dict)
-    """Headers by lower-case name; the last one of several with a name."""
+    """Headers by lower-case name; the last of several with one name."""
     ended: bool = False
     reusable: bool = False
     """True if the connection may be used for another request after this one."""
     _rest: bytes = b""
     """Bytes of an incomplete head, or of an incomplete line between chunks."""
     _left: int = 0
-    """Bytes of the body, or of the current chunk, that are still to come."""
+    """Number of bytes still to come of the body or the current chunk."""
     _chunked: bool = False
     _line: str = "size"
     """Kind of the next line between chunks: ``size``, the ``end`` of a chunk, or a ``trailer``."""
 
     @property
     def until_close(self) -> bool:
-        """True if the connection's end is the body's end, so that truncation can't be detected."""
+        """True if the connection's end is the body's end, so truncation can't be detected."""
         return self._left == _UNTIL_CLOSE
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes of the body in ``data``; empty data means that the connection has ended.
+        """Return the body's bytes in ``data``. Empty ``data`` means that the connection has ended.
 
         Raises:
-            InvalidAnswer: the response is invalid or incomplete.
+            InvalidAnswer: The response is invalid or incomplete.
         """
         if not data:
             self._end_of_connection()
@@ -70,7 +70,7 @@ class ResponseReader:
         self.ended = True
 
     def _read_head(self, data: bytes) -> bytes:
-        """Take the head off ``data``, and interim (1xx) heads before it; return the rest."""
+        """Read the head, after interim (1xx) heads, from ``data``; return the rest."""
         while True:
             end = re.search(rb"\r?\n\r?\n", data)
             if end is None:
@@ -125,7 +125,7 @@ class ResponseReader:
         if not self._left:
             self.ended = True
         if len(body) < len(data):
-            # more bytes than announced: the state of the connection is unknown
+            # With more bytes than announced, the state of the connection is unknown.
             self.reusable = False
         return body
 

@@ -15,10 +15,10 @@ from trioserve.load.remote import Remote, RemoteError
 
 @attrs.frozen(kw_only=True)
 class ServerFacts:
-    """Facts about a server, from its own answers."""
+    """Facts about a server that it reports itself."""
 
     software: str
-    """Its Server header."""
+    """Value of the Server header."""
     models: tuple[str, ...]
 
 
@@ -33,10 +33,10 @@ class _Models(msgspec.Struct):
 async def ask_models(
     connect: Connect, host: str, path: str, headers: Mapping[str, str], url: str
 ) -> ServerFacts:
-    """Ask ``GET path``; a server without this path lists no models.
+    """Return the answer of ``GET path``; a server without this path lists no models.
 
     Raises:
-        MeasureError: it can't be reached, or refuses.
+        MeasureError: The server can't be reached, or refuses the key.
     """
     remote = Remote(connect=connect, host=host, url=url, headers=headers)
     try:

@@ -1,7 +1,7 @@
-"""Work from a file of conversations in ShareGPT's form.
+"""Work from a file of conversations in ShareGPT's format.
 
-A JSON list, or a line of JSON for each: objects with ``conversations`` (or ``messages``), a list of
-``{"from": "human", "value": ...}`` (or ``role`` and ``content``).
+The file is a JSON list, or has an object per line. An object has ``conversations`` (or
+``messages``), a list of ``{"from": "human", "value": ...}`` (or ``role`` and ``content``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_TOKENS = 2048
 
 
 class DataError(TrioserveError):
-    """The file of work can't be used; one line says why."""
+    """The file can't be used; the message is one line."""
 
 
 class _Message(msgspec.Struct):
@@ -52,24 +52,24 @@ def load_sharegpt(
 ) -> list[Conversation]:
     """Return ``count`` random conversations of the file; some repeat if the file has fewer.
 
-    Each begins with a user's message. Requested answers are as long as those in the file, or
-    ``output_tokens`` long. Conversations are left out as in vLLM's tool: a prompt or an answer of
-    fewer than 4 tokens, a prompt of more than 1,024, both together of more than 2,048.
+    Each begins with a user's message. Answers have the length of those in the file, or
+    ``output_tokens``. As in vLLM's benchmark, a conversation is left out if its prompt or answer
+    has fewer than 4 tokens, its prompt more than 1,024, or both together more than 2,048.
 
     Args:
-        path: the file.
-        texts: counts tokens.
-        count: the number of conversations.
-        turns: the most turns of each.
-        output_tokens: the length of every answer; None for the file's.
-        seed: the seed of the order.
+        path: The file.
+        texts: Counts tokens.
+        count: Number of conversations.
+        turns: Most turns of each.
+        output_tokens: Tokens of every answer; None for those of the file.
+        seed: Seed of the order.
 
     Raises:
-        DataError: the file can't be read, or has no usable conversation.
+        DataError: The file can't be read, or has no usable conversation.
     """
     found = list(_read(path))
-    chooser = random.Random(seed)
-    chooser.shuffle(found)
+    rng = random.Random(seed)
+    rng.shuffle(found)
     work: list[Conversation] = []
     for one in found:
         if len(work) == count:
@@ -79,7 +79,7 @@ def load_sharegpt(
             work.append(Conversation(turns=tuple(taken)))
     if not work:
         raise DataError(f"{path} has no conversation of a fitting length")
-    return work + chooser.choices(work, k=count - len(work))
+    return work + rng.choices(work, k=count - len(work))
 
 
 def _read(path: Path) -> Iterator[_Conversation]:
@@ -100,7 +100,7 @@ def _read(path: Path) -> Iterator[_Conversation]:
 def _turns(
     messages: Sequence[_Message], texts: Texts, most: int, output_tokens: int | None
 ) -> list[Turn]:
-    """Return the first pairs of a user's message and its answer; none if the first doesn't fit."""
+    """Return the first turns, each a user's message and its answer, up to one that doesn't fit."""
     taken: list[Turn] = []
     for asked, answered in zip(messages[::2], messages[1::2], strict=False):
         speakers = (asked.speaker or asked.role, answered.speaker or answered.role)

@@ -1,4 +1,4 @@
-"""The target of a run: the interface of a server, remote or embedded, for the loops."""
+"""The target of a run: the interface of a remote or embedded server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trioserve.load.work import Cancel
 
 
 class Sender(Protocol):
-    """A sender of requests, any number at a time."""
+    """A sender of any number of concurrent requests."""
 
     async def ask(
         self, fields: Mapping[str, Any], record: Record, cancel: Cancel | None = None
     ) -> None:
         """Send one request and read its answer into ``record``, to the end or until ``cancel``.
 
-        ``fields`` are those of OpenAI's body. Failures are put into the record, not raised.
+        ``fields`` are those of a body of OpenAI's API. Failures are recorded, not raised.
         """
 
 
@@ -27,7 +27,7 @@ class AnyTarget(Protocol):
 
     @property
     def chat(self) -> bool:
-        """True if it takes messages, false if it takes a prompt."""
+        """True if the target takes messages, False if it takes a prompt."""
 
     def senders(self) -> contextlib.AbstractAsyncContextManager[Sender]:
         """Yield a sender for the block. Leaving the block closes its connections."""

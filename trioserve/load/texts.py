@@ -1,4 +1,4 @@
-"""Texts of a given number of tokens, made of common words, all different."""
+"""Random texts with a given number of tokens, made of common words."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _MAX_TRIES = 20
 
 
 class Texts(Protocol):
-    """Maker of texts that also counts tokens."""
+    """A maker of random texts, and a counter of tokens."""
 
     @property
     def exact(self) -> bool:
         """True if a tokenizer counts the tokens."""
 
-    def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
-        """Return ``prefix`` and ``tokens`` tokens of random words behind it."""
+    def make(self, tokens: int, rng: random.Random, prefix: str = "") -> str:
+        """Return ``prefix`` followed by ``tokens`` tokens of random words."""
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text."""
+        """Return the number of tokens in ``text``."""
 
 
 @attrs.frozen
 class CountedTexts:
-    """Texts of an exact length, by the model's own tokenizer."""
+    """Texts with an exact number of tokens, by the model's tokenizer."""
 
     tokenizer: tokenizers.Tokenizer
 
@@ -48,25 +48,23 @@ class CountedTexts:
         """True: a tokenizer counts the tokens."""
         return True
 
-    def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
-        """Return ``prefix`` and ``tokens`` tokens of random words behind it, encoded as one
-        text.
-        """
+    def make(self, tokens: int, rng: random.Random, prefix: str = "") -> str:
+        """Return ``prefix`` followed by ``tokens`` tokens of random words, as one encoded text."""
         size = self.count(prefix) + tokens
         text = prefix
         for _ in range(_MAX_TRIES):
-            # A word is at least one token, so this is never too short.
-            words = " ".join(chooser.choices(_WORDS, k=tokens + 1))
+            # A word has at least one token, so this is never too short.
+            words = " ".join(rng.choices(_WORDS, k=tokens + 1))
             ids = self._ids(f"{prefix} {words}" if prefix else words.capitalize())[:size]
             with panics_raised():
                 text = self.tokenizer.decode(ids, skip_special_tokens=False)
             if text.startswith(prefix) and self.count(text) == size:
                 break
-        # With a rare tokenizer that doesn't round-trip, the text has nearly the right length.
+        # A few tokenizers don't round-trip; then the length is nearly right.
         return text
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text, without special tokens."""
+        """Return the number of tokens in ``text``, without special tokens."""
         return len(self._ids(text))
 
     def _ids(self, text: str) -> list[int]:
@@ -76,18 +74,18 @@ class CountedTexts:
 
 @attrs.frozen
 class GuessedTexts:
-    """Texts of an approximate length, without a tokenizer: a common word is mostly one token."""
+    """Texts of an approximate length, without a tokenizer: a common word is usually one token."""
 
     @property
     def exact(self) -> bool:
         """False: the counts are guesses."""
         return False
 
-    def make(self, tokens: int, chooser: random.Random, prefix: str = "") -> str:
-        """Return ``prefix`` and ``tokens`` random words."""
-        words = " ".join(chooser.choices(_WORDS, k=tokens))
+    def make(self, tokens: int, rng: random.Random, prefix: str = "") -> str:
+        """Return ``prefix`` followed by ``tokens`` random words."""
+        words = " ".join(rng.choices(_WORDS, k=tokens))
         return f"{prefix} {words}" if prefix else words.capitalize()
 
     def count(self, text: str) -> int:
-        """Return a guess: four characters of English are a token."""
+        """Return a guess: a token per four characters."""
         return -(-len(text) // 4)

@@ -1,24 +1,23 @@
-"""Work with the times at which it came: traces of real servers.
+"""Traces of real servers: requests with their arrival times.
 
-A trace is a file of JSON lines, a JSON list, or CSV with a header. The fields are known by several
-names:
+A trace is a file of JSON lines, a JSON list, or CSV with a header. Fields have several names:
 
 ==================  =====================================================================
-what                names
+field               names
 ==================  =====================================================================
-time of arrival     ``timestamp``: a number, or a date as in ISO 8601 (in UTC, unless it says
-                    where)
+time of arrival     ``timestamp``: a number, or a date by ISO 8601 (UTC unless it has a
+                    zone)
 tokens in           ``input_length`` (Mooncake), ``ContextTokens`` (Azure), ``Request tokens``
                     (BurstGPT), ``input_tokens``, ``prompt_tokens``, ``num_prefill_tokens``
 tokens out          ``output_length``, ``GeneratedTokens``, ``Response tokens``,
                     ``output_tokens``, ``completion_tokens``, ``num_decode_tokens``
-the prompt's blocks  ``hash_ids`` (Mooncake): the prompt's blocks of 512 tokens by number, so that
-                    equal beginnings are equal
+blocks of a prompt  ``hash_ids`` (Mooncake): numbers of its blocks of 512 tokens; prompts with the
+                    same first numbers have a common prefix
 the prompt itself   ``prompt`` or ``messages``, in place of its length
 ==================  =====================================================================
 
-Upper and lower case are alike. A number is milliseconds in Mooncake's traces (those with
-``input_length``) and seconds in others, unless it is said which.
+Names ignore case. With the unit ``auto``, a number is in milliseconds in Mooncake's traces (those
+with ``input_length``) and in seconds in others.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _BLOCK_TOKENS = 512
 
 @attrs.frozen(kw_only=True)
 class TraceRow:
-    """One request of a trace. ``at`` is in seconds, from any origin."""
+    """One request of a trace. ``at`` is its arrival in seconds, from any origin."""
 
     at: float
     input_tokens: int
@@ -63,10 +62,10 @@ class TraceRow:
 
 
 def load_trace(path: Path, *, unit: str = "auto", most: int | None = None) -> list[TraceRow]:
-    """Return the requests of the file, sorted by time; the first ``most`` of them.
+    """Return the requests of the file, sorted by time; only the first ``most``.
 
     Raises:
-        DataError: the file can't be read or isn't a trace; the message names the line.
+        DataError: The file can't be read or isn't a trace; the message names the line.
     """
     rows: list[TraceRow] = []
     for number, fields in enumerate(_read(path), 1):
@@ -81,9 +80,7 @@ def load_trace(path: Path, *, unit: str = "auto", most: int | None = None) -> li
 
 
 def trace_work(rows: list[TraceRow], texts: Texts, *, seed: int = 0) -> list[Conversation]:
-    """Return a conversation of one turn for each row, with random words unless the row has a
-    prompt.
-    """
+    """Return a conversation of one turn for each row; rows without a prompt get random words."""
     return [
         Conversation(turns=(_turn(row, number, texts, seed),)) for number, row in enumerate(rows)
     ]
@@ -162,7 +159,7 @@ def _seconds(fields: Mapping[str, Any], unit: str) -> float:
         number = float(given)
     except ValueError:
         date = datetime.fromisoformat(str(given).strip())
-        # Dates without a zone are UTC: this machine's zone may lack an hour of the year.
+        # Not the local zone, which may lack an hour of the year.
         return (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp()
     in_ms = unit == "ms" or (unit == "auto" and "input_length" in fields)
     return number / 1000 if in_ms else number

@@ -1,7 +1,7 @@
 """The work of a run: conversations of one or more turns, independent of the target.
 
-A :class:`Conversation` is sent turn by turn. Each turn's request has the whole history, with the
-answers as they came. Most data sets have conversations of one turn.
+A :class:`Conversation` is sent turn by turn. Each request has the whole history, with the actual
+answers. Most data sets have conversations of one turn.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import attrs
 
 Form = Callable[[str], bool]
-"""Function that returns whether an answer's text has the requested form."""
+"""Function that returns True if an answer's text has the requested form."""
 
 
 @attrs.frozen(kw_only=True)
 class Cancel:
-    """A client's departure: so many seconds after sending, or after so many events."""
+    """A client's disconnect: a number of seconds after sending, or after a number of events."""
 
     seconds: float | None = None
     events: int | None = None
@@ -27,9 +27,8 @@ class Cancel:
 class Turn:
     """One request of a conversation.
 
-    Exactly one of ``prompt`` (text or token ids) and ``messages`` (of a chat) is its new part;
-    neither is needed if ``fields`` has the whole request. ``fields`` are further fields of the
-    request's body.
+    Its new part is either ``prompt`` (text or token ids) or ``messages`` (of a chat). ``fields``
+    are further fields of the body; they may also be the whole request.
     """
 
     prompt: str | tuple[int, ...] | None = None
@@ -37,14 +36,14 @@ class Turn:
     max_tokens: int | None = None
     fields: Mapping[str, Any] = attrs.field(factory=dict)
     pause: float = 0.0
-    """Seconds between the last answer and this request."""
+    """Seconds between the previous answer and this request."""
     cancel: Cancel | None = None
     form: Form | None = None
 
 
 @attrs.frozen(kw_only=True)
 class Conversation:
-    """Turns that are sent one after the other; a failure or the client's departure ends it."""
+    """Turns that are sent one after the other, until one fails or is cancelled."""
 
     turns: tuple[Turn, ...]
 
@@ -57,17 +56,17 @@ def single(fields: Mapping[str, Any]) -> Conversation:
 def request_fields(
     conversation: Conversation, turn: int, answers: Sequence[str], *, chat: bool
 ) -> dict[str, Any]:
-    """Return the fields of the body of one of the conversation's requests.
+    """Return the fields of the body of one request.
 
     Args:
-        conversation: the conversation.
-        turn: the index of its turn, from 0.
-        answers: the answers to the turns before it.
-        chat: whether the target is a chat endpoint. Other endpoints get a history as one text.
+        conversation: The conversation.
+        turn: Index of the turn, from 0.
+        answers: Answers to the turns before it.
+        chat: True for a chat endpoint. Other endpoints get the history as one text.
 
     Raises:
-        ValueError: a message is malformed; or this endpoint doesn't take token ids, a history of
-            messages, or a message without a text.
+        ValueError: A message is malformed; or the endpoint doesn't take such token ids, or a
+            message without text.
     """
     current = conversation.turns[turn]
     fields: dict[str, Any] = {}
@@ -113,7 +112,7 @@ def _prompt(history: Sequence[Turn], answers: Sequence[str]) -> str | list[int]:
 
 
 def _message(given: Any) -> Mapping[str, Any]:
-    """Return ``given`` if it is a message; a file may have any value there."""
+    """Return ``given`` if it is a message. Files may have other values there."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ValueError(f"a message must be an object with a role; got {str(given)[:60]!r}")
     return given

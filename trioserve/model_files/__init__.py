@@ -1,5 +1,4 @@
-"""The readers of a model's folder or GGUF file, used by both processes. They need neither torch nor
-trio.
+"""Readers of a model's folder or GGUF file, for both processes. They need neither torch nor trio.
 
 Imported by ``text``, ``pooling``, ``engine``, ``front_ends``, ``testing``, ``load`` and ``cli``.
 """

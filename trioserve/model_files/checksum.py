@@ -1,4 +1,4 @@
-"""A hash that distinguishes models by their weights, in milliseconds."""
+"""A fast hash that distinguishes models by their weights."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _SAMPLE_BYTES = 4096
 
 
 class Checksum:
-    """Hash of the files added, in their order.
+    """Hash of the added files, in order.
 
     It covers the headers (names, shapes and types of all tensors), the files' sizes, and a few
-    kilobytes of each file; it doesn't detect tampering.
+    kilobytes of each file, so it takes milliseconds. It doesn't detect tampering.
     """
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add_folder(self, folder: Path) -> None:
-        """Add the config.json and the safetensors files in ``folder``, or that file itself.
+        """Add the config.json and the safetensors files of ``folder``, which may be one such file.
 
         Raises:
-            ModelLoadError: weights are missing or have no header.
+            ModelLoadError: Weights are missing or have no header.
         """
         if folder.is_dir():
             self._digest.update((folder / "config.json").read_bytes())
@@ -33,7 +33,7 @@ class Checksum:
             self.add_file(path, 8 + len(read_header_bytes(path)))
 
     def add_file(self, path: Path, header_bytes: int) -> None:
-        """Add a file of weights; its first ``header_bytes`` are its header."""
+        """Add a file of weights, whose first ``header_bytes`` bytes are its header."""
         size = path.stat().st_size
         self._digest.update(size.to_bytes(8, "little"))
         with path.open("rb") as file:

@@ -22,10 +22,10 @@ def architecture_of(values: Mapping[str, Any]) -> str | None:
 
 
 def refuse_quantized(fields: Fields) -> None:
-    """Refuse weights in the number format of a quantization library.
+    """Refuse weights in the format of a quantization library.
 
     Raises:
-        ModelLoadError: the weights are in one.
+        ModelLoadError: The weights are in such a format.
     """
     quantization = fields.get("quantization_config")
     if quantization is not None:
@@ -37,7 +37,7 @@ def refuse_quantized(fields: Fields) -> None:
 
 
 def dtype_of(fields: Fields, folder: Path) -> str:
-    """Return the weights' number format: that of config.json, or else that of the first tensor."""
+    """Return the weights' number format, by config.json or else by the first tensor."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     if named is not None:
         return str(named).removeprefix("torch.")
@@ -49,7 +49,7 @@ def dtype_of(fields: Fields, folder: Path) -> str:
 
 
 def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
-    """Return one id, several or none."""
+    """Return the ids in a field that has one id, a list or nothing."""
     value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
@@ -59,9 +59,7 @@ def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
 
 
 def ids_that_end(fields: Fields, folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a sequence in config.json or generation_config.json, without
-    duplicates.
-    """
+    """Return the ids that end a sequence, by config.json and generation_config.json."""
     path = folder / "generation_config.json"
     generation = Fields(path, read_object(path, required=False), {})
     both = (*token_ids(fields, "eos_token_id"), *token_ids(generation, "eos_token_id"))

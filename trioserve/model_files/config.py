@@ -10,23 +10,23 @@ import attrs
 from trioserve.protocol.errors import ModelLoadError
 
 MAX_LAYERS = 4096
-"""Limit of layers: more than any model has, and few enough for work per layer before loading."""
+"""Most layers. No model has as many, and per-layer work before loading stays small."""
 MAX_EXPERTS = 1 << 16
-"""Limit of the experts of all layers together."""
+"""Most experts of all layers together."""
 MAX_SIZE = 2**31 - 1
-"""Limit of any other count: messages and kernels have 32-bit integers."""
+"""Largest other count, because messages and kernels have 32-bit integers."""
 MAX_NUMBER = 1e15
-"""Limit of RoPE's base, factors and the like: products of two of them are still finite."""
+"""Largest RoPE base, factor and the like, so that the product of two is finite."""
 
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:
-    """The scaling of rotary frequencies beyond the length of training.
+    """The scaling of rotary frequencies beyond the training length.
 
-    ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``factors``; fields that a kind
-    doesn't use keep their defaults. Formulas: Llama 3's from its reference code; YaRN's from Peng
-    et al. 2023 (arXiv:2309.00071). ``factors`` is the form of GGUF files: each of the ``head_dim //
-    2`` inverse frequencies is divided by its own number in ``frequency_factors``.
+    ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``factors``. Fields that a kind
+    doesn't use keep their defaults. ``llama3`` follows Llama 3's reference code; ``yarn`` follows
+    Peng et al. 2023 (arXiv:2309.00071). ``factors`` is GGUF's form: each of the ``head_dim // 2``
+    inverse frequencies is divided by its entry in ``frequency_factors``.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class RopeScaling:
     frequency_factors: tuple[float, ...] = ()
 
     def stretched(self, max_positions: int) -> int:
-        """Return the number of positions for a file's ``max_positions``; YaRN may have more."""
+        """Return the number of positions; YaRN may have more than the file's ``max_positions``."""
         if self.kind != "yarn":
             return max_positions
         stretched = int(self.factor * self.original_max_position_embeddings)
@@ -54,20 +54,20 @@ class RopeScaling:
 class ExpertsConfig:
     """Layers with a mixture of experts: many MLPs, of which each token uses a few.
 
-    A router's logits become probabilities over all experts of a layer. The ``per_token`` most
-    probable experts compute the token, and their results are added up, weighted by their
+    A router gives each token probabilities over all experts of a layer. The ``per_token`` most
+    probable experts compute the token, and their results are summed, weighted by the
     probabilities.
     """
 
     count: int
-    """Experts of a layer."""
+    """Number of experts of a layer."""
     per_token: int
     intermediate_size: int
     """Intermediate size of each expert."""
     normalized: bool
     """True if the probabilities of a token's experts are scaled to a sum of 1."""
     layers: tuple[bool, ...]
-    """Layers with experts; the others have one MLP."""
+    """For each layer, True if it has experts; the others have one MLP."""
 
 
 @attrs.frozen(kw_only=True)
@@ -94,8 +94,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     has_head: bool = True
-    """False for a model that was trained to embed texts and has no output matrix. Its table of
-    tokens stands in for it, so that computing needs no special case.
+    """False for an embedding model without an output matrix. Its token embeddings replace the
+    matrix, so computing needs no special case.
     """
     qkv_bias: bool = False
     output_bias: bool = False
@@ -107,13 +107,13 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     rope_layers: tuple[bool, ...] = ()
     dtype: str = "bfloat16"
-    """Number format of the weights, as the file names it."""
+    """Number format of the weights, as in the file."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """The intermediate sizes of its MLPs and of its experts, without duplicates."""
+        """Intermediate sizes of MLPs and experts, without duplicates."""
         sizes = (
             self.intermediate_size if experts is None else experts.intermediate_size
             for experts in map(self.experts_of, range(self.num_layers))
@@ -121,16 +121,16 @@ class ModelConfig:
         return tuple(dict.fromkeys(sizes))
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """Return the experts of a layer, None if it has one MLP."""
+        """Return the experts of a layer; None if it has one MLP."""
         has_them = self.experts is not None and self.experts.layers[layer]
         return self.experts if has_them else None
 
 
 def check_config(config: ModelConfig, path: Path) -> None:
-    """Refuse a contradictory shape, which no computation could use.
+    """Refuse a contradictory shape.
 
     Raises:
-        ModelLoadError: the shape contradicts itself; the message names the numbers.
+        ModelLoadError: The shape contradicts itself; the message names the numbers.
     """
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     if heads % kv_heads:

@@ -1,7 +1,7 @@
-"""Decoders that were trained to embed texts: the description in their folders.
+"""Decoders that were trained to embed texts: how their folders describe the embedding.
 
-Qwen3-Embedding and its like have sentence-transformers' files beside a decoder's. Others were saved
-as a bare model, without the weights that make logits.
+Qwen3-Embedding and similar models have files of sentence-transformers beside a decoder's. Others
+were saved as a bare model, without the output matrix.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from trioserve.model_files.sentence_modules import MODULES, read_sentence_module
 from trioserve.protocol.errors import ModelLoadError
 
 DecoderPooling = Literal["last", "mean"]
-"""Pooling of a text: the hidden state of its last token, or the mean of all."""
+"""Pooling of a text: the hidden state of its last token, or the mean of all tokens."""
 
 
 @attrs.frozen(kw_only=True)
 class DecoderEmbedding:
-    """The embedding of a decoder's hidden states, unless a request overrides it."""
+    """The pooling and scaling of a decoder's hidden states, unless a request overrides it."""
 
     pooling: DecoderPooling = "last"
     normalize: bool = True
-    """True to scale it to length 1."""
+    """True to scale the embedding to length 1."""
 
 
 def read_decoder_embedding(folder: Path, hidden_size: int) -> DecoderEmbedding | None:
-    """Return the embedding in sentence-transformers' files in ``folder``, None without such files.
+    """Return the embedding by sentence-transformers' files in ``folder``; None without them.
 
     Raises:
-        ModelLoadError: one is missing or damaged, or a step isn't supported.
+        ModelLoadError: A file is missing or damaged, or a step isn't supported.
     """
     steps = read_sentence_modules(folder, hidden_size)
     if steps is None:

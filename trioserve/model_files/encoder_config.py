@@ -1,4 +1,4 @@
-"""The shape of an encoder: BERT and its relatives, which read a whole text in both directions."""
+"""The shape of an encoder, a model like BERT whose tokens attend to the whole text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 import attrs
 
 EncoderTask = Literal["embed", "classify"]
-"""Task of a model: a vector for a text, or a score for each label."""
+"""Task of an encoder: a vector for each text, or a score for each label."""
 
 Pooling = Literal["cls", "mean", "last", "max"]
-"""Pooling of the vectors of a text's tokens: the first, their mean, the last, or the maximum of
-each dimension.
+"""Pooling of a text's hidden states: the first token's, their mean, the last token's, or the
+maximum of each dimension.
 """
 
 Activation = Literal["identity", "gelu", "gelu_tanh", "relu", "sigmoid", "silu", "tanh"]
@@ -20,10 +20,10 @@ Activation = Literal["identity", "gelu", "gelu_tanh", "relu", "sigmoid", "silu",
 
 @attrs.frozen(kw_only=True)
 class Dense:
-    """A linear layer behind the pooling, as sentence-transformers has them."""
+    """A linear layer after the pooling, as in sentence-transformers."""
 
     folder: str
-    """Folder of its weights, inside the model's folder."""
+    """Folder of its weights, relative to the model's."""
     in_features: int
     out_features: int
     bias: bool
@@ -32,10 +32,10 @@ class Dense:
 
 @attrs.frozen(kw_only=True)
 class EncoderConfig:
-    """An encoder: embeddings, then attention, norm, MLP, norm, repeated, then a head.
+    """An encoder: embeddings, then layers of attention, norm, MLP and norm, then a head.
 
-    A model that embeds has a pooling and no ``labels``. A model that classifies has labels and no
-    pooling: its head takes the first token.
+    An embedding model has a pooling and no ``labels``. A classifier has labels and no pooling: its
+    head takes the first token.
     """
 
     family: str
@@ -47,29 +47,27 @@ class EncoderConfig:
     num_layers: int
     num_heads: int
     max_position_embeddings: int
-    """Rows of the table of positions; the first ``first_position`` belong to no token."""
+    """Rows of the position embeddings; the first ``first_position`` rows are unused."""
     padding_idx: int | None
     """Id of tokens that aren't counted in positions (RoBERTa); None counts all, from 0 on."""
     relative_buckets: int = 0
-    """Number of buckets for the distance between two tokens; every head adds a bias for each bucket
-    (MPNet). 0 for none.
-    """
+    """Number of buckets of token distances, each with a bias per head (MPNet); 0 for none."""
     type_vocab_size: int
-    """Number of types of tokens, such as those of a pair's first and second text."""
+    """Number of token types, such as first and second text of a pair."""
     marks_pairs: bool
-    """True if the tokens of a pair's second text have a type of their own."""
+    """True if the tokens of a pair's second text have their own type."""
     layer_norm_eps: float
     activation: Activation
     max_length: int
-    """The most tokens of a text or pair, special tokens included."""
+    """Most tokens of a text or pair, special tokens included."""
     pooling: Pooling | None = None
     dense: tuple[Dense, ...] = ()
     normalize: bool = False
     """True to scale embeddings to length 1."""
     labels: tuple[str, ...] = ()
-    """The names of the labels, in the order of the logits."""
+    """Names of the labels, in the order of the logits."""
     independent_labels: bool = False
-    """True if a text may have several labels, each with a probability of its own."""
+    """True if a text may have several labels, each with its own probability."""
     head_activation: Activation = "tanh"
     """Activation between the two layers of the head."""
     score_activation: Activation = "identity"
@@ -79,17 +77,17 @@ class EncoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of a head of the attention."""
+        """Size of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property
     def first_position(self) -> int:
-        """The position of a text's first token."""
+        """Position of a text's first token."""
         return 0 if self.padding_idx is None else self.padding_idx + 1
 
     @property
     def num_outputs(self) -> int:
-        """Size of the result for a text: dimensions of its embedding, or labels."""
+        """Size of a text's result: dimensions of the embedding, or number of labels."""
         if self.task == "classify":
             return len(self.labels)
         return self.dense[-1].out_features if self.dense else self.hidden_size

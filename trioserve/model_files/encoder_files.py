@@ -1,4 +1,4 @@
-"""The files of an encoder's folder, and the task of the model in a folder or file."""
+"""The files of an encoder's folder, and the task of any model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class EncoderFiles:
     path: Path
     config: EncoderConfig
     name: str
-    """A short name to serve the model under."""
+    """Short name under which the model is served."""
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
-        """Return the model's own tokenizer; it lower-cases texts first if the configuration says
-        so.
+        """Return the model's tokenizer, with lower-casing if the configuration has it.
 
         Raises:
-            ModelLoadError: it is missing or damaged, or the special tokens of a pair fill the
-                model's length.
+            ModelLoadError: The tokenizer is missing or damaged, or the special tokens of a pair
+                fill the model's length.
         """
         path = self.path / "tokenizer.json"
         tokenizer = huggingface.read_tokenizer(path)
@@ -69,21 +68,21 @@ def open_encoder(path: Path) -> EncoderFiles:
     """Read an encoder's folder, except its tokenizer and weights.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind; one
-            line names the file and says what to do.
+        ModelLoadError: A file is missing or damaged, or the model is unsupported; the message is
+            one line that names the file and says what to do.
     """
     config = read_encoder_config(path)
     for folder in (path, *(path / dense.folder for dense in config.dense)):
-        shard_paths(folder)  # so that a folder without weights fails before a worker starts
+        shard_paths(folder)  # A folder without weights fails before a worker starts.
     return EncoderFiles(path=path, config=config, name=default_name(path))
 
 
 def task_of(path: Path) -> ModelTask:
     """Return the task of the model in a folder or GGUF file, by its architecture.
 
-    It is ``generate`` for every model that isn't an encoder, supported or not.
+    The task is ``generate`` for every model that isn't an encoder, supported or not.
 
     Raises:
-        ModelLoadError: a folder without config.json, or a damaged one.
+        ModelLoadError: A folder's config.json is missing or damaged.
     """
     return (encoder_task(path) or "generate") if path.is_dir() else "generate"

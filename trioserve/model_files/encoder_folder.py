@@ -1,4 +1,4 @@
-"""An encoder's folder, as transformers and sentence-transformers write it: its JSON files."""
+"""The JSON files of an encoder's folder, by transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _FAMILIES = {
 }
 _TASKS: dict[str, EncoderTask] = {
     "Model": "embed",
-    # Models that were trained for embeddings often keep the name of a model that predicts words,
-    # without the weights for predictions.
+    # Embedding models often keep the class name of a masked language model, without its head.
     "ForMaskedLM": "embed",
     "ForSequenceClassification": "classify",
 }
@@ -45,7 +44,7 @@ _DISTILBERT_NAMES = {
     "num_attention_heads": "n_heads",
     "hidden_act": "activation",
 }
-"""DistilBERT's names of fields in config.json."""
+"""DistilBERT's field names in config.json."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -65,7 +64,7 @@ _MPNET_BUCKETS = 32
 
 
 def encoder_task(folder: Path) -> EncoderTask | None:
-    """Return the task of the encoder in ``folder``, None if it isn't a known encoder.
+    """Return the task of the encoder in ``folder``; None if it isn't a known encoder.
 
     Raises:
         ModelLoadError: config.json is missing or damaged.
@@ -76,10 +75,10 @@ def encoder_task(folder: Path) -> EncoderTask | None:
 
 
 def read_encoder_config(folder: Path) -> EncoderConfig:
-    """Return the shape of the encoder in ``folder``, and the processing of its vectors.
+    """Return the configuration of the encoder in ``folder``.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind.
+        ModelLoadError: A file is missing or damaged, or the model is unsupported.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -140,7 +139,7 @@ def _optional(path: Path) -> Fields:
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:
-    """Return the first architecture in config.json, or the bare model's if it names only a type."""
+    """Return the first architecture in config.json, or the bare model's class by its type."""
     named = values.get("architectures")
     if isinstance(named, list) and named:
         return str(named[0])
@@ -193,7 +192,7 @@ def _relative_buckets(fields: Fields, family: str) -> int:
 def _steps(
     folder: Path, hidden_size: int, values: Mapping[str, Any], task: EncoderTask
 ) -> SentenceModules:
-    """Return the steps after the encoder; without sentence-transformers' files, the mean."""
+    """Return the steps after the encoder; the mean without sentence-transformers' files."""
     steps = read_sentence_modules(folder, hidden_size)
     if task == "classify":
         if steps is not None and steps.pooling is not None:
@@ -221,19 +220,17 @@ def _activation(fields: Fields, name: str) -> Activation:
 
 
 def _max_length(sentence: Fields, tokenizer: Fields, default: int) -> int:
-    """Return sentence-transformers' limit of a text: its own field, else the tokenizer's."""
+    """Return the most tokens of a text: sentence-transformers' limit, else the tokenizer's."""
     if sentence.get("max_seq_length") is not None:
         return sentence.integer("max_seq_length")
     written = tokenizer.get("model_max_length")
     if isinstance(written, (int, float)) and written > MAX_SIZE:
-        return default  # transformers writes 1e30 for no limit
+        return default  # transformers writes 1e30 for no limit.
     return tokenizer.integer("model_max_length", default)
 
 
 def _marks_pairs(tokenizer: Fields, family: str) -> bool:
-    """Return whether a pair's texts have types; only BERT has them, and its tokenizer may omit
-    them.
-    """
+    """Return True if the texts of a pair have types. Only BERT has them, and may omit them."""
     names = tokenizer.get("model_input_names")
     if names is not None and not isinstance(names, list):
         raise tokenizer.error("model_input_names", names)
@@ -241,7 +238,7 @@ def _marks_pairs(tokenizer: Fields, family: str) -> bool:
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
-    """Return the names of the labels; transformers' default names if the file has none."""
+    """Return the names of the labels, with transformers' default names."""
     written = fields.get("id2label")
     if written is None:
         count = fields.integer("num_labels", 2, most=_MAX_LABELS)
@@ -255,9 +252,7 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _score_activation(folder: Path, fields: Fields, num_labels: int) -> Activation:
-    """Return the activation of scores, from any place where sentence-transformers' CrossEncoder
-    puts it.
-    """
+    """Return the activation of scores, by the fields of sentence-transformers' CrossEncoder."""
     default: Activation = "sigmoid" if num_labels == 1 else "identity"
     own = _optional(folder / "config_sentence_transformers.json")
     if own.get("activation_fn") is not None:

@@ -1,4 +1,4 @@
-"""The mixture of experts in a folder's config.json, by family."""
+"""The mixture of experts in config.json, by family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def read_experts(fields: Fields, family: str, num_layers: int) -> ExpertsConfig 
     Missing fields have transformers' defaults.
 
     Raises:
-        ModelLoadError: a field is invalid.
+        ModelLoadError: A field is invalid.
     """
     if family == "mixtral":
         return ExpertsConfig(

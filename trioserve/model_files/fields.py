@@ -1,4 +1,4 @@
-"""Fields of a model's JSON files, checked one by one, with errors that name them."""
+"""Checked fields of a model's JSON files, with errors that name them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 class Fields:
-    """The fields of the JSON object in ``path``, each checked as it is read.
+    """The fields of the JSON object in ``path``, each checked when it is read.
 
-    ``defaults`` replace absent fields. An invalid field raises a ModelLoadError with the file and
-    the field.
+    ``defaults`` replace absent fields. An invalid field raises a ModelLoadError that names the file
+    and the field.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -37,23 +37,23 @@ class Fields:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(name, value)
-        if not 0 < value <= MAX_NUMBER:  # refuses NaN, too
+        if not 0 < value <= MAX_NUMBER:  # Also refuses NaN.
             raise self.error(name, value)
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return true or false; absent is false."""
+        """Return the truth value; False if the field is absent."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.error(name, value)
         return bool(value)
 
     def get(self, name: str) -> Any:
-        """Return the field unchanged, None if it is absent."""
+        """Return the field unchanged; None if it is absent."""
         return self.values.get(name)
 
     def error(self, name: str, value: object) -> ModelLoadError:
-        """Return the error for an invalid field."""
+        """Return the error for an invalid value of the field ``name``."""
         if value is None:
             return ModelLoadError(f"{self.path} has no {name}: it is no complete configuration")
         return ModelLoadError(f"{self.path} has {name} = {value!r}, which can't be right")

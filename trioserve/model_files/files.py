@@ -35,44 +35,44 @@ KNOWN_GENERATION_CONFIGS = {
         max_tokens=512,
     )
 }
-"""Defaults of the known models; their GGUF files have none."""
+"""Generation defaults of the known models, which their GGUF files lack."""
 
 
 @attrs.frozen(kw_only=True)
 class ModelFiles:
     """A model on disk with a valid, supported configuration.
 
-    ``chat_template``, ``bos_token`` and ``eos_token`` are texts, None if the files name none.
+    ``chat_template``, ``bos_token`` and ``eos_token`` are texts; None if the files have none.
     """
 
     path: Path
     format: Literal["safetensors", "gguf"]
     config: ModelConfig | TransformersConfig
     name: str
-    """A short name to serve the model under."""
+    """Short name under which the model is served."""
     chat_template: str | None
     bos_token: str | None
     eos_token: str | None
     generation: GenerationConfig
-    """Defaults of requests that the model's authors recommend."""
+    """Defaults of requests, recommended by the model's authors."""
     embedding: DecoderEmbedding | None = None
-    """The embedding of a model that was trained for it, None for others."""
+    """Embedding of an embedding model; None for others."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
-    """The parsed header of a GGUF file, None for a folder."""
+    """Parsed header of a GGUF file; None for a folder."""
     only_finite: bool = attrs.field(default=False, eq=False)
     """True to refuse tensors with infinities or NaN when the weights are read."""
 
     @property
     def native(self) -> ModelConfig:
-        """The configuration, for a family with an implementation in this package."""
+        """Configuration of a model that trioserve implements itself."""
         assert isinstance(self.config, ModelConfig)
         return self.config
 
     def load_tokenizer(self) -> tokenizers.Tokenizer:
-        """Return the model's own tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
-            ModelLoadError: it is missing, damaged, or of an unsupported kind.
+            ModelLoadError: The tokenizer is missing, damaged, or of an unsupported kind.
         """
         if self.gguf_header is not None:
             from trioserve.model_files import gguf_tokenizer  # mostly not needed in a worker
@@ -93,12 +93,12 @@ class ModelFiles:
 def open_model(path: Path, implementation: str = "auto") -> ModelFiles:
     """Read a model's folder or GGUF file, except its tokenizer and weights.
 
-    ``implementation`` is ``native`` for this package, ``transformers`` for that one, and ``auto``
-    for the first if it has the model's family.
+    ``implementation`` is ``native`` for trioserve's own code, or ``transformers``; ``auto`` takes
+    trioserve's if it has the model's family.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind; one
-            line names the file and says what to do.
+        ModelLoadError: A file is missing or damaged, or the model is unsupported; the message is
+            one line that names the file and says what to do.
     """
     if path.is_dir():
         return _open_folder(path, implementation)
@@ -110,7 +110,7 @@ def open_model(path: Path, implementation: str = "auto") -> ModelFiles:
             "--model-impl, or give the model's folder"
         )
     header = read_header(path)
-    config = gguf.read_config(header)
+    config = gguf.read_gguf_config(header)
     return ModelFiles(
         path=path,
         format="gguf",
@@ -131,11 +131,11 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
     if implementation == "transformers" or (others and is_other_decoder(values)):
         config = read_transformers_config(path)
     else:
-        config = huggingface.read_config(path)
+        config = huggingface.read_folder_config(path)
     embedding = read_decoder_embedding(path, config.hidden_size)
     if embedding is None and isinstance(config, ModelConfig) and not config.has_head:
         embedding = DecoderEmbedding()
-    shard_paths(path)  # so that a folder without weights fails before a worker starts
+    shard_paths(path)  # A folder without weights fails before a worker starts.
     return ModelFiles(
         path=path,
         format="safetensors",
@@ -150,10 +150,10 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
 
 
 def load_tokenizer_from(path: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer of another folder, or in a ``tokenizer.json`` file.
+    """Return the tokenizer of a folder, or of a ``tokenizer.json`` file.
 
     Raises:
-        ModelLoadError: it is missing or damaged.
+        ModelLoadError: The tokenizer is missing or damaged.
     """
     place = Path(path).expanduser()
     return huggingface.read_tokenizer(place / "tokenizer.json" if place.is_dir() else place)

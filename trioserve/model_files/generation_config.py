@@ -1,4 +1,4 @@
-"""Defaults of requests in a generation_config.json."""
+"""Defaults of requests, from a generation_config.json."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NAME = "generation_config.json"
 
 @attrs.frozen(kw_only=True)
 class GenerationConfig:
-    """Defaults of requests, and a limit of their outputs."""
+    """Defaults of requests, and a limit of their output length."""
 
     sampling: dict[str, float | int] = attrs.field(factory=dict)
     """Sampling parameters by name."""
     max_tokens: int | None = None
-    """Default of ``max_tokens``; None for as many as fit."""
+    """Default of ``max_tokens``; None for as many tokens as fit."""
     most_tokens: int | None = None
     """Limit of ``max_tokens``; None for no limit."""
 
     def shown(self) -> dict[str, float | int]:
-        """Return all defaults by the names of sampling parameters."""
+        """Return all defaults, by names of sampling parameters."""
         return self.sampling | ({} if self.max_tokens is None else {"max_tokens": self.max_tokens})
 
 
@@ -36,7 +36,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     """Read the generation_config.json of a model's folder; an absent file has no defaults.
 
     Raises:
-        ModelLoadError: the file is damaged, or has a value that no request may have.
+        ModelLoadError: The file is damaged, or has a value that requests may not have.
     """
     path = folder / _NAME
     return _of(read_object(path, required=False), path)
@@ -46,7 +46,7 @@ def read_generation_file(path: Path) -> GenerationConfig:
     """Read a generation_config.json, or the one in a folder.
 
     Raises:
-        ModelLoadError: the file is missing or damaged, or has a value that no request may have.
+        ModelLoadError: The file is missing or damaged, or has a value that requests may not have.
     """
     file = path / _NAME if path.is_dir() else path
     return _of(read_object(file), file)

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file: the model's shape, special tokens and chat template.
 
-ggml's gguf.md describes the keys. Their meaning for a model, and their defaults, are llama.cpp's.
+ggml's gguf.md describes the keys. Meanings and defaults follow llama.cpp.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trioserve.protocol.errors import ModelLoadError
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "smollm3")
 
 CONTROL = 3
-"""The number in ``tokenizer.ggml.token_type`` of a control token."""
+"""Value of a control token in ``tokenizer.ggml.token_type``."""
 
-# Files often name only one end; these tokens end a turn or a text in every model that has them.
+# Files often name only one end. These tokens end a turn or text in every model that has them.
 _END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _SMOLLM3_NO_ROPE_INTERVAL = 4  # without a key; llama.cpp has this constant too
 _FLOATS = {"F32": "float32", "F16": "float16"}
-# Unsupported properties of experts, with the values that stand for their absence.
+# Unsupported properties of experts, with the values that mean their absence.
 _PLAIN_EXPERTS: dict[str, tuple[float, ...]] = {
     "expert_shared_count": (0,),
     "expert_weights_scale": (0.0, 1.0),
@@ -42,7 +42,7 @@ _REQUIRED = ("token_embd.weight", "output_norm.weight")
 
 
 class _Keys:
-    """The metadata below the architecture's own prefix, each value checked as it is read."""
+    """Metadata below the architecture's prefix, each value checked when it is read."""
 
     def __init__(self, header: GGUFHeader, architecture: str) -> None:
         self.header = header
@@ -52,9 +52,7 @@ class _Keys:
         return self.header.metadata.get(f"{self.prefix}.{key}")
 
     def integer(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """Return an integer from 1 to ``most``, or from an array with the same one for
-        every layer.
-        """
+        """Return an integer from 1 to ``most``. An array must have the same one for every layer."""
         value = self.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -76,7 +74,7 @@ class _Keys:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, value)
-        if not 0 < value <= MAX_NUMBER:  # refuses NaN, too
+        if not 0 < value <= MAX_NUMBER:  # Also refuses NaN.
             raise self.error(key, value)
         return float(value)
 
@@ -89,11 +87,11 @@ class _Keys:
         )
 
 
-def read_config(header: GGUFHeader) -> ModelConfig:
+def read_gguf_config(header: GGUFHeader) -> ModelConfig:
     """Return the shape of the model in a GGUF file.
 
     Raises:
-        ModelLoadError: the architecture isn't supported, or a key or tensor is missing or wrong.
+        ModelLoadError: The architecture isn't supported, or a key or tensor is missing or wrong.
     """
     architecture = header.text("general.architecture")
     if architecture is None or architecture not in ARCHITECTURES:
@@ -152,7 +150,7 @@ def read_config(header: GGUFHeader) -> ModelConfig:
 
 
 def _family(keys: _Keys, experts: ExpertsConfig | None) -> str:
-    """Return the family's name outside of GGUF files."""
+    """Return the family, as :class:`ModelConfig` names it."""
     if keys.prefix == "qwen3moe":
         return "qwen3_moe"
     if experts is None:
@@ -204,7 +202,7 @@ def _rope_scaling(keys: _Keys, max_positions: int) -> RopeScaling | None:
     original = keys.integer("rope.scaling.original_context_length", max_positions)
     if kind == "linear":
         return RopeScaling(kind=kind, factor=factor, original_max_position_embeddings=original)
-    # llama.cpp multiplies YaRN's own magnitude by this number instead of replacing it.
+    # llama.cpp multiplies YaRN's magnitude by this number instead of replacing it.
     magnitude = keys.number("rope.scaling.attn_factor", 1.0)
     return RopeScaling(
         kind=kind,
@@ -228,7 +226,7 @@ def _read_floats(keys: _Keys, tensor: GGUFTensor) -> tuple[float, ...]:
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Return the format of most matrices; bfloat16 if they are quantized."""
+    """Return the number format of most matrices; bfloat16 if they are quantized."""
     counts = Counter(t.type.name for t in header.tensors.values() if len(t.shape) > 1)
     return _FLOATS.get(max(counts, key=counts.__getitem__, default=""), "bfloat16")
 
@@ -242,9 +240,7 @@ def _token_id(header: GGUFHeader, name: str) -> int | None:
 
 
 def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:
-    """Return the ids that end a sequence: those that the file names, then control tokens by their
-    text.
-    """
+    """Return the ids that end a sequence: those in the metadata, then known control tokens."""
     named = (_token_id(header, name) for name in ("eos", "eot", "eom"))
     ids = [token for token in named if token is not None]
     tokens = header.texts("tokenizer.ggml.tokens")
@@ -254,12 +250,12 @@ def _eos_ids(header: GGUFHeader) -> tuple[int, ...]:
 
 
 def read_chat_template(header: GGUFHeader) -> str | None:
-    """Return the model's default chat template, None if the file has none."""
+    """Return the default chat template; None if the file has none."""
     template = header.metadata.get("tokenizer.chat_template")
     return template if isinstance(template, str) else None
 
 
 def read_token_text(header: GGUFHeader, token: int | None) -> str | None:
-    """Return the text of a special token, as the chat template writes it."""
+    """Return the text of a special token, for the chat template."""
     tokens = header.texts("tokenizer.ggml.tokens")
     return tokens[token] if token is not None and token < len(tokens) else None

@@ -1,13 +1,13 @@
 """The header of a GGUF file: metadata, and the place of each tensor.
 
-The file is read, not mapped: truncating a mapped file kills the process that reads it. Memory is
-allocated only for content that the file really has.
+The file is read, not mapped: if a mapped file is truncated, its reader is killed. Memory is
+allocated only for content that the file has.
 
 Layout (version 2 and 3, little-endian): the magic ``GGUF``, the version, the numbers of tensors and
 of metadata entries, the entries (key, type, value), the tensors' entries (name, dimensions, type,
-offset), padding, data. Strings have a 64-bit length in front. The gguf package has a reader too,
-but it makes several numpy arrays for each token of the vocabulary and takes seconds. This one takes
-some tens of milliseconds.
+offset), padding, data. Strings follow their 64-bit length. The reader of the gguf package makes
+several NumPy arrays for each token of the vocabulary and takes seconds. This one takes tens of
+milliseconds.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _READ_BUFFER = 1 << 20
 _MAX_HEADER_BYTES = 256 << 20
-"""Ten times the size of the largest vocabularies."""
+"""Largest header: ten times the size of the largest vocabularies."""
 _MAX_ENTRIES = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_TEXTS = 1 << 22
-"""Limit of texts in one array: a vocabulary's merges are the most."""
+"""Most texts in one array; the longest arrays are a vocabulary's merges."""
 _MIN_ALIGNMENT, _MAX_ALIGNMENT = 8, 1 << 20
 
 
 @attrs.frozen
 class TensorType:
-    """The storage of a tensor's numbers: blocks of so many numbers in so many bytes."""
+    """The storage of a tensor: blocks with a number of elements and a number of bytes."""
 
     name: str
     block_numbers: int
@@ -73,12 +73,12 @@ TENSOR_TYPES: Final = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""The supported types, by their numbers in the format."""
+"""Supported types, by their numbers in the format."""
 
 
 @attrs.frozen
 class GGUFTensor:
-    """One tensor: its shape as torch writes it (rows first), and its bytes in the file."""
+    """One tensor: its shape in torch's order (rows first), and its bytes in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,9 +89,9 @@ class GGUFTensor:
 
 @attrs.frozen
 class GGUFHeader:
-    """Metadata by key (arrays of texts are lists, of numbers numpy arrays), tensors by name.
+    """Metadata by key, and tensors by name. Texts' arrays are lists, numbers' are NumPy arrays.
 
-    No two tensors share a byte, so all of them together are no larger than the file.
+    No two tensors share a byte, so together they are no larger than the file.
     """
 
     path: Path
@@ -100,10 +100,10 @@ class GGUFHeader:
     data_offset: int
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """Return the text under ``key``, ``default`` if there is none.
+        """Return the text under ``key``; ``default`` without one.
 
         Raises:
-            ModelLoadError: it is another type.
+            ModelLoadError: The value has another type.
         """
         value = self.metadata.get(key, default)
         if value is not None and not isinstance(value, str):
@@ -111,10 +111,10 @@ class GGUFHeader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the truth value under ``key``, ``default`` if there is none.
+        """Return the truth value under ``key``; ``default`` without one.
 
         Raises:
-            ModelLoadError: it is another type.
+            ModelLoadError: The value has another type.
         """
         value = self.metadata.get(key, default)
         if not isinstance(value, bool):
@@ -140,8 +140,8 @@ def read_header(path: Path) -> GGUFHeader:
     """Read and check the header of a GGUF file.
 
     Raises:
-        ModelLoadError: it isn't a GGUF file, is damaged or truncated, or has an unsupported tensor
-            type.
+        ModelLoadError: The file isn't a GGUF file, is damaged or truncated, or has an unsupported
+            tensor type.
     """
     try:
         with path.open("rb", buffering=_READ_BUFFER) as file:
@@ -153,7 +153,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """A position in the file; every read moves it, at most to the end."""
+    """A reader at a position in the file, which every read moves."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -213,9 +213,7 @@ class _Reader:
         return int(value)
 
     def count(self, what: str, most: int) -> int:
-        """Read a count and check it before its items are read: a sparse file can claim any
-        number.
-        """
+        """Read a count and check it before the items are read. A sparse file can have any count."""
         value = self.u64()
         if value > most:
             raise self.damaged(f"it has {value} {what}, and at most {most} are read")
@@ -254,9 +252,7 @@ class _Reader:
         return np.frombuffer(self.raw(dtype.itemsize * length), dtype)
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return name, shape (rows first), number of the type, and offset from the start of the
-        data.
-        """
+        """Return a tensor's name, shape (rows first), type number, and offset in the data."""
         name = self.text()
         num_dimensions = self.u32()
         if num_dimensions > 4:
@@ -295,7 +291,7 @@ class _Reader:
         return GGUFTensor(name, shape, type_, start + offset, num_bytes)
 
     def check_apart(self, tensors: Iterable[GGUFTensor]) -> None:
-        """Refuse tensors that share bytes: a small file could be a model of any size."""
+        """Refuse tensors that share bytes: with them a small file could be a model of any size."""
         in_order = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
         for before, after in itertools.pairwise(in_order):
             if before.offset + before.num_bytes > after.offset:
@@ -306,7 +302,7 @@ class _Reader:
 
 
 def _type_name(kind: int) -> str:
-    """Return the name of an unsupported type; the package is imported only for this error."""
+    """Return the name of an unsupported type; only this error imports the gguf package."""
     from gguf.constants import GGMLQuantizationType
 
     try:

@@ -1,9 +1,9 @@
-"""A tokenizer out of a GGUF file's metadata.
+"""A tokenizer made from a GGUF file's metadata.
 
-``tokenizer.ggml.model`` names one of two kinds. ``gpt2`` is byte-level BPE with its merges in the
-file; ``tokenizer.ggml.pre`` names the rule that splits text before merging. ``llama`` is
-SentencePiece's BPE: spaces become ``▁``, characters outside of the vocabulary fall back to bytes,
-and a merge's rank is the score of its result.
+``tokenizer.ggml.model`` has one of two kinds. ``gpt2`` is byte-level BPE with merges in the file;
+``tokenizer.ggml.pre`` names the rule that splits text before merging. ``llama`` is SentencePiece's
+BPE: spaces become ``▁``, characters outside of the vocabulary fall back to bytes, and a merge is
+ranked by the score of its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.protocol.errors import ModelLoadError
 
 _MAX_PIECE_CHARACTERS = 1024
-"""Limit of a SentencePiece piece; its own trainer has 16. Splitting one takes quadratic time."""
+"""Longest SentencePiece piece; its trainer allows 16. Splitting takes quadratic time."""
 _NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,10 +47,10 @@ _TEKKEN = (
 
 @attrs.frozen
 class _Splitting:
-    """The rule named by a ``tokenizer.ggml.pre``.
+    """The splitting rule of a ``tokenizer.ggml.pre``.
 
-    ``pattern`` None is GPT-2's own. With ``whole_words``, a piece that is a token isn't merged.
-    ``add_bos`` is the default if the file doesn't say.
+    A ``pattern`` of None is GPT-2's. With ``whole_words``, a piece that is a token isn't merged.
+    ``add_bos`` is the default if the file has no value.
     """
 
     pattern: str | None = None
@@ -58,7 +58,7 @@ class _Splitting:
     whole_words: bool = False
     add_bos: bool = False
     compose: bool = False
-    """True to bring text to Unicode's composed form (NFC) first."""
+    """True to normalize text to NFC first."""
 
 
 _GPT2 = _Splitting()
@@ -82,7 +82,7 @@ def build_tokenizer(header: GGUFHeader) -> Tokenizer:
     """Return the tokenizer that the metadata describes.
 
     Raises:
-        ModelLoadError: the metadata is incomplete, or of an unsupported kind.
+        ModelLoadError: The metadata is incomplete, or of an unsupported kind.
     """
     vocabulary = _Vocabulary.read(header)
     kind = header.text("tokenizer.ggml.model")
@@ -148,7 +148,7 @@ def _byte_level(header: GGUFHeader, vocabulary: _Vocabulary) -> tuple[Tokenizer,
 
 
 def _merge(line: str) -> tuple[str, str]:
-    # The space in the middle is the separator; in odd files a piece starts with one.
+    # The separator is the space in the middle; in a few files a piece starts with one.
     left, _, right = line[1:].partition(" ")
     return line[:1] + left, right
 
@@ -195,16 +195,16 @@ _KINDS: dict[str | None, Callable[[GGUFHeader, _Vocabulary], tuple[Tokenizer, bo
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }
-"""The function that makes the tokenizer, and the default of adding BOS, by
+"""Functions that make the tokenizer and return the default of adding BOS, by
 ``tokenizer.ggml.model``.
 """
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Return every way to make a piece of two, best piece first.
+    """Return the pairs of pieces that form a piece, the best piece first.
 
-    SentencePiece merges the neighbours with the best resulting piece, so all ways to make one piece
-    have one rank. BPE has a list of merges, in which they are adjacent.
+    SentencePiece merges the neighbours that form the best piece, so all pairs of one piece have one
+    rank. In BPE's list of merges these pairs are adjacent.
     """
     ids = vocabulary.ids
     found: list[tuple[float, int, int, str, str]] = []
@@ -222,7 +222,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple
 
 
 def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Add control tokens as special ones; they and user-defined ones are found before splitting."""
+    """Add control tokens as special tokens; these and user-defined ones are never split."""
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -235,7 +235,7 @@ def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 def _add_template(
     tokenizer: Tokenizer, header: GGUFHeader, vocabulary: _Vocabulary, add_bos: bool
 ) -> None:
-    """Put BOS in front and EOS behind, if the file or its kind of tokenizer says so."""
+    """Add BOS and EOS to texts, if the file or the default of its kind says so."""
     bos = _special(header, vocabulary, "bos", add_bos)
     eos = _special(header, vocabulary, "eos", False)
     if bos is None and eos is None:
@@ -251,7 +251,7 @@ def _add_template(
 
 
 def _special(header: GGUFHeader, vocabulary: _Vocabulary, name: str, default: bool) -> str | None:
-    """Return the text of BOS or EOS if it is to be added, else None."""
+    """Return the text of BOS or EOS if it is added to texts, else None."""
     if not header.flag(f"tokenizer.ggml.add_{name}_token", default):
         return None
     token = header.metadata.get(f"tokenizer.ggml.{name}_token_id")

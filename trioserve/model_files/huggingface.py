@@ -1,6 +1,6 @@
-"""A model's folder in the format of Hugging Face's libraries: its JSON files and their meaning.
+"""The JSON files of a model's folder in the format of Hugging Face's libraries.
 
-Old and new spellings are both read: transformers 4 writes ``rope_theta`` and ``rope_scaling`` side
+Old and new spellings are read: transformers 4 writes ``rope_theta`` and ``rope_scaling`` side
 by side and ``torch_dtype``; transformers 5 writes ``rope_parameters`` and ``dtype``.
 """
 
@@ -45,9 +45,9 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 _BARE_MODELS = {name.replace("ForCausalLM", "Model"): family for name, family in FAMILIES.items()}
-"""Classes without the weights that make logits: for embeddings."""
+"""Classes without an output matrix, for embeddings."""
 
-# transformers' defaults of fields in config.json that differ between families.
+# transformers' defaults that differ between families.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -63,16 +63,16 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 _MAX_TOKENIZER_BYTES = 256 << 20
-"""Several times the size of the largest vocabularies."""
+"""Largest tokenizer.json: several times the size of the largest vocabularies."""
 
 _ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_folder_config(folder: Path) -> ModelConfig:
     """Return the shape of the model in ``folder``, from config.json and generation_config.json.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind.
+        ModelLoadError: A file is missing or damaged, or the model is unsupported.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -120,7 +120,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def has_family(values: Mapping[str, Any]) -> bool:
-    """Return whether config.json is of a family with an implementation in this package."""
+    """Return True if trioserve itself implements the family in config.json."""
     architecture = architecture_of(values)
     if architecture is None:
         return values.get("model_type") in FAMILIES.values()
@@ -142,7 +142,7 @@ def _family(path: Path, values: Mapping[str, Any]) -> str:
 
 
 def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Return whether the model makes logits; some embedding models were saved without that part."""
+    """Return True if the model has an output matrix; some embedding models have none."""
     if architecture_of(values) in _BARE_MODELS:
         return False
     if values.get("tie_word_embeddings") or not (folder / MODULES).exists():
@@ -174,7 +174,7 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
         raise ModelLoadError(f"{fields.path}: RoPE scaling {kind!r} isn't served; {known} are")
-    # Dynamic scaling starts at the length of training, which is max_position_embeddings.
+    # Dynamic scaling starts at the training length, max_position_embeddings.
     original = max_positions
     if kind != "dynamic":
         outer = fields.integer("original_max_position_embeddings", max_positions)
@@ -210,7 +210,7 @@ def _rope_layers(fields: Fields, family: str, num_layers: int) -> tuple[bool, ..
     if layers is None:
         interval = fields.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    # The field's name is of layers without RoPE, but a 1 in it is a layer with RoPE.
+    # Despite the field's name, a 1 means a layer with RoPE.
     if not isinstance(layers, list) or len(layers) < num_layers:
         raise fields.error("no_rope_layers", layers)
     return tuple(bool(layer) for layer in layers[:num_layers])
@@ -248,7 +248,7 @@ def _first(ids: tuple[int, ...]) -> int | None:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return the default chat template: its own file wins over tokenizer_config.json."""
+    """Return the default chat template; its own file wins over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -277,13 +277,13 @@ def read_special_token(folder: Path, name: str) -> str | None:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer in a tokenizer.json, exactly as that file describes it.
+    """Return the tokenizer in a tokenizer.json, without truncation and padding.
 
     ``tokenizer_class`` in tokenizer_config.json is ignored: it would replace the file's
-    pre-tokenizer. Truncation and padding, which the file may switch on, are off.
+    pre-tokenizer.
 
     Raises:
-        ModelLoadError: the file is missing or damaged.
+        ModelLoadError: The file is missing or damaged.
     """
     if not path.exists():
         hint = "fetch the model's folder again"

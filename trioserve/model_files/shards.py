@@ -1,6 +1,6 @@
 """The safetensors files of a folder, and their headers.
 
-A safetensors file is eight bytes with the header's length, the header (JSON: for each tensor its
+A safetensors file has the header's length in eight bytes, the header (JSON with each tensor's
 dtype, shape and byte range), and the tensors.
 """
 
@@ -20,8 +20,8 @@ from trioserve.protocol.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_HEADER_VALUES = 1 << 20
-"""Approximate limit of JSON values in a header: each tensor has eight. The largest models have some
-hundred thousand tensors, in many files.
+"""Most JSON values in a header, approximately: each tensor has eight. The largest models have about
+a hundred thousand tensors, in many files.
 """
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_DIMENSIONS = 8
@@ -38,7 +38,7 @@ _ITEM_BYTES = {
 class Shard:
     """One safetensors file. ``shapes`` and ``dtypes`` (such as ``"BF16"``) are by tensor name.
 
-    No two tensors share a byte, so all of them together are no larger than the file.
+    No two tensors share a byte, so together they are no larger than the file.
     """
 
     path: Path
@@ -50,12 +50,12 @@ class Shard:
 
 
 def shard_paths(folder: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model's folder, in the order of their names.
+    """Return the safetensors files of a model's folder, sorted by name.
 
-    The path of a file gives that file.
+    ``folder`` may also be such a file.
 
     Raises:
-        ModelLoadError: there are none, or the index names one that is missing.
+        ModelLoadError: There are no files, or one in the index is missing.
     """
     if folder.is_file():
         return (folder,)
@@ -94,7 +94,7 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
     """Return the headers of all safetensors files of a folder, checked against the files' sizes.
 
     Raises:
-        ModelLoadError: a file is missing, damaged or truncated, or holds a tensor twice.
+        ModelLoadError: A file is missing, damaged or truncated, or two files hold a tensor.
     """
     shards = tuple(read_shard(path) for path in shard_paths(folder))
     seen: dict[str, Path] = {}
@@ -109,10 +109,10 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
 
 
 def read_header_bytes(path: Path) -> bytes:
-    """Return the header of a safetensors file, unparsed.
+    """Return the unparsed header of a safetensors file.
 
     Raises:
-        ModelLoadError: the file can't be read, or isn't a safetensors file.
+        ModelLoadError: The file can't be read, or isn't a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -128,7 +128,7 @@ def read_header_bytes(path: Path) -> bytes:
         raise ModelLoadError(f"{path} can't be read: {error.strerror}") from error
     if len(header) < length:
         raise ModelLoadError(f"{path} is truncated inside its header: fetch it again")
-    # Count first: parsing takes a thousand times as long.
+    # Counting first is a thousand times as fast as parsing.
     num_values = header.count(b",") + header.count(b":")
     if num_values > _MAX_HEADER_VALUES:
         raise ModelLoadError(
@@ -142,7 +142,7 @@ def read_shard(path: Path) -> Shard:
     """Return the header of one safetensors file, checked against the file's size.
 
     Raises:
-        ModelLoadError: it can't be read, is damaged or truncated.
+        ModelLoadError: The file can't be read, is damaged or truncated.
     """
     header = read_header_bytes(path)
     entries: dict[str, Any] = parse_object(header, path)
@@ -172,7 +172,7 @@ def _bad_entry(path: Path) -> ModelLoadError:
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]] | None:
-    """Return dtype, shape and byte range of a header's entry; None if it is inconsistent."""
+    """Return dtype, shape and byte range in a header's entry; None if it is inconsistent."""
     if not isinstance(entry, dict):
         return None
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -180,7 +180,7 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]] | None:
         return None
     if len(offsets) != 2 or offsets[0] > offsets[1] or len(shape) > _MAX_DIMENSIONS:
         return None
-    # An unknown type raises an error with its name when its tensor is loaded.
+    # An unknown dtype is refused when its tensor is loaded.
     item = _ITEM_BYTES.get(dtype)
     if item is not None and math.prod(shape) * item != offsets[1] - offsets[0]:
         return None

@@ -1,4 +1,4 @@
-"""A bound on how much a tokenizer's file lets texts grow."""
+"""A limit of how much a tokenizer's file may lengthen texts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 MAX_GROWTH = 64
-"""The largest factor by which replacements may lengthen a text. Usual files have 1 or 2."""
+"""Largest factor by which replacements may lengthen a text; 1 or 2 is usual."""
 
 
 MAX_TEMPLATE_TOKENS = 1024
-"""The most special tokens that a template may put around a text."""
+"""Most special tokens that a template may put around a text."""
 MAX_ADDED_TOKENS = 1 << 18
-"""The most tokens beside the vocabulary: loading this many takes five seconds."""
+"""Most tokens beside the vocabulary; loading this many takes five seconds."""
 
 
 class _Description(msgspec.Struct):
@@ -32,7 +32,7 @@ def check_growth(data: bytes) -> None:
     """Check the replacements and templates in a tokenizer's file, and the number of its tokens.
 
     Raises:
-        ValueError: they can make a text far longer, there are too many, or the file isn't JSON.
+        ValueError: Texts can become too long, there are too many tokens, or the file isn't JSON.
     """
     try:
         description = msgspec.json.decode(data, type=_Description)
@@ -70,7 +70,7 @@ def _growth(step: Any) -> int:
             growth = min(growth * _growth(each), 1 << 40)
     growth *= max(1, *(_copies(step.get(name)) for name in ("single", "pair")))
     prepended = step.get("prepend")
-    if isinstance(prepended, str):  # it may stand in front of each piece between special tokens
+    if isinstance(prepended, str):  # It may precede each piece between special tokens.
         growth *= 1 + len(prepended)
     content = step.get("content")
     if step.get("type") != "Replace" or not isinstance(content, str):
@@ -79,11 +79,11 @@ def _growth(step: Any) -> int:
     plain = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(plain, str) and plain:
         return growth * max(1, -(-len(content) // len(plain)))
-    return growth * (1 + len(content))  # a regex may match at each character, or between two
+    return growth * (1 + len(content))  # A regex may match at each character, or between two.
 
 
 def _copies(template: Any) -> int:
-    """Return how often a template holds one of its texts."""
+    """Return the number of times that a template repeats a text."""
     pieces = template if isinstance(template, list) else []
     sequences = [each.get("Sequence") for each in pieces if isinstance(each, dict)]
     ids = Counter(str(each.get("id")) for each in sequences if isinstance(each, dict))

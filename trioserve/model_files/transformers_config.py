@@ -1,7 +1,7 @@
-"""The config.json of a decoder that only transformers implements.
+"""The config.json of a decoder that runs with transformers' implementation.
 
-transformers builds the layers in the worker; the engine needs the vocabulary, the longest sequence
-and the ids that end one.
+transformers builds the layers in the worker. The engine needs the vocabulary's size, the maximum
+sequence length and the ids that end a sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trioserve.model_files.jsonfile import read_object
 from trioserve.protocol.errors import ModelLoadError
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
-"""Endings of the names of classes that continue a text."""
+"""Endings of the class names of decoders."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -43,19 +43,19 @@ _NOT_OF_THE_SHAPE = (
 
 @attrs.frozen(kw_only=True)
 class TransformersConfig:
-    """A decoder that transformers computes; fields as in :class:`ModelConfig`."""
+    """A decoder that transformers computes. Fields are as in :class:`ModelConfig`."""
 
     architecture: str
-    """The class in transformers, such as ``GPTNeoXForCausalLM``."""
+    """Class name in transformers, such as ``GPTNeoXForCausalLM``."""
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    """Length of the longest supported sequence, maybe less than config.json's number."""
+    """Maximum sequence length, which may be less than config.json's."""
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     shape: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
-    """All fields of config.json that affect the computation."""
+    """All fields of config.json that affect computing."""
 
     @property
     def family(self) -> str:
@@ -64,7 +64,7 @@ class TransformersConfig:
 
 
 def is_other_decoder(values: Mapping[str, Any]) -> bool:
-    """Return whether config.json names a class that continues texts, known or unknown."""
+    """Return True if config.json names a decoder's class, known or unknown."""
     architecture = architecture_of(values) or ""
     return architecture.endswith(_ENDINGS) and not values.get("is_encoder_decoder")
 
@@ -73,7 +73,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     """Return the configuration in ``folder`` of a model that transformers computes.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or the model is of an unsupported kind.
+        ModelLoadError: A file is missing or damaged, or the model is unsupported.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -85,7 +85,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
             "that transformers computes, decoders are (…ForCausalLM)"
         )
     refuse_quantized(fields)
-    if _first_in(values, _DEPTHS) in values:  # otherwise transformers has a default
+    if _first_in(values, _DEPTHS) in values:  # Otherwise transformers has a default.
         fields.integer(_first_in(values, _DEPTHS), most=MAX_LAYERS)
     return TransformersConfig(
         architecture=architecture,
@@ -100,15 +100,15 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
 
 
 def _first_in(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Return the first name that exists; if none does, the most usual one, for the error."""
+    """Return the first name in ``values``; if there is none, the usual one, for the error."""
     return next((name for name in names if values.get(name) is not None), names[0])
 
 
 def _longest(fields: Fields) -> int:
-    """Return the length of the longest sequence with equal rotation of all tokens.
+    """Return the length of the longest sequence that has the same rotation for all tokens.
 
-    Beyond the length of training, LongRoPE rotates the whole sequence by other angles. Keys in the
-    cache and the other sequences of a step don't have these.
+    Beyond the training length, LongRoPE rotates the whole sequence by other angles, which cached
+    keys and other sequences of a step don't have.
     """
     longest = fields.integer(_first_in(fields.values, _LENGTHS))
     for rope in _ropes(fields):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -106,3 +107,17 @@ class SchedulerStatistics(Counters):
     """Names of the adapters of running sequences."""
     waiting_adapters: tuple[str, ...] = ()
     """Names of the adapters of waiting sequences; some may run as well."""
+
+
+def sum_of(statistics: Iterable[SchedulerStatistics]) -> SchedulerStatistics:
+    """Return the sums of the numbers of several schedulers, and the names of all adapters."""
+    rows = list(statistics)
+    names = [field.name for field in attrs.fields(SchedulerStatistics)]
+    return SchedulerStatistics(**{name: _sum([getattr(r, name) for r in rows]) for name in names})
+
+
+def _sum(values: list[Any]) -> Any:
+    """Return the sum of numbers, or the union of tuples of names in order."""
+    if isinstance(values[0], tuple):
+        return tuple(sorted({name for names in values for name in names}))
+    return sum(values)

@@ -139,7 +139,7 @@ class WorkerLost(TrioserveError):
     """A worker process died, hung or sent an invalid message; the supervisor decides what follows.
 
     Attributes:
-        from_outside: whether a signal from outside ended it, not one that a fault raises.
+        from_outside: True if a signal from outside ended the process, not one raised by a fault.
         reason: ``killed`` (from outside), ``crashed`` (the process ended otherwise), ``hung``, or
             ``failed`` (it reported a fatal error, or sent an invalid message).
     """
@@ -159,7 +159,7 @@ class FrontEndLost(TrioserveError):
     follows.
 
     Attributes:
-        is_hung: whether the process still runs but doesn't answer any more.
+        is_hung: True if the process still runs but doesn't answer.
     """
 
     def __init__(self, message: str, *, is_hung: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Garbage collection and free memory of a process of trioserve's own, at its start and later."""
+"""Garbage collection and free memory in trioserve's own processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import gc
 from collections.abc import Callable, Iterator
 
 _COLLECT_AFTER = 50_000
-"""Objects that the process has to have grown by before the collector looks for cycles."""
+"""Number of new objects after which the garbage collector looks for cycles."""
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Disable the garbage collector in the block, which imports.
+def without_gc() -> Iterator[None]:
+    """Disable the garbage collector for a block of imports.
 
     Imports leave no garbage, and looking for it takes a fifth of their time.
     """
@@ -24,40 +24,39 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def give_back() -> None:
-    """Return free memory to the system; the C library would keep it for the process."""
+def trim_memory() -> None:
+    """Return free memory to the system, which the C library would keep for the process."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
-def settle() -> None:
-    """Free what loading has left over, and exclude the remaining objects from later collections.
+def freeze_objects() -> None:
+    """Free garbage and unused memory, and exclude the remaining objects from later collections.
 
-    The C library keeps freed memory in case the process needs it again. A server that has read its
-    model's files doesn't.
+    Call this after loading: a server doesn't need the memory again that reading files took.
     """
     gc.collect()
-    give_back()
+    trim_memory()
     gc.freeze()
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[Callable[[], None]]:
-    """Make the garbage collector stop the event loop seldom and briefly.
+    """Make collections rare and short in the block.
 
-    Yield a function to call once every object that stays for good exists.
+    Yield a function to be called when all long-lived objects exist.
 
-    Reference counts free nearly everything that a request leaves. At Python's settings, the
-    collector took a sixth of a busy server's time and now and then stopped all streams for a tenth
-    of a second, mostly to look through objects that were there from the start. Those are excluded
-    from then on. Only a process of trioserve's own may call this.
+    Reference counts free nearly all objects of a request. With Python's settings, the collector
+    took a sixth of a busy server's time and sometimes stopped all streams for a tenth of a second,
+    mostly to scan objects that existed from the start. The function excludes these objects. Call
+    this only in trioserve's own processes.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
 
     try:
-        yield settle
+        yield freeze_objects
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()

@@ -67,7 +67,7 @@ class StderrHandler(logging.Handler):
         self._num_dropped = 0 if is_taken else self._num_dropped + 1
 
     def _write(self, text: str) -> bool:
-        """Write ``text`` and return whether all of it was written."""
+        """Write ``text``; return True if all of it was written."""
         stream = sys.stderr
         for start in range(0, len(text), PIECE):
             if not _takes(stream, 0.0 if self._num_dropped else PATIENCE):
@@ -80,7 +80,7 @@ class StderrHandler(logging.Handler):
 
 
 def _takes(stream: TextIO, seconds: float) -> bool:
-    """Return whether ``stream`` becomes writable, or is broken, within ``seconds``."""
+    """Return True if ``stream`` becomes writable, or is broken, within ``seconds``."""
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):

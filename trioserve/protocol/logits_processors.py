@@ -86,12 +86,12 @@ class LogitsProcessor(Protocol):
         ...
 
     def check(self, args: Mapping[str, Any]) -> bool:
-        """Return whether this processor handles a request with these arguments.
+        """Return True if this processor handles a request with these arguments.
 
         This may be called in any thread, before the request is admitted.
 
         Raises:
-            ValueError: an argument is wrong; the text reaches the client with status 400.
+            ValueError: An argument is wrong; the client gets the text with status 400.
         """
         ...
 

@@ -307,7 +307,5 @@ class SamplerParams:
     """Pooling of the prompt's hidden states: ``last`` or ``mean``; empty for none."""
 
     def is_stop(self, token: int, num_output: int) -> bool:
-        """Return whether ``token``, number ``num_output`` of the output (from 1), ends the
-        sequence.
-        """
+        """Return True if ``token`` ends an output as its token number ``num_output``, from 1."""
         return num_output >= max(self.min_tokens, 1) and has_id(self.stop_ids, token)

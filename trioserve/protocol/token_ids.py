@@ -18,7 +18,7 @@ def as_column(ids: Iterable[int] | bytes) -> bytes:
 
 
 def has_id(column: bytes, token: int) -> bool:
-    """Return whether ``token`` is in the set."""
+    """Return True if ``token`` is in the set."""
     ids = memoryview(column).cast("i")
     place = bisect.bisect_left(ids, token)
     return place < len(ids) and ids[place] == token

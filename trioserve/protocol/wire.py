@@ -108,6 +108,8 @@ class Start:
     """``module:Class`` of each, in the order of application."""
     model_impl: str = "auto"
     """Implementation of the model: ``auto``, ``native`` or ``transformers``."""
+    cpu_isa: str = "auto"
+    """Instruction set of a CPU's compiled kernels: ``auto`` or one of ``KERNEL_ISAS``."""
     weights: str = ""
     """Path of the weights if they aren't the model's own any more: a folder or a file."""
     max_lora_rank: int = 0

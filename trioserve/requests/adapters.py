@@ -7,7 +7,6 @@ with the same name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import attrs
 
@@ -62,17 +61,3 @@ class Catalogue:
     def replace(self, adapters: Sequence[Adapter]) -> None:
         """Let requests name ``adapters`` and no others."""
         self._by_name = {adapter.name: adapter for adapter in adapters}
-
-
-class Adapters(Protocol):
-    """The loading and unloading of an engine's adapters."""
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """The adapters that requests may name."""
-
-    async def load(self, name: str, path: str) -> None:
-        """Load as :meth:`trioserve.Engine.load_adapter`. The arguments have been checked."""
-
-    async def unload(self, name: str) -> None:
-        """Unload as :meth:`trioserve.Engine.unload_adapter`."""

@@ -49,7 +49,7 @@ class QueueLoad(Protocol):
         """The tokens of waiting sequences, prompt and output so far."""
 
     def waiting_of(self, tenant: str) -> tuple[int, int]:
-        """Return how many sequences of ``tenant`` wait for a slot, and their tokens."""
+        """Return the numbers of waiting sequences of ``tenant``, and of their tokens."""
 
 
 def seconds_until_room(num_to_leave: float, num_left: int, seconds: float) -> int:
@@ -124,7 +124,7 @@ class Admission:
     All its methods run on trio's thread, and none waits.
     """
 
-    line: QueueLoad
+    queue: QueueLoad
     max_requests: int
     max_tokens: int
     num_entering: int = 0
@@ -205,7 +205,7 @@ class Admission:
         """Count the true number of tokens of ``request``, now that its prompt is tokenized.
 
         Raises:
-            QueueFull: there is no room for so many tokens.
+            QueueFull: The queue has no room for ``request``'s tokens.
         """
         num_sequences = len(request.sequences)
         num_tokens = len(request.prompt_ids) * num_sequences
@@ -224,16 +224,16 @@ class Admission:
             self._num_entered += len(request.sequences)
 
     def _count(self, request: Request, sign: int, num_tokens: int) -> None:
-        """Count the sequences of ``request``, with so many tokens, once more or less."""
+        """Add or subtract (``sign``) the sequences of ``request``, and add ``num_tokens``."""
         num_sequences = sign * len(request.sequences)
         self.num_entering += num_sequences
         self.num_entering_tokens += num_tokens
         self._entering_of_tenants.add(request.tenant, num_sequences, num_tokens)
 
     def _check(self, tenant: str, num_sequences: int, num_tokens: int, now: float) -> None:
-        waiting = self.num_entering + self.line.num_waiting
-        tokens = self.num_entering_tokens + self.line.num_waiting_tokens
-        recently = self._departures.note(self._num_entered - self.line.num_waiting, now)
+        waiting = self.num_entering + self.queue.num_waiting
+        tokens = self.num_entering_tokens + self.queue.num_waiting_tokens
+        recently = self._departures.note(self._num_entered - self.queue.num_waiting, now)
         too_many = waiting + num_sequences - self.max_requests
         if too_many > 0:
             outputs = f", and this one has {num_sequences} outputs" if num_sequences > 1 else ""
@@ -250,7 +250,7 @@ class Admission:
                 f"{num_tokens}; the limit is {self.max_tokens} (--max-num-queued-tokens)",
                 retry_after=seconds_until_room(to_leave, *recently),
             )
-        own = map(operator.add, self._entering_of_tenants.of(tenant), self.line.waiting_of(tenant))
+        own = map(operator.add, self._entering_of_tenants.of(tenant), self.queue.waiting_of(tenant))
         check_share(
             tuple(own),
             (num_sequences, num_tokens),

@@ -61,6 +61,13 @@ class RequestOptions:
             traceparent=self.traceparent,
             tracestate=self.tracestate,
         )
+
+    def check_retention(self) -> None:
+        """Check the retention.
+
+        Raises:
+            InvalidRequest: it has a wrong type.
+        """
         if self.retention is not None and not isinstance(self.retention, Retention):
             raise InvalidRequest(
                 f"retention must be a Retention, got {self.retention!r}", param="retention"

@@ -41,7 +41,7 @@ from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Stream, TokenLogprob
 
-MAX_DETOURS = 32
+MAX_HISTORY = 32
 """States that a sequence remembers of the time since it first lost its slot."""
 
 
@@ -221,10 +221,10 @@ class Request:
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
     def tokenized(self, prompt_ids: list[int]) -> None:
-        """Set the prompt's ids, behind those of the prefix.
+        """Set the prompt's ids, after those of the prefix.
 
         Raises:
-            QueueFull: there is no room for so many; the request is to be rejected.
+            QueueFull: The queue has no room for them, so the request must be rejected.
         """
         self.prompt_ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
         if self.on_tokenized is not None:
@@ -271,11 +271,11 @@ class Sequence:
     """The state in which it finished."""
     last_token: float | None = None
     """Time of its newest token, in seconds on trio's clock."""
-    detours: deque[tuple[State, float]] | None = None
+    history: deque[tuple[State, float]] | None = None
     """The newest states since it first lost its slot, with times on trio's clock. None for most
     sequences, because they never lose it."""
     delivered: bool = False
-    compute: Any = None
+    seq_state: Any = None
     """The scheduler's own record (slot, pages) while it holds one."""
     delivery: Any = None
     """The detokenizer's own record (decoder, stop matcher) while it holds one."""
@@ -287,12 +287,12 @@ class Sequence:
             self.finished_in = self.state
         self.state = state
 
-    def note_detour(self, now: float) -> None:
+    def note_history(self, now: float) -> None:
         """Note the present state and its beginning, if it has ever lost its slot."""
-        if self.state is State.PREEMPTED and self.detours is None:
-            self.detours = deque(maxlen=MAX_DETOURS)
-        if self.detours is not None:
-            self.detours.append((self.state, now))
+        if self.state is State.PREEMPTED and self.history is None:
+            self.history = deque(maxlen=MAX_HISTORY)
+        if self.history is not None:
+            self.history.append((self.state, now))
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ class TenantCounts:
     """Without zeros."""
 
     def add(self, tenant: str, num_sequences: int, num_tokens: int) -> None:
-        """Count so many sequences and tokens more, or less if the numbers are negative."""
+        """Add numbers of sequences and tokens, which may be negative."""
         if not tenant:
             return
         sequences, tokens = self.of(tenant)

@@ -1,7 +1,7 @@
 """Fakes and the simulation, for tests of programs that use trioserve.
 
 A worker without a model, a link without a socket, a whole engine on them, and virtual time.
-Everything is public; the rest of trioserve doesn't import it.
+Everything is public.
 
 Imported by no other folder.
 """

@@ -1,4 +1,4 @@
-"""An encoder without a model: a text's vector is a function of its ids."""
+"""An encoder without a model: each vector is a function of the token ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnBatch = Callable[[list[list[int]]], None]
 
 
 def fake_vector(ids: Ints, type_ids: Ints, size: int) -> npt.NDArray[np.float32]:
-    """Return a fake encoder's vector [size] of a text with these ids and type ids."""
+    """Return the vector [size] of a text with these ids and type ids."""
     seed = [*np.asarray(ids).tolist(), -1 % 2**32, *np.asarray(type_ids).tolist()]
     return np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
 
@@ -57,14 +57,14 @@ def fake_encoder(
     call_time: float = 0.0,
     **options: Any,
 ) -> FakeWorker:
-    """Return a worker that answers the calls ``encode`` one after the other.
+    """Return a worker that answers ``encode`` calls one after the other.
 
     Args:
-        config: the encoder's configuration.
-        on_batch: called with the ids of the texts of each call; may raise
-            :class:`~trioserve.testing.WorkerDies`, or another error for a call that fails.
-        call_time: seconds that a call takes.
-        options: other arguments of :class:`~trioserve.testing.FakeWorker`.
+        config: The encoder's configuration.
+        on_batch: Called with the ids of each call's texts. May raise
+            :class:`~trioserve.testing.WorkerDies`, or another error to fail the call.
+        call_time: Duration of a call, in seconds.
+        options: Other arguments of :class:`~trioserve.testing.FakeWorker`.
     """
 
     def encode(message: Any) -> bytes:

@@ -1,9 +1,9 @@
-"""A whole engine over a fake worker: everything but the process, the socket and the model.
+"""A whole engine over a fake worker, without a process, a socket or a model.
 
-This is for tests, trioserve's own and users'. Tokenizer, scheduler, detokenizer, supervisor and
-every rule of the engine are the real ones; the worker is a :class:`~trioserve.testing.FakeWorker`,
-its link two memory channels. All waiting is by trio's clock, so a test on a virtual clock takes no
-time and always happens in the same order::
+This is for tests, trioserve's own and users'. Tokenizer, scheduler, detokenizer and supervisor are
+the real ones. The worker is a :class:`~trioserve.testing.FakeWorker`, and its link is two memory
+channels. All waiting uses trio's clock, so a test on a virtual clock takes no time and always runs
+in the same order::
 
     async def test_my_app(autojump_clock):
         async with open_fake_engine() as engine:
@@ -71,20 +71,20 @@ async def open_fake_engine(
     open_worker: OpenWorker | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """Open an engine with a model called ``fake``, for the block.
+    """Open an engine with a fake model called ``fake`` for the block.
 
     Args:
-        make_worker: makes the first worker and, after each death, the next one.
-        tokenizer: a tokenizer of at least the worker's vocabulary (default:
+        make_worker: Makes the first worker and, after each death, the next one.
+        tokenizer: A tokenizer with at least the worker's vocabulary (default:
             :func:`byte_tokenizer`).
-        eos_token_ids: tokens that end a sequence by themselves.
-        generation_defaults: default sampling parameters of requests.
-        open_worker: opens each worker's life in place of ``make_worker``; usually a wrapper of
-            :func:`run_fake_worker`.
-        options: fields of :class:`~trioserve.EngineConfig`.
+        eos_token_ids: Tokens that end a sequence.
+        generation_defaults: Default sampling parameters, as in ``generation_config.json``.
+        open_worker: Context manager that runs one worker; it replaces ``make_worker``. Usually a
+            wrapper of :func:`run_fake_worker`.
+        options: Fields of :class:`~trioserve.EngineConfig`.
 
     Raises:
-        EngineError: the engine failed, as :func:`trioserve.open_engine` does.
+        EngineError: The engine failed, as in :func:`trioserve.open_engine`.
     """
     config = EngineConfig("fake", **options)
     model = LoadedModel(
@@ -118,15 +118,15 @@ async def open_fake_encoder(
     open_worker: OpenWorker | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
-    """Open an engine called ``fake`` that embeds or classifies, for the block.
+    """Open an engine with a fake encoder called ``fake`` for the block.
 
     Args:
-        task: the encoder's task.
-        make_worker: makes workers (default: :func:`~trioserve.testing.fake_encoder.fake_encoder`).
-        encoder_config: the model's configuration (default: of
+        task: ``embed`` or ``classify``.
+        make_worker: Makes workers (default: :func:`~trioserve.testing.fake_encoder.fake_encoder`).
+        encoder_config: The model's configuration (default: of
             :func:`~trioserve.testing.fake_encoder.fake_encoder_config`).
-        open_worker: as for :func:`open_fake_engine`.
-        options: fields of :class:`~trioserve.EngineConfig`.
+        open_worker: As for :func:`open_fake_engine`.
+        options: Fields of :class:`~trioserve.EngineConfig`.
     """
     shape = encoder_config or fake_encoder_config(task)
     config = EngineConfig("fake", **options)
@@ -162,15 +162,15 @@ def fake_encoder_model(shape: EncoderConfig) -> LoadedModel:
 async def run_fake_worker(
     worker: FakeWorker, config: EngineConfig, *, killed: trio.Event | None = None
 ) -> AsyncIterator[tuple[Link, wire.Ready]]:
-    """Run a fake worker for the block; its death cancels the block, as a real worker's does.
+    """Run a fake worker for the block. If it dies, the block is cancelled.
 
     Args:
-        worker: the worker.
-        config: the source of the worker's limits.
-        killed: an event that ends the worker at once.
+        worker: The worker.
+        config: The engine's configuration, which limits the worker.
+        killed: Event that kills the worker when it is set.
 
     Raises:
-        WorkerLost: the worker died.
+        WorkerLost: The worker died.
     """
     ready = _within(worker.ready(), config)
     engine_side, worker_side = memory_link_pair()
@@ -194,7 +194,7 @@ async def run_fake_worker(
     except BaseExceptionGroup as group:
         error = sole_exception(group)
     if lost and (error is None or isinstance(error, WorkerLost)):
-        # The user of the link noticed only that it is closed.
+        # The block noticed only that the link is closed.
         from_outside = killed is not None and killed.is_set()
         raise WorkerLost("the fake worker ended", from_outside=from_outside)
     if error is not None:
@@ -207,7 +207,7 @@ async def _cancel_when_set(event: trio.Event, scope: trio.CancelScope) -> None:
 
 
 def _within(ready: wire.Ready, config: EngineConfig) -> wire.Ready:
-    """Return ``ready`` within the engine's limits, which a worker gets at its start."""
+    """Return ``ready`` within the limits that the engine sends at the start."""
     asked = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

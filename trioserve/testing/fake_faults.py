@@ -1,4 +1,4 @@
-"""Faults of a fake worker, which a script raises."""
+"""Faults of a fake worker, raised by a script."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable
 from trioserve.protocol import wire
 
 Script = Callable[[int, wire.Plan], None]
-"""Function that is called with the number of steps done and the next plan; may raise the errors
-below.
+"""Function that takes the number of completed steps and the next plan; may raise the errors below.
 """
 
 
 class WorkerDies(Exception):
-    """A script raises this to end the worker here, without an answer."""
+    """Raised by a script to end the worker without an answer."""
 
 
 class StepFails(Exception):
-    """A script raises this to fail the plan. ``slot`` caused it, unless it is -1."""
+    """Raised by a script to fail the plan. ``slot`` is the cause; -1 for none."""
 
     def __init__(self, message: str, *, slot: int = -1, fatal: bool = False) -> None:
         super().__init__(message)

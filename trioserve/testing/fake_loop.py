@@ -1,4 +1,4 @@
-"""The loop of a fake worker: it answers the messages of a link."""
+"""The message loop of a fake worker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trioserve.testing.memory_link import MemoryLink
 
 
 async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
-    """Answer messages in order, until told to quit, the worker's death or the link's end.
+    """Answer messages in order until ``Quit`` comes, the worker dies or the link is closed.
 
-    The link is closed at the end, so the other end notices. Plans that wait in the buffer are run
-    one after the other, with ``worker.step_time`` for each.
+    Then close the link, so the engine notices. Plans run one after the other; each takes
+    ``worker.step_time``.
     """
     try:
         async with trio.open_nursery() as nursery:

@@ -1,6 +1,6 @@
 """The model of a :class:`~trioserve.testing.FakeWorker`: pure functions of tokens.
 
-So a test can tell the expected tokens, whatever plans compute them.
+So a test knows the expected tokens, whatever plans compute them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from trioserve.protocol.sampling import SamplerParams
 
 TokenFunction = Callable[[list[int], SamplerParams], int]
 """Function that returns the next token from all tokens before it and the sequence's parameters.
-``NO_TOKEN`` or ``NAN_LOGITS`` of :mod:`trioserve.protocol.sampling` stands for none.
+It returns ``NO_TOKEN`` or ``NAN_LOGITS`` of :mod:`trioserve.protocol.sampling` for none.
 """
 
 
 def hashed_token(vocab_size: int) -> TokenFunction:
-    """Return a function with random-looking tokens that depend on every token before, and on the
-    seed.
-    """
+    """Return a function whose tokens look random and depend on all tokens before and the seed."""
 
     def token(context: list[int], sampler: SamplerParams) -> int:
         start = zlib.crc32(f"{sampler.seed}/{sampler.sequence_index}".encode())
@@ -40,9 +38,7 @@ def draw(function: TokenFunction, context: list[int], sampler: SamplerParams) ->
 
 
 def fake_logprob(token: int, rank: int) -> float:
-    """Return the log-probability that a fake worker reports for the alternative ``rank`` to
-    ``token``.
-    """
+    """Return a fake log-probability: of ``token`` for rank 0, of its alternatives for others."""
     return -(1 + token % 8) / 8 - rank
 
 
@@ -85,7 +81,7 @@ def adapter_shift(path: str) -> int:
 
 
 def digests_of(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.uint64]:
-    """Return the digests' increments of ``tokens``, the first at position ``start``, summed up."""
+    """Return the cumulative digests of ``tokens``, whose first position is ``start``."""
     position = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
     weights = (position * np.uint64(0x9E3779B97F4A7C15)) ^ (position << np.uint64(23))
     terms = (tokens.astype(np.uint64) + np.uint64(1)) * weights

@@ -12,12 +12,12 @@ Places = npt.NDArray[np.int64]
 
 
 class FakePages:
-    """Pages that hold tokens, each token with a digest of everything before it.
+    """Pages that hold tokens, each with a digest of all tokens before it.
 
     Args:
-        num_pages: pages of the device; their numbers come first.
-        num_host_pages: pages of the host.
-        page_size: tokens in a page.
+        num_pages: Pages on the device, which have the first numbers.
+        num_host_pages: Pages on the host.
+        page_size: Tokens in a page.
     """
 
     def __init__(self, num_pages: int, num_host_pages: int, page_size: int) -> None:
@@ -25,9 +25,9 @@ class FakePages:
         self._page_size = page_size
         size = (num_pages + num_host_pages) * page_size
         self._tokens = np.full(size, -1, dtype=np.int32)
-        """[all pages * page_size]: the token at each place, -1 for none."""
+        """[all pages * page_size]: token at each place, -1 for none."""
         self._digests = np.zeros(size, dtype=np.uint64)
-        """[all pages * page_size]: the digest of each place's token and all tokens before it."""
+        """[all pages * page_size]: digest of each place's token and all tokens before it."""
 
     def places(self, pages: list[int], length: int) -> Places:
         """Return the places of the first ``length`` tokens of a sequence with these pages."""
@@ -36,22 +36,24 @@ class FakePages:
         return numbers * self._page_size + position % self._page_size
 
     def copy(self, copies: Ints) -> None:
-        """Copy pages; the sources hold no valid content afterwards."""
+        """Copy pages between device and host, and clear the sources."""
         for source, destination in copies.tolist():
-            assert (source < self._num_pages) != (destination < self._num_pages), "on one side"
+            assert (source < self._num_pages) != (destination < self._num_pages), (
+                "a copy within the device or the host"
+            )
             for column in (self._tokens, self._digests):
                 pages = column.reshape(-1, self._page_size)
                 pages[destination] = pages[source]
             self._tokens[source * self._page_size : (source + 1) * self._page_size] = -1
 
     def forget(self, places: Places) -> None:
-        """Write a token that no sequence has to these places."""
+        """Clear the places: write a token that no sequence has."""
         self._tokens[places] = -1
 
     def write(self, tokens: list[int], places: Places, origin: np.uint64) -> None:
-        """Write the last of a sequence's tokens; ``places`` are those of all its tokens.
+        """Write ``tokens``, the last ones of a sequence, with their digests.
 
-        ``origin`` is the start of the sequence's digests.
+        ``places`` are those of all tokens of the sequence; ``origin`` is its initial digest.
         """
         start = len(places) - len(tokens)
         before = self._digests[places[start - 1]] if start else origin
@@ -60,11 +62,10 @@ class FakePages:
         self._digests[places[start:]] = before + digests_of(column, start)
 
     def read(self, places: Places, origin: np.uint64) -> list[int]:
-        """Return the tokens of a sequence from its pages, whose digests have to fit them."""
+        """Return the tokens of a sequence from its pages, and assert that the digests match."""
         tokens = self._tokens[places]
         assert np.array_equal(self._digests[places], origin + digests_of(tokens, 0)), (
-            "a page was computed after other tokens than those that stand before it, or with "
-            "other weights or another adapter"
+            "a page was computed with another prefix, other weights or another adapter"
         )
         context: list[int] = tokens.tolist()
         return context

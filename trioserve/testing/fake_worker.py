@@ -1,20 +1,21 @@
-"""A worker without a model; its pages hold tokens.
+"""A worker without a model, whose pages hold tokens.
 
-:class:`FakeWorker` takes the same plans as the real one and answers them with tokens that a
-function of yours computes from all tokens before them. It is strict: a plan that breaks the rules
-of :mod:`trioserve.protocol.wire` raises. In place of keys and values its pages hold the tokens
-themselves, each with a digest of everything before it. A token is computed only from the pages in
-the sequence's block table, so a page that was recycled too early, shared wrongly or never computed
+:class:`FakeWorker` takes the same plans as the real worker. A function of yours computes each next
+token from all tokens before it. The worker is strict: a plan that breaks the rules of
+:mod:`trioserve.protocol.wire` raises. In place of keys and values its pages hold the tokens
+themselves, each with a digest of all tokens before it. A token is computed only from the pages in
+the sequence's block table, so a page that was reused too early, shared wrongly or never computed
 fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
 
-Everything waits by trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
-takes no time. The scheduler by itself, on such a worker::
+All waiting uses trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
+takes no time. This runs the scheduler alone on such a worker::
 
     scheduler = Scheduler(EngineConfig("fake"))
+    schedulers = Schedulers([scheduler])
     engine_side, worker_side = memory_link_pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serve_fake, FakeWorker(step_time=0.01), worker_side)
-        nursery.start_soon(scheduler.run, requests, outputs)
+        nursery.start_soon(schedulers.run, requests, outputs)
         nursery.start_soon(scheduler.attach, engine_side, FakeWorker().ready())
 """
 
@@ -46,7 +47,7 @@ from trioserve.testing.fake_model import (
 from trioserve.testing.fake_pages import FakePages
 
 Accepted = Callable[[list[int]], int]
-"""Function that returns how many drafted tokens are accepted after a context."""
+"""Function that returns the number of drafted tokens accepted after a context."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -60,36 +61,39 @@ class _Slot:
     adapter: int
     prompt_logprobs_from: int
     sum_of_tokens: int = 0
-    """Sum of the computed tokens, for a prompt that is pooled."""
+    """Sum of the computed tokens of a pooled prompt."""
     stopped: bool = False
-    """True once it drew a stop id, had no token to draw, or was dropped."""
+    """True once it sampled a stop id, had no token to sample, or was dropped."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class FakeWorker:
-    """A worker with a function as its model. It takes plans and returns results, without task or
-    clock.
+    """A worker with a function as its model. It turns plans into results, without a task or clock.
 
     Args:
-        num_pages, num_host_pages, page_size: its page pool, and pages on the host.
-        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: its values in ``Ready``.
-        token: returns the next token (default: :func:`hashed_token`), -1 for none. If
+        num_pages: Pages on the device.
+        num_host_pages: Pages in the host's memory.
+        page_size: Tokens in a page.
+        vocab_size: As in ``Ready``.
+        max_model_len: As in ``Ready``, in tokens.
+        max_num_seqs: As in ``Ready``.
+        max_num_batched_tokens: As in ``Ready``.
+        token: Returns the next token (default: :func:`hashed_token`), -1 for none. If
             ``allowed_token_ids`` excludes the token, an allowed one takes its place.
-        step_time: seconds that :func:`serve_fake` takes for a step, or a function of the plan.
-        computes_past_stop: whether a row after a stop id is computed and gives a token, or gives
-            none. A worker may do either.
-        max_row_tokens: the most tokens of a row, as in ``Ready``.
-        accepted: returns how many of a row's drafted tokens are accepted (default: none). In the
-            pages, the rejected ones are tokens that no sequence has.
-        script: called before each step; raises :class:`WorkerDies` or :class:`StepFails`.
-        max_loras, max_cpu_loras: the most adapters in one plan, and loaded. An adapter is any path
-            with a last part that doesn't begin with ``bad``; it adds :func:`adapter_shift` to each
-            token.
-        calls: answers to calls, by name: functions of the arguments. Without one, ``prepare``,
-            which checks a grammar, succeeds.
-        call_time: seconds that :func:`serve_fake` takes for a call, or a function of it; steps go
-            on meanwhile.
-        calls_in_turn: whether steps and other calls wait for a call. A call may then end the worker
+        step_time: Seconds that :func:`serve_fake` takes for a step, or a function of the plan.
+        computes_past_stop: True if a row after a stop id gives a token. Real workers do either.
+        max_row_tokens: Most tokens of a row, as in ``Ready``.
+        accepted: Returns the number of a row's drafted tokens that are accepted (default: 0).
+            Places of rejected tokens hold a token that no sequence has.
+        script: Called before each step; may raise :class:`WorkerDies` or :class:`StepFails`.
+        max_loras: Most adapters in one plan.
+        max_cpu_loras: Most loaded adapters. Any path is an adapter unless its last part begins with
+            ``bad`` or ``missing``. An adapter adds :func:`adapter_shift` to each token.
+        calls: Functions that answer calls, by name; each takes the call's arguments. By default
+            ``prepare``, which checks a grammar, succeeds.
+        call_time: Seconds that :func:`serve_fake` takes for a call, or a function of the call.
+            Steps go on meanwhile.
+        calls_in_turn: True if steps and other calls wait for a call. A call may then end the worker
             (:class:`WorkerDies`).
     """
 
@@ -115,7 +119,7 @@ class FakeWorker:
     calls_in_turn: bool = False
     num_steps: int = attrs.field(init=False, default=0)
     weights: str = attrs.field(init=False, default="")
-    """The weights to compute with. They change what the pages hold, but not the tokens."""
+    """Name of the weights. It changes the contents of pages, but not the tokens."""
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     adapters: dict[int, str] = attrs.field(init=False, factory=dict)
     """Folders of the loaded adapters, by number."""
@@ -128,7 +132,7 @@ class FakeWorker:
         self._pages = FakePages(self.num_pages, self.num_host_pages, self.page_size)
 
     def ready(self, **changes: Any) -> wire.Ready:
-        """Return the message of a worker like this once its model is loaded."""
+        """Return this worker's ``Ready`` message, with ``changes`` of its fields."""
         ready = wire.Ready(
             model_checksum="",
             device="cpu",
@@ -162,11 +166,11 @@ class FakeWorker:
             self._dropped.add((message.slot, message.generation))
 
     def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
-        """Run a plan.
+        """Run a plan and return its result, or a failure if the script raises :class:`StepFails`.
 
         Raises:
-            WorkerDies: the script raised it.
-            AssertionError: the plan breaks a rule.
+            WorkerDies: The script raised it.
+            AssertionError: The plan breaks a rule.
         """
         if self._failed:
             return wire.Failure(number=plan.number, message="an earlier plan failed")
@@ -216,15 +220,15 @@ class FakeWorker:
                 assert opened.sampler.prompt_logprobs >= 0, "no row asked for log-probabilities"
                 assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
         used = {slot.adapter for slot in self.slots.values()} - {0}
-        assert len(used) <= self.max_loras, "too many adapters are computed together"
+        assert len(used) <= self.max_loras, "a plan has too many adapters"
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
         self._pages.copy(wire.ints(plan.copies).reshape(-1, 2))
 
     def _compute(self, slot: _Slot, count: int) -> list[int]:
-        """Compute the next ``count`` tokens of ``slot``, and sample if they are its last.
+        """Compute the next ``count`` tokens of ``slot``, and sample after its last one.
 
-        Those that it doesn't hold are drafted; go on as far as they are accepted.
+        Tokens past those that the slot holds are drafted. Sampling goes on while they are accepted.
         """
         assert count > 0, "a row of no tokens"
         if slot.stopped and not self.computes_past_stop:
@@ -237,7 +241,7 @@ class FakeWorker:
             return self._advance(slot, stop)
         assert count <= self.max_row_tokens, "more tokens are to be computed than there are"
         assert start == num_known - 1 >= slot.prompt_length, "tokens are drafted too early"
-        # Whatever is accepted, its places are written again.
+        # The places of accepted tokens are written again below.
         self._pages.forget(self._pages.places(slot.pages, stop)[num_known:])
         accepted = min(self.accepted(slot.tokens), stop - num_known)
         given = self._advance(slot, num_known)
@@ -248,14 +252,16 @@ class FakeWorker:
         return given
 
     def _advance(self, slot: _Slot, stop: int) -> list[int]:
-        """Compute the tokens of ``slot`` before ``stop``; draw the next one at their end."""
+        """Compute the tokens of ``slot`` before ``stop``; sample the next one if these are all."""
         start = slot.computed
         places = self._pages.places(slot.pages, stop)
         self._pages.write(slot.tokens[start:stop], places, self._origin(slot))
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
-        assert slot.adapter == 0 or slot.adapter in self.adapters, "an adapter is gone that is used"
+        assert slot.adapter == 0 or slot.adapter in self.adapters, (
+            "an adapter was unloaded while in use"
+        )
         context = self._pages.read(places, self._origin(slot))
         assert context == slot.tokens, "a page holds other tokens than its sequence"
         token = draw(self.token, context, slot.sampler)
@@ -278,11 +284,9 @@ class FakeWorker:
         return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
 
     def _pool(self, number: int, count: int) -> wire.PooledPrompt | None:
-        """Return the vector of a prompt that a row of ``count`` tokens completes, if it is to be
-        pooled.
+        """Return the pooled vector of a prompt if a row of ``count`` tokens completes the prompt.
 
-        The vector is computed from the tokens in place of hidden states: their mean, or the last
-        one.
+        The vector is the mean of the tokens, or the last one, in place of hidden states.
         """
         slot = self.slots[number]
         stop = slot.computed + count
@@ -313,7 +317,7 @@ class FakeWorker:
         for slot, tokens in zip(slots, given, strict=True):
             num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
             for place, token in enumerate(tokens, len(slot.tokens) - len(tokens)):
-                # Fake log-probabilities: the token is the most probable, by its number.
+                # The token itself is the most probable; the next ids follow.
                 logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
                 top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
                 asked.append(fake_logprobs(slot.tokens[:place], self.vocab_size)[ids])
@@ -336,34 +340,32 @@ class FakeWorker:
         )
 
     def seconds_for(self, plan: wire.Plan) -> float:
-        """Return the seconds that a step takes."""
+        """Return the duration of the step of ``plan``, in seconds."""
         return self.step_time(plan) if callable(self.step_time) else self.step_time
 
     def seconds_for_call(self, call: wire.Call) -> float:
-        """Return the seconds that a call takes."""
+        """Return the duration of ``call``, in seconds."""
         return self.call_time(call) if callable(self.call_time) else self.call_time
 
     def _origin(self, slot: _Slot) -> np.uint64:
-        """Return the start of a sequence's digests, which depends on the weights and the
-        adapter.
-        """
+        """Return the initial digest of a sequence, which depends on weights and adapter."""
         return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
 
     def swap_weights(self, weights: str) -> None:
         """Compute with ``weights`` from the next step on."""
-        assert not self.slots, "weights are exchanged under a sequence that is open"
+        assert not self.slots, "weights are swapped while a sequence is open"
         self.weights = weights
 
     def _load_adapter(self, arguments: dict[str, Any]) -> dict[str, Any]:
         path, name = arguments["path"], arguments["path"].rpartition("/")[2]
         if name.startswith(("bad", "missing")):
             return {"error": f"{path} is bad", "missing": name.startswith("missing")}
-        assert len(self.adapters) < self.max_cpu_loras, "too many adapters are held"
+        assert len(self.adapters) < self.max_cpu_loras, "too many adapters are loaded"
         self.adapters[arguments["number"]] = path
         return {"checksum": name, "rank": 8}
 
     def answer(self, call: wire.Call) -> wire.Reply:
-        """Answer a call from ``calls``, or one that every worker knows."""
+        """Answer a call, by ``calls`` or like a worker that succeeds."""
         known: dict[str, Callable[[Any], Any]] = {
             "ping": lambda arguments: arguments,
             "prepare": lambda _: None,

@@ -1,4 +1,4 @@
-"""A link without a socket, between an engine and a fake worker of the same program."""
+"""A link without a socket, between an engine and a fake worker in one process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class MemoryLink:
     _from_peer: trio.MemoryReceiveChannel[bytes]
 
     async def send(self, message: wire.Message) -> None:
-        """Send ``message``; the buffer has no bound.
+        """Send ``message``. The buffer is unbounded.
 
         Raises:
-            WorkerLost: an end is closed.
+            WorkerLost: One of the ends is closed.
         """
         await trio.lowlevel.checkpoint()
         self.send_nowait(message)
@@ -42,7 +42,7 @@ class MemoryLink:
         """Return the next message; messages sent before a close are still received.
 
         Raises:
-            WorkerLost: an end is closed.
+            WorkerLost: One of the ends is closed.
         """
         try:
             return wire.decode(await self._from_peer.receive())
@@ -50,7 +50,7 @@ class MemoryLink:
             raise WorkerLost("the link is closed") from None
 
     def receive_waiting(self) -> list[wire.Message]:
-        """Return the messages that are there, without waiting for more."""
+        """Return the messages in the buffer, without waiting."""
         found: list[wire.Message] = []
         with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
             while True:

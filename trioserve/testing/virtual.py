@@ -1,6 +1,6 @@
-"""Deterministic runs of trio: virtual time, and an order of events drawn from a seed.
+"""Deterministic runs of trio in virtual time, with an order of events drawn from a seed.
 
-:func:`run_virtual` is :func:`trio.run` for tests. Its clock stands still while any task can run,
+:func:`run_virtual` replaces :func:`trio.run` in tests. Its clock stands still while a task can run,
 and jumps to the next deadline when none can, so a minute of waiting takes no time. Tasks that can
 run at the same moment run in an order drawn from ``seed``. A run is deterministic, so a failure
 repeats with the same seed::
@@ -9,11 +9,11 @@ repeats with the same seed::
         for seed in range(100):
             run_virtual(my_scenario, seed=seed)
 
-Functions that a program hands to ``trio.to_thread.run_sync`` run on trio's own thread, after some
-virtual time, so that threads are deterministic, too. The program must use only trio's clock and
-seeded generators, and must not depend on the order of a set of objects with addresses as hashes.
+Functions given to ``trio.to_thread.run_sync`` run on trio's own thread after some virtual time, so
+threads are deterministic, too. The program must use only trio's clock and seeded generators, and
+must not depend on the order of a set whose objects are hashed by address.
 
-This depends on private parts of trio; :func:`check_trio` checks them.
+This relies on private parts of trio; :func:`check_trio` checks them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trio._core import _run
 T = TypeVar("T")
 
 LONGEST_THREAD = 0.02
-"""The most seconds of virtual time that a function in a thread takes."""
+"""Longest duration of a function in a thread, in seconds of virtual time."""
 
-WHAT_IS_LEANED_ON = (
+REQUIRED_LINES = (
     "if _ALLOW_DETERMINISTIC_SCHEDULING:",
     "batch.sort(key=lambda t: t._counter)",
     "_r.shuffle(batch)",
@@ -50,14 +50,14 @@ def check_trio() -> None:
     """Assert that trio still has the parts that a virtual run needs.
 
     Raises:
-        AssertionError: it doesn't; the message says where to look.
+        AssertionError: A part is missing; the message says where to look.
     """
     advice = (
         f"trio {trio.__version__} has changed: see unrolled_run() in trio/_core/_run.py and "
-        "trio/_core/_mock_clock.py, then trioserve/testing/virtual.py, which leans on them"
+        "trio/_core/_mock_clock.py, then trioserve/testing/virtual.py, which relies on them"
     )
     loop = inspect.getsource(_run.unrolled_run)
-    for line in WHAT_IS_LEANED_ON:
+    for line in REQUIRED_LINES:
         assert line in loop, f"the event loop lacks {line!r}; {advice}"
     assert isinstance(getattr(_run, "_r", None), random.Random), f"_r is gone; {advice}"
     assert _run._ALLOW_DETERMINISTIC_SCHEDULING in (True, False), advice
@@ -75,25 +75,28 @@ def run_virtual(
     instruments: Sequence[trio.abc.Instrument] = (),
     on_idle: Callable[[], None] = lambda: None,
 ) -> T:
-    """Run ``function(*args)`` in virtual time, in the order of events drawn from ``seed``.
+    """Run ``await function(*args)`` in virtual time, with an order of events drawn from ``seed``.
 
     Args:
-        function: the function that :func:`trio.run` would take.
-        args: its arguments.
-        seed: the seed of the order of tasks and of the time of threads.
-        instruments: as for :func:`trio.run`.
-        on_idle: called whenever no task can run, before time jumps. Must not raise.
+        function: The async function, as for :func:`trio.run`.
+        args: Its arguments.
+        seed: Seed of the order of tasks and of the duration of threads.
+        instruments: As for :func:`trio.run`.
+        on_idle: Called when no task can run, before time jumps. It must not raise.
+
+    Returns:
+        The result of ``function``.
     """
     clock = trio.testing.MockClock(autojump_threshold=0)
     jump = clock._autojump
 
-    def jump_after_a_look() -> None:
+    def check_and_jump() -> None:
         on_idle()
         jump()
 
-    # There is no real clock at all, rather than one with a rate of 0.
+    # A constant, because a rate of 0 would still read the real clock.
     clock._real_clock = lambda: 0.0
-    clock._autojump = jump_after_a_look  # type: ignore[method-assign]
+    clock._autojump = check_and_jump  # type: ignore[method-assign]
     before = _run._r.getstate()
     with (
         mock.patch.object(_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
@@ -107,8 +110,8 @@ def run_virtual(
 
 
 @contextlib.contextmanager
-def _without_threads(choose: random.Random) -> Iterator[None]:
-    """Run functions that are meant for a thread here, after some virtual time."""
+def _without_threads(rng: random.Random) -> Iterator[None]:
+    """Replace ``trio.to_thread.run_sync``: run functions here, after some virtual time."""
 
     async def run_sync(
         function: Callable[..., Any],
@@ -122,7 +125,7 @@ def _without_threads(choose: random.Random) -> Iterator[None]:
             if limiter is not None:
                 await stack.enter_async_context(limiter)
             with trio.CancelScope(shield=not abandon_on_cancel):
-                await trio.sleep(choose.uniform(0, LONGEST_THREAD))
+                await trio.sleep(rng.uniform(0, LONGEST_THREAD))
             return function(*args)
 
     with mock.patch.object(trio.to_thread, "run_sync", run_sync):
@@ -142,9 +145,9 @@ class CancelAtCheckpoint(trio.abc.Instrument):
                 ...  # left at the third checkpoint in here
 
     Args:
-        number: the checkpoint, counted from 1; None to count only.
-        when_woken: cancel when the task's wait is over and it is about to run, so that both race;
-            else when it has just begun to wait.
+        number: Checkpoint at which to cancel, from 1; None to count only.
+        when_woken: True to cancel when the wait is over and the task is about to run, so that both
+            race; False to cancel when the wait has just begun.
     """
 
     def __init__(self, number: int | None = None, *, when_woken: bool = False) -> None:
@@ -166,14 +169,14 @@ class CancelAtCheckpoint(trio.abc.Instrument):
                 self._scope = self._task = None
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        """Record that the task has come to a checkpoint."""
+        """Count a checkpoint of the task; cancel the block there if it is due."""
         if task is self._task:
             self.count += 1
             if not self._when_woken:
                 self._cancel_if_due()
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        """Record that the task leaves a checkpoint."""
+        """Cancel the block at the end of a checkpoint if it is due."""
         if task is self._task and self._when_woken:
             self._cancel_if_due()
 

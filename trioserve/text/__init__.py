@@ -1,4 +1,4 @@
-"""Text to tokens and back: templates, the tokenizer, the detokenizer, what ends an output.
+"""Text to tokens and back: chat templates, tokenizer, detokenizer, stop conditions, tool calls.
 
 Imported by ``pooling``, ``engine``, ``http.api``, ``front_ends`` and ``testing``.
 """

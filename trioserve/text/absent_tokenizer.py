@@ -1,4 +1,4 @@
-"""A tokenizer for a server without one: prompts are token ids, and outputs have no text."""
+"""The tokenizer of a server that skips tokenizing: prompts and outputs are token ids."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from trioserve.text.tokenizer import Tokenizer
 
 
 class AbsentTokenizer(Tokenizer):
-    """Tokenizer that knows only the vocabulary's size; log-probabilities name tokens by
-    their ids.
-    """
+    """Tokenizer that knows only the vocabulary's size. Log-probabilities name tokens by id."""
 
     has_text = False
 
@@ -27,11 +25,11 @@ class AbsentTokenizer(Tokenizer):
         self.vocab_size = vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
-        """Refuse it."""
+        """Refuse ``text``."""
         raise _refusal("text")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return no text."""
+        """Return an empty text."""
         return ""
 
     def token_of(self, text: str) -> None:
@@ -48,11 +46,11 @@ class AbsentTokenizer(Tokenizer):
         return NoText()
 
     def token_bytes(self, id: int) -> bytes:
-        """Return none."""
+        """Return no bytes."""
         return b""
 
     def token_text(self, id: int) -> str:
-        """Return the token's id as text, as log-probabilities elsewhere may name it."""
+        """Return the token's id as text, as log-probabilities name it."""
         return f"token_id:{id}"
 
     def bad_word_ids(self, words: Sequence[str]) -> NoReturn:
@@ -60,7 +58,7 @@ class AbsentTokenizer(Tokenizer):
         raise _refusal("bad_words")
 
     def fewest_tokens(self, prompt: Prompt) -> int:
-        """Return the number of a prompt's tokens, and refuse one that is text."""
+        """Return the number of token ids in ``prompt``; refuse a text."""
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
         raise _refusal("messages" if isinstance(prompt, ChatPrompt) else "prompt")

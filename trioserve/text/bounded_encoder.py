@@ -1,4 +1,4 @@
-"""Encoding of texts that may be far too long, in bounded time and memory."""
+"""Encoding in bounded time and memory, of texts that may be far too long."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
 PART_CHARACTERS = 1 << 18
-"""The size of a long text's first part, which is encoded first to count its tokens."""
+"""Size of the part of a long text that is encoded first, to count its tokens."""
 _PART_TOKENS = 256
-"""A bound on the tokens that differ between a part and the whole where the part ends."""
+"""Upper bound of the tokens at a part's end that differ from those of the whole text."""
 _MOST_CHARACTERS_MADE_ONE = 4
-"""The most characters that a normalizer merges into one."""
+"""Most characters that a normalizer merges into one."""
 
 _Cuttable = TypeVar("_Cuttable", str, list[int])
 
 
 def cut(whole: _Cuttable, keep: int, side: str) -> _Cuttable:
-    """Return ``keep`` items of ``whole``, cut off on the left or on the right."""
+    """Return ``keep`` items of ``whole``; ``side`` is where it is cut, ``left`` or ``right``."""
     return whole[:keep] if side == "right" else whole[max(len(whole) - keep, 0) :]
 
 
 @contextlib.contextmanager
 def _encoding(text: str) -> Iterator[None]:
-    """Guard a block that encodes ``text``, and turn its errors into the request's."""
+    """Guard a block that encodes ``text``: its errors become :exc:`InvalidRequest`."""
     try:
         with room_to_encode(len(text)):
             yield
@@ -39,33 +39,33 @@ def _encoding(text: str) -> Iterator[None]:
 
 
 class BoundedEncoder:
-    """Encoder of prompts' texts, with bounds.
+    """Encoder of prompts, with bounds.
 
     All methods raise :class:`~trioserve.protocol.errors.InvalidRequest` for a text that can't be
     encoded.
 
     Args:
-        backend: the tokenizer.
-        longest_token: the characters of its longest token.
+        backend: The tokenizer.
+        longest_token: Number of characters of its longest token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, longest_token: int) -> None:
         self._backend = backend
         self.characters_per_token = _MOST_CHARACTERS_MADE_ONE * longest_token
-        """The most characters of one token."""
+        """Most characters of one token."""
         self.max_model_len: int | None = None
-        """The most tokens that a prompt may have, where that is known."""
+        """Most tokens that a prompt may have, where that is known."""
 
     @property
     def max_characters(self) -> int:
-        """The most characters of a text that is encoded."""
+        """Most characters of a text that is encoded."""
         return max_characters(self.max_model_len)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of ``text``.
 
         Raises:
-            InvalidRequest: it has more than :attr:`max_characters`.
+            InvalidRequest: The text has more than :attr:`max_characters`.
         """
         if len(text) > self.max_characters:
             raise InvalidRequest(
@@ -76,14 +76,14 @@ class BoundedEncoder:
                 [text], add_special_tokens=add_special_tokens
             )
             ids = encoding.ids
-            del encoding  # gives its memory back
+            del encoding  # Frees its memory.
             return ids
 
     def check_characters(self, number: int, param: str) -> None:
-        """Refuse a text of at least ``number`` characters if that is too long.
+        """Refuse a text of at least ``number`` characters if it can't fit the model.
 
         Raises:
-            ContextTooLong: it is too long.
+            ContextTooLong: It can't fit.
         """
         if number > self.max_characters:
             raise ContextTooLong(
@@ -93,10 +93,10 @@ class BoundedEncoder:
             )
 
     def check_length(self, text: str, param: str) -> None:
-        """Refuse a text that is too long, before all of it is encoded if possible.
+        """Refuse a text that can't fit the model, if possible before all of it is encoded.
 
         Raises:
-            ContextTooLong: it is too long.
+            ContextTooLong: It can't fit.
         """
         self.check_characters(len(text), param)
         context = self.max_model_len
@@ -114,12 +114,11 @@ class BoundedEncoder:
     def encode_part(
         self, text: str, keep: int, cut_side: str, add_special_tokens: bool
     ) -> list[int]:
-        """Return the first or last ``keep`` ids of ``text``, as the tokenizer's own truncation
-        does.
+        """Return the first or last ``keep`` ids of ``text``, like the tokenizer's own truncation.
 
-        At most the characters that ``keep`` tokens can stand for are encoded. Of a long text, a
-        part is encoded first, which usually has enough tokens. The ids next to the part's cut are
-        dropped, since a cut word may have other tokens.
+        At most as many characters are encoded as ``keep`` tokens can have. Of a long text, a part
+        is encoded first, which usually has enough tokens. The ids next to the part's end are
+        dropped, because a cut word may have other tokens.
         """
         most = (keep + 1) * self.characters_per_token
         text = cut(text, min(most, max_characters(keep)), cut_side)

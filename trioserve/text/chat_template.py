@@ -1,10 +1,9 @@
 """Chat templates: conversations rendered as the text that the model was trained with.
 
-Templates are jinja2 as transformers defines them, with its whitespace rules, functions, tags and
-variables. The OpenAI API gives the arguments of tool calls as JSON text; a template gets them in
-the form that it prints. Templates come with models, so they run in jinja2's sandbox and within
-bounds of time and memory, here or in a process of its own. An error in a template is the request's
-error.
+Templates are jinja2 with the whitespace rules, functions, tags and variables of transformers. In
+the OpenAI API the arguments of tool calls are JSON text; a template gets them in the form that it
+prints. Templates come with models, so they run in jinja2's sandbox, with bounded time and memory,
+here or in another process. An error in a template fails the request.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, mea
 from trioserve.text.template_sandbox import TemplateEnvironment
 
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
-"""Mark at the end of the message to be continued. Its space shows whether the template trims."""
+"""Mark at the end of the message to be continued. Its space shows if the template trims."""
 
 
 class ConversationFields(Protocol):
@@ -51,12 +50,14 @@ class ChatTemplate:
     """A model's chat template.
 
     Args:
-        source: the template's text.
-        bos_token, eos_token, special_tokens: the template's variables of these names. None leaves
-            one undefined, so that it prints nothing.
+        source: The template's text.
+        bos_token: The template's variable of this name; None leaves it undefined, so it prints
+            nothing.
+        eos_token: Likewise.
+        special_tokens: Further variables.
 
     Raises:
-        ModelLoadError: the text isn't a template; the message names the line.
+        ModelLoadError: The text isn't a template; the message names the line.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         try:
-            environment = BoundedEnvironment()  # computes nothing before it has to
+            environment = BoundedEnvironment()
             tree = environment.parse(source)
             bounded = environment.printer(source)
         except jinja2.TemplateSyntaxError as error:
@@ -82,11 +83,11 @@ class ChatTemplate:
             raise ModelLoadError(f"the chat template can't be compiled: {reason}") from error
         tokens = {"bos_token": bos_token, "eos_token": eos_token, **special_tokens}
         self.tokens = {name: token for name, token in tokens.items() if token is not None}
-        """Special tokens by their names in the template."""
+        """Special tokens by variable name."""
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        """The names that the template reads: arguments of other names change nothing.
+        """Names of the variables that the template reads. Arguments of other names change nothing.
 
-        Names that the template sets itself aren't among them, unless only one branch sets them.
+        Variables that the template always sets itself aren't among them.
         """
         self.takes_parts = _iterates_over_content(tree)
         """True if the template reads the parts of a content; otherwise it gets one string."""
@@ -99,12 +100,12 @@ class ChatTemplate:
         return _Renderer(printer, self.tokens, self.takes_parts)
 
     def render(self, prompt: ConversationFields) -> str:
-        """Return the text of ``prompt``, special tokens included (encode it without adding any).
+        """Return the text of ``prompt``, special tokens included: encode it without adding any.
 
         Time and memory aren't bounded, so a server renders in a process of its own.
 
         Raises:
-            InvalidRequest: the messages are malformed, or the template refuses them.
+            InvalidRequest: The messages are malformed, or the template refuses them.
         """
         return self._unbounded.render(prompt)
 
@@ -112,8 +113,8 @@ class ChatTemplate:
         """Return the text of :meth:`render`, within microseconds or a few milliseconds.
 
         Raises:
-            BeyondBounds: it may take longer.
-            InvalidRequest: as for :meth:`render`.
+            BeyondBounds: It may take longer.
+            InvalidRequest: As for :meth:`render`.
         """
         measure({"messages": prompt.messages, **prompt.template_arguments})
         return self._bounded.render(prompt)
@@ -205,11 +206,11 @@ class _Renderer:
         return {**call, "function": {**function, "arguments": arguments}}
 
     def _prints_arguments_as_text(self) -> bool:
-        """Return whether the template prints a call's arguments unchanged, so that they must be
-        text.
+        """Return True if the template prints a call's arguments unchanged, so they must be text.
 
-        Clients send JSON. Most templates print it as JSON again or argument by argument. This
-        renders a conversation on trial: with a dict, such a template fails or prints Python's form.
+        Clients send JSON text. Most templates take a dict, and print it as JSON or argument by
+        argument. A trial tells them apart: given a dict, a template for texts fails or prints
+        Python's form.
         """
         if self._arguments_as_text is None:
             as_object, as_text = (
@@ -248,9 +249,9 @@ def _items(calls: Any) -> Sequence[Any]:
 
 
 def _object_of(arguments: str) -> Any:
-    """Return the object in the JSON text ``arguments``; the text itself if it holds no object."""
+    """Return the object in the JSON text ``arguments``; the text itself if it isn't an object."""
     if not arguments.strip():
-        return {}  # some clients write a call without arguments so
+        return {}  # Some clients write a call without arguments like this.
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -293,11 +294,11 @@ def _cut_at_mark(rendered: str, final: str) -> str:
     before = rendered[:position]
     if rendered.startswith(_CONTINUE_HERE, position):
         return before
-    return before.rstrip()  # a template that trims messages would have trimmed this one
+    return before.rstrip()  # The template trims messages, but couldn't trim before the mark.
 
 
 def _iterates_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Return whether a ``for`` loop of the template iterates over a message's content.
+    """Return True if a ``for`` loop of the template iterates over a message's content.
 
     The loop's subject is ``message['content']`` or ``message.content`` of any variable, or a
     variable set to one of these, with any filters.

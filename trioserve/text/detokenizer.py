@@ -1,25 +1,25 @@
-"""The task that turns tokens into text and decides how each output ended.
+"""The task that turns tokens into text and decides how each output ends.
 
 The finish rule
 ---------------
-An output may end by a stop string, a stop id, its length or an abort, and several of these may
-apply to one step's tokens. The earliest token wins:
+An output may end by a stop string, a stop id, its length or an abort. If several of these apply to
+the tokens of one step, the earliest token decides:
 
-- a *stop string* or *stop regex* ends the output at the token that completes it;
-- a *stop id* ends it at that token. Its text isn't searched for stop strings and is left out
-  unless ``include_stop_str_in_output`` is set (its id is always among the token ids);
-- the *length* ends it at the last token, unless that one completes a stop string or regex;
+- a *stop string* or *stop regex* ends the output at the token that completes it;
+- a *stop id* ends it at that token. Its text isn't searched for stop strings and is left out unless
+  ``include_stop_str_in_output`` is set; the id is always among the token ids;
+- the *length* ends it at the last token, unless this token completes a stop string or regex;
 - an *abort* comes after every token.
 
 The text, the token ids, the log-probabilities and the usage end there. Token ids and
-log-probabilities are sent with their step. Text waits while it may begin a stop string or is part
-of a character. Tokens are taken one by one, so nothing past the end is ever sent.
+log-probabilities are sent with their step. Text is held back while it may begin a stop string or is
+part of a character. Tokens are processed one by one, so nothing past the end is sent.
 
-The scheduler doesn't see text, so ``abort`` tells it of a stop string. Tokens in flight for the
+The scheduler doesn't see text, so a stop string calls its ``abort``. Tokens in flight for the
 sequence still arrive and are dropped.
 
-A request may have several outputs. They are sent as they come and end one by one. An error in one
-fails the request and aborts the others.
+The outputs of a request end independently, but an error in one fails the request and aborts the
+others.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from trioserve.text.stop_strings import StopMatcher
 from trioserve.text.tokenizer import Tokenizer
 
 _TURN = 256
-"""Outputs to deliver before other tasks run: a delivery may write to a socket."""
+"""Outputs delivered before other tasks run, because a delivery may write to a socket."""
 _SEARCHED = 16
-"""Number of ordinary outputs that one with a stop regex counts as; it may take milliseconds."""
+"""Outputs that one with a stop regex counts as, because it may take milliseconds."""
 
 
 @attrs.define(eq=False)
 class SequenceText:
-    """The text of one sequence so far. Sans-IO."""
+    """The text of one sequence so far, without I/O."""
 
     _decoder: IncrementalDecoder
     _matcher: StopMatcher | RegexStopMatcher | None
@@ -57,7 +57,7 @@ class SequenceText:
 
     @classmethod
     def all_of(cls, request: Request, tokenizer: Tokenizer) -> list[SequenceText]:
-        """Return one for each of the request's sequences."""
+        """Return a :class:`SequenceText` for each sequence of ``request``."""
         params = request.params
         budget = SearchBudget()
 
@@ -86,11 +86,11 @@ class SequenceText:
         """Take the tokens of a step.
 
         Returns:
-            the text that may be sent, how many of the tokens belong to the output, and how the
-                output ended, if it did.
+            The text that may be sent, the number of tokens that belong to the output, and the end
+            of the output; None if it goes on.
 
         Raises:
-            InvalidRequest: a stop regex takes too long.
+            InvalidRequest: A stop regex takes too long.
         """
         if finish is None and self._matcher is None:
             push = self._decoder.push
@@ -112,9 +112,7 @@ class SequenceText:
         return "".join(parts), len(token_ids), finish
 
     def _match(self, text: str, parts: list[str]) -> str | None:
-        """Append the part of ``text`` that may be sent to ``parts``; return the stop string
-        found.
-        """
+        """Append the sendable part of ``text`` to ``parts``; return the stop string found."""
         if self._matcher is None:
             parts.append(text)
             return None
@@ -124,9 +122,7 @@ class SequenceText:
         return stop
 
     def _end(self, stop_id: int | None, parts: list[str]) -> str | None:
-        """Append the remaining text to ``parts``; return the stop string that the last piece
-        completed.
-        """
+        """Append the remaining text to ``parts``; return the stop string that it completes."""
         if stop_id is None:
             stop = self._match(self._decoder.flush(), parts)
             if stop is not None:
@@ -153,9 +149,9 @@ class Detokenizer:
     """Task that delivers the scheduler's outputs to the requests' streams.
 
     Args:
-        tokenizer: decodes.
-        abort: the scheduler's; called when an output ends for a reason in its text.
-        on_delivered: called once for each sequence, after its last chunk or error.
+        tokenizer: The model's tokenizer.
+        abort: The scheduler's method; called when an output ends by its text.
+        on_delivered: Called once for each sequence, after its last chunk or error.
     """
 
     def __init__(
@@ -188,7 +184,7 @@ class Detokenizer:
                     self._fail(output.sequence, error)
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Deliver one step's tokens of one sequence, unless they have been delivered already."""
+        """Deliver one step's tokens of one sequence, unless the sequence has ended already."""
         sequence = output.sequence
         if sequence.delivered:
             return

@@ -1,4 +1,4 @@
-"""Tokenizing of texts and pairs of texts for an encoder, truncated to its length."""
+"""Tokenizing of texts and text pairs for an encoder, truncated to its maximum length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trioserve.text.encoding_errors import reason_of
 from trioserve.text.guarded import max_characters, room_to_encode
 
 _GROUP_CHARACTERS = 1 << 18
-"""Characters of the texts in one batch; a longer text has a batch to itself."""
+"""Most characters of a batch of texts; a longer text has its own batch."""
 
 
 @attrs.frozen
 class EncodedText:
-    """The ids of a text or pair.
+    """Token ids of a text or text pair.
 
     ``type_ids`` has one number for each id: 0 for the first text and 1 for the second, if the model
     distinguishes them.
@@ -32,7 +32,7 @@ class EncodedText:
 
 
 class EncoderTokenizer:
-    """A ``tokenizers.Tokenizer`` for the encoder of ``config``. Any thread may call it.
+    """The tokenizer of an encoder. It is thread-safe.
 
     Truncation and padding that the tokenizer's file asks for are switched off.
     """
@@ -45,12 +45,12 @@ class EncoderTokenizer:
         self._marks_pairs = config.marks_pairs
 
     def encode(self, text: str, second: str | None = None) -> EncodedText:
-        """Return the ids of ``text``, or of the pair of it and ``second``, with the special tokens.
+        """Return the ids of ``text``, or of the pair ``text`` and ``second``, with special tokens.
 
-        Ids beyond the model's length are cut off at the end, of a pair from the longer text first.
+        Ids beyond the model's length are cut off at the end; a pair's longer text is cut first.
 
         Raises:
-            InvalidRequest: a character is invalid, or there are no tokens at all.
+            InvalidRequest: A character is invalid, or there are no tokens.
         """
         (encoded,) = self.encode_batch([text if second is None else (text, second)])
         return encoded
@@ -58,14 +58,14 @@ class EncoderTokenizer:
     def encode_batch(
         self, inputs: Sequence[str | tuple[str, str]], keep: int | None = None
     ) -> list[EncodedText]:
-        """Return the ids of several texts and pairs, in their order; other threads run meanwhile.
+        """Return the ids of several texts and pairs, in order. Other threads run meanwhile.
 
         Args:
-            inputs: the texts and pairs.
-            keep: the most tokens of each, if less than the model's length.
+            inputs: Texts and pairs.
+            keep: Most tokens of each; None for the model's length.
 
         Raises:
-            InvalidRequest: one of them is invalid.
+            InvalidRequest: One of them is invalid.
         """
         keep = min(keep or self.max_length, self.max_length)
         for item in inputs:
@@ -105,7 +105,7 @@ class EncoderTokenizer:
             if len(texts) == 1:
                 reason = reason_of(texts[0], error)
                 raise InvalidRequest(f"the text can't be encoded: {reason}") from error
-        # The library doesn't tell which text it is.
+        # The library doesn't say which text is wrong.
         return [self._encodings([text])[0] for text in texts]
 
     def _assemble(
@@ -146,11 +146,11 @@ def _groups(
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many of ``first`` and ``second`` tokens to keep so that at most ``room`` remain.
+    """Return the numbers of tokens to keep of two texts so that at most ``room`` remain.
 
-    The longer text is cut to the length of the other, then both alike. The odd token goes to the
-    longer text, or to the second of two equal ones. ``tokenizers`` and transformers call this
-    ``longest_first``.
+    The longer text is cut to the length of the other, then both equally. An odd token goes to the
+    longer text, or to the second of two equal ones. This is ``longest_first`` of ``tokenizers`` and
+    transformers.
     """
     if first + second <= room:
         return first, second

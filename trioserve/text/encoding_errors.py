@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def reason_of(text: str, error: Exception) -> str:
-    """Return a description of what is wrong with ``text``, for which the tokenizer raised
-    ``error``.
+    """Return the reason for which the tokenizer raised ``error`` for ``text``.
 
     ``tokenizers`` raises plain Exceptions and TypeErrors, for lone surrogates too.
     """

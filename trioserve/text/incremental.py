@@ -1,34 +1,34 @@
-"""Text out of tokens, one token at a time. Sans-IO: no tasks, no channels, no clock.
+"""Incremental detokenization, one token at a time, without I/O or tasks.
 
 The rule
 --------
-The pieces of text, joined, are what follows the prompt's text when prompt and output are decoded at
+The joined pieces of text equal the text after the prompt when prompt and output are decoded at
 once. A piece is returned as soon as no later token can change it. Each decoder does constant work
 per token.
 
 Where characters end
 --------------------
 A token is a piece of a byte string, and a character may be spread over several tokens (emoji, CJK,
-Hangul; every character of a byte-fallback run). For the two kinds of tokenizer that nearly every
-model has, byte-level BPE and SentencePiece with byte fallback, a token adds the same bytes wherever
-it stands. So :class:`TokenBytes` looks the bytes up, and :class:`ByteDecoder` keeps back at most
-the three bytes that may be the start of a character. Invalid bytes become U+FFFD as soon as that is
+Hangul; every character of a byte-fallback run). Nearly every model has byte-level BPE or
+SentencePiece with byte fallback, where a token adds the same bytes at any position. So
+:class:`TokenBytes` looks the bytes up, and :class:`ByteDecoder` holds back at most the three bytes
+that may be the start of a character. Invalid bytes become U+FFFD as soon as that is
 certain, one for each maximal part of a character, as in Rust and Python.
 
 A whole decode by ``tokenizers`` differs in one case: one bad byte in a byte-fallback run turns the
-*whole* run into U+FFFD, its good characters included. These may have been sent by then, so only the
-bad bytes are replaced here. (``tokenizers`` has a DecodeStream of its own. It raises on such runs,
-decodes all pending tokens again with each token, returns the whole prompt if that ends within a
-character, and can't be flushed.)
+*whole* run into U+FFFD, its good characters included. These may have been sent already, so only the
+bad bytes are replaced here. (DecodeStream of ``tokenizers`` raises on such runs, decodes all
+pending tokens again with each token, returns the whole prompt if that ends within a character, and
+can't be flushed.)
 
-All other tokenizers (WordPiece, word level, Metaspace alone) are decoded by
-:class:`WindowDecoder`: a few delivered tokens for context and the new one, decoded together.
+:class:`WindowDecoder` is for all other tokenizers (WordPiece, word level, Metaspace alone). It
+decodes a few delivered tokens and the new one together.
 
 Where the prompt ends
 ---------------------
-Some decoders drop a space at the very start of a text. An output is at the start if the prompt has
-no text, so the decoder also takes the prompt's ids. A prompt given as ids may end within a
-character. If the output completes the character, it belongs to the output, otherwise to the prompt.
+Some decoders drop a space at the start of a text. An output is at the start if the prompt has no
+text, so a decoder also takes the prompt's ids. A prompt given as ids may end within a character.
+If the output completes the character, the character belongs to the output, otherwise to the prompt.
 Nothing else of the prompt is returned.
 """
 
@@ -52,17 +52,17 @@ class IncrementalDecoder(Protocol):
     """Decoder of tokens into text, one at a time."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token makes certain; often its own, sometimes empty."""
+        """Return the text that no later token can change; often this token's, sometimes empty."""
 
     def flush(self) -> str:
-        """Return the pending text, U+FFFD for a part of a character. No push may follow."""
+        """Return the pending text, with U+FFFD for an incomplete character. No push may follow."""
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds to a text: a table filled on demand.
+    """The bytes that each token adds to a text, filled on demand.
 
-    ``strips_first_space`` tells that one space at the very start of a text is dropped. Ids that the
-    tokenizer doesn't know (a model's vocabulary may be padded) add nothing.
+    With ``strips_first_space``, one space at the start of a text is dropped. Ids that the tokenizer
+    doesn't know add nothing; a model's vocabulary may be padded.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TokenBytes(dict[int, bytes]):
         return data
 
     def hiding(self, token_ids: Collection[int]) -> TokenBytes:
-        """Return the same table, in which ``token_ids`` add nothing."""
+        """Return a copy of the table in which ``token_ids`` add nothing."""
         return TokenBytes(
             self._backend,
             self._to_bytes,
@@ -123,9 +123,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's map of characters to the bytes they stand for; printable ones are
-    their own.
-    """
+    """Return GPT-2's map of characters to bytes; printable ones map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -139,7 +137,7 @@ _BYTE_LEVEL = _byte_level_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_LEVEL[character] for character in token])
-    except KeyError:  # an added token, written as plain text
+    except KeyError:  # An added token is plain text.
         return token.encode()
 
 
@@ -153,25 +151,25 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 class NoText:
-    """Decoder that returns no text."""
+    """Decoder that returns only empty texts."""
 
     def push(self, token_id: int) -> str:
-        """Return no text."""
+        """Return an empty text."""
         return ""
 
     def flush(self) -> str:
-        """Return no text."""
+        """Return an empty text."""
         return ""
 
 
 @attrs.define(eq=False)
 class ByteDecoder:
-    """Decoder with a table of bytes; it holds back at most three bytes."""
+    """Decoder by a table of bytes. It holds back at most three bytes."""
 
     table: TokenBytes
     _pending: bytes
     _at_start: bool
-    """True while there was no text: a first space may have to go."""
+    """True while there was no text, so a first space may have to be dropped."""
     _started: bool = False
 
     @classmethod
@@ -186,7 +184,7 @@ class ByteDecoder:
         return cls(table, tail[used:], table.strips_first_space and not tail)
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token makes certain."""
+        """Return the text that no later token can change."""
         data = self.table[token_id]
         if not data:
             return ""
@@ -199,7 +197,7 @@ class ByteDecoder:
         return text
 
     def flush(self) -> str:
-        """Return U+FFFD for the part of a character that the output ended in, else nothing."""
+        """Return U+FFFD if the output ends within a character, else an empty text."""
         return self._pending.decode("utf-8", "replace") if self._started else ""
 
     def _start(self, data: bytes) -> bytes:
@@ -207,12 +205,12 @@ class ByteDecoder:
         if self._at_start and data.startswith(b" "):
             return data[1:]
         if not _may_be_character(self._pending + data[:1]):
-            self._pending = b""  # the output doesn't go on with the prompt's unfinished character
+            self._pending = b""  # The output doesn't continue the prompt's last character.
         return data
 
 
 def _may_be_character(data: bytes) -> bool:
-    """Return whether ``data`` is a character or the beginning of one."""
+    """Return True if ``data`` is a character or the beginning of one."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -225,10 +223,10 @@ def _may_be_character(data: bytes) -> bool:
 class WindowDecoder:
     """Decoder that decodes a short window of tokens again for each new token.
 
-    It is for tokenizers with text that depends on a token's neighbours. The window has some
-    delivered tokens, so that no token is taken for the first of a text, and the undelivered ones.
-    Text that ends in U+FFFD may still change, so it waits for at most ``MAX_PENDING`` tokens: the
-    vocabulary may have a real U+FFFD.
+    It is for tokenizers where a token's text depends on its neighbours. The window has some
+    delivered tokens, so that no token is decoded as the first of a text, and the undelivered ones.
+    Text that ends in U+FFFD may still change, so it is held back, but for at most ``MAX_PENDING``
+    tokens: the vocabulary may have a real U+FFFD.
     """
 
     MAX_PENDING = 8
@@ -242,7 +240,7 @@ class WindowDecoder:
     _delivered_text: str
     _unspaced: Collection[int] = ()
     _last: int | None = None
-    """The last token pushed, if it wasn't hidden."""
+    """Last token pushed; None if it was hidden."""
 
     @classmethod
     def after(
@@ -254,8 +252,8 @@ class WindowDecoder:
     ) -> WindowDecoder:
         """Return a decoder for tokens after ``prompt_ids``; ``decode`` decodes a list of ids.
 
-        Tokens in ``hidden`` add nothing. Between two adjacent tokens of the output in ``unspaced``,
-        the decoder's space is left out.
+        Tokens in ``hidden`` add nothing. Between two adjacent output tokens in ``unspaced``, the
+        decoder's space is left out.
         """
         context: list[int] = []
         for token_id in reversed(prompt_ids):
@@ -267,7 +265,7 @@ class WindowDecoder:
         return cls(decode, hidden, context, len(context), decode(context), unspaced)
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token makes certain."""
+        """Return the text that no later token can change."""
         if token_id in self._hidden:
             return ""
         joins = token_id in self._unspaced and self._last in self._unspaced
@@ -282,7 +280,7 @@ class WindowDecoder:
         return new.removeprefix(" ") if joins else new
 
     def flush(self) -> str:
-        """Return the text of the tokens that still wait."""
+        """Return the pending text."""
         return self._deliver(self._decode(self._window))
 
     def _deliver(self, text: str) -> str:

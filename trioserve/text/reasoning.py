@@ -1,8 +1,8 @@
 """Separation of reasoning from the answer, for models that write ``<think>…</think>`` first.
 
-Qwen 3, DeepSeek R1, SmolLM3 and others do. :class:`ReasoningSplitter` is pure: pieces of text in,
-pieces of reasoning and of answer out, the same whatever the pieces. :func:`after_reasoning` extends
-a grammar of the answer to the whole output.
+Qwen 3, DeepSeek R1, SmolLM3 and others do. :class:`ReasoningSplitter` splits pieces of text without
+I/O, and its result doesn't depend on where the pieces are cut. :func:`after_reasoning` extends a
+grammar of the answer to the whole output.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ CLOSE = "</think>"
 
 
 def marks_reasoning(template: str) -> bool:
-    """Return whether a chat template mentions these marks of reasoning."""
+    """Return True if a chat template contains the tags of reasoning."""
     return OPEN in template or CLOSE in template
 
 
 def is_open(text: str) -> bool:
-    """Return whether a continuation of ``text`` is reasoning."""
+    """Return True if a continuation of ``text`` is reasoning."""
     return text.rfind(OPEN) > text.rfind(CLOSE)
 
 
 @attrs.frozen
 class Split:
-    """A piece of reasoning and a piece of the answer, either of which may be empty."""
+    """A piece of reasoning and a piece of the answer; either may be empty."""
 
     reasoning: str = ""
     answer: str = ""
@@ -35,26 +35,26 @@ class Split:
 
 @attrs.define(eq=False)
 class ReasoningSplitter:
-    """Splitter of one output. White space next to the marks belongs to neither side.
+    """Splitter of one output. White space next to the tags belongs to neither part.
 
     Args:
-        inside: whether the prompt has opened the reasoning already; some models open it once more.
-            Otherwise an output that doesn't begin with the mark is all answer.
+        inside: True if the prompt already ends with the opening tag; some models write it again.
+            Otherwise an output that doesn't begin with the tag is all answer.
     """
 
     inside: bool = False
     opened: bool = attrs.field(init=False)
-    """True if there is reasoning, even an empty one between its marks."""
+    """True if there is reasoning, even if it is empty."""
     _at_start: bool = True
-    """True while the output may still begin with the mark."""
+    """True while the output may still begin with the opening tag."""
     _begun: bool = False
-    """True once something other than white space came since the last mark."""
+    """True once other text than white space came since the last tag."""
     _past: bool = False
     """True if the reasoning has ended, or there is none."""
     _held: str = ""
-    """Text that may be the beginning of a mark."""
+    """Text that may be the beginning of a tag."""
     _space: list[str] = attrs.field(factory=list)
-    """White space that counts only if more of the same side follows."""
+    """White space that is kept only if more of the same part follows."""
 
     @opened.default
     def _opened_already(self) -> bool:
@@ -82,7 +82,7 @@ class ReasoningSplitter:
         return Split(answer=text)
 
     def _begin(self, text: str) -> str:
-        """Wait for a mark or other text; return what follows."""
+        """Skip to the opening tag or other text; return the text from there on."""
         stripped = text.lstrip()
         if not stripped:
             self._space.append(text)
@@ -101,7 +101,7 @@ class ReasoningSplitter:
         return text
 
     def _reason(self, text: str, reasoning: list[str]) -> str:
-        """Append reasoning up to its end to ``reasoning``; return what follows."""
+        """Append reasoning up to the closing tag to ``reasoning``; return the text after it."""
         end = text.find(CLOSE)
         inner = text if end < 0 else text[:end]
         if end < 0:
@@ -128,7 +128,7 @@ class ReasoningSplitter:
 
 
 def _without_part_of_mark(text: str) -> tuple[str, str]:
-    """Split ``text`` before a possible beginning of the closing mark."""
+    """Split ``text`` before a possible beginning of the closing tag."""
     start = text.rfind("<", max(0, len(text) - len(CLOSE) + 1))
     if start >= 0 and CLOSE.startswith(text[start:]):
         return text[:start], text[start:]
@@ -138,7 +138,7 @@ def _without_part_of_mark(text: str) -> tuple[str, str]:
 def after_reasoning(answer: str, token_of: TokenOf, *, inside: bool) -> str:
     """Return the Lark grammar of an output with an answer that follows the grammar ``answer``.
 
-    Reasoning comes first: certainly if the prompt has opened it, otherwise at the model's choice.
+    Reasoning comes first. It is optional unless the prompt has opened it (``inside``).
     """
     first = "head GAP?" if inside else f"({literal(OPEN, token_of)} head GAP?)?"
     return (

@@ -1,19 +1,19 @@
 """A search for regexes in a text, character by character, in bounded time and memory.
 
-The automaton is Glushkov's: a *position* for each character set and each assertion of the patterns,
-repetitions written out, and for each position those that may follow it. Sets of positions are
-integers with a bit for each. So there is no backtracking: a character costs at most a few steps for
-each position.
+The automaton is Glushkov's (V. M. Glushkov, 1961). It has a *position* for each character set and
+each assertion of the patterns, with repetitions written out, and for each position the positions
+that may follow it. A set of positions is an integer with a bit for each. There is no backtracking:
+a character costs at most a few steps per position.
 
-A :class:`Search` has a *thread* for each place where a match may have begun: the set of positions
-that it waits at. A position of an earlier thread is removed from later ones: from there on both
-match the same, and the earlier match is longer. So there are at most as many threads as positions,
-and each can still become a match.
+A :class:`Search` has a *thread* for each place where a match may have begun: a set of positions. A
+position of an earlier thread is removed from later ones: from there on both match the same, and the
+earlier match is longer. So there are at most as many threads as positions, and each can still
+become a match.
 
 The search looks only for a match's first end, so no position follows one that ends a match.
 
-An assertion is a position that waits for the next character to decide it. At the end of the text so
-far, the end decides it for the moment.
+An assertion is a position that the next character decides. At the end of the text so far, it is
+decided as at the end of the text, for the moment.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from trioserve.text.regex_tree import (
 )
 
 MAX_MOVES = 1024
-"""Moves that an automaton remembers: below 1 MiB with 1,000 positions."""
+"""Most moves that an automaton caches: below 1 MiB with 1,000 positions."""
 MAX_SYMBOLS = 1024
-"""Characters that an automaton remembers."""
+"""Most characters that an automaton caches."""
 
 _STEPS_OF_MOVE = 4
-"""Fixed cost of computing a move, besides a step for each position of the thread."""
+"""Steps to compute a move, besides one for each position of the thread."""
 
 _OTHER, _WORD, _NEWLINE, _EDGE = range(4)
-"""Kinds of the character before or behind a place, for assertions; an edge is the text's end."""
+"""Kinds of characters next to a place, for assertions. An edge is an end of the text."""
 
 
 class EmptyMatch(ValueError):
-    """A pattern may match the empty text; ``pattern`` is its number."""
+    """A pattern can match the empty text; ``pattern`` is its number."""
 
     def __init__(self, pattern: int) -> None:
         super().__init__(pattern)
@@ -73,24 +73,24 @@ class Move:
     completed: int
     """Positions that end a match with the character."""
     waiting: int
-    """Positions that the thread waits at behind the character."""
+    """Positions of the thread after the character."""
 
 
 @attrs.frozen(eq=False)
 class Symbol:
-    """Characters that an automaton treats alike."""
+    """Characters that all positions treat alike."""
 
     allowed: int
     """Positions that accept them."""
     kind: int
     may_begin: bool
     moves: tuple[dict[int, Move], ...] = attrs.field(factory=lambda: ({}, {}, {}, {}))
-    """Moves over them, by the kind of the character before and the positions of the thread."""
+    """Cached moves, by the kind of the character before and the positions of the thread."""
 
 
 @attrs.frozen
 class NodePositions:
-    """The positions of a node that it may begin with, and those it may end with."""
+    """The positions that a node may begin with, and those that it may end with."""
 
     first: int = 0
     last: int = 0
@@ -101,12 +101,12 @@ class Automaton:
     """The automaton of several patterns, shared by all searches for them.
 
     Args:
-        patterns: the trees of :func:`~trioserve.text.regex_syntax.parse`.
-        max_positions: the most positions of all of them together.
+        patterns: Trees from :func:`~trioserve.text.regex_syntax.parse`.
+        max_positions: Most positions of all patterns together.
 
     Raises:
-        RegexError: they need more positions.
-        EmptyMatch: one of them may match the empty text.
+        RegexError: The patterns need more positions.
+        EmptyMatch: A pattern can match the empty text.
     """
 
     def __init__(self, patterns: Sequence[Node], *, max_positions: int) -> None:
@@ -138,12 +138,12 @@ class Automaton:
         self.has_assertions = bool(all_assertions)
         self._begins_at_once = not self.first & all_assertions
         self.symbols: dict[str, Symbol] = {}
-        """The characters seen so far; :meth:`add_symbol` adds to it."""
+        """Symbols of the characters seen so far; :meth:`add_symbol` adds to it."""
         self._alike: dict[tuple[int, int], Symbol] = {}
         self._num_moves = 0
 
     def add_symbol(self, character: str) -> tuple[Symbol, int]:
-        """Classify ``character``; return its symbol and the steps this took."""
+        """Classify ``character``; return its symbol and the number of steps that this took."""
         allowed = _union(positions for label, positions in self._sets if character in label)
         kind = _WORD if is_word(character) else _NEWLINE if character == "\n" else _OTHER
         if len(self.symbols) >= MAX_SYMBOLS:
@@ -156,7 +156,7 @@ class Automaton:
         return symbol, len(self._sets)
 
     def move(self, waiting: int, before: int, symbol: Symbol) -> Move:
-        """Return the move over ``symbol`` of a thread that waits at the positions ``waiting``.
+        """Return the move over ``symbol`` of a thread at the positions ``waiting``.
 
         ``before`` is the kind of the character before.
         """
@@ -173,7 +173,7 @@ class Automaton:
         return move
 
     def ended(self, waiting: int, before: int) -> int:
-        """Return the positions that end a match if the text ends where the thread waits."""
+        """Return the positions that end a match if the text ends here."""
         return self._resolve(waiting, self._satisfied[before, _EDGE])[0]
 
     def pattern_of(self, positions: int) -> int:
@@ -201,7 +201,7 @@ class Automaton:
         """Pass the satisfied assertions.
 
         Returns:
-            the final positions among them, and ``waiting`` with the positions behind them.
+            The final positions among them, and ``waiting`` with the positions after them.
         """
         passed = 0
         while reached := waiting & satisfied & ~passed:
@@ -234,7 +234,7 @@ class Automaton:
         return NodePositions(position, position, may_be_empty=False)
 
     def _chain(self, parts: Sequence[NodePositions]) -> NodePositions:
-        """Connect each part to the next one, and to those behind it if the next may be empty."""
+        """Connect each part to the next one, and further ones if those between may be empty."""
         last, behind, may_end = 0, 0, True
         for part in reversed(parts):
             self._link(part.last, behind)
@@ -263,18 +263,18 @@ class Search:
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
         self._threads: list[tuple[int, int]] = []
-        """The start and the positions of each thread; the earliest comes first."""
+        """Start and positions of each thread, the earliest first."""
         self._before = _EDGE
         self.steps = 0
-        """Steps taken so far, each below a microsecond."""
+        """Number of steps so far, each below a microsecond."""
 
     @property
     def earliest(self) -> int | None:
-        """The earliest start of a match that can still be completed."""
+        """Earliest start of a match that can still be completed."""
         return self._threads[0][0] if self._threads else None
 
     def forget(self, place: int) -> None:
-        """Give up all matches that began before ``place``, and those merged with them."""
+        """Drop all matches that began before ``place``, and those merged with them."""
         while self._threads and self._threads[0][0] < place:
             del self._threads[0]
 
@@ -282,14 +282,14 @@ class Search:
         """Take the character at ``place``.
 
         Args:
-            character: the character.
-            place: its index, one more each time.
-            armed: whether a match that is complete now counts. If it doesn't, its longer forms
-                don't count, either.
+            character: The character.
+            place: Its index in the text.
+            armed: True if a match that is complete now counts. If it doesn't, its longer forms
+                don't count either.
 
         Returns:
-            a match that the character completes, or one before it that ends in an assertion decided
-                by it. The match that ends first wins, then the longest.
+            A match that ends with the character, or before it by an assertion; None without one.
+            The match that ends first wins, then the longest.
         """
         symbol = self._automaton.symbols.get(character)
         if symbol is None:
@@ -322,9 +322,7 @@ class Search:
         return completed
 
     def at_end(self, place: int) -> Match | None:
-        """Return the match that is complete if the text ends at ``place``, None if there is
-        none.
-        """
+        """Return the match that is complete if the text ends at ``place``; None without one."""
         if not self._automaton.has_assertions:
             return None
         self.steps += len(self._threads)

@@ -1,16 +1,16 @@
 r"""The syntax of stop regexes: parsing one into a tree.
 
-It is the common part of Python's, Rust's and JavaScript's syntax, with Python's meaning:
+The syntax is what Python, Rust and JavaScript have in common, with Python's meaning:
 
-- characters, ``.``, sets such as ``[^a-z\d]``; ``\d \w \s`` and their opposites, which know all
+- characters, ``.``, sets such as ``[^a-z\d]``; ``\d \w \s`` and their opposites, which know all
   of Unicode; categories such as ``\p{L}`` and ``\p{Lu}``; ``\n \t \x41 \u00e9`` and the like;
 - ``|``, ``(…)``, ``(?:…)``, ``(?P<name>…)``; ``* + ? {3} {3,} {3,5}``, with a ``?`` behind or not;
 - ``^ $ \A \Z \b \B``;
-- the flags ``i``, ``m``, ``s`` and ``x``, for all as ``(?i)`` in front or for a part as ``(?i:…)``.
+- the flags ``i``, ``m``, ``s`` and ``x``: ``(?i)`` in front for all, ``(?i:…)`` for a part.
 
-``$`` without the flag ``m`` is ``\Z``, the end. The parser refuses, by name, constructs that an
-automaton can't match in bounded time: look-around, back references, recursion, conditions, atomic
-groups, possessive repetition, verbs and fuzzy matching.
+``$`` without the flag ``m`` is ``\Z``, the end. The parser refuses constructs that an automaton
+can't match in bounded time, and its error names them: look-around, back references, recursion,
+conditions, atomic groups, possessive repetition, verbs and fuzzy matching.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from trioserve.text.regex_tree import (
 
 MAX_DEPTH = 50
 MAX_COUNT = 9999
-"""The largest count in a repetition."""
+"""Largest count in a repetition."""
 
 
 class RegexError(ValueError):
-    """The text isn't a regex, or not a supported one."""
+    """The text isn't a regex, or uses unsupported syntax."""
 
 
 def parse(pattern: str) -> Node:
-    """Parse ``pattern``.
+    """Parse ``pattern`` and return its tree.
 
     Raises:
-        RegexError: it isn't a regex, or uses unsupported syntax.
+        RegexError: The text isn't a regex, or uses unsupported syntax.
     """
     return _Parser(pattern).parse()
 
@@ -144,7 +144,7 @@ class _Parser:
         while self._skip("|"):
             options.append(self._concatenation(flags))
         self._depth -= 1
-        # Without duplicates: the work on the tree is proportional to the characters in it.
+        # Without duplicates, so that the work is proportional to the number of characters.
         options = list(dict.fromkeys(options))
         return options[0] if len(options) == 1 else Alternation(tuple(options))
 
@@ -185,13 +185,13 @@ class _Parser:
             return node
         if self._skip("+"):
             raise self._unsupported("possessive repetition")
-        self._skip("?")  # lazy or not, the first end of a match is the same
+        self._skip("?")  # A lazy repetition has the same first end of a match.
         if self._counts() is not None:
             raise RegexError(f"multiple repeat at position {self._place}")
         return EMPTY if node == EMPTY or counts[1] == 0 else Repetition(node, *counts)
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Take the repetition behind an atom; None without one."""
+        """Take the repetition after an atom; None without one."""
         for sign, counts in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._skip(sign):
                 return counts

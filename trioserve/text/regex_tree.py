@@ -11,7 +11,7 @@ import attrs
 
 
 class Assertion(enum.Enum):
-    """A condition on the characters before and behind a place."""
+    """A condition on the characters before and after a place."""
 
     START = enum.auto()
     LINE_START = enum.auto()
@@ -61,7 +61,7 @@ class CharacterSet:
 
 @attrs.frozen
 class Concatenation:
-    """Nodes one after another; an empty one is the empty text."""
+    """Nodes in a row; without nodes it matches the empty text."""
 
     parts: tuple[Node, ...]
 
@@ -75,7 +75,7 @@ class Alternation:
 
 @attrs.frozen
 class Repetition:
-    """A node ``least`` to ``most`` times; None is any number of times."""
+    """A node, ``least`` to ``most`` times; a ``most`` of None is no limit."""
 
     part: Node
     least: int
@@ -87,7 +87,7 @@ EMPTY = Concatenation(())
 
 
 def is_word(character: str) -> bool:
-    """Return whether ``\\w`` accepts ``character``."""
+    """Return True if ``\\w`` accepts ``character``."""
     return character.isalnum() or character == "_"
 
 
@@ -100,7 +100,7 @@ NAMED_CLASSES: dict[str, Callable[[str], bool]] = {
 
 @functools.lru_cache(maxsize=4096)
 def forms_of(character: str) -> frozenset[str]:
-    """Return the characters equal to ``character`` but for case, itself included."""
+    """Return the characters that equal ``character`` when case is ignored, itself included."""
     forms = {character}
     for _ in range(2):
         forms |= {other for form in forms for other in (form.lower(), form.upper())}

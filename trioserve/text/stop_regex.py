@@ -1,20 +1,19 @@
-r"""A search for stop regexes and stop strings in text that comes in pieces. Sans-IO.
+r"""A search for stop regexes and stop strings in text that comes in pieces, without I/O.
 
-The patterns are clients', so an automaton in Python matches them
-(:mod:`~trioserve.text.regex_automaton`): its time is linear in the text, it can't damage memory,
-and after each character it tells where a match may have begun. (RE2 and Rust's engine are linear,
-too, but they search complete texts and don't tell that.) :mod:`~trioserve.text.regex_syntax` has
+The patterns come from clients, so an automaton in Python matches them
+(:mod:`~trioserve.text.regex_automaton`). Its time is linear in the text, it can't damage memory,
+and after each character it knows where a match may have begun. (RE2 and Rust's engine are linear,
+too, but they search complete texts and don't report that.) :mod:`~trioserve.text.regex_syntax` has
 the syntax.
 
 Which match wins
 ----------------
-It is as with stop strings: the first character that completes a match ends the output. If it
-completes several, the longest of them counts, then a stop string before a regex. The text is cut
-where the match begins, or ends with it if ``include`` is set. The result names the stop string or
-the pattern, as SGLang does. So a ``+`` or ``*`` at the end of a pattern adds nothing.
+As with stop strings, the first character that completes a match ends the output. If it completes
+several, the longest wins, and a stop string wins over an equally long regex match. The text is cut
+where the match begins, or after it if ``include`` is set. The result names the stop string or the
+pattern, as in SGLang. So a ``+`` or ``*`` at the end of a pattern has no effect.
 
-``$``, ``\b`` and the like hold at the end of the text so far, which is a token's end, and
-otherwise look at the next character.
+``$``, ``\b`` and the like also hold at the end of the text so far, which is a token's end.
 
 A match that is complete before the matcher is *armed* is text, and so are its longer forms. A match
 that began earlier but is completed later counts.
@@ -23,14 +22,14 @@ What may be sent
 ----------------
 Text is sent up to the first place where a still incomplete match may have begun.
 
-Bounds
+Bounds
 ------
-- Patterns are short, and so they are with their repetitions written out. The automaton of a
-  request is made once; it remembers at most about 1 MiB.
-- A match is at most ``MAX_MATCH_CHARACTERS`` long. No more text is held back. The beginning of a
-  longer one is forgotten, and so are beginnings within it that went the same way.
-- The outputs of a request may together take ``STEPS_AT_FIRST`` and then ``STEPS_PER_PIECE`` for
-  each piece of text. A step takes about half a microsecond; usual patterns take one or two a
+- Patterns are short, also with their repetitions written out. A request's automaton is built once
+  and caches at most about 1 MiB.
+- A match is at most ``MAX_MATCH_CHARACTERS`` long, and no more text is held back. The beginning of
+  a longer match is dropped, with the beginnings inside it that were merged with it.
+- The outputs of a request may together take ``STEPS_AT_FIRST`` steps, and ``STEPS_PER_PIECE`` more
+  for each piece of text. A step takes about half a microsecond; usual patterns take one or two per
   character. Past these bounds the request is refused.
 """
 
@@ -48,9 +47,9 @@ from trioserve.text.regex_syntax import RegexError, parse
 from trioserve.text.stop_strings import StopMatcher
 
 MAX_PATTERN_CHARACTERS = 1024
-"""The most characters in all patterns of a request together."""
+"""Most characters in all patterns of a request together."""
 MAX_EXPANDED_CHARACTERS = 512
-"""The most characters with repetitions written out; a set or an assertion counts as one."""
+"""Most characters with repetitions written out; a set or an assertion counts as one."""
 MAX_MATCH_CHARACTERS = 4096
 STEPS_AT_FIRST = 20_000
 STEPS_PER_PIECE = 100
@@ -60,8 +59,8 @@ def check_stop_regex(patterns: Sequence[str]) -> None:
     """Check the stop regexes of a request.
 
     Raises:
-        InvalidRequest: one isn't a regex, uses unsupported syntax or matches the empty text; or
-            they are too large together.
+        InvalidRequest: A pattern isn't a regex, uses unsupported syntax or matches the empty text;
+            or the patterns are too large together.
     """
     if patterns:
         _automaton(tuple(patterns))
@@ -99,7 +98,7 @@ def _automaton(patterns: tuple[str, ...]) -> Automaton:
 
 @attrs.define(eq=False)
 class SearchBudget:
-    """Steps left for the searches of a request."""
+    """The number of steps left for the searches of a request."""
 
     steps: int = STEPS_AT_FIRST
 
@@ -118,14 +117,14 @@ class _Found:
 
 
 class RegexStopMatcher:
-    """Filter that passes text on up to the first match, like
+    """Filter that returns text up to the first match, like
     :class:`~trioserve.text.stop_strings.StopMatcher`.
 
     Args:
-        stops: stop strings.
-        patterns: stop regexes, checked by :func:`check_stop_regex`.
-        budget: shared by a request's outputs.
-        include: whether the match stays in the text.
+        stops: Stop strings.
+        patterns: Stop regexes, checked by :func:`check_stop_regex`.
+        budget: Steps, shared by a request's outputs.
+        include: True to keep the match in the text.
     """
 
     def __init__(
@@ -143,13 +142,13 @@ class RegexStopMatcher:
         self._include = include
         self._held = ""
         self._length = 0
-        """Number of characters so far; ``_held`` is the last of them."""
+        """Number of characters so far; ``_held`` are the last of them."""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Take ``text``; return the text that may be sent now, and the stop that was found.
+        """Take ``text``; return the text that may be sent, and the stop string or pattern found.
 
         Raises:
-            InvalidRequest: the patterns take too long.
+            InvalidRequest: The patterns take too long.
         """
         if not text:
             return "", None
@@ -188,9 +187,7 @@ class RegexStopMatcher:
         return None if match is None else self._found(match)
 
     def _longest(self, found: list[_Found], behind: str) -> _Found:
-        """Return the longest of ``found`` and of the matches that the text ``behind`` completes
-        there.
-        """
+        """Return the longest match among ``found`` and those completed by the text ``behind``."""
         end = found[0].end
         if behind:
             match = self._search.advance(behind[0], end, armed=True)

@@ -1,15 +1,14 @@
-"""A search for stop strings in text that comes in pieces. Sans-IO.
+"""A search for stop strings in text that comes in pieces, without I/O.
 
 Which match wins
 ----------------
-Text is looked at one character after another, so the result doesn't depend on how it was cut into
+Text is searched one character after another, so the result doesn't depend on how it is cut into
 pieces. The first character that completes a stop string ends the output; if it completes several,
-the longest of them is the one that was found. The text is cut where that one begins. (So of the
-stops ``"abcd"`` and ``"bc"``, the text ``abcd`` is ended by ``bc``, at its third character.)
+the longest wins. The text is cut where the stop string begins. (Of the stops ``"abcd"`` and
+``"bc"``, the text ``abcd`` is ended by ``bc``, at its third character.)
 
-A match is only counted while the matcher is *armed*: a stop string that is complete before
-``min_tokens`` tokens have been produced is plain text. One that began earlier but is completed
-later counts.
+A match counts only while the matcher is *armed*: a stop string that is complete before
+``min_tokens`` tokens is plain text. One that began earlier but is completed later counts.
 
 What may be sent
 ----------------
@@ -20,16 +19,17 @@ all.
 
 How
 ---
-Knuth, Morris and Pratt's tables, one per stop string: ``table[n]`` is the length of the longest
-proper prefix of the stop string that is also a suffix of its first n characters. A matcher's state
-is one number per stop string, how much of it the text ends in, and on each character::
+It has one table of Knuth, Morris and Pratt (1977) per stop string: ``table[n]`` is the length of
+the longest proper prefix of the stop string that is also a suffix of its first n characters. A
+matcher's state is one number per stop string: the length of its prefix that the text ends in. On
+each character::
 
     while matched and stop[matched] != character:  matched = table[matched]
     if stop[matched] == character:                 matched += 1
 
-The largest of these numbers is exactly the length to be held back. Time is linear in the text for
-each stop string; a table takes four bytes per character. While nothing is held back, a piece of
-text without the first character of any stop string is passed on after one scan.
+The largest of these numbers is the length to be held back. Time is linear in the text for each stop
+string; a table takes four bytes per character. While nothing is held back, a piece of text without
+the first character of any stop string is returned after one scan.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _prefix_table(stop: str) -> array[int]:
 
 
 class StopMatcher:
-    """Filter that passes text on up to the first stop string.
+    """Filter that returns text up to the first stop string.
 
     Args:
-        stops: the stop strings, at least one, and none of them empty.
-        include: whether the stop string that was found stays in the text.
+        stops: The stop strings: at least one, none of them empty.
+        include: True to keep the stop string in the text.
     """
 
     __slots__ = ("_firsts", "_held", "_include", "_matched", "_stops", "_tables")
@@ -72,7 +72,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Take ``text``; return the text that may be sent now, and the stop string that was found.
+        """Take ``text``; return the text that may be sent, and the stop string found.
 
         No text may be fed after a stop string was found.
         """
@@ -91,8 +91,8 @@ class StopMatcher:
 
     @property
     def num_matched(self) -> int:
-        """The number of last characters that may belong to an incomplete stop string."""
-        # A complete stop string that didn't count is text; only its overlap is held back.
+        """Number of last characters that may begin a stop string."""
+        # A stop string that didn't count is text; only its overlap with the next is held back.
         return max(
             table[matched] if matched == len(stop) else matched
             for stop, table, matched in zip(self._stops, self._tables, self._matched, strict=True)

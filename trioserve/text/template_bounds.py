@@ -1,16 +1,16 @@
 """Bounds within which a chat template is rendered in the server's own process.
 
 Most chats are short, and their templates only join texts. That takes microseconds here, and a
-hundred times as long through a pipe. So each rendering is tried here first, with bounds that hold
-for any template and any input. Beyond them it raises :class:`BeyondBounds`, and the conversation is
-rendered in a process of its own (:mod:`~trioserve.text.template_processes`), with the same result.
+hundred times as long through a pipe. So each chat is rendered here first, within bounds that hold
+for any template and any input. Beyond them :class:`BeyondBounds` is raised, and the chat is
+rendered in another process (:mod:`~trioserve.text.template_processes`), with the same result.
 
 Why the bounds hold: every text that the template gets or builds has at most ``longest`` characters,
 in proportion to the input. Lists and maps aren't built from values, so none contains itself. Each
-node of the template's syntax tree then takes at most time and memory linear in ``longest``;
-filters, methods and functions that may take more are beyond the bounds. Nodes are charged before
-they run: all of them once, and those of a loop or macro again in each round or call. The price
-grows with ``longest``.
+node of the template's syntax tree then takes time and memory at most linear in ``longest``.
+Filters, methods and functions that may take more are beyond the bounds. Nodes are charged before
+they run: each once, and those of a loop or macro again in each iteration or call. The price grows
+with ``longest``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import jinja2.utils
 from trioserve.text.template_sandbox import TemplateEnvironment, raise_exception, strftime_now
 
 MAX_INPUT = 20_000
-"""Characters of all variables together, with a few for each item."""
+"""Most characters of all variables together, with a few added for each item."""
 MAX_NODES = 10_000
-"""Nodes of the syntax tree that may run for a short input, counted each time they run."""
+"""Most nodes of the syntax tree that may run for a short input; each run counts."""
 CHARACTERS_PER_NODE = 10_000
-"""Characters of the longest text that double the price of each node."""
+"""Characters of the longest text at which the price of a node is doubled."""
 MAX_DEPTH = 16
-"""The deepest nesting of lists and maps that are printed with an indentation."""
+"""Deepest nesting of lists and maps that are printed with an indentation."""
 MAX_INDENT = 8
 MAX_RANGE = 1000
 MAX_SHORT = 64
-"""The most characters of an argument that is searched for each character of a text."""
+"""Most characters of an argument that is searched for each character of a text."""
 MAX_NUMBER = 2**63
 
 _PLAIN_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "length"))
@@ -62,13 +62,11 @@ _FUNCTIONS = (jinja2.utils.Namespace, raise_exception, range)
 
 
 class BeyondBounds(Exception):
-    """The rendering may take more than the server's process can spare."""
+    """The rendering may take too much time or memory for the server's process."""
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Code generator: the code charges nodes, counts texts, and builds no lists and maps of
-    values.
-    """
+    """Generator of code that charges nodes, counts texts, and builds no lists and maps."""
 
     def buffer(self, frame: jinja2.compiler.Frame) -> None:
         frame.buffer = self.temporary_identifier()
@@ -113,9 +111,7 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
 
 class BoundedEnvironment(TemplateEnvironment):
-    """jinja2 environment with bounded time and memory: its templates raise BeyondBounds
-    past them.
-    """
+    """jinja2 environment with bounded time and memory; templates raise BeyondBounds."""
 
     code_generator_class = _Generator
 
@@ -176,7 +172,7 @@ class BoundedEnvironment(TemplateEnvironment):
         return result
 
     def plain(self, value: Any) -> Any:
-        """Return ``value`` if it can be printed: a namespace may hold another many times over."""
+        """Return ``value`` if its printed size is known, unlike that of a namespace."""
         if value is not None and not isinstance(value, _PRINTED):
             raise BeyondBounds
         return value
@@ -189,7 +185,7 @@ class BoundedEnvironment(TemplateEnvironment):
             raise BeyondBounds
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute with small numbers, and join texts."""
+        """Compute with small numbers, and join texts; refuse other operations."""
         if operator == "+" and (isinstance(left, str) or isinstance(right, str)):
             if isinstance(left, str) and isinstance(right, str):  # anything else is a TypeError
                 self.check_length(len(left) + len(right))
@@ -198,7 +194,7 @@ class BoundedEnvironment(TemplateEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def concatenated(self, parts: Iterable[Any]) -> str:
-        """Return the value of ``~``."""
+        """Return the joined texts of the operator ``~``."""
         return "".join(_Printed(self, (str(self.plain(part)) for part in parts)))
 
     def printed(self) -> _Printed:
@@ -206,7 +202,7 @@ class BoundedEnvironment(TemplateEnvironment):
         return _Printed(self)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that is known to be linear."""
+        """Call a function whose time is known to be linear."""
         if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, str):
             if obj.__name__ not in _TEXT_METHODS:
                 raise BeyondBounds
@@ -229,7 +225,7 @@ class BoundedEnvironment(TemplateEnvironment):
     def check_text(
         self, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise BeyondBounds before a filter or method of ``text`` with too much time or output."""
+        """Raise BeyondBounds before a filter or method that would take or return too much."""
         values = (*args, *kwargs.values())
         if name in _STRIPPING and any(isinstance(v, str) and len(v) > MAX_SHORT for v in values):
             raise BeyondBounds
@@ -259,14 +255,14 @@ class _Printed(list[str]):
 
 
 def _charge(tree: jinja2.nodes.Template) -> int:
-    """Insert charges for every round of a loop and call of a macro; return the tree's nodes."""
+    """Charge each iteration of a loop and call of a macro; return the number of nodes."""
     repeated: Any = (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)
     found = [(node, _num_nodes(node)) for node in tree.find_all(repeated)]
     num_nodes = _num_nodes(tree)
     for node, count in found:
         node.body.insert(0, jinja2.nodes.ExprStmt(_spend(node, count), lineno=node.lineno))
         if isinstance(node, jinja2.nodes.For) and node.test is not None:
-            # Filtered rounds don't reach the body.
+            # Filtered iterations don't reach the body.
             node.test = jinja2.nodes.And(_spend(node, count), node.test, lineno=node.lineno)
     return num_nodes
 
@@ -282,10 +278,10 @@ def _spend(node: jinja2.nodes.Node, count: int) -> jinja2.nodes.Call:
 
 
 def measure(variables: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of characters in ``variables``, and the depth of their nesting.
+    """Return the number of characters in ``variables``, and their nesting depth.
 
     Raises:
-        BeyondBounds: they are too large, or of types that JSON doesn't have.
+        BeyondBounds: They are too large, or have types that JSON doesn't have.
     """
     characters, depth = 0, 0
     level: list[Any] = [*variables.values()]
@@ -312,7 +308,7 @@ def measure(variables: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _is_small(value: object) -> bool:
-    """Return whether ``value`` is a number that is fast to compute with."""
+    """Return True if ``value`` is a number that is fast to compute with."""
     return isinstance(value, float) or (isinstance(value, int) and -MAX_NUMBER < value < MAX_NUMBER)
 
 
@@ -321,7 +317,7 @@ def _bounded_filter(
 ) -> Callable[..., Any]:
     """Return ``function`` with a check of its arguments.
 
-    It takes the context, so that jinja2 doesn't compute it while a template is compiled.
+    It takes the context, so that jinja2 doesn't evaluate it while it compiles a template.
     """
     kind = getattr(function, "jinja_pass_arg", None)
 
@@ -354,7 +350,7 @@ def _bounded_filter(
 def _check_json(
     environment: BoundedEnvironment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise BeyondBounds before JSON with options that make it much longer than the value."""
+    """Raise BeyondBounds for JSON options that make the text much longer than the value."""
     indent = kwargs.get("indent", args[1] if len(args) > 1 else None)
     environment.check_indent(indent)
     separators = kwargs.get("separators", args[2] if len(args) > 2 else None) or ()

@@ -1,9 +1,9 @@
-"""The process that renders slow chat templates: its time and memory are limited.
+"""The process that renders slow chat templates, with limited time and memory.
 
-It reads MessagePack from standard input and writes it to standard output, behind a length of four
-bytes: first a :class:`Setup`, then one :class:`RenderJob` after another, each answered by a
-:class:`Rendered`. A job past the limits ends the process. So does the end of its standard input,
-when the server has gone.
+It reads MessagePack from standard input and writes it to standard output; each message follows its
+length in four bytes. It reads a :class:`Setup`, then one :class:`RenderJob` after another, and
+answers each with a :class:`Rendered`. A job past the limits ends the process. So does the end of
+standard input, when the server is gone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.chat_template import ChatTemplate
 
 MAX_SECONDS = 2
-"""Processor time for one conversation. Usual ones take less than a hundredth of that."""
+"""Processor seconds for one conversation. Usual ones take less than a hundredth."""
 MAX_MEMORY = 128 << 20
 """Bytes for one conversation, the templates' text and the answer included."""
 NICENESS = 5
-"""Nice value of the process, so that the server and the worker go first."""
+"""Nice value of the process, so that the server and the worker have priority."""
 HEAD = 4
-"""Bytes of a message's length."""
+"""Size of the length in front of a message, in bytes."""
 
 
 class Setup(msgspec.Struct, array_like=True, frozen=True):
@@ -81,7 +81,7 @@ def main() -> None:
             target.write(framed(_rendered(template, job)))
             target.flush()
     except (EOFError, MemoryError, ModelLoadError):
-        os._exit(1)  # at once, as there may be no memory for anything else
+        os._exit(1)  # At once: there may be no memory for more.
 
 
 def _rendered(template: ChatTemplate, job: RenderJob) -> Rendered:

@@ -1,7 +1,7 @@
 """Processes that render slow chat templates, and the task that owns them.
 
-A process is started on demand, serves one conversation after another, and is replaced when it has
-died or took too long. :mod:`~trioserve.text.template_child` is its program.
+A process is started on demand and renders one conversation after another. One that died or took too
+long is replaced. :mod:`~trioserve.text.template_child` is its program.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trioserve.text.template_child import (
 
 MAX_PROCESSES = 2
 MAX_WAIT = 60.0
-"""Seconds to wait for an answer, on a busy machine or from a stopped process."""
+"""Seconds to wait for an answer; long, for a busy machine."""
 CHUNK = 1 << 20
 
 _ROOT = Path(__file__).resolve().parents[2]
-# The child finds the package where this process found it, whatever the environment says.
+# The child imports the package from the same place, whatever the environment says.
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
     "from trioserve.text.template_child import main; main()"
@@ -57,7 +57,7 @@ class _Child:
         """Start a process.
 
         Raises:
-            OSError: there is no room for a process.
+            OSError: The process can't be started.
         """
         process = await trio.lowlevel.open_process(
             [sys.executable, "-P", "-c", _PROGRAM],
@@ -72,9 +72,9 @@ class _Child:
         """Return the process's answer to a job.
 
         Raises:
-            EOFError: it has died.
-            trio.BrokenResourceError: it died before it read the job.
-            trio.TooSlowError: no answer came in time.
+            EOFError: The process has died.
+            trio.BrokenResourceError: The process died before it read the job.
+            trio.TooSlowError: No answer came in time.
         """
         assert self._process.stdin is not None
         frame, self._unsent = self._unsent + frame, b""
@@ -86,7 +86,7 @@ class _Child:
             return msgspec.msgpack.decode(await self._receive(size), type=Rendered)
 
     async def end(self) -> None:
-        """Kill the process and wait until it is gone."""
+        """Kill the process and wait until it has ended."""
         with trio.CancelScope(shield=True):
             await end_child(self._process, _log, "process that renders chat templates")
             assert self._process.stdout is not None
@@ -128,8 +128,8 @@ class TemplateProcesses:
         """Return ``template`` rendered with ``prompt``. Cancelling ends the process.
 
         Raises:
-            InvalidRequest: the template refuses it, or it takes too long or too much memory.
-            EngineError: the task doesn't run yet or any more.
+            InvalidRequest: The template refuses the prompt, or takes too long or too much memory.
+            EngineError: The task isn't running.
         """
         try:
             job = RenderJob(
@@ -149,11 +149,11 @@ class TemplateProcesses:
 
     @contextlib.asynccontextmanager
     async def _child(self, template: ChatTemplate) -> AsyncIterator[_Child]:
-        """Yield a process for one job. It is kept for others, unless the block fails.
+        """Yield a process for one job. It is reused, unless the block fails.
 
         Raises:
-            InvalidRequest: the process died or didn't answer.
-            EngineError: no process can be started.
+            InvalidRequest: The process died or didn't answer.
+            EngineError: No process can be started.
         """
         child = await self._take(template)
         is_usable = False

@@ -1,8 +1,8 @@
 """The sandbox in which chat templates run, as transformers defines their language.
 
-jinja2's own sandbox keeps a template from attributes that lead out of it, and from changing its
-variables. It doesn't bound time or memory: :mod:`~trioserve.text.template_bounds` does that inside
-the server's process, :mod:`~trioserve.text.template_child` in a process of its own.
+jinja2's sandbox keeps a template from attributes that lead out of it, and from changing its
+variables. It doesn't bound time or memory: :mod:`~trioserve.text.template_bounds` does that in the
+server's process, and :mod:`~trioserve.text.template_child` in another one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jinja2.sandbox
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Tag ``{% generation %}``, which marks the assistant's text for training; here it is only a
-    block.
+    """Tag ``{% generation %}``, which marks the assistant's text for training. Here it does
+    nothing.
     """
 
     tags = {"generation"}  # noqa: RUF012 (the name and type are jinja2's)
@@ -33,12 +33,12 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def raise_exception(message: str) -> None:
-    """Refuse the conversation; for templates."""
+    """Refuse the conversation. Templates call this."""
     raise jinja2.TemplateError(message)
 
 
 def strftime_now(format: str) -> str:
-    """Return the present time in ``format``."""
+    """Return the present time in ``format``, as :meth:`datetime.datetime.strftime` has it."""
     return datetime.datetime.now().strftime(format)
 
 
@@ -49,7 +49,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML, which models weren't trained with.
+    # jinja2's own filter escapes for HTML, unlike the texts that models were trained with.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -58,7 +58,7 @@ def _to_json(
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The language of chat templates: whitespace rules, tags, filters and functions."""
 
-    # Nothing is computed while a template is compiled.
+    # Nothing is evaluated while a template is compiled.
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer: texts, prompts and chats to token ids, and token ids to text."""
+"""The tokenizer: texts, prompts and chats to token ids, and back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from trioserve.text.template_bounds import BeyondBounds
 from trioserve.text.template_processes import TemplateProcesses
 
 MAX_BAD_WORD_CHARACTERS = 8192
-"""The most characters of bad words. They are encoded in the event loop when a request comes in:
-about 4 ms.
-"""
+"""Most characters of bad words, which are encoded in the event loop: this takes about 4 ms."""
 
 
 class Tokenizer:
@@ -45,12 +43,12 @@ class Tokenizer:
         self.backend = backend
         self.chat_template = chat_template
         self.bos_token = bos_token
-        """The token that a text begins with by the model's files, None if they name none."""
+        """Token that begins a text, by the model's files; None if they name none."""
         self.eos_token = eos_token
-        """The token that a text ends with by the model's files, None if they name none."""
+        """Token that ends a text, by the model's files; None if they name none."""
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
-        """The largest id of the tokenizer plus one; the model's own vocabulary may differ."""
+        """Largest id of the tokenizer plus one; the model's own vocabulary may differ."""
         self.encoder = BoundedEncoder(backend, longest_token=max(map(len, vocab), default=1))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -66,17 +64,17 @@ class Tokenizer:
         """Return the ids of ``text``: 20 µs for 100 characters, 2 ms for 10,000.
 
         Raises:
-            InvalidRequest: the text can't be encoded, or has more than :attr:`max_characters`.
+            InvalidRequest: The text can't be encoded, or has more than :attr:`max_characters`.
         """
         return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def bound(self, max_model_len: int) -> None:
-        """Set the most tokens that a prompt may have; the worker tells it when it is ready."""
+        """Set the limit of a prompt's tokens, which the worker reports when it is ready."""
         self.encoder.max_model_len = max_model_len
 
     @property
     def max_characters(self) -> int:
-        """The most characters of a text that is encoded."""
+        """Most characters of a text that is encoded."""
         return self.encoder.max_characters
 
     def token_of(self, text: str) -> int | None:
@@ -85,9 +83,7 @@ class Tokenizer:
             return self.backend.token_to_id(text)
 
     def name_of(self, id: int) -> str:
-        """Return the token ``id`` as the vocabulary spells it, an empty string for an
-        unknown one.
-        """
+        """Return the token ``id`` as the vocabulary spells it; empty for an unknown id."""
         with panics_raised():
             return self.backend.id_to_token(id) or ""
 
@@ -106,7 +102,7 @@ class Tokenizer:
         """Return a decoder of an output's text, token by token, after ``prompt_ids``.
 
         ``spaces_between_special_tokens`` matters only for tokenizers that put a space between any
-        two tokens: if it is false, they put none between special ones.
+        two tokens. If it is False, there is none between special tokens.
         """
         table = self._visible_bytes if skip_special_tokens else self._bytes
         if table is not None:
@@ -116,8 +112,8 @@ class Tokenizer:
         return WindowDecoder.after(prompt_ids, self._decode_with_special, hidden, unspaced)
 
     def token_bytes(self, id: int) -> bytes:
-        """Return the bytes that a token adds to a text; a special token's name, none for an unknown
-        id.
+        """Return the bytes that a token adds to a text: a special token's name, none for an
+        unknown id.
         """
         if self._bytes is not None:
             return self._bytes[id]
@@ -145,20 +141,19 @@ class Tokenizer:
     def prompt_ids(
         self, prompt: Prompt, *, keep: int | None = None, cut_side: str = "left"
     ) -> list[int]:
-        """Return the ids of a prompt, computed at once. The task gives the same.
+        """Return the ids of a prompt at once. The tokenizer's task gives the same ids.
 
         Args:
-            prompt: text, token ids or a chat.
-            keep: the most tokens, those that the tokenizer adds included; None for all.
-            cut_side: the side to cut a longer prompt on, ``left`` or ``right``. Special tokens that
-                the tokenizer adds stay.
+            prompt: Text, token ids or a chat.
+            keep: Most tokens, those that the tokenizer adds included; None for all.
+            cut_side: Side on which a longer prompt is cut, ``left`` or ``right``. Special tokens
+                that the tokenizer adds stay.
 
         Raises:
-            ContextTooLong: the prompt exceeds the model's length, as its size tells before it is
-                encoded.
-            InvalidRequest: the prompt is empty or malformed, has ids that the tokenizer doesn't
-                know, or is a chat and there is no template.
-            BeyondBounds: it is a chat that needs a process to render it.
+            ContextTooLong: The prompt is certainly longer than the model allows.
+            InvalidRequest: The prompt is empty or malformed, has unknown ids, or is a chat and
+                there is no template.
+            BeyondBounds: The prompt is a chat that must be rendered in another process.
         """
         if isinstance(prompt, TokensPrompt):
             ids = self._checked(prompt)
@@ -185,15 +180,14 @@ class Tokenizer:
         return ids
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token sequences of ``words``, for a sampler to keep out.
+        """Return the token sequences of ``words``, which a sampler avoids.
 
-        Each word comes twice: as it begins a text, and as it follows a space. The second is left
+        Each word comes twice: at the start of a text, and after a space. The second form is left
         out if it begins with the same token or has another number of tokens, because then it isn't
-        the spelling of the word within a text. (The rule is vLLM's.) Leading spaces of a word don't
-        count.
+        the word within a text. (The rule is vLLM's.) Leading spaces of a word are ignored.
 
         Raises:
-            InvalidRequest: a word has no tokens, can't be encoded, or all are too long together.
+            InvalidRequest: A word has no tokens or can't be encoded, or all are too long together.
         """
         total = sum(map(len, words))
         if total > MAX_BAD_WORD_CHARACTERS:
@@ -227,9 +221,9 @@ class Tokenizer:
         """Return the text of a chat before it is encoded, special tokens included.
 
         Raises:
-            InvalidRequest: there is no chat template, it refuses the messages, or it takes too long
+            InvalidRequest: There is no chat template, or it refuses the messages, or takes too long
                 or too much memory.
-            EngineError: the engine is closed.
+            EngineError: The engine is closed.
         """
         try:
             return self._template().render_within_bounds(prompt)
@@ -240,9 +234,9 @@ class Tokenizer:
         """Return the text of a chat, rendered in a process.
 
         Raises:
-            ContextTooLong: the text would be too long to encode as a whole, and isn't to be cut.
-            InvalidRequest: as for :meth:`render`.
-            EngineError: the engine is closed.
+            ContextTooLong: The text is too long for the model, and ``is_cut`` is False.
+            InvalidRequest: As for :meth:`render`.
+            EngineError: The engine is closed.
         """
         if not is_cut:
             characters = characters_of_contents(prompt) + characters_of_roles(prompt)
@@ -258,10 +252,10 @@ class Tokenizer:
         return self.chat_template
 
     def fewest_tokens(self, prompt: Prompt) -> int:
-        """Return a lower bound of the tokens of ``prompt``, without encoding it.
+        """Return a lower bound of the number of tokens of ``prompt``, without encoding it.
 
-        A token stands for at most as many characters as its length, and a normalizer merges at most
-        a few characters into one.
+        A token has at most as many characters as the longest one, and a normalizer merges at most a
+        few characters into one.
         """
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
@@ -282,7 +276,7 @@ class Tokenizer:
         return list(prompt.token_ids)
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, bool]:
-        """Return the text to encode, and whether the tokenizer adds its special tokens."""
+        """Return the text to encode, and True if the tokenizer adds its special tokens."""
         if isinstance(prompt, TextPrompt):
             return prompt.text, prompt.add_special_tokens
         # A template writes the special tokens itself.

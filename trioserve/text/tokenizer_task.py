@@ -1,14 +1,14 @@
 """The task that turns prompts into token ids.
 
-The task takes all waiting requests and tokenizes them together. Encoding takes about a fifth of a
-millisecond for 1,000 characters, and ``encode_batch_fast`` lets other threads run meanwhile. A
-thread costs 60 µs, and milliseconds when the loop is busy. So short prompts are encoded in the
-event loop, up to ``INLINE_CHARACTERS`` in one go. Other short ones share a thread, and a long
-prompt has a thread to itself, so that it delays no other. ``tokenizers`` spreads a thread's batch
-over the cores (``bench.engine.tokenizing`` measures it).
+The task takes all waiting requests and tokenizes them together. Encoding takes about 0.2 ms for
+1,000 characters, and ``encode_batch_fast`` lets other threads run meanwhile. A thread costs 60 µs,
+or milliseconds when the loop is busy. So short prompts are encoded in the event loop, up to
+``INLINE_CHARACTERS`` at a time. Other short ones share a thread, and a long prompt has its own
+thread, so that it delays no other. ``tokenizers`` spreads a thread's batch over the cores
+(``bench.engine.tokenizing`` measures it).
 
-A chat is rendered where it is encoded, if that takes bounded time and memory. Otherwise a child of
-the task waits for a process to render it (:mod:`~trioserve.text.template_processes`).
+A chat is rendered where it is encoded if that takes bounded time and memory. Otherwise a child task
+has another process render it (:mod:`~trioserve.text.template_processes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import trio
 
-from trioserve._util.channels import all_waiting, pass_on
+from trioserve._util.channels import forward, receive_waiting
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.requests.prompt_size import characters_of
 from trioserve.requests.request import ChatPrompt, Request, State, TokensPrompt
@@ -28,10 +28,10 @@ from trioserve.text.tokenizer import Tokenizer, param_of
 
 INLINE_CHARACTERS = 2000
 BATCH_CHARACTERS = 100_000
-"""Characters of a batch, about 20 ms on one core: its requests wait no longer for each other."""
+"""Most characters of a batch, about 20 ms on one core. Its requests wait for each other."""
 MAX_THREADS = 2
-"""Number of threads. It is low, because a batch is spread over the cores anyway, and the worker
-needs them too.
+"""Number of threads. It is low, because a batch uses all cores anyway, and the worker needs them,
+too.
 """
 
 IdsOrError = list[int] | InvalidRequest | BeyondBounds
@@ -48,18 +48,18 @@ class TokenizerTask:
         requests: trio.MemoryReceiveChannel[Request],
         submit: trio.MemorySendChannel[Request],
     ) -> None:
-        """Set ``prompt_ids`` of each request and send it on, or reject it.
+        """Set ``prompt_ids`` of each request and forward it, or reject it, until ``requests`` is
+        closed.
 
-        This ends when ``requests`` is closed and everything was sent on, and then closes
-        ``submit``. When it is cancelled it ends at once; running threads are abandoned, and their
-        results are dropped.
+        ``submit`` is closed at the end. Cancelling abandons running threads, and their results are
+        dropped.
         """
         limiter = trio.CapacityLimiter(MAX_THREADS)
         async with submit, trio.open_nursery() as owner:
             owner.start_soon(self._tokenizer.templates.run)
             async with trio.open_nursery() as nursery:
                 async for first in requests:
-                    waiting = [first, *all_waiting(requests)]
+                    waiting = [first, *receive_waiting(requests)]
                     here, groups = _sort([request for request in waiting if _start(request)])
                     for group in groups:
                         nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
@@ -68,7 +68,7 @@ class TokenizerTask:
                         if isinstance(result, BeyondBounds):
                             nursery.start_soon(self._prepare_beyond, request, submit, limiter)
                         else:
-                            await _hand_on(request, result, submit)
+                            await _forward(request, result, submit)
             owner.cancel_scope.cancel()
 
     async def _prepare_in_thread(
@@ -87,7 +87,7 @@ class TokenizerTask:
                 if isinstance(result, BeyondBounds):
                     nursery.start_soon(self._prepare_beyond, request, submit, limiter)
                 else:
-                    await _hand_on(request, result, submit)
+                    await _forward(request, result, submit)
 
     async def _prepare_beyond(
         self,
@@ -95,7 +95,7 @@ class TokenizerTask:
         submit: trio.MemorySendChannel[Request],
         limiter: trio.CapacityLimiter,
     ) -> None:
-        """Have a process render a chat, and a thread encode its text."""
+        """Render a chat in another process, and encode its text in a thread."""
         keep, side = request.max_prompt_tokens, request.params.truncation_side
         assert isinstance(request.prompt, ChatPrompt)
         async with trio.open_nursery() as nursery:
@@ -112,7 +112,7 @@ class TokenizerTask:
             except (InvalidRequest, EngineError) as error:
                 request.reject(error)
             else:
-                await _hand_on(request, ids, submit)
+                await _forward(request, ids, submit)
             nursery.cancel_scope.cancel()
 
     def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
@@ -120,8 +120,7 @@ class TokenizerTask:
         return [together.get(request) or self._ids_or_error(request) for request in requests]
 
     def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        """Return the ids of requests that can be encoded as one batch, which spreads over the
-        cores.
+        """Return the ids of the requests that can be encoded as one batch, on all cores.
 
         Requests to be truncated or refused aren't among them.
         """
@@ -134,7 +133,7 @@ class TokenizerTask:
                     texts[add_special_tokens][request] = text
         found: dict[Request, list[int]] = {}
         for add_special_tokens, own in texts.items():
-            # The error is one text's, and the library doesn't tell which.
+            # One text is wrong, and the library doesn't say which.
             with contextlib.suppress(Exception), room_to_encode(sum(map(len, own.values()))):
                 encodings = self._tokenizer.backend.encode_batch_fast(
                     list(own.values()), add_special_tokens=add_special_tokens
@@ -152,7 +151,7 @@ class TokenizerTask:
 
 
 def _start(request: Request) -> bool:
-    """Mark the request as being tokenized; return False if it has ended already."""
+    """Mark the request as being tokenized; return False if it has already ended."""
     for sequence in request.sequences:
         if sequence.state is State.CREATED:
             sequence.move_to(State.TOKENIZING)
@@ -164,7 +163,7 @@ async def _cancel_when_ended(request: Request, scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _hand_on(
+async def _forward(
     request: Request,
     result: list[int] | InvalidRequest,
     submit: trio.MemorySendChannel[Request],
@@ -179,7 +178,7 @@ async def _hand_on(
     except QueueFull as error:
         request.reject(error)
         return
-    await pass_on(submit, request)
+    await forward(submit, request)
 
 
 def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:

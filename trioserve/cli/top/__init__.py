@@ -4,8 +4,8 @@
 module    contents
 ========  =======================================================================
 options   the command's options
-feed      the server's pictures, one after the other
-view      the state of the screen: the newest picture, the history, the keys pressed
+feed      the server's snapshots, one after the other
+view      the state of the screen: the newest snapshot, the history, the keys pressed
 drawing   the view as lines of a given width and height
 table     the lower part of them: requests as a table, or tasks as a tree
 glyphs    bars, sparklines and numbers

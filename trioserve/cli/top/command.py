@@ -27,19 +27,19 @@ from trioserve.load.remote import Remote, RemoteError
 _RETRY = 1.0
 """Seconds between two attempts to reach a lost server."""
 _TICK = 1.0
-"""Seconds after which the screen is drawn again without a new picture."""
+"""Seconds after which the screen is drawn again without a new snapshot."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
 
 
 async def run_top(options: TopOptions) -> int:
-    """Show the server until the person leaves, and return the exit code.
+    """Show the server until the user quits, and return the exit code.
 
-    With ``once`` or ``json``, and without a terminal, print pictures instead; without ``json``
-    print one.
+    With ``json``, print snapshots as lines instead, and with ``once`` only one. Without a terminal,
+    print one as text.
 
     Raises:
-        RemoteError: the server can't be reached, or has no live feed.
-        UsageError: an option isn't allowed.
+        RemoteError: The server can't be reached, or has no live feed.
+        UsageError: An option isn't allowed.
     """
     remote, address = remote_of(options)
     top = Top(remote, address.base_path.removesuffix("/v1"), options.interval)
@@ -63,7 +63,7 @@ class Top:
     interval: float
     view: View = attrs.field(init=False)
     page: int = 10
-    """Lines of the screen's lower part, which scrolls."""
+    """Number of lines of the screen's lower part, which scrolls."""
     exit_code: int = 0
     left: trio.Event = attrs.field(factory=trio.Event)
 
@@ -74,7 +74,7 @@ class Top:
         return SnapshotFeed.open(self.remote, self.base_path, self.interval)
 
     async def print_json(self, *, once: bool) -> None:
-        """Print each picture as a line; with ``once`` only the second: the first has no rates."""
+        """Print each snapshot as a line; with ``once`` only the second: the first has no rates."""
         async with self.open() as feed:
             number = 0
             async for shown in feed:
@@ -91,12 +91,12 @@ class Top:
         raise RemoteError(f"{self.remote.url} has ended its feed")
 
     async def print_once(self, console: rich.console.Console) -> None:
-        """Print the second picture in full; the first has no rates."""
+        """Print the second snapshot in full; the first has no rates."""
         async with self.open() as feed:
-            self.view.greet(feed.hello)
+            self.view.on_open(feed.hello)
             async for shown in feed:
                 self.view.take(shown.snapshot, trio.current_time())
-                if self.view.moments:
+                if self.view.samples:
                     break
         now = trio.current_time()
         drawing = draw(self.view, console.width, None, glyphs_of(console), now=now)
@@ -106,7 +106,7 @@ class Top:
                 console.print(line, soft_wrap=True)
 
     async def run(self, screen: Screen, glyphs: Glyphs) -> int:
-        """Fill the screen until the person leaves, and return the exit code."""
+        """Draw the screen until the user quits, and return the exit code."""
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -115,10 +115,10 @@ class Top:
                     self._draw(screen, glyphs)
 
                 await nursery.start(self._watch, redraw)
-                with screen.ours(), trio.open_signal_receiver(*_SIGNALS) as signals:
+                with screen.active(), trio.open_signal_receiver(*_SIGNALS) as signals:
                     redraw()
-                    nursery.start_soon(self._obey_signals, signals, screen, redraw)
-                    nursery.start_soon(self._obey_keys, screen, redraw)
+                    nursery.start_soon(self._handle_signals, signals, screen, redraw)
+                    nursery.start_soon(self._handle_keys, screen, redraw)
                     nursery.start_soon(_repeat, redraw)
                     await self.left.wait()
                     nursery.cancel_scope.cancel()
@@ -138,11 +138,11 @@ class Top:
     async def _watch(
         self, redraw: Callable[[], None], *, task_status: trio.TaskStatus[None]
     ) -> None:
-        """Take pictures; raise an error of the server only before the first picture."""
+        """Receive snapshots. Errors of the server are raised only before the first one."""
         while True:
             try:
                 async with self.open() as feed:
-                    self.view.greet(feed.hello)
+                    self.view.on_open(feed.hello)
                     async for shown in feed:
                         first = self.view.snapshot is None
                         self.view.take(shown.snapshot, trio.current_time())
@@ -153,11 +153,11 @@ class Top:
             except RemoteError as error:
                 if self.view.snapshot is None:
                     raise
-                self.view.lose(str(error))
+                self.view.on_lost(str(error))
                 redraw()
             await trio.sleep(_RETRY)
 
-    async def _obey_keys(self, screen: Screen, redraw: Callable[[], None]) -> None:
+    async def _handle_keys(self, screen: Screen, redraw: Callable[[], None]) -> None:
         while not self.view.quit:
             keys = await screen.read_keys()
             if keys is None:
@@ -167,12 +167,12 @@ class Top:
             redraw()
         self.left.set()
 
-    async def _obey_signals(
+    async def _handle_signals(
         self, signals: AsyncIterator[int], screen: Screen, redraw: Callable[[], None]
     ) -> None:
         async for number in signals:
             if number == signal.SIGTSTP:
-                screen.give_back()
+                screen.restore()
                 os.kill(os.getpid(), signal.SIGSTOP)
                 screen.take()  # SIGCONT resumed the process
             elif number in (signal.SIGTERM, signal.SIGHUP):

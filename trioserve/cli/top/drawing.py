@@ -9,7 +9,7 @@ from rich.text import Text
 
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration, seconds, sparkline
 from trioserve.cli.top.table import request_lines, task_lines
-from trioserve.cli.top.view import Moment, View
+from trioserve.cli.top.view import Sample, View
 from trioserve.observability.live.schema import Hello, Quantiles, Snapshot
 from trioserve.protocol.errors import printable
 
@@ -18,14 +18,14 @@ _WIDE = 76
 _SHORT = 16
 """Lines below which sparklines are left out."""
 _LATE = 3.0
-"""Seconds without a picture, beyond the interval, after which the title warns."""
+"""Seconds without a snapshot, beyond the interval, after which the title warns."""
 _SHORT_FIGURE, _LONG_FIGURE = 11, 18
 _HEALTH_STYLES = {"ok": "green", "draining": "yellow", "no_worker": "red", "stalled": "red"}
 
 
 @attrs.frozen
 class Drawing:
-    """Lines of one screen; ``page`` of them belong to the lower part, which scrolls."""
+    """The lines of one screen; ``page`` is the number of those in the lower part, which scrolls."""
 
     lines: list[Text]
     page: int
@@ -47,7 +47,7 @@ def draw(
 ) -> Drawing:
     """Draw the view at that size; ``now`` is on the view's clock.
 
-    Without a ``height`` draw everything but the keys.
+    Without a ``height``, draw everything except the keys.
     """
     upper = [_title(view, now, interval)]
     if view.hello is not None and view.snapshot is not None:
@@ -76,7 +76,7 @@ def draw(
 
 
 def _title(view: View, now: float, interval: float) -> Text:
-    """Return the first line, with the worst trouble first, since the line may be cut."""
+    """Return the first line, with the worst problem first, because the line may be cut."""
     hello, snapshot = view.hello, view.snapshot
     line = Text(" ").append("trioserve" if hello is None else printable(hello.model), style="bold")
     if view.trouble:
@@ -87,7 +87,7 @@ def _title(view: View, now: float, interval: float) -> Text:
         if snapshot.paused:
             line.append("  scheduling is paused", style="yellow")
     if view.received is not None and now - view.received > interval + _LATE:
-        line.append(f"  no picture for {now - view.received:.0f} s", style="red")
+        line.append(f"  no snapshot for {now - view.received:.0f} s", style="red")
     if view.paused:
         line.append("  ").append("PAUSED", style="reverse")
     if hello is not None and snapshot is not None:
@@ -116,11 +116,11 @@ def _worker(hello: Hello, snapshot: Snapshot) -> Text:
 
 @attrs.frozen
 class _Meter:
-    """Figure with its history."""
+    """A figure and its history."""
 
     name: str
     figure: str
-    past: Callable[[Moment], float | None]
+    past: Callable[[Sample], float | None]
     top: float | None = None
     """Value of the sparkline's top; None for the largest in the history."""
 
@@ -139,29 +139,29 @@ def _meters(view: View, snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[
         _Meter("next token", _quantiles(latency.itl), lambda m: m.itl),
         _Meter("in the queue", _quantiles(latency.queue), lambda m: m.queue),
     ]
-    moments = list(view.moments)
+    samples = list(view.samples)
     if width < _WIDE:
-        return [_meter(meter, moments, width, _LONG_FIGURE, glyphs) for meter in (*left, *right)]
+        return [_meter(meter, samples, width, _LONG_FIGURE, glyphs) for meter in (*left, *right)]
     left_width = (width - 2) * 9 // 20
     right_width = width - 2 - left_width
     steps = Text(f" {'steps':<12} {_steps(snapshot)}")
     beside = [
-        *(_meter(meter, moments, right_width, _LONG_FIGURE, glyphs) for meter in right),
+        *(_meter(meter, samples, right_width, _LONG_FIGURE, glyphs) for meter in right),
         steps,
     ]
     lines = []
     for meter, other in zip(left, beside, strict=True):
-        line = _meter(meter, moments, left_width, _SHORT_FIGURE, glyphs)
+        line = _meter(meter, samples, left_width, _SHORT_FIGURE, glyphs)
         lines.append(line.append("  ").append_text(other))
     return lines
 
 
 def _meter(
-    meter: _Meter, moments: Sequence[Moment], width: int, figure_width: int, glyphs: Glyphs
+    meter: _Meter, samples: Sequence[Sample], width: int, figure_width: int, glyphs: Glyphs
 ) -> Text:
     line = Text(f" {meter.name:<12} ").append(f"{meter.figure:<{figure_width}} ", style="bold")
     room = max(width - line.cell_len, 0)
-    past = [meter.past(moment) for moment in moments] if len(moments) > 1 else []
+    past = [meter.past(moment) for moment in samples] if len(samples) > 1 else []
     return line.append(sparkline(past, room, glyphs, meter.top), style="cyan")
 
 
@@ -182,7 +182,7 @@ def _steps(snapshot: Snapshot) -> str:
 
 
 def _state(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the lines with the page pool and the numbers of requests."""
+    """Return the lines about the page pool and the numbers of requests."""
     pages, counts = snapshot.pages, snapshot.counts
     line = Text(f" {'pages':<12} ")
     held, cached, free = bar(

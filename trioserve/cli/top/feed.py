@@ -1,4 +1,4 @@
-"""The pictures of a server's live feed."""
+"""The snapshots of a server's live feed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trioserve.observability.live.schema import SCHEMA, Hello, Snapshot
 from trioserve.protocol.errors import printable
 
 _SILENCE = 30.0
-"""Seconds, beyond the interval, after which a silent server counts as lost."""
+"""Seconds without a snapshot, beyond the interval, after which the server counts as lost."""
 
 _MAX_VALUES = 1 << 18
 _MAX_NUMBER = 1 << 53
 _MAX_DEPTH = 200
-"""Levels of a picture's JSON; the tree of tasks is drawn recursively."""
+"""Most levels of a snapshot's JSON, because the tree of tasks is drawn recursively."""
 
 Decoded = TypeVar("Decoded")
 
 
 @attrs.frozen
 class Shown:
-    """Picture with its JSON as received."""
+    """A snapshot, and its JSON as received."""
 
     snapshot: Snapshot
     data: bytes
@@ -37,34 +37,34 @@ class Shown:
 
 @attrs.define(eq=False)
 class SnapshotFeed:
-    """Open feed: an async iterator of pictures. ``hello`` describes the server."""
+    """An open feed, an async iterator of snapshots. ``hello`` describes the server."""
 
     hello: Hello
     _url: str
     _events: RemoteEvents
-    _patience: float
+    _timeout: float
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
         cls, remote: Remote, base_path: str, interval: float
     ) -> AsyncIterator[SnapshotFeed]:
-        """Open the feed of the server at ``base_path``, with a picture each ``interval`` seconds.
+        """Open the feed of the server at ``base_path``, with a snapshot each ``interval`` seconds.
 
         Raises:
-            RemoteError: the server can't be reached, has no such feed, or refuses.
+            RemoteError: The server can't be reached, has no such feed, or refuses.
         """
         path = f"{base_path}/console/live?interval={interval:g}&nodes=0"
-        patience = interval + _SILENCE
+        timeout = interval + _SILENCE
         try:
             async with contextlib.AsyncExitStack() as stack:
-                with _patient(patience, remote.url):
+                with _time_limit(timeout, remote.url):
                     events = await stack.enter_async_context(remote.events(path))
-                first = await _next(events, remote.url, patience)
+                first = await _next(events, remote.url, timeout)
                 if first is None or first.name != "hello":
                     raise RemoteError(f"{remote.url} has no live feed")
                 hello = _decode(first.data, Hello, remote.url)
-                yield cls(hello, remote.url, events, patience)
+                yield cls(hello, remote.url, events, timeout)
         except RefusedRequest as refusal:
             if refusal.status != 404:
                 raise
@@ -76,26 +76,26 @@ class SnapshotFeed:
         return self
 
     async def __anext__(self) -> Shown:
-        """Return the next picture.
+        """Return the next snapshot.
 
         Raises:
-            RemoteError: the server is lost, or sends JSON of another schema.
+            RemoteError: The server is lost, or sends JSON of another schema.
         """
         while True:
-            event = await _next(self._events, self._url, self._patience)
+            event = await _next(self._events, self._url, self._timeout)
             if event is None:
                 raise StopAsyncIteration
             if event.name == "picture":
                 return Shown(_decode(event.data, Snapshot, self._url), event.data)
 
 
-async def _next(events: RemoteEvents, url: str, patience: float) -> Event | None:
-    with _patient(patience, url):
+async def _next(events: RemoteEvents, url: str, timeout: float) -> Event | None:
+    with _time_limit(timeout, url):
         return await anext(events, None)
 
 
 @contextlib.contextmanager
-def _patient(seconds: float, url: str) -> Iterator[None]:
+def _time_limit(seconds: float, url: str) -> Iterator[None]:
     try:
         with trio.fail_after(seconds):
             yield
@@ -104,26 +104,26 @@ def _patient(seconds: float, url: str) -> Iterator[None]:
 
 
 def _decode(data: bytes, kind: type[Decoded], url: str) -> Decoded:
-    """Return the decoded ``data``, without control characters in its texts.
+    """Decode ``data``, without control characters in its texts.
 
     Raises:
-        RemoteError: it isn't of that kind, or can't be drawn.
+        RemoteError: The data has another schema, or can't be drawn.
     """
     try:
         value = _drawable(msgspec.json.decode(data)) if data.count(b",") <= _MAX_VALUES else None
         return msgspec.convert(value, kind)
     except (*DECODING_ERRORS, msgspec.ValidationError) as error:
-        # Another version of the server may lack a field, or change its type.
+        # Another version of the server may lack a field, or have another type.
         raise RemoteError(
-            f"{url} sends pictures of another version than {SCHEMA}: {error}"
+            f"{url} sends snapshots of another version than {SCHEMA}: {error}"
         ) from error
 
 
 def _drawable(value: Any, depth: int = 0) -> Any:
-    """Return the JSON ``value`` with all texts made printable.
+    """Return the JSON ``value`` with printable texts.
 
     Raises:
-        msgspec.ValidationError: it is nested too deeply, or a number is too large.
+        msgspec.ValidationError: It is nested too deeply, or a number is too large.
     """
     if isinstance(value, str):
         return printable(value)

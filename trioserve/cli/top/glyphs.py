@@ -9,7 +9,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Glyphs:
-    """Characters to draw with, which can be told apart without colors."""
+    """Characters for drawing, distinct without colors."""
 
     levels: str
     """Levels of a sparkline, lowest first."""
@@ -35,7 +35,7 @@ def sparkline(
 ) -> str:
     """Return the newest ``width`` of ``values`` as a line, with a gap for None.
 
-    The highest level is ``top``, or else the largest of them.
+    The highest level is ``top``, by default the largest value.
     """
     shown = values[-width:] if width > 0 else []
     if top is None:
@@ -51,7 +51,7 @@ def sparkline(
 
 
 def bar(parts: Sequence[float], whole: float, width: int, glyphs: Glyphs) -> list[str]:
-    """Return the parts of a ``whole`` and its rest as runs of characters, ``width`` in all.
+    """Return the parts of ``whole`` and the rest as strings with ``width`` characters in all.
 
     A part above 0 gets at least one character if there is room.
     """

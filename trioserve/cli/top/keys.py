@@ -25,12 +25,12 @@ _NAMES = {
 
 @attrs.define(eq=False)
 class KeyReader:
-    """Decoder of bytes, cut anywhere, to names of keys: a character, or ``up``, ``page down``."""
+    """Decoder of bytes, in any pieces, to names of keys: a character, or ``up``, ``page down``."""
 
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the keys that ``data`` completes, without keys that have no name."""
+        """Return the names of the keys that ``data`` completes; unknown keys are dropped."""
         data, self._rest = self._rest + data, b""
         keys: list[str] = []
         place = 0

@@ -1,4 +1,4 @@
-"""The options of ``trioserve top``; imports nothing heavy."""
+"""The options of ``trioserve top``. It imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.config.options import OptionGroup, option
 
 TOP_GROUPS = {
     "target": OptionGroup("The server", "terminal#Talk to a model"),
-    "picture": OptionGroup("The picture", "terminal#Watch a server"),
+    "snapshot": OptionGroup("The feed", "terminal#Watch a server"),
 }
 """Groups of options, in the order of help."""
 
@@ -19,9 +19,9 @@ class TopOptions(RemoteOptions):
     """The options of ``trioserve top``."""
 
     interval: float = option(
-        1.0, "seconds between two pictures", group="picture", kind=float, low=0.1, high=10
+        1.0, "seconds between two snapshots", group="snapshot", kind=float, low=0.1, high=10
     )
     once: bool = False
-    """True to print one picture and leave."""
+    """True to print one snapshot and exit."""
     json: bool = False
-    """True to print pictures as JSON."""
+    """True to print snapshots as JSON."""

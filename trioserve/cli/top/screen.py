@@ -1,4 +1,4 @@
-"""The terminal while a picture fills it: no echo, keys one by one, all restored at the end."""
+"""The terminal in full-screen mode: no echo, single keys, all restored at the end."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ class Screen:
     _reader: KeyReader = attrs.field(factory=KeyReader)
 
     @contextlib.contextmanager
-    def ours(self) -> Iterator[None]:
-        """Take over the terminal, and restore it at the end of the block."""
+    def active(self) -> Iterator[None]:
+        """Open a block in full-screen mode; the terminal is restored at its end."""
         try:
             self.take()
             yield
         finally:
-            self.give_back()
+            self.restore()
 
     def take(self) -> None:
-        """Read keys at once without echo, and switch to the alternate screen."""
+        """Switch to the alternate screen, and read keys at once, without echo."""
         self._before = termios.tcgetattr(self._stdin.fileno())
         tty.setcbreak(self._stdin.fileno())
         self._live = rich.live.Live(
             console=self._console,
             screen=True,
-            auto_refresh=False,  # it needs a thread
+            auto_refresh=False,  # It would need a thread.
             redirect_stdout=False,
             redirect_stderr=False,
         )
         with writing():
             self._live.start()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the terminal. Idempotent."""
         live, self._live = self._live, None
         before, self._before = self._before, None
@@ -75,8 +75,8 @@ class Screen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines at this moment."""
-        # rich would keep to a size from the environment.
+        """Present number of columns and lines."""
+        # rich would use the size in the environment.
         with contextlib.suppress(OSError):
             self._console.size = rich.console.ConsoleDimensions(
                 *os.get_terminal_size(self._stdin.fileno())
@@ -84,7 +84,7 @@ class Screen:
         return self._console.size
 
     def show(self, text: Text) -> None:
-        """Fill the screen with ``text``, unless the terminal has been restored."""
+        """Show ``text`` on the screen, unless the terminal has been restored."""
         if self._live is not None:
             with writing():
                 self._live.update(text, refresh=True)

@@ -8,7 +8,7 @@ import attrs
 from rich.text import Text
 
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration
-from trioserve.cli.top.view import View, began
+from trioserve.cli.top.view import View, arrival_of
 from trioserve.observability.live.schema import RequestRow, TaskNode
 from trioserve.protocol.errors import printable
 
@@ -39,7 +39,7 @@ class _Cells:
     def age(self) -> str:
         row = self.row
         ended = row.timeline[-1][1] if row.state == "finished" and row.timeline else self.now
-        return duration(ended - began(row))
+        return duration(ended - arrival_of(row))
 
     def done(self) -> str:
         row = self.row
@@ -61,10 +61,10 @@ class _Column:
     width: int
     cell: Callable[[_Cells], str]
     rank: int
-    """Order of leaving columns out in a narrow terminal: the highest goes first."""
+    """In a narrow terminal, columns with the highest rank are left out first."""
     left: bool = False
     wanted: Callable[[Sequence[RequestRow]], bool] = lambda rows: True
-    """Predicate of the requests that need the column."""
+    """Returns True if the requests need the column."""
 
 
 _COLUMNS = (
@@ -139,7 +139,7 @@ def task_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Text]
 
 
 def _tree(node: TaskNode, first: str, further: str, glyphs: Glyphs) -> Iterator[Text]:
-    """Yield the lines of ``node``, after ``first``, and of its children, after ``further``."""
+    """Yield the line of ``node`` with prefix ``first``, and its children's with ``further``."""
     line = Text(first, style="dim")
     line.append(printable(node.name), style="")
     if node.count > 1:

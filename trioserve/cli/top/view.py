@@ -1,4 +1,4 @@
-"""State of the screen: the newest picture, the history, and the effect of keys."""
+"""The state of the screen: the newest snapshot, the history, and the effect of keys."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import attrs
 from trioserve.observability.live.schema import Hello, Quantiles, RequestRow, Snapshot, TaskNode
 
 _HISTORY = 240
-"""Pictures in a sparkline's history."""
+"""Number of snapshots in a sparkline."""
 
 
-def began(row: RequestRow) -> float:
-    """Return the request's arrival in Unix seconds."""
+def arrival_of(row: RequestRow) -> float:
+    """Return the arrival time of a request, in Unix seconds."""
     return row.timeline[0][1] if row.timeline else 0.0
 
 
 SORTS: dict[str, Callable[[RequestRow], float] | None] = {
-    "newest": None,  # the order of the feed
-    "oldest": began,
+    "newest": None,  # The order of the feed.
+    "oldest": arrival_of,
     "prompt": lambda row: -row.prompt_tokens,
     "output": lambda row: -row.output_tokens,
     "pages": lambda row: -row.pages,
@@ -31,8 +31,8 @@ _MOVES = {"up": -1, "down": 1, "k": -1, "j": 1}
 
 
 @attrs.frozen
-class Moment:
-    """Figures of a picture that sparklines show."""
+class Sample:
+    """The figures of one snapshot in sparklines."""
 
     generated: float
     prompts: float
@@ -43,7 +43,7 @@ class Moment:
     idle: float | None
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Moment:
+    def of(cls, snapshot: Snapshot) -> Sample:
         rates, latency = snapshot.rates, snapshot.latency
         return cls(
             generated=rates.generated_tokens_per_s,
@@ -62,42 +62,42 @@ def _median(quantiles: Quantiles | None) -> float | None:
 
 @attrs.define(eq=False, kw_only=True)
 class View:
-    """State of the screen. Times are seconds on the caller's clock, in pictures on the server's."""
+    """State of the screen. Times are on the caller's clock, in snapshots on the server's."""
 
     url: str
     hello: Hello | None = None
     snapshot: Snapshot | None = None
     speeds: dict[str, float] = attrs.field(factory=dict)
-    """Tokens a second of each request since the picture before, by id."""
-    moments: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
+    """Tokens per second of each request since the previous snapshot, by id."""
+    samples: deque[Sample] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
     trouble: str = ""
-    """Reason for having lost the server; empty while the feed is open."""
+    """Reason for the loss of the feed; empty while it is open."""
     received: float | None = None
-    """Arrival of the newest picture."""
+    """Arrival time of the newest snapshot."""
     paused: bool = False
     show_tasks: bool = False
     sort: str = "newest"
     scroll: int = 0
-    """Lines of the lower part that are scrolled out at the top."""
+    """Number of lines of the lower part that are scrolled out at the top."""
     quit: bool = False
     _waiting: Snapshot | None = None
-    """Newest picture while paused."""
-    _unseen: deque[Moment] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
+    """Newest snapshot while paused."""
+    _unseen: deque[Sample] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
 
-    def greet(self, hello: Hello) -> None:
-        """Note that the feed has begun, perhaps again and from another process."""
+    def on_open(self, hello: Hello) -> None:
+        """Note that the feed was opened, perhaps again and by another process."""
         self.hello, self.trouble = hello, ""
 
-    def lose(self, why: str) -> None:
-        """Note that the feed has ended."""
+    def on_lost(self, why: str) -> None:
+        """Note that the feed was lost."""
         self.trouble = why
 
     def take(self, snapshot: Snapshot, now: float) -> None:
         """Show ``snapshot``, or keep it for later while paused."""
         self.received = now
-        moments = self._unseen if self.paused else self.moments
-        if self.snapshot is not None:  # the first one has no rates
-            moments.append(Moment.of(snapshot))
+        samples = self._unseen if self.paused else self.samples
+        if self.snapshot is not None:  # The first one has no rates.
+            samples.append(Sample.of(snapshot))
         if self.paused:
             self._waiting = snapshot
         else:
@@ -108,7 +108,7 @@ class View:
         self.speeds = {} if before is None else _speeds(before, snapshot)
 
     def press(self, key: str, page: int = 10) -> None:
-        """Do what ``key`` asks for; ``page`` is the number of visible lines of the lower part."""
+        """Handle a key; ``page`` is the number of visible lines of the lower part."""
         if key == "q":
             self.quit = True
         elif key in ("p", " "):
@@ -131,7 +131,7 @@ class View:
     def _toggle_pause(self) -> None:
         self.paused = not self.paused
         if not self.paused and self._waiting is not None:
-            self.moments.extend(self._unseen)
+            self.samples.extend(self._unseen)
             self._show(self._waiting)
         self._unseen.clear()
         self._waiting = None
@@ -145,7 +145,7 @@ class View:
 
     @property
     def num_lines(self) -> int:
-        """Lines of the lower part, visible or not."""
+        """Number of lines of the lower part, visible or not."""
         if self.snapshot is None:
             return 0
         if self.show_tasks:

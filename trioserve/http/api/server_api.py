@@ -18,7 +18,11 @@ from trioserve.engine.administration import Administration
 from trioserve.engine.local_administration import LocalAdministration
 from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.http.api.auth import Caller, Keys
-from trioserve.http.api.openai.responses.store import KeptResponses, ResponseStore
+from trioserve.http.api.openai.responses.store import (
+    KeptResponses,
+    LocalResponses,
+    ResponseStore,
+)
 from trioserve.observability.health import health_word
 from trioserve.observability.live import Snapshot, subject_of
 
@@ -51,8 +55,8 @@ class ServerApi(Administration, ResponseStore, Protocol):
         """
 
 
-@attrs.frozen
-class LocalServer(LocalAdministration):
+@attrs.define(eq=False)
+class LocalServer(LocalAdministration, LocalResponses):
     """A server that is one engine in one process."""
 
     responses: KeptResponses = attrs.field(init=False, factory=KeptResponses)
@@ -85,17 +89,3 @@ class LocalServer(LocalAdministration):
         """Return the function that generates a turn of a session, or raise ``InvalidRequest``."""
         session = self._engine.sessions.find(id, owner)
         return functools.partial(session.generate, continuation=continuation)
-
-    async def keep_response(
-        self, owner: str | None, id: str, data: bytes, previous: str | None
-    ) -> bool:
-        """Keep a response for later requests of ``owner``, as ``KeptResponses.keep``."""
-        return self.responses.keep(owner, id, data, previous)
-
-    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
-        """Return a kept response after the ones that it continues, the oldest first."""
-        return self.responses.conversation(owner, id)
-
-    async def drop_response(self, owner: str | None, id: str) -> bool:
-        """Drop a kept response of ``owner``; return whether there was one."""
-        return self.responses.drop(owner, id)

@@ -12,9 +12,10 @@ import attrs
 import trio
 
 from trioserve._util.feed import Feed, Subscription
+from trioserve.engine.schedulers import Schedulers
 from trioserve.observability.health import Patient, health_word
 from trioserve.observability.live.figures import Lately, Look, Tally, latency_of, rates_of
-from trioserve.observability.live.prefix import prefix_of
+from trioserve.observability.live.prefix import prefix_of_all
 from trioserve.observability.live.requests import request_row, shown_requests
 from trioserve.observability.live.schema import (
     Counts,
@@ -33,8 +34,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import WatcherLimit
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.request import Request
+from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.iterations import Iteration
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.supervisor import WorkerLife
 
 DEFAULT_REQUESTS = 200
@@ -85,7 +86,7 @@ class MonitoredEngine(Patient, Protocol):
     def newest_requests(self) -> Iterator[Request]: ...
 
     @property
-    def schedulers(self) -> Sequence[Scheduler]: ...
+    def schedulers(self) -> Schedulers: ...
 
     @property
     def worker_life(self) -> Callable[[], WorkerLife]: ...
@@ -98,9 +99,9 @@ class MonitoredEngine(Patient, Protocol):
 
 @attrs.frozen(kw_only=True)
 class Monitor:
-    """The sources of an engine's snapshots, in the process that has its scheduler."""
+    """The sources of an engine's snapshots, in the process that has its schedulers."""
 
-    scheduler: Scheduler
+    schedulers: Schedulers
     departures: Feed[Request]
     """Requests as they end. They are published while a subscription is open."""
     open_requests: Callable[[], Iterator[Request]]
@@ -113,10 +114,9 @@ class Monitor:
 
     @classmethod
     def of(cls, engine: MonitoredEngine) -> Monitor:
-        """Return the monitor of an engine with its scheduler in this process."""
-        (scheduler,) = engine.schedulers
+        """Return the monitor of an engine with its schedulers in this process."""
         return cls(
-            scheduler=scheduler,
+            schedulers=engine.schedulers,
             departures=engine.closed_requests,
             open_requests=lambda: engine.newest_requests,
             statistics=engine.statistics,
@@ -126,13 +126,18 @@ class Monitor:
             worker_life=engine.worker_life,
         )
 
+    @property
+    def cores(self) -> list[SchedulerCore]:
+        """The cores of the schedulers that have had a worker."""
+        return [each.core for each in self.schedulers if each.core is not None]
+
     def row_of(self, request: Request, offset: float, *, is_over: bool = False) -> RequestRow:
         """Return the row of ``request`` now; ``offset`` is the difference of Unix time and trio's
         clock.
         """
         return request_row(
             request,
-            adapter_name=self.scheduler.adapters.name_of,
+            adapter_name=self.schedulers.adapters.name_of,
             offset=offset,
             now=trio.current_time(),
             is_over=is_over,
@@ -154,7 +159,7 @@ class Monitor:
         departures = RecentRequests(self, max(requests, 1))
         with (
             self.departures.read_by(departures),
-            self.scheduler.feeds.iterations.feed.subscribe(MAX_STEPS) as iterations,
+            self.schedulers.iterations(MAX_STEPS) as iterations,
         ):
             yield SnapshotSubscription(self, departures, iterations, requests, nodes)
 
@@ -233,7 +238,7 @@ class SnapshotSubscription:
         return Snapshot(
             now=self._look.time + offset,
             health=monitor.health(),
-            paused=monitor.scheduler.paused,
+            paused=monitor.schedulers.paused,
             weight_version=monitor.weight_version(),
             worker=_worker_state(monitor.worker_life(), statistics.worker_restarts, offset),
             counts=self._counts(statistics),
@@ -253,11 +258,11 @@ class SnapshotSubscription:
         return Look(trio.current_time(), statistics.scheduler, self._monitor.tally())
 
     def _rows(self, offset: float) -> list[RequestRow]:
-        monitor, core = self._monitor, self._monitor.scheduler.core
+        monitor = self._monitor
         self._ended.extend(self._departures.take())
         while self._ended and self._ended[0][0] < trio.current_time() - STAY_SECONDS:
             self._ended.popleft()
-        running = () if core is None else (each.sequence.request for each in core.running)
+        running = (each.sequence.request for core in monitor.cores for each in core.running)
         shown = shown_requests(running, monitor.open_requests(), self._max_requests)
         rows = [monitor.row_of(each, offset) for each in shown]
         # Finished requests get the room that the others leave, but always a quarter.
@@ -268,13 +273,12 @@ class SnapshotSubscription:
         return rows
 
     def _counts(self, statistics: EngineStatistics) -> Counts:
-        core = self._monitor.scheduler.core
         finished = self._look.tally.finished
         return Counts(
             tokenizing=statistics.num_tokenizing,
             waiting=statistics.scheduler.num_waiting,
             running=statistics.scheduler.num_running,
-            preempted=0 if core is None else len(core.preempted),
+            preempted=sum(len(core.preempted) for core in self._monitor.cores),
             streams=statistics.num_streams,
             sessions=statistics.num_sessions,
             finished_total=sum(finished.values()),
@@ -283,10 +287,8 @@ class SnapshotSubscription:
         )
 
     def _prefix(self) -> Prefix:
-        core = self._monitor.scheduler.core
-        if core is None:
-            return Prefix(nodes=[], num_left_out=0)
-        return prefix_of(core.memory.prefix, self._max_nodes)
+        caches = [core.memory.prefix for core in self._monitor.cores]
+        return prefix_of_all(caches, self._max_nodes)
 
 
 def _worker_state(life: WorkerLife, restarts: int, offset: float) -> WorkerState:

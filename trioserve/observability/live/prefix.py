@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 
 from trioserve.observability.live.schema import Prefix, PrefixNode
 from trioserve.scheduler.prefix_cache import PrefixCache
@@ -15,8 +16,23 @@ left out.
 """
 
 
-def prefix_of(cache: PrefixCache, most: int) -> Prefix:
-    """Return at most ``most`` runs of pages, those nearest to the roots first."""
+def prefix_of_all(caches: Sequence[PrefixCache], most: int) -> Prefix:
+    """Return at most ``most`` runs of pages of several caches, as many of each."""
+    nodes: list[PrefixNode] = []
+    num_left_out = first_id = 0
+    for cache in caches:
+        prefix = prefix_of(cache, most // len(caches), first_id)
+        nodes += prefix.nodes
+        num_left_out += prefix.num_left_out
+        first_id += cache.pool.num_pages + cache.pool.num_host_pages
+    return Prefix(nodes=nodes, num_left_out=num_left_out)
+
+
+def prefix_of(cache: PrefixCache, most: int, first_id: int = 0) -> Prefix:
+    """Return at most ``most`` runs of pages, those nearest to the roots first.
+
+    A run's id is the number of its first page, counted from ``first_id``.
+    """
     pool = cache.pool
 
     def look_of(node: Node) -> tuple[int, bool]:
@@ -40,10 +56,11 @@ def prefix_of(cache: PrefixCache, most: int) -> Prefix:
             num_pages += 1
         num_seen += num_pages
         users, on_host = look
+        id = first_id + first.page
         nodes.append(
-            PrefixNode(id=first.page, parent=parent, pages=num_pages, users=users, on_host=on_host)
+            PrefixNode(id=id, parent=parent, pages=num_pages, users=users, on_host=on_host)
         )
-        _append_children(left, last, first.page, most - len(nodes))
+        _append_children(left, last, id, most - len(nodes))
     return Prefix(nodes=nodes, num_left_out=cache.num_nodes - num_seen)
 
 

@@ -34,9 +34,9 @@ def request_row(
     num_computed = num_output = num_pages = 0
     for each in sequences:
         num_output += len(each.output_ids)
-        if each.compute is not None:
-            num_computed += each.compute.computed
-            num_pages += len(each.compute.pages)
+        if each.seq_state is not None:
+            num_computed += each.seq_state.computed
+            num_pages += len(each.seq_state.pages)
     finish = first.finish if first.state is State.FINISHED else None
     state = State.FINISHED if is_over else first.state
     reason = FinishReason.ABORT if finish is None else finish.reason
@@ -71,8 +71,8 @@ def _timeline(
     states itself.
     """
     times = request.times
-    detours = sequence.detours or ()
-    lost_at = detours[0][1] if detours else None
+    history = sequence.history or ()
+    lost_at = history[0][1] if history else None
     straight = (
         (State.TOKENIZING, times.arrived),
         (State.WAITING, times.queued),
@@ -82,7 +82,7 @@ def _timeline(
     for state, time in straight:
         if time is not None and (lost_at is None or time <= lost_at):
             yield state, time
-    yield from detours
+    yield from history
     if ended is not None:
         yield State.FINISHED, ended
 

@@ -79,7 +79,7 @@ async def watch(
 
 
 def subject_of(engine: MonitoredEngine) -> Monitor:
-    """Return the monitor of ``engine``; its scheduler has to be in this process."""
+    """Return the monitor of ``engine``; its schedulers have to be in this process."""
     return Monitor.of(engine)
 
 

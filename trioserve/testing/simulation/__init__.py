@@ -1,10 +1,10 @@
-"""Simulated lives of an engine, drawn from seeds, in virtual time, with every invariant checked.
+"""Simulated runs of an engine in virtual time, drawn from seeds, with all invariants checked.
 
-A :class:`Scenario` describes one life in advance: the engine's options, its workers and their
-faults, and each client's arrival, request, speed and end. :func:`simulate` runs it: the real
-engine, with fake workers over memory channels, on a clock that jumps. Invariants are checked after
-each step of the engine, at each chunk that a client gets, whenever no task can run, and at the end.
-A run is deterministic, so a failing seed fails again::
+A :class:`Scenario` describes a run in advance: the engine's options, its workers and their faults,
+and each client's arrival, request, speed and end. :func:`simulate` runs it with the real engine,
+fake workers over memory channels, and a clock that jumps. Invariants are checked after each step,
+at each chunk, whenever no task can run, and at the end. A run is deterministic, so a failing seed
+fails again::
 
     python -m trioserve.testing.simulation --seconds 60
     python -m trioserve.testing.simulation --seed 4711 --trace

@@ -1,7 +1,7 @@
-"""Adapters that are loaded and unloaded while clients use them, and a record of which are there.
+"""Adapters that are loaded and unloaded while clients use them, and checks of these calls.
 
-A load makes an adapter known. Requests may name it from the end of that call until the unload
-begins, and it is gone when the unload ends. Each load of a name has a number of its own.
+Requests may name an adapter from the end of its load until its unload begins. It is gone when the
+unload ends. Each load of a name has its own number.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from trioserve.protocol.errors import AdapterNotFound, InvalidRequest, Trioserve
 from trioserve.testing.simulation.scenario import AdapterChange
 from trioserve.testing.simulation.trace import Trace, Violation
 
-PATIENCE = 5.0
-"""Seconds that a client waits for an adapter before it requests it anyway."""
+MAX_WAIT = 5.0
+"""Seconds that a client waits for its adapter; then it sends its request anyway."""
 
 
 @attrs.define(eq=False)
 class _Load:
     number: int
     path: str
-    is_there: bool = False
-    is_leaving: bool = False
-    is_gone: bool = False
+    is_loaded: bool = False
+    is_unloading: bool = False
+    is_unloaded: bool = False
 
 
 @attrs.define(eq=False)
-class AdapterBooks:
+class AdapterChecker:
     """The adapters of one scenario.
 
     Args:
-        trace: gets the events.
-        may_lose_workers: whether a load may fail with the worker.
+        trace: Takes the events.
+        may_lose_workers: Returns True if a load may fail because its worker is lost.
     """
 
     _trace: Trace
@@ -48,10 +48,10 @@ class AdapterBooks:
     _changed: trio.Event = attrs.field(init=False, factory=trio.Event)
 
     async def change(self, engine: Engine, change: AdapterChange) -> None:
-        """Carry out ``change`` at its time.
+        """Wait until the time of ``change``, then carry it out.
 
         Raises:
-            Violation: it doesn't end as it must.
+            Violation: It didn't end as expected.
         """
         await trio.sleep(change.at)
         self._trace.note(f"{change.what} adapter {change.name} {change.path}")
@@ -82,64 +82,62 @@ class AdapterBooks:
             is_due = isinstance(error, InvalidRequest) and must_fail
             is_lost = isinstance(error, WorkerLost) and self._may_lose_workers()
             if not (is_due or is_lost):
-                raise Violation("an adapter that is in order is loaded", repr(error)) from error
+                raise Violation("a valid adapter is loaded", repr(error)) from error
             return
         if load is None or must_fail:
             raise Violation("an adapter that can't be served is refused", change.path)
-        load.is_there = True
+        load.is_loaded = True
         self._changed.set()
         self._changed = trio.Event()
 
     async def _unload(self, engine: Engine, name: str) -> None:
-        load = self._there(name)
+        load = self._loaded(name)
         if load is not None:
-            load.is_leaving = True
+            load.is_unloading = True
             del self._by_name[name]
         try:
             await engine.unload_adapter(name)
         except AdapterNotFound as error:
             if load is not None:
-                raise Violation("an adapter that is there can be unloaded", name) from error
+                raise Violation("a loaded adapter can be unloaded", name) from error
             return
         if load is None:
-            raise Violation("an adapter that isn't there can't be unloaded", name)
-        load.is_gone = True
+            raise Violation("an adapter that isn't loaded can't be unloaded", name)
+        load.is_unloaded = True
 
-    def _there(self, name: str) -> _Load | None:
+    def _loaded(self, name: str) -> _Load | None:
         load = self._by_name.get(name)
-        return load if load is not None and load.is_there else None
+        return load if load is not None and load.is_loaded else None
 
     async def wait_for(self, name: str) -> None:
-        """Wait until requests may name the adapter, up to :data:`PATIENCE`."""
-        with trio.move_on_after(PATIENCE):
-            while self._there(name) is None:
+        """Wait until requests may name the adapter, up to :data:`MAX_WAIT`."""
+        with trio.move_on_after(MAX_WAIT):
+            while self._loaded(name) is None:
                 await self._changed.wait()
 
     def begin(self, client: int, name: str) -> str:
-        """Record that a client is about to name an adapter; return the adapter's path, ""
-        for none.
+        """Record that a client is about to name an adapter.
+
+        Returns:
+            The adapter's path; "" if it isn't loaded.
         """
-        load = self._there(name)
+        load = self._loaded(name)
         if load is None:
             return ""
         self._of_client[client] = load
         return load.path
 
     def key_of(self, client: int) -> int:
-        """Return a number that is equal for clients with the same load of an adapter, 0 for
-        none.
-        """
+        """Return the number of the load that the client uses; 0 for none."""
         load = self._of_client.get(client)
         return 0 if load is None else load.number
 
     def is_gone(self, client: int) -> bool:
-        """Return whether the adapter of a client's request was unloaded, and that call has
-        ended.
-        """
+        """Return True if the unload of the client's adapter has ended."""
         load = self._of_client.get(client)
-        return load is not None and load.is_gone
+        return load is not None and load.is_unloaded
 
-    def may_be_missed(self, client: int, name: str) -> bool:
-        """Return whether a client may get the error that its adapter isn't there."""
+    def may_be_missing(self, client: int, name: str) -> bool:
+        """Return True if a client may get the error that its adapter isn't loaded."""
         load = self._of_client.get(client)
-        return bool(name) and (self._there(name) is None if load is None else load.is_leaving)
+        return bool(name) and (self._loaded(name) is None if load is None else load.is_unloading)

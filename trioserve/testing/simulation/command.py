@@ -1,4 +1,4 @@
-"""The command ``python -m trioserve.testing.simulation``: many seeds, or one of them again."""
+"""The command ``python -m trioserve.testing.simulation``: runs many seeds, or repeats one."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Totals:
 
 
 def run_seeds(seeds: Iterator[int], *, seconds: float, jobs: int = 1) -> Iterator[Report]:
-    """Run seeds, each of them twice, until the time is over.
+    """Run seeds until the time is over, each twice, and yield their reports.
 
     Args:
-        seeds: the seeds.
-        seconds: the time.
-        jobs: the number of processes.
+        seeds: The seeds, without end or not.
+        seconds: Time limit; seeds that have begun are finished.
+        jobs: Number of processes.
     """
     deadline = time.monotonic() + seconds
     bounded = itertools.takewhile(lambda _: time.monotonic() < deadline, seeds)
@@ -71,14 +71,14 @@ def run_seeds(seeds: Iterator[int], *, seconds: float, jobs: int = 1) -> Iterato
         yield from map(_run_seed, bounded)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        # In batches: a pool takes all of an iterator in advance.
+        # In batches, because a pool consumes an iterator at once.
         while batch := list(itertools.islice(bounded, 16 * jobs)):
             yield from pool.imap_unordered(_run_seed, batch)
 
 
 def _run_seed(seed: int) -> Report:
     report = simulate(draw_scenario(seed))
-    # Only the trace's length is needed from here on, and reports are sent between processes.
+    # The trace is large and isn't needed any more; reports are sent between processes.
     return report if report.violation is not None else report.without_trace()
 
 
@@ -114,18 +114,26 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--seconds", type=float, help="how long to go on (default: 60)")
-    parser.add_argument("--count", type=int, help="how many seeds to run at most")
+    parser.add_argument("--seconds", type=float, help="time limit in seconds (default: 60)")
+    parser.add_argument("--count", type=int, help="most seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--most-failures", type=int, default=3, help="stop after so many")
+    parser.add_argument(
+        "--most-failures", type=int, default=3, help="stop after this many failures (default: 3)"
+    )
     parser.add_argument("--digests", action="store_true", help="print each seed's trace hash")
-    parser.add_argument("--seed", type=int, help="run this one only")
-    parser.add_argument("--clients", type=_numbers, help="with these of its clients only: 0,3")
-    parser.add_argument("--faults", type=_numbers, help="with these of its faults only")
-    parser.add_argument("--pauses", type=_numbers, help="with these of its pauses only")
-    parser.add_argument("--adapters", type=_numbers, help="with these loads and unloads only")
-    parser.add_argument("--trace", action="store_true", help="print all that happens")
+    parser.add_argument("--seed", type=int, help="run only this seed")
+    parser.add_argument(
+        "--clients", type=_numbers, help="run the seed with only these clients, as in 0,3"
+    )
+    parser.add_argument("--faults", type=_numbers, help="run the seed with only these faults")
+    parser.add_argument("--pauses", type=_numbers, help="run the seed with only these pauses")
+    parser.add_argument(
+        "--adapters",
+        type=_numbers,
+        help="run the seed with only these loads and unloads of adapters",
+    )
+    parser.add_argument("--trace", action="store_true", help="print the scenario and all events")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""The expected output of a client, computed alone from the model's function and the written rules.
+"""The reference: a client's expected outputs, from the model's function and the written rules.
 
-It uses no code of the engine, and is slow and plain: every token is computed from the whole
-context, and every stop string is searched for at every character.
+It uses no code of the engine. It is slow and simple: each token is computed from the whole context,
+and each stop string is searched for at every character.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ExpectedOutput:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
-    """The end; ``error`` if the model had no token to draw."""
+    """``stop`` or ``length``; ``error`` if the model had no token to sample."""
     stop_reason: int | str | None = None
     logprobs: tuple[float, ...] = ()
     asked: tuple[tuple[float, ...], ...] = ()
@@ -75,12 +75,12 @@ def prompt_ids_of(client: SimulatedClient) -> list[int]:
 def expected_outputs(
     scenario: Scenario, client: SimulatedClient, adapter: str = ""
 ) -> list[ExpectedOutput]:
-    """Return the client's outputs, computed with the adapter from that folder, if it has one."""
+    """Return the client's outputs with the adapter of folder ``adapter``, "" for none."""
     return [_output(scenario, client, adapter, index) for index in range(client.num_outputs)]
 
 
 def text_of(tokens: Iterable[int]) -> str:
-    """Return the text of all tokens of an output."""
+    """Return the text of ``tokens``."""
     return bytes(map(_bytes_of_tokens().__getitem__, tokens)).decode("utf-8", "replace")
 
 
@@ -134,8 +134,10 @@ def _output(
 
 
 def _cut(tokens: list[int], reason: str, client: SimulatedClient) -> tuple[int, str, str | None]:
-    """Return how many of ``tokens`` belong to the output, its text, and the stop string that ended
-    it.
+    """End an output at its first stop string.
+
+    Returns:
+        The number of its tokens, its text, and the stop string, None if there was none.
     """
     params = client.params
     stops: Iterable[str] = params.get("stop", ())

@@ -1,4 +1,4 @@
-"""The judge of clients' results: whether each is as expected, and each error has a reason."""
+"""Checks of clients' results: each must be as expected, and each error must have a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trioserve.protocol.errors import (
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
 from trioserve.testing.fake_model import fake_logprobs
-from trioserve.testing.simulation.adapters import AdapterBooks
+from trioserve.testing.simulation.adapters import AdapterChecker
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
 from trioserve.testing.simulation.expected import (
     ExpectedOutput,
@@ -31,25 +31,25 @@ from trioserve.testing.simulation.expected import (
 )
 from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 from trioserve.testing.simulation.trace import Violation
-from trioserve.testing.simulation.watch import Books
+from trioserve.testing.simulation.watch import MessageChecker
 
 
 @attrs.define(eq=False)
-class Circumstances:
-    """Possible reasons of an error."""
+class RunState:
+    """The state of the run that can explain a client's error."""
 
     scenario: Scenario
-    books: Books
-    adapters: AdapterBooks
+    checker: MessageChecker
+    adapters: AdapterChecker
     ended: bool = False
     """True once the scenario's end has begun: draining, abort or cancellation."""
 
     @property
     def failed(self) -> bool:
-        """True if enough workers died that the engine may give up."""
+        """True if so many workers died that the engine may fail."""
         limit: int = self.scenario.options["max_worker_restarts"]
-        never_there = self.books.num_ready == 0 and self.books.deaths > 0
-        too_many = self.books.deaths_without_progress > limit and not self.scenario.is_poisoned
+        never_there = self.checker.num_ready == 0 and self.checker.deaths > 0
+        too_many = self.checker.deaths_without_progress > limit and not self.scenario.is_poisoned
         return too_many or never_there
 
 
@@ -58,14 +58,14 @@ class Visit:
     """One client's use of the engine, from its arrival to its end."""
 
     client: SimulatedClient
-    circumstances: Circumstances
+    run_state: RunState
     adapter: str = ""
     """Folder of its adapter."""
     entered_at: float | None = None
     left: bool = False
     num_request_ends: int = 0
     flushed: set[int] = attrs.field(factory=set)
-    """Outputs with an error that has to follow their last chunk."""
+    """Outputs that gave all their text early, so an error must come next."""
     chunks: list[list[Chunk]] = attrs.field(init=False)
     """Chunks of each output."""
     expected: list[ExpectedOutput] = attrs.field(init=False)
@@ -75,10 +75,10 @@ class Visit:
         self._expect()
 
     def _expect(self) -> None:
-        scenario = self.circumstances.scenario
+        scenario = self.run_state.scenario
         self.expected = expected_outputs(scenario, self.client, self.adapter)
 
-    def compute_with(self, adapter: str) -> None:
+    def expect_adapter(self, adapter: str) -> None:
         """Expect outputs with the adapter from this folder, "" for none."""
         self.adapter = adapter
         self._expect()
@@ -88,17 +88,24 @@ class Visit:
         """Tokens of its prompt, with those before it in a session."""
         return prompt_ids_of(self.client)
 
-    def go_on_from(self, prefix: list[int]) -> None:
+    def continue_from(self, prefix: list[int]) -> None:
         """Expect a turn that continues ``prefix``."""
         prompt = (*prefix, *prompt_ids_of(self.client))
         self.client = attrs.evolve(self.client, prompt=prompt)
         self._expect()
 
     def is_over(self, index: int) -> bool:
-        """Return whether no more tokens of an output may be computed."""
+        """Return True if no more tokens of the output may be computed."""
         own = self.chunks[index]
         ended = bool(own) and own[-1].finish_reason is not None
         return self.left or self.num_request_ends > 0 or ended
+
+    @property
+    def num_waiting_for_grammar(self) -> int:
+        """Most outputs that may wait until the worker has compiled the request's grammar."""
+        if self.entered_at is None or self.client.params.get("grammar") is None:
+            return 0
+        return sum(not self.is_over(index) for index in range(self.client.num_outputs))
 
     @property
     def num_chunks(self) -> int:
@@ -108,60 +115,62 @@ class Visit:
     # ---- chunks
 
     def take(self, chunk: Chunk) -> None:
-        """Check a chunk."""
+        """Check that ``chunk`` continues its output as expected."""
         own, expected = self.chunks[chunk.index], self.expected[chunk.index]
-        self._demand(not own or own[-1].finish_reason is None, "nothing comes after the end", chunk)
+        self._require(
+            not own or own[-1].finish_reason is None, "nothing comes after the end", chunk
+        )
         unflushed = chunk.index not in self.flushed
-        self._demand(unflushed, "text is the tokens' less the stop", chunk)
+        self._require(unflushed, "text is the tokens' less the stop", chunk)
         own.append(chunk)
         tokens = tuple(token for each in own for token in each.token_ids)
         text = "".join(each.text for each in own)
-        self._demand(
+        self._require(
             tokens == expected.token_ids[: len(tokens)], "tokens are those of the model", tokens
         )
-        # An error comes after all held-back text, even part of a character.
+        # Before an error all held-back text is delivered, even part of a character.
         if not expected.text.startswith(text):
             self.flushed.add(chunk.index)
             flushed_well = text == text_of(tokens) and chunk.finish_reason is None
-            self._demand(flushed_well, "text is the tokens' less the stop", text)
+            self._require(flushed_well, "text is the tokens' less the stop", text)
         if chunk.finish_reason is not None:
             got = (tokens, text, chunk.finish_reason, chunk.stop_reason)
             due = attrs.astuple(expected)[:4]
-            self._demand(got == due, "an output ends where and as it must", f"{got}, not {due}")
+            self._require(got == due, "an output ends where and as it must", f"{got}, not {due}")
         self._check_logprobs(chunk, expected, len(tokens))
 
     def _check_logprobs(self, chunk: Chunk, expected: ExpectedOutput, num_tokens: int) -> None:
         if self.client.params.get("logprobs") is None:
-            self._demand(chunk.logprobs is None, "log-probabilities come where asked for", chunk)
+            self._require(chunk.logprobs is None, "log-probabilities come where asked for", chunk)
             return
         entries = chunk.logprobs or ()
         first = num_tokens - len(chunk.token_ids)
         got = [(entry.token_id, entry.logprob) for entry in entries]
         due = list(zip(expected.token_ids, expected.logprobs, strict=True))[first:num_tokens]
-        self._demand(got == due, "log-probabilities are the tokens'", f"{got}, not {due}")
+        self._require(got == due, "log-probabilities are the tokens'", f"{got}, not {due}")
         if self.client.params.get("logprob_token_ids"):
             asked = [tuple(logprob for _, logprob, _ in entry.asked) for entry in entries]
             wanted = list(expected.asked[first:num_tokens])
-            self._demand(asked == wanted, "log-probabilities are of the ids asked for", asked)
+            self._require(asked == wanted, "log-probabilities are of the ids asked for", asked)
 
     def check_whole(self, stream: GenerationStream) -> None:
-        """Check the end of a complete stream."""
-        self._demand(not self.flushed, "text is the tokens' less the stop")
+        """Check a stream that was read to its end."""
+        self._require(not self.flushed, "text is the tokens' less the stop")
         for own in self.chunks:
             finals = [chunk for chunk in own if chunk.finish_reason is not None]
-            self._demand(len(finals) == 1, "each output has one final chunk", own)
+            self._require(len(finals) == 1, "each output has one final chunk", own)
         prompt = prompt_ids_of(self.client)
-        self._demand(stream.prompt_token_ids == prompt, "the prompt is what was sent")
+        self._require(stream.prompt_token_ids == prompt, "the prompt is what was sent")
         usage = stream.usage
         counted = sum(len(chunk.token_ids) for own in self.chunks for chunk in own)
-        self._demand(
+        self._require(
             (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), counted),
             "usage is what was delivered",
             usage,
         )
-        caching = self.circumstances.scenario.options["enable_prefix_caching"]
+        caching = self.run_state.scenario.options["enable_prefix_caching"]
         most_cached = len(prompt) - 1 if caching else 0
-        self._demand(0 <= usage.cached_tokens <= most_cached, "usage is what was cached", usage)
+        self._require(0 <= usage.cached_tokens <= most_cached, "usage is what was cached", usage)
         if self.client.params.get("prompt_logprobs") is not None:
             found = stream.prompt_logprobs
             got = [] if found is None else [each.logprob for each in found.entries(prompt)]
@@ -169,20 +178,20 @@ class Visit:
                 float(fake_logprobs(prompt[:place], 256)[prompt[place]])
                 for place in range(1, len(prompt))
             ]
-            self._demand(got == due, "the prompt's log-probabilities are complete", got)
+            self._require(got == due, "the prompt's log-probabilities are complete", got)
 
     # ---- ends
 
     def check_error(self, error: BaseException, now: float) -> None:
         """Check that the client's ``error`` has a reason."""
-        client, around = self.client, self.circumstances
+        client, run_state = self.client, self.run_state
         reasons: dict[type[BaseException], bool] = {
             DeadlineExceeded: abs(now - self._deadline()) < 1e-6,
             QueueFull: self._may_be_refused(),
-            Draining: around.ended and around.scenario.ends in ("drain", "abort"),
-            RequestAborted: around.ended and around.scenario.ends == "abort",
-            SlowReader: client.pause > 0 or around.scenario.worker.step_time == 0,
-            AdapterNotFound: around.adapters.may_be_missed(client.number, client.adapter),
+            Draining: run_state.ended and run_state.scenario.ends in ("drain", "abort"),
+            RequestAborted: run_state.ended and run_state.scenario.ends == "abort",
+            SlowReader: client.pause > 0 or run_state.scenario.worker.step_time == 0,
+            AdapterNotFound: run_state.adapters.may_be_missing(client.number, client.adapter),
             ContextTooLong: not self._fits(),
             InvalidRequest: self._is_refused(),
             EngineError: self._may_fail(),
@@ -190,14 +199,14 @@ class Visit:
         }
         for kind, is_due in reasons.items():
             if isinstance(error, kind):
-                self._demand(is_due, "an error has a reason", repr(error))
+                self._require(is_due, "an error has a reason", repr(error))
                 return
         raise Violation("errors are trioserve's own", repr(error)) from error
 
     def check_left_in_time(self, now: float) -> None:
         """Check that the client left the block in time."""
         late = now - self._deadline()
-        self._demand(late < 1e-6, "a deadline ends a request in any stage", f"{late:g} s late")
+        self._require(late < 1e-6, "a deadline ends a request in any stage", f"{late:g} s late")
 
     def check_ends(self, outcome: str) -> None:
         """Check that the engine reported the request's end once, unless it refused the request."""
@@ -205,21 +214,21 @@ class Visit:
             *("QueueFull", "Draining", "EngineError", "InvalidRequest", "AdapterNotFound"),
         )
         fewest = 0 if refused or outcome == "ContextTooLong" else 1
-        self._demand(
+        self._require(
             fewest <= self.num_request_ends <= 1, "a request ends once", self.num_request_ends
         )
 
     def _deadline(self) -> float:
-        """Return the end of the client's time."""
+        """Return the time of the client's deadline; infinity for none."""
         timeout = self.client.timeout
         if timeout is None:
-            timeout = self.circumstances.scenario.options.get("default_timeout")
+            timeout = self.run_state.scenario.options.get("default_timeout")
         if timeout is None or self.entered_at is None:
             return math.inf
         return self.entered_at + timeout
 
     def _may_be_refused(self) -> bool:
-        scenario = self.circumstances.scenario
+        scenario = self.run_state.scenario
         most: int = scenario.options["max_num_queued_reqs"]
         most_tokens: float = scenario.options.get("max_num_queued_tokens") or math.inf
         tokens = outputs = 0
@@ -234,10 +243,10 @@ class Visit:
     def _most_prompt_tokens(self, client: SimulatedClient) -> int:
         if client.session is None:
             return len(prompt_ids_of(client))
-        return self.circumstances.scenario.worker.max_model_len
+        return self.run_state.scenario.worker.max_model_len
 
     def _fits(self) -> bool:
-        worker = self.circumstances.scenario.worker
+        worker = self.run_state.scenario.worker
         num_prompt = len(prompt_ids_of(self.client))
         max_tokens: int = self.client.params["max_tokens"]
         return (
@@ -247,11 +256,11 @@ class Visit:
         )
 
     def _is_refused(self) -> bool:
-        params, worker = self.client.params, self.circumstances.scenario.worker
+        params, worker = self.client.params, self.run_state.scenario.worker
         grammar = params.get("grammar")
-        options = self.circumstances.scenario.options
+        options = self.run_state.scenario.options
         slow = worker.call_time + worker.link_delay >= options["grammar_timeout"]
-        scenario = self.circumstances.scenario
+        scenario = self.run_state.scenario
         troubled = bool(scenario.faults) or scenario.is_poisoned
         if grammar is not None and (slow or troubled or grammar.text == REFUSED_GRAMMAR):
             return True
@@ -261,23 +270,24 @@ class Visit:
         return any(each.finish_reason == "error" for each in self.expected)
 
     def _may_fail(self) -> bool:
-        around, client = self.circumstances, self.client
-        worker = around.scenario.worker
+        run_state, client = self.run_state, self.client
+        worker = run_state.scenario.worker
         return (
-            around.failed
-            or (around.ended and around.scenario.ends == "cancel")
-            or (client.number in around.books.may_be_blamed and self._may_be_blamed())
+            run_state.failed
+            or (run_state.ended and run_state.scenario.ends == "cancel")
+            or (client.number in run_state.checker.possible_culprits and self._may_be_culprit())
             or self._has_nothing_to_draw()
             or (worker.pages_after_loss is not None and not self._fits())
-            or (client.params.get("grammar") is not None and around.books.deaths >= 3)
+            or (client.params.get("grammar") is not None and run_state.checker.deaths >= 3)
         )
 
-    def _may_be_blamed(self) -> bool:
-        """Return whether the client may be blamed: with a culprit among the clients, no
-        other may.
-        """
-        return self.client.poisonous or not self.circumstances.scenario.is_poisoned
+    def _may_be_culprit(self) -> bool:
+        """Return True if the client may fail as the culprit.
 
-    def _demand(self, holds: bool, invariant: str, detail: object = "") -> None:
+        If one of the clients is poisonous, no other may.
+        """
+        return self.client.poisonous or not self.run_state.scenario.is_poisoned
+
+    def _require(self, holds: bool, invariant: str, detail: object = "") -> None:
         if not holds:
             raise Violation(invariant, f"client {self.client.number}: {detail}")

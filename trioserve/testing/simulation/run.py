@@ -27,7 +27,7 @@ class Report:
     num_steps: int
     num_tokens: int
     num_checkpoints: int
-    """Checkpoints of the first client that counts them: places where it could have left."""
+    """Checkpoints of the client that leaves at one of them; 0 if there is none."""
     workers_lost: int
     outcomes: dict[str, int]
     """Number of clients by their ends."""
@@ -65,10 +65,10 @@ def run_scenario(scenario: Scenario) -> Report:
         violation=world.violation,
         trace=world.trace,
         digest=world.trace.digest(),
-        num_steps=world.books.num_steps,
-        num_tokens=world.books.num_tokens,
+        num_steps=world.checker.num_steps,
+        num_tokens=world.checker.num_tokens,
         num_checkpoints=world.num_checkpoints,
-        workers_lost=world.books.deaths,
+        workers_lost=world.checker.deaths,
         outcomes=dict(sorted(world.outcomes.items())),
     )
 

@@ -1,4 +1,4 @@
-"""The events in one simulated life of an engine, all chosen in advance from one seed."""
+"""The events of one simulated run of an engine, all drawn in advance from one seed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Departure:
     """A client's departure before its output has ended."""
 
     how: str
-    """The way: ``chunks``: after so many chunks; ``error``: likewise, by an exception of its own;
-    ``time``: so many seconds after its arrival; ``checkpoint``: at that checkpoint of its block.
+    """``chunks``: after ``at`` chunks; ``error``: likewise, by an exception; ``time``: ``at``
+    seconds after its arrival; ``checkpoint``: at checkpoint number ``at`` of its block.
     """
     at: float
     when_woken: bool = False
-    """True to leave at the end of that checkpoint's wait, instead of its beginning."""
+    """True to leave when the checkpoint's wait ends; False to leave when it begins."""
 
 
 @attrs.frozen(kw_only=True)
@@ -38,11 +38,11 @@ class SessionUse:
     number: int
     """Number of the session."""
     how: str
-    """Start of the turn: ``last``: the last turn; ``anew``: from scratch; ``replace``: from
-    scratch, and all other turns are forgotten.
+    """The turn that it continues: ``last``: the last one; ``scratch``: none; ``replace``: none, and
+    all other turns are deleted.
     """
     offset: int | None = None
-    """Number of earlier tokens to keep."""
+    """Number of tokens to keep of the turns before; None for all."""
     timeout: float | None = None
     """Seconds without a turn until the session closes, if this client opens it."""
 
@@ -64,7 +64,7 @@ class SimulatedClient:
     retention: Retention | None = None
     session: SessionUse | None = None
     adapter: str = ""
-    """Name of the adapter that it requests once that is loaded, or after some time."""
+    """Name of the adapter that it requests; it waits a while until the adapter is loaded."""
     timeout: float | None = None
     leaves: Departure | None = None
     pause: float = 0.0
@@ -74,7 +74,7 @@ class SimulatedClient:
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs that it asks for."""
+        """Number of outputs that it requests."""
         return int(self.params.get("n", 1))
 
 
@@ -82,18 +82,18 @@ class SimulatedClient:
 class Fault:
     """A fault of a worker.
 
-    ======= =======================================================================================
-    what    at
-    ======= =======================================================================================
-    loading the worker dies while it loads its model (seconds after its start)
-    killed  from outside, at that many seconds after it was ready
-    dies    in the step of that number (the worker's own count from 0)
-    fails   the plan of that step fails, without a slot
-    blames  likewise, with the slot of one of its rows
-    fatal   likewise, and the worker can't go on
-    hangs   that step never ends
-    pauses  that step takes ``seconds`` more
-    ======= =======================================================================================
+    ============ ===============================================================================
+    what         event
+    ============ ===============================================================================
+    loading      the worker dies ``at`` seconds after its start, while it loads its model
+    killed       the worker is killed from outside ``at`` seconds after it was ready
+    dies         the worker dies in its step number ``at``, from 0
+    fails        the plan of that step fails; the failure names no slot
+    fails_in_row the plan of that step fails; the failure names the slot of one of its rows
+    fatal        the plan of that step fails, and the worker must be replaced
+    hangs        that step never ends
+    pauses       that step takes ``seconds`` more
+    ============ ===============================================================================
     """
 
     worker: int
@@ -105,13 +105,13 @@ class Fault:
 
 @attrs.frozen(kw_only=True)
 class Pause:
-    """A pause of computation that loses no request."""
+    """A pause of the engine that loses no request."""
 
     at: float
     """Seconds after the engine is up."""
     mode: str
-    """``wait``, ``retract`` or ``in_place``; ``exchange wait`` and ``exchange retract``: weights
-    are swapped in that mode; ``release``: the worker is stopped.
+    """``wait``, ``retract`` or ``in_place``; ``swap wait`` and ``swap retract``: a weight swap in
+    that mode; ``release``: the worker is stopped.
     """
     seconds: float
     flushes: bool = False
@@ -145,42 +145,42 @@ class WorkerKind:
     max_model_len: int
     max_num_batched_tokens: int
     alphabet: tuple[int, ...]
-    """Tokens that the model can draw."""
-    nothing_in: int = 0
-    """One draw in so many gives no token; 0 for never."""
+    """Tokens that the model can sample."""
+    no_token_every: int = 0
+    """One of this many samples gives no token; 0 for never."""
     computes_past_stop: bool = False
     step_time: float = 0.01
     seconds_per_token: float = 0.0
     call_time: float = 0.0
     load_time: float = 0.1
     link_delay: float = 0.0
-    """Seconds that a message of the engine takes."""
+    """Latency of a message from the engine, in seconds."""
     pages_after_loss: int | None = None
-    """Pages of every worker but the first, if that is fewer."""
+    """Pages of every worker after the first; None for as many as the first has."""
     num_host_pages: int = 0
     """Places for pages in the host's memory."""
     max_row_tokens: int = 1
-    """The most tokens that a row of a result brings."""
+    """Most tokens of a row of a result."""
 
     def pages_of(self, worker: int) -> int:
-        """Return the pages of one of the workers."""
+        """Return the number of pages of the worker of that number."""
         later = self.num_pages if self.pages_after_loss is None else self.pages_after_loss
         return later if worker else self.num_pages
 
     @property
     def fewest_pages(self) -> int:
-        """The pages of the smallest worker."""
+        """Number of pages of the smallest worker."""
         return min(self.pages_of(0), self.pages_of(1))
 
     def token_function(self) -> TokenFunction:
         """Return the model: tokens depend on all tokens before, the seed and the output's index."""
-        alphabet, nothing_in = self.alphabet, self.nothing_in
+        alphabet, no_token_every = self.alphabet, self.no_token_every
 
         def token(context: list[int], sampler: SamplerParams) -> int:
             kind = sampler.seed // _MAX_CLIENTS
             start = zlib.crc32(f"{kind}/{sampler.sequence_index}".encode())
             drawn = zlib.crc32(wire.from_ints(context), start)
-            if nothing_in and drawn // 65536 % nothing_in == 0:
+            if no_token_every and drawn // 65536 % no_token_every == 0:
                 return -1
             return alphabet[drawn % len(alphabet)]
 
@@ -188,13 +188,14 @@ class WorkerKind:
 
 
 def num_accepted(context: list[int]) -> int:
-    """Return how many tokens drafted after ``context`` are accepted, if there are so many."""
+    """Return the most tokens drafted after ``context`` that are accepted."""
     return zlib.crc32(wire.from_ints(context), 7) % 5
 
 
 def seed_of(kind: int, client: int) -> int:
-    """Return a request's seed. Clients of one ``kind`` get equal tokens, but the seed tells them
-    apart.
+    """Return the seed of a client's request.
+
+    Equal prompts of one ``kind`` get equal tokens, although each client has its own seed.
     """
     return kind * _MAX_CLIENTS + client
 
@@ -206,7 +207,7 @@ def client_of(sampler: SamplerParams) -> int:
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """The events of a simulation. ``seed`` determines their order as well."""
+    """The events of a simulation. ``seed`` also determines their order."""
 
     seed: int
     options: dict[str, Any]
@@ -218,15 +219,15 @@ class Scenario:
     adapters: tuple[AdapterChange, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ends: str = "idle"
-    """The end: ``idle``: when all clients are done; ``drain``: likewise, with no admissions after
-    ``ends_at``; ``abort``: all open requests are aborted then, too; ``cancel``: the engine's scope
-    is cancelled then.
+    """``idle``: the run ends when all clients are done; ``drain``: also, new requests are refused
+    from ``ends_at`` on; ``abort``: also, open requests are aborted then; ``cancel``: the engine's
+    scope is cancelled then.
     """
     ends_at: float = 0.0
 
     @property
     def is_poisoned(self) -> bool:
-        """True if one of the clients kills workers."""
+        """True if a client is poisonous."""
         return any(client.poisonous for client in self.clients)
 
     def only(
@@ -236,8 +237,9 @@ class Scenario:
         pauses: Collection[int] | None = None,
         adapters: Collection[int] | None = None,
     ) -> Scenario:
-        """Return the scenario with only these clients, faults, pauses and adapters, by index; None
-        for all.
+        """Return the scenario with only these clients, faults, pauses and adapter changes.
+
+        Each argument has their indices; None keeps all.
         """
         kept = [each for each in self.clients if clients is None or each.number in clients]
         return attrs.evolve(

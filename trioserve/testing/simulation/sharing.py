@@ -1,8 +1,8 @@
-"""Check that requests with a common prefix compute it once, by the plans.
+"""Check, by the plans, that requests with a common prefix compute it once.
 
-Two rows of one plan never compute the same page of a prompt. Pages of earlier plans are in the
-cache; if two requests arrive together, neither is there yet. Requests for their prompt's
-log-probabilities compute the whole prompt, and are left out.
+Two rows of one plan never compute the same page of a prompt, even if two requests arrive together
+and neither finds the page in the cache. Requests with log-probabilities of their prompt compute the
+whole prompt, so they are left out.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class _Prompt:
 
 
 @attrs.define(eq=False)
-class Sharing:
+class SharingChecker:
     """The progress of the prompt in each open slot, by the plans."""
 
     page_size: int
     namespace_of: Callable[[int], object]
-    """Function that is equal for clients with shareable prefixes: cache salt and adapter."""
+    """Returns the cache salt and adapter of a client; equal ones can share prefixes."""
     enabled: bool
     _prompts: dict[int, _Prompt] = attrs.field(factory=dict)
 
@@ -41,7 +41,7 @@ class Sharing:
             self._prompts[slot.slot] = _Prompt(self.namespace_of(client), tokens, slot.computed)
 
     def planned(self, rows: Iterable[tuple[int, int]]) -> None:
-        """Check a plan's rows: numbers of tokens by slot."""
+        """Check a plan's rows, pairs of slot and number of tokens."""
         seen: dict[tuple[object, tuple[int, ...]], int] = {}
         size = self.page_size
         for slot, count in rows:

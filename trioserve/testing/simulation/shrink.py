@@ -11,11 +11,11 @@ from trioserve.testing.simulation.scenario import Scenario
 
 
 def shrink(report: Report, *, most_runs: int = 300) -> Report:
-    """Leave out clients and faults as long as the same invariant is violated.
+    """Leave out clients and events as long as the same invariant is violated.
 
     Args:
-        report: the report of a run with a violation.
-        most_runs: the most runs.
+        report: Report of a run with a violation.
+        most_runs: Most runs to try.
     """
     assert report.violation is not None
     smallest = report
@@ -38,7 +38,7 @@ def shrink(report: Report, *, most_runs: int = 300) -> Report:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the scenario with half of its clients, and without one client or event."""
+    """Yield smaller scenarios: with half of the clients, or without one client or event."""
     numbers = [client.number for client in scenario.clients]
     half = len(numbers) // 2
     if half > 1:

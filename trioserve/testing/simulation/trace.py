@@ -12,10 +12,10 @@ import trio
 
 
 class Violation(AssertionError):
-    """An event that violates an invariant.
+    """A violated invariant.
 
     Attributes:
-        invariant: the violated invariant, in a few words.
+        invariant: The invariant, in a few words.
     """
 
     def __init__(self, invariant: str, detail: str = "") -> None:
@@ -25,7 +25,10 @@ class Violation(AssertionError):
 
 @attrs.define(eq=False)
 class Trace:
-    """Lines with their virtual times. Two runs of one scenario must have equal traces."""
+    """The events of a run, each a line with its virtual time.
+
+    Two runs of one scenario must have equal traces.
+    """
 
     lines: list[str] = attrs.field(factory=list)
 
@@ -43,9 +46,9 @@ def as_violation(error: Exception) -> Violation:
     if isinstance(error, Violation):
         return error
     if isinstance(error, AssertionError):
-        violation = Violation(str(error) or "an assertion of the engine's holds")
+        violation = Violation(str(error) or "the engine's assertions hold")
     else:
-        violation = Violation("nothing fails but what is said to", repr(error))
+        violation = Violation("no error is unexpected", repr(error))
     violation.__cause__ = error
     return violation
 

@@ -1,8 +1,8 @@
-"""Checks of every plan and result on its way, with records of their own.
+"""Checks of every plan and result between the engine and its workers.
 
-The records have the pages that each plan in flight may touch, and the owners of its rows, from the
-messages alone. So they reveal a page or slot that is reused too early, a computation for a request
-that has ended, and an output that gets a slot out of order.
+The checker records, from the messages alone, the pages that each plan in flight may touch and the
+owners of its rows. So it finds a page or slot that is reused too early, a row for a request that
+has ended, and an output that gets a slot out of order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import trio
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.testing.simulation.scenario import client_of
-from trioserve.testing.simulation.sharing import Sharing
+from trioserve.testing.simulation.sharing import SharingChecker
 from trioserve.testing.simulation.trace import Trace, Violation
-from trioserve.testing.simulation.turns import Row, TurnRecord
+from trioserve.testing.simulation.turns import OrderChecker, Row
 from trioserve.workers import Link
 
 
@@ -44,34 +44,34 @@ class _PlanInFlight:
 
 
 @attrs.define(eq=False)
-class Books:
-    """The records of one scenario's messages, over all of its workers."""
+class MessageChecker:
+    """Records and checks the messages of one scenario, over all of its workers."""
 
     trace: Trace
     depth: int
     page_size: int
     is_over: Callable[[Row], bool]
-    """Function that returns whether no more tokens are to be computed for an output."""
+    """Returns True if no more tokens may be computed for an output."""
     adapter_is_gone: Callable[[int], bool]
-    """Function that returns whether the adapter of a client's request was unloaded."""
+    """Returns True if the adapter of a client's request was unloaded."""
     after_step: Callable[[], None]
     """Called when the engine has made a plan or taken a message."""
     report: Callable[[Exception], None]
     """Called with a violation."""
-    turns: TurnRecord
-    sharing: Sharing
+    turns: OrderChecker
+    sharing: SharingChecker
     slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
-    may_be_blamed: set[int] = attrs.field(factory=set)
+    possible_culprits: set[int] = attrs.field(factory=set)
     """Clients that were alone in flight at a failure, or that a worker named."""
-    is_quiet: bool = False
-    """True once the engine has reported that no computation is in flight."""
+    is_paused: bool = False
+    """True once the engine has reported that it is paused: nothing is in flight."""
     since_flush: set[int] | None = None
     """Pages handed out since the last flush of the prefix cache; None before the first."""
     num_unanswered: int = 0
     """Plans without an answer. A worker also answers the plans that it refuses."""
-    adapter_calls: set[int] = attrs.field(factory=set)
-    """Numbers of unanswered calls to load or unload an adapter."""
+    calls: dict[int, str] = attrs.field(factory=dict)
+    """Names of unanswered calls, by number."""
     num_steps: int = 0
     num_tokens: int = 0
     steps_of_worker: int = 0
@@ -81,6 +81,10 @@ class Books:
     deaths_without_progress: int = 0
     num_failures: int = 0
 
+    def is_calling(self, *names: str) -> bool:
+        """Return True if a call with one of ``names`` is unanswered."""
+        return any(name in names for name in self.calls.values())
+
     def worker_ready(self) -> None:
         """Record a new worker, which has no state."""
         self.num_ready += 1
@@ -89,13 +93,13 @@ class Books:
     def _forget(self) -> None:
         self.slots.clear()
         self.in_flight.clear()
-        self.adapter_calls.clear()
+        self.calls.clear()
         self.steps_of_worker = self.num_unanswered = 0
 
     def worker_lost(self) -> None:
-        """Record that the worker died, or will be replaced."""
+        """Record that the worker was lost."""
         self._suspect([row for plan in self.in_flight for row in plan.rows])
-        self.turns.accident()
+        self.turns.on_fault()
         self.deaths += 1
         self.deaths_without_progress = (
             1 if self.steps_of_worker else self.deaths_without_progress + 1
@@ -106,10 +110,10 @@ class Books:
         """Record ``rows`` as possible causes of a failure."""
         clients = {client for client, _ in rows}
         if len(clients) == 1:
-            self.may_be_blamed |= clients
+            self.possible_culprits |= clients
 
     @contextlib.contextmanager
-    def blaming(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Report a violation in the block, without an exception in the engine."""
         try:
             yield
@@ -130,8 +134,7 @@ class Books:
             self.trace.note(f"drop {message.slot}")
         elif isinstance(message, wire.Call):
             self.trace.note(f"call {message.number} {message.name}")
-            if message.name in ("load_adapter", "unload_adapter"):
-                self.adapter_calls.add(message.number)
+            self.calls[message.number] = message.name
 
     def _on_plan(self, plan: wire.Plan) -> None:
         closed = wire.ints(plan.closed).tolist()
@@ -153,7 +156,7 @@ class Books:
             + (f" close {closed}" if closed else "")
             + (f" pages {pages}" if pages else "")
         )
-        if rows and self.is_quiet:
+        if rows and self.is_paused:
             raise Violation("nothing is computed in a pause", f"plan {plan.number}")
         for row, _ in rows:
             if self.is_over(row):
@@ -236,15 +239,15 @@ class Books:
             self.trace.note(f"failure {message.number}: {message.message}, slot {message.slot}")
             self.num_unanswered -= 1
             self.num_failures += 1
-            self.turns.accident()
+            self.turns.on_fault()
             for plan in self.in_flight:
                 if plan.number == message.number:
                     self._suspect(plan.rows)
                     named = dict(zip(plan.touched, plan.rows, strict=True)).get(message.slot)
-                    self.may_be_blamed |= set() if named is None else {named[0]}
+                    self.possible_culprits |= set() if named is None else {named[0]}
         elif isinstance(message, wire.Reply):
             self.trace.note(f"reply {message.number}: {message.error or 'fine'}")
-            self.adapter_calls.discard(message.number)
+            self.calls.pop(message.number, None)
 
 
 def _pairs(*columns: bytes) -> list[tuple[int, int]]:
@@ -253,34 +256,34 @@ def _pairs(*columns: bytes) -> list[tuple[int, int]]:
 
 
 @attrs.define(eq=False)
-class WatchedLink:
-    """The engine's end of a link, with checks by :class:`Books`.
+class CheckedLink:
+    """The engine's end of a link, with checks by :class:`MessageChecker`.
 
     Each message of the engine takes ``delay`` seconds.
     """
 
     _link: Link
-    _books: Books
+    _checker: MessageChecker
     _delay: float
 
     async def send(self, message: wire.Message) -> None:
         """Send ``message`` through the link."""
-        with self._books.blaming():
-            self._books.on_send(message)
-            self._books.after_step()
+        with self._checker.reporting():
+            self._checker.on_send(message)
+            self._checker.after_step()
         if self._delay:
             await trio.sleep(self._delay)
         await self._link.send(message)
 
     async def receive(self) -> wire.Message:
         """Return the next message from the link."""
-        with self._books.blaming():
-            self._books.after_step()
+        with self._checker.reporting():
+            self._checker.after_step()
         try:
             message = await self._link.receive()
         except WorkerLost:
-            self._books.trace.note("the link is closed")
+            self._checker.trace.note("the link is closed")
             raise
-        with self._books.blaming():
-            self._books.on_receive(message)
+        with self._checker.reporting():
+            self._checker.on_receive(message)
         return message

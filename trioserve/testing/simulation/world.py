@@ -1,4 +1,4 @@
-"""The run of one scenario: the real engine, fake workers with faults, and clients that check."""
+"""The run of one scenario: the real engine, fake workers with faults, and checking clients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trioserve.protocol.errors import EngineError, RequestAborted, TrioserveErro
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Request
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.simulation.adapters import AdapterBooks
-from trioserve.testing.simulation.judge import Circumstances, Visit
+from trioserve.testing.simulation.adapters import AdapterChecker
+from trioserve.testing.simulation.judge import RunState, Visit
 from trioserve.testing.simulation.scenario import Pause, Scenario, SimulatedClient
-from trioserve.testing.simulation.sessions import SessionBooks
-from trioserve.testing.simulation.sharing import Sharing
+from trioserve.testing.simulation.sessions import SessionChecker
+from trioserve.testing.simulation.sharing import SharingChecker
 from trioserve.testing.simulation.trace import (
     Trace,
     Violation,
@@ -26,15 +26,15 @@ from trioserve.testing.simulation.trace import (
     first_error,
     logs_into,
 )
-from trioserve.testing.simulation.turns import Row, TurnRecord
-from trioserve.testing.simulation.watch import Books
+from trioserve.testing.simulation.turns import OrderChecker, Row
+from trioserve.testing.simulation.watch import MessageChecker
 from trioserve.testing.simulation.workers import SimulatedWorkers
 from trioserve.testing.virtual import CancelAtCheckpoint
 
 HORIZON = 10_000.0
 """Seconds after which a client that isn't done is stuck."""
 SMALL_BUDGET = 1 << 20
-"""Bytes of unread output in all; a smaller limit ends slow readers to make room."""
+"""Limit of unread output, in bytes. Below it, slow readers are ended to make room."""
 SETTLING = 200.0
 """Seconds after the last client until everything has to be idle."""
 
@@ -53,10 +53,10 @@ class World:
         self.engine: Engine | None = None
         self.num_checkpoints = 0
         self.pausing = trio.Lock()
-        """Held during a pause: the engine has only one at a time."""
+        """Held during a pause, because the engine allows one at a time."""
         self.outcomes: dict[str, int] = {}
-        self.adapters = AdapterBooks(self.trace, self._may_lose_workers)
-        self.books = Books(
+        self.adapters = AdapterChecker(self.trace, self._may_lose_workers)
+        self.checker = MessageChecker(
             trace=self.trace,
             depth=scenario.options["max_plans_in_flight"],
             page_size=scenario.worker.page_size,
@@ -64,13 +64,13 @@ class World:
             adapter_is_gone=self.adapters.is_gone,
             after_step=self.check,
             report=self.report,
-            turns=TurnRecord(
+            turns=OrderChecker(
                 is_due=self._is_due,
                 enabled=scenario.options["scheduling_policy"] == "fcfs"
                 and not scenario.options["enable_prefix_caching"]
                 and not scenario.adapters,
             ),
-            sharing=Sharing(
+            sharing=SharingChecker(
                 page_size=scenario.worker.page_size,
                 namespace_of=lambda client: (
                     self.visits[client].client.cache_salt,
@@ -79,11 +79,11 @@ class World:
                 enabled=scenario.options["enable_prefix_caching"],
             ),
         )
-        self.workers = SimulatedWorkers(scenario, self.books)
-        self.around = Circumstances(scenario, self.books, self.adapters)
-        self.visits = {each.number: Visit(each, self.around) for each in scenario.clients}
-        self.sessions = SessionBooks()
-        self.all_gone = trio.Event()
+        self.workers = SimulatedWorkers(scenario, self.checker)
+        self.run_state = RunState(scenario, self.checker, self.adapters)
+        self.visits = {each.number: Visit(each, self.run_state) for each in scenario.clients}
+        self.sessions = SessionChecker()
+        self.all_left = trio.Event()
         self.scope = trio.CancelScope()
         self.engine_scope = trio.CancelScope()
 
@@ -99,10 +99,10 @@ class World:
         unfinished = num_tokens < len(visit.expected[index].token_ids)
         # A preempted sequence with a grammar waits until the worker has compiled it again.
         has_grammar = visit.client.params.get("grammar") is not None
-        # An output ended to make room for others' chunks takes effect before its end is delivered.
+        # An output that is ended to make room stops at once; its end is delivered later.
         budget = self.scenario.options.get("max_total_stream_bytes", SMALL_BUDGET)
         may_be_evicted = budget < SMALL_BUDGET and visit.client.pause > 0
-        is_over = self.around.ended or may_fail or may_be_evicted or visit.is_over(index)
+        is_over = self.run_state.ended or may_fail or may_be_evicted or visit.is_over(index)
         return unfinished and not has_grammar and not is_over
 
     # ---- invariants
@@ -120,7 +120,7 @@ class World:
             self.engine.check_integrity()
 
     def check_idle(self) -> None:
-        """Check the idle engine: no task can run, and time is about to jump."""
+        """Check the engine when no task can run and time is about to jump."""
         if self.engine is None or self.violation is not None:
             return
         try:
@@ -131,12 +131,14 @@ class World:
 
     def _check_not_stalled(self, engine: Engine) -> None:
         now = engine.statistics()
-        if not engine.healthy or self.workers.current is None or self.books.num_unanswered:
+        if not engine.healthy or self.workers.current is None or self.checker.num_unanswered:
             return
-        if self.pausing.locked() or self.books.adapter_calls:
+        if self.pausing.locked() or self.checker.is_calling("load_adapter", "unload_adapter"):
             return
         busy = now.scheduler.num_running + now.scheduler.num_waiting
-        if busy and not self.scenario.worker.link_delay:
+        if self.checker.is_calling("prepare"):
+            busy -= sum(visit.num_waiting_for_grammar for visit in self.visits.values())
+        if busy > 0 and not self.scenario.worker.link_delay:
             raise Violation("outputs that can be computed are computed", f"{busy} outputs, no plan")
         slots = self.workers.current.slots
         if not now.num_streams and not self.scenario.worker.link_delay and slots:
@@ -151,14 +153,14 @@ class World:
                 with trio.move_on_after(HORIZON) as horizon:
                     await self._run_all()
                 if horizon.cancelled_caught:
-                    raise Violation("everything comes to an end", self._who_is_open())
+                    raise Violation("everything comes to an end", self._open_clients())
         except Exception as error:
             self.report(error)
         tasks_after = trio.lowlevel.current_statistics().tasks_living
         if self.violation is None and tasks_after != tasks_before:
             self.report(Violation("no task is left", f"{tasks_after - tasks_before} more"))
 
-    def _who_is_open(self) -> str:
+    def _open_clients(self) -> str:
         return f"clients {[n for n, visit in self.visits.items() if not visit.left]}"
 
     async def _run_all(self) -> None:
@@ -193,14 +195,12 @@ class World:
                         clients.start_soon(self._end, self.engine)
                     await self._wait_until_done(self.engine)
                     nursery.cancel_scope.cancel()
-        except EngineError as error:
-            self._check_failure(error)
-        except WorkerLost as error:
+        except (EngineError, WorkerLost) as error:
             self._check_failure(error)
 
     async def _wait_until_done(self, engine: Engine) -> None:
         """Wait until all clients have left, and everything is idle."""
-        await self.all_gone.wait()
+        await self.all_left.wait()
         self.sessions.close()
         await trio.sleep(SETTLING)
         await self._unload_all(engine)
@@ -230,13 +230,13 @@ class World:
             raise Violation("no adapter is left", f"{held}, {engine.adapters}")
 
     def _check_failure(self, error: Exception) -> None:
-        """Check an engine failure: only too many deaths of workers may cause it."""
+        """Check that the engine failed because of too many worker deaths."""
         self.trace.note(f"the engine failed: {error}")
         limit = self.scenario.options["max_worker_restarts"]
-        if not self.around.failed:
+        if not self.run_state.failed:
             raise Violation(
                 "the engine fails only for too many deaths",
-                f"{error!r} after {self.books.deaths_without_progress} of {limit}",
+                f"{error!r} after {self.checker.deaths_without_progress} of {limit}",
             ) from error
 
     async def _pause(self, engine: Engine, pause: Pause) -> None:
@@ -244,31 +244,31 @@ class World:
         async with self.pausing:
             self.trace.note(f"pause: {pause.mode}")
             # A preempted output may run after another one that found a free slot.
-            self.books.turns.accident()
+            self.checker.turns.on_fault()
             try:
-                await self._keep_quiet(engine, pause)
+                await self._hold_pause(engine, pause)
             except TrioserveError as error:
                 # The worker or the engine has ended meanwhile.
                 self.trace.note(f"the pause fails: {error!r}")
             self.trace.note("the pause ends")
 
-    async def _keep_quiet(self, engine: Engine, pause: Pause) -> None:
-        if pause.mode.startswith("exchange "):
+    async def _hold_pause(self, engine: Engine, pause: Pause) -> None:
+        if pause.mode.startswith("swap "):
             weights = f"weights of {trio.current_time()}"
-            await engine.control.exchange_weights(weights, pause.mode.partition(" ")[2])
-            self.books.since_flush = set()
+            await engine.control.swap_weights(weights, pause.mode.partition(" ")[2])
+            self.checker.since_flush = set()
             return
         if pause.mode == "release":
             await engine.release_memory()
         else:
             await engine.pause(pause.mode)
-        self.books.is_quiet = True
+        self.checker.is_paused = True
         if pause.flushes and pause.mode != "release":
             self.trace.note(f"{engine.flush_cache()} pages are flushed")
-            self.books.since_flush = set()
+            self.checker.since_flush = set()
             self.check()
         await trio.sleep(pause.seconds)
-        self.books.is_quiet = False
+        self.checker.is_paused = False
         if pause.mode == "release":
             await engine.resume_memory()
         else:
@@ -277,7 +277,7 @@ class World:
     async def _end(self, engine: Engine) -> None:
         await trio.sleep(self.scenario.ends_at)
         self.trace.note(f"the end: {self.scenario.ends}")
-        self.around.ended = True
+        self.run_state.ended = True
         if self.scenario.ends == "cancel":
             self.engine_scope.cancel()
             return
@@ -323,7 +323,7 @@ class World:
         visit.check_ends(outcome)
         self.check()
         if all(visit.left for visit in self.visits.values()):
-            self.all_gone.set()
+            self.all_left.set()
 
     @contextlib.contextmanager
     def _departure(self, client: SimulatedClient) -> Iterator[None]:
@@ -345,7 +345,7 @@ class World:
                 self.num_checkpoints = counter.count
 
     async def _use(self, engine: Engine, visit: Visit) -> str:
-        """Request the output and read it; return how it ended."""
+        """Send the request and read its output; return how it ended."""
         client = visit.client
         generation = self._generation(engine, visit)
         visit.entered_at = trio.current_time()
@@ -386,7 +386,7 @@ class World:
             **client.params,
         }
         if client.adapter:
-            visit.compute_with(self.adapters.begin(client.number, client.adapter))
+            visit.expect_adapter(self.adapters.begin(client.number, client.adapter))
         if client.session is None:
             return engine.generate(client.prompt, adapter=client.adapter, **options)
         return self.sessions.begin(engine, visit, client.session, **options)

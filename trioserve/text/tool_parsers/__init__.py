@@ -1,4 +1,4 @@
-"""Tool calls: their syntax in each family of models, parsed from text and enforced by grammars."""
+"""Tool calls: parsers, grammars and writers of the syntax of each model family."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from trioserve.text.tool_parsers.xml import GLM, QWEN3_CODER, GlmParser, Qwen3Co
 from trioserve.text.tool_parsers.xml_writing import grammar_in, writer_in
 
 Calls = Sequence[tuple[str, str]]
-"""Names and arguments of calls, the arguments as JSON."""
+"""Calls as pairs of name and arguments, the latter as JSON."""
 
 
 @attrs.frozen
 class Family:
     """A syntax of tool calls.
 
-    ``grammar`` takes a :class:`ToolUse`, the ids of tokens and the template's text. ``write``
-    renders an answer with calls. ``placeholder`` stands for arguments in a description for the
-    model, and ``meaning`` explains it.
+    ``grammar`` takes a :class:`ToolUse`, the function for token ids and the template's text.
+    ``write`` writes an answer with calls. ``placeholder`` replaces arguments in a description for
+    the model, and ``meaning`` explains it.
     """
 
     name: str
@@ -103,14 +103,14 @@ FAMILIES = {
 }
 
 _OTHER_TAG = re.compile(r"<tool_call>(?:\\n|\s)*<\w")
-"""Call in tags of its own, which isn't a JSON object."""
+"""Call in tags that isn't a JSON object."""
 
 
 def family_of_template(template: str, *, knows_tools: bool) -> Family | None:
-    """Return the family of the calls that a chat template prints; None for an unknown one.
+    """Return the family of the calls that a chat template prints; None if it is unknown.
 
     Args:
-        knows_tools: whether the template prints tools at all. If it doesn't, the family is
+        knows_tools: True if the template prints tools at all. If it doesn't, the family is
             ``json``: a system message has to describe the tools, and can describe the calls as
             well.
     """

@@ -1,4 +1,4 @@
-"""Calls as JSON objects one after the other, alone or in an array."""
+"""Calls as JSON objects, in a row or in an array."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class ArrayParser(MarkedParser):
     _in_array = False
 
     def _objects(self, first: str, lead: str) -> bool:
-        """Expect ``first``, which has been read, to begin an object or an array of calls.
+        """Expect an array of calls if ``first`` is a bracket, else an object.
 
-        Return whether the character was taken.
+        Returns:
+            True if ``first`` was taken.
         """
         self._in_array = first == "["
         self._expect_call(lead + "[" if self._in_array else lead)

@@ -1,13 +1,13 @@
-"""The base of all tool parsers: pieces of text in, events out.
+"""The base of all tool parsers, which turn pieces of text into events.
 
-A parser is a state machine, and its states are methods. A state takes the text and a position, does
-its work, and returns the position up to which the text is done. If neither state nor position
-changes, it needs more text, and the rest is kept for the next piece. The rest is at most a part of
-a marker, so all work is linear in the text.
+A parser is a state machine whose states are methods. A state takes the text and a position, and
+returns the position up to which it has processed the text. If neither state nor position changes,
+it needs more text, and the rest is kept for the next piece. The rest is at most a part of a marker,
+so all work is linear in the text.
 
-Text that turns out not to be a call is returned as text. A call that breaks inside its arguments
-has been streamed by then, so the rest up to the call's end belongs to the arguments too: the client
-gets what the model wrote, and sees that it isn't valid JSON.
+Text that isn't a call after all is returned as text. If a call's arguments become invalid, their
+beginning has already been streamed. So the rest up to the call's end is also returned as arguments:
+the client gets the model's text and sees that it isn't valid JSON.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ State = Callable[[str, int], int]
 
 
 class ToolParser(Protocol):
-    """Parser of one answer's text into events. Pure: no I/O, and no exception for any text."""
+    """Parser of one answer's text into events. It does no I/O, and no text makes it raise."""
 
     def feed(self, text: str) -> list[Event]:
         """Return the events of the next piece of the answer."""
         ...
 
     def finish(self) -> list[Event]:
-        """Return the events of the text held back at the end of the answer."""
+        """Return the events of the text held back until the end of the answer."""
         ...
 
 
 def new_call_id() -> str:
-    """Return a new id of a call."""
+    """Return a new call id."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -48,7 +48,7 @@ def find_marker(text: str, start: int, markers: Collection[str]) -> tuple[int, s
     text's length), and None.
     """
     if not any(marker[0] in text for marker in markers):
-        return len(text), None  # so it is for most pieces of most answers
+        return len(text), None  # The usual case.
     found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     if found:
         return min(found)
@@ -63,14 +63,14 @@ class MarkedParser(abc.ABC):
     """Base of the parsers; a family adds the states that look for its markers.
 
     Args:
-        names: the functions that may be called; a call of another one is text.
-        new_id: gives the id of each call.
-        free: whether the answer was written without a grammar. If so, calls are also found in
-            places and forms that a grammar would rule out.
+        names: Functions that may be called; a call of another one is text.
+        new_id: Returns the id of each call.
+        free: True if the answer was written without a grammar. Then calls are also found in places
+            and forms that a grammar would exclude.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Markers that the family writes around its calls; special tokens in some models."""
+    """Markers around the family's calls; special tokens in some models."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class MarkedParser(abc.ABC):
         self._scanner = CallScanner(self._names)
         self._num_calls = 0
         self._space: list[str] = []
-        """White space that becomes text only if text follows, or if there is no call at all."""
+        """White space that is returned only if text follows, or if there is no call."""
         self._has_text = False
         self._events: list[Event] = []
 
     @classmethod
     def of(cls, tools: Collection[Tool], *, free: bool = True) -> MarkedParser:
-        """Return a parser of calls of ``tools``."""
+        """Return a parser for calls of ``tools``."""
         return cls([tool.name for tool in tools], free=free)
 
     def feed(self, text: str) -> list[Event]:
@@ -110,7 +110,7 @@ class MarkedParser(abc.ABC):
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """Return the events of the text held back at the end of the answer."""
+        """Return the events of the text held back until the end of the answer."""
         rest, self._rest = self._rest, ""
         if self._state == self._broken_arguments:
             self._add_arguments(rest)
@@ -139,7 +139,7 @@ class MarkedParser(abc.ABC):
 
     @abc.abstractmethod
     def _after_call(self, text: str, position: int) -> int:
-        """Handle the text behind a call's object."""
+        """Handle the text after a call's object."""
 
     def _call(self, text: str, position: int) -> int:
         """Handle an object that may be a call."""
@@ -161,7 +161,7 @@ class MarkedParser(abc.ABC):
         return end
 
     def _broken_arguments(self, text: str, position: int) -> int:
-        """Handle the text behind the point where the arguments ceased to be JSON."""
+        """Handle the text after arguments that became invalid JSON."""
         self._add_arguments(text[position:])
         return len(text)
 

@@ -1,4 +1,4 @@
-"""One call as a JSON object, ``{"name": …, "arguments": {…}}``, in text that comes in pieces."""
+"""A scanner of one call as a JSON object, ``{"name": …, "arguments": {…}}``, in pieces of text."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 @attrs.define(eq=False)
 class CallScanner:
-    """Scanner of one object that may be a call; it returns the arguments as they come.
+    """Scanner of one object that may be a call. It returns the arguments as they come.
 
-    Arguments are returned once the name is one of ``names`` and the arguments have begun. Until
-    then ``raw`` holds all text read so far, in case it isn't a call. If the arguments come first,
-    the object is held until its name comes. Without arguments it is a call with ``{}``, unless
-    ``needs_arguments``. A string of arguments is held until its end; if it contains a JSON object,
-    as Granite 4 writes it, the object is returned.
+    Arguments are returned when the name is one of ``names`` and the arguments have begun. Until
+    then ``raw`` has all text read so far, in case it isn't a call. Arguments before the name are
+    held back until the name comes. Without arguments it is a call with ``{}``, unless
+    ``needs_arguments``. Arguments in a string are held back until its end; if the string contains a
+    JSON object, as Granite 4 writes it, the object is returned.
     """
 
     names: Collection[str]
     needs_arguments: bool = False
     name: str | None = None
     started: bool = False
-    """True if it is certainly a call, so that the output of ``scan`` is its arguments."""
+    """True if it is certainly a call; then ``scan`` returns its arguments."""
     done: bool = False
     broken: bool = False
     _expected: str = "object"
     _key: str = ""
     _value: ValueScanner = attrs.field(factory=ValueScanner)
     _string: list[str] = attrs.field(factory=list)
-    """The pieces of the key or the name that is being read."""
+    """Pieces of the key or name that is being read."""
     _has_arguments: bool = False
     _in_string: bool = False
-    """True if the arguments stand in a string."""
+    """True if the arguments are in a string."""
     _held: list[str] = attrs.field(factory=list)
     """Arguments that came before the name."""
     _raw: list[str] = attrs.field(factory=list)
@@ -51,7 +51,7 @@ class CallScanner:
 
     @property
     def unread(self) -> str:
-        """The part of a string of arguments read so far, while the string hasn't ended."""
+        """Part of a string of arguments read so far, while the string hasn't ended."""
         return "".join(self._string) if self.in_arguments and self._in_string else ""
 
     @property
@@ -158,12 +158,12 @@ class CallScanner:
 
 
 def _serialized(pieces: list[str]) -> str:
-    """Return the JSON object inside a JSON string, or else the string as it stands."""
+    """Return the JSON object inside a JSON string; the string itself without one."""
     text = _decoded(pieces)
     if text is not None and text.lstrip().startswith("{"):
         try:
             json.loads(text)
-            text.encode()  # an escape may be half of a character, which can't be sent
+            text.encode()  # An escape may be half of a character, which can't be sent.
         except (ValueError, RecursionError):
             pass
         else:

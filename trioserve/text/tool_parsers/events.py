@@ -1,4 +1,4 @@
-"""The events of a tool parser: text, and calls of functions with their arguments."""
+"""The events of a tool parser: text, and calls with their arguments."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import attrs
 
 @attrs.frozen
 class TextPiece:
-    """More of the answer's text."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @attrs.frozen
 class ToolCallStart:
-    """A call begins: the ``index``-th of the answer, from 0."""
+    """The beginning of a call; ``index`` counts the answer's calls from 0."""
 
     index: int
     id: str
@@ -23,7 +23,7 @@ class ToolCallStart:
 
 @attrs.frozen
 class ArgumentsDelta:
-    """More of a call's arguments: JSON as the model writes it, in any pieces."""
+    """A piece of a call's arguments: the model's JSON, cut anywhere."""
 
     index: int
     text: str

@@ -1,8 +1,8 @@
 """Grammars of answers with tool calls, one for each family, as Lark in llguidance's dialect.
 
-A call is fixed to the letter, as chat templates print it, except for its arguments, which are JSON
-of their schema. Where calls are optional, a lazy rule takes the text before a call up to its
-marker: from there on the answer can only be a call.
+A call has exactly the form that chat templates print, and its arguments are JSON of their schema.
+If calls are optional, a lazy rule matches the text before a call up to its marker; after the marker
+the answer can only be a call.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ def hermes_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
 
 
 def tagged_grammar(use: ToolUse, token_of: TokenOf, body: str, rules: str) -> str:
-    """Return the grammar of calls that begin with ``<tool_call>``, several in a row or between
-    texts.
+    """Return the grammar of calls that begin with ``<tool_call>``, in a row or between texts.
 
     Args:
-        body: matches the rest of a call.
-        rules: the rules used by ``body``, and :data:`TEXT`.
+        body: Expression for the rest of a call.
+        rules: Rules used by ``body``, and :data:`TEXT`.
     """
     rules = f"{HEADER}{GAP}{rules}call: {literal(_TOOL_CALL, token_of)} {body}\n"
     calls = "call (GAP? call)*" if use.parallel else "call"
@@ -42,9 +41,7 @@ def tagged_grammar(use: ToolUse, token_of: TokenOf, body: str, rules: str) -> st
 
 
 def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
-    """Return the grammar of ``{…}; {…}`` as the whole answer, maybe behind the tag if the model has
-    one.
-    """
+    """Return the grammar of ``{…}; {…}`` as the whole answer, optionally after the model's tag."""
     tag = token_of("<|python_tag|>")
     several = 'object (";" GAP? object)*' if use.parallel else "object"
     rules = HEADER + GAP + _objects(use, "parameters") + f"objects: {several}\n"
@@ -59,9 +56,7 @@ def llama3_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
 
 
 def mistral_grammar(use: ToolUse, token_of: TokenOf, template: str) -> str:
-    """Return the grammar of an array behind the marker, or of ``name[ARGS]{…}``, as the template
-    prints it.
-    """
+    """Return the grammar of an array after the marker, or of ``name[ARGS]{…}``, by the template."""
     marker, args = literal(_MARKER, token_of), literal("[ARGS]", token_of)
     if "[ARGS]" in template:
         names = [
@@ -114,9 +109,7 @@ def _arguments(use: ToolUse) -> str:
 
 
 def _schema_rule(tool: Tool, required: bool) -> str:
-    """Return the rule of the arguments: by their schema if that is required, otherwise any
-    object.
-    """
+    """Return the rule of the arguments: their schema if it is required, else any object."""
     if not (tool.strict or required):
         return json_rule(_ANY_OBJECT)
     schema = tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}

@@ -67,7 +67,7 @@ class HermesParser(MarkedParser):
         return first
 
     def _up_to_close(self, text: str, position: int) -> int:
-        """Find the closing tag; models forget it, or close one brace too many."""
+        """Find the closing tag. Models omit it, or close one brace too many."""
         at, marker = find_marker(text, position, [_CLOSE, _OPEN])
         self._add_text(text[position:at])
         if marker is None:

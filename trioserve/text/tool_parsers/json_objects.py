@@ -1,7 +1,7 @@
 """A JSON object with name and arguments, or a list of them, as the whole answer.
 
-This is for models with a template that doesn't print tools. A system message describes the tools
-and this form of a call.
+This is for models whose template doesn't print tools. A system message describes the tools and this
+form of a call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``{"name": …, "parameters": {…}}`` as the whole answer: Llama 3.1, 3.2 and 3.3.
 
-Several calls are separated by ``;``, and ``<|python_tag|>`` may come before them. Small models also
-write calls one below the other, and amid text.
+Several calls are separated by ``;``, and ``<|python_tag|>`` may precede them. Small models also
+write calls on separate lines, and between texts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Parser(MarkedParser):
-    """Calls at the beginning of the answer, or behind the tag; in a free answer, anywhere."""
+    """Parser of calls at the beginning or after the tag; in a free answer, anywhere."""
 
     markers = (_TAG,)
     _separator = 0
-    """The index of the last separator in the white space that is held back."""
+    """Index of the last separator in the white space that is held back."""
 
     def _start(self, text: str, position: int) -> int:
         first = skip_space(text, position)
@@ -55,7 +55,7 @@ class Llama3Parser(MarkedParser):
         return first + 1
 
     def _after_separator(self, text: str, position: int) -> int:
-        """Expect another call, perhaps with a tag of its own; otherwise the separator is text."""
+        """Expect another call, which may have its own tag; otherwise the separator is text."""
         first = skip_space(text, position)
         self._add_text(text[position:first])
         if first == len(text):

@@ -1,6 +1,6 @@
 """``[TOOL_CALLS][{"name": …, "arguments": {…}}]``, and the newer ``[TOOL_CALLS]name[ARGS]{…}``.
 
-The newer form may leave ``[ARGS]`` out, or have ``[CALL_ID]`` and the call's id before it.
+The newer form may omit ``[ARGS]``, or have ``[CALL_ID]`` and the call's id before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mistral_call_id() -> str:
 
 
 class MistralParser(ArrayParser):
-    """Parser of calls behind the marker, which is a special token."""
+    """Parser of calls after the marker, which is a special token."""
 
     markers = (_MARKER, _ARGS, _CALL_ID)
 
@@ -63,7 +63,7 @@ class MistralParser(ArrayParser):
         return first
 
     def _head(self, text: str, position: int) -> int:
-        """Handle the name, and what comes between it and the arguments."""
+        """Handle the name, and the text between it and the arguments."""
         match = _HEAD_CHARACTERS.match(text, position)
         assert match is not None
         self._lead += match[0]
@@ -84,7 +84,7 @@ class MistralParser(ArrayParser):
         return len(self._lead) > len(_MARKER) + _MAX_HEAD_CHARACTERS
 
     def _bare_arguments(self, text: str, position: int) -> int:
-        """Handle the arguments of a call with its name before them."""
+        """Handle the arguments of the newer form, which come after the name."""
         end = self._arguments.scan(text, position)
         self._add_arguments(text[position:end])
         if self._arguments.broken:

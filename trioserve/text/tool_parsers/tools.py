@@ -1,4 +1,4 @@
-"""The tools that a model may call, and the constraints on its answer."""
+"""The tools that a model may call, and constraints of its answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NO_PARAMETERS: dict[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
-"""The schema of a function without a description of its arguments."""
+"""Schema of a function whose arguments aren't described."""
 
 
 @attrs.frozen
 class Tool:
-    """A function by its name. ``strict``: its arguments have to follow ``parameters``, a schema."""
+    """A function. If ``strict``, its arguments have to follow ``parameters``, a JSON schema."""
 
     name: str
     parameters: dict[str, Any] = attrs.field(factory=lambda: dict(NO_PARAMETERS))
@@ -25,10 +25,10 @@ class Tool:
 
 @attrs.frozen(kw_only=True)
 class ToolUse:
-    """The functions that an answer may call, and whether it has to call one.
+    """The functions that an answer may call; if ``required``, it has to call one.
 
     ``parallel`` allows several calls in one answer. ``answer`` is the Lark grammar of an answer
-    without calls, where that isn't free either.
+    without calls, if that is constrained, too.
     """
 
     tools: tuple[Tool, ...]
@@ -38,7 +38,7 @@ class ToolUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the functions."""
+        """Names of the functions."""
         return frozenset(tool.name for tool in self.tools)
 
     @property

@@ -1,6 +1,4 @@
-"""Scanner for the end of a JSON value, in text that comes in pieces. It reads each
-character once.
-"""
+"""A scanner for the end of a JSON value in pieces of text. It reads each character once."""
 
 from __future__ import annotations
 
@@ -27,15 +25,15 @@ def skip_space(text: str, start: int) -> int:
 class ValueScanner:
     """Scanner of one JSON value, by its brackets and strings.
 
-    It finds the value's end, and doesn't check literals: ``broken`` is set at a bracket that
-    doesn't match or a character that JSON has only inside strings. A number or literal ends with
-    the character behind it, so at the end of the text it isn't ``done``.
+    It finds the value's end and doesn't check literals. ``broken`` is set at a bracket that doesn't
+    match, or at a character that JSON allows only inside strings. A number or literal ends with the
+    next character, so at the end of the text it isn't ``done``.
     """
 
     done: bool = False
     broken: bool = False
     _kind: str = ""
-    """The first character of a string or container, ``0`` for numbers and literals."""
+    """First character of a string or container; ``0`` for numbers and literals."""
     _closing: list[str] = attrs.field(factory=list)
     _in_string: bool = False
     _escaped: bool = False

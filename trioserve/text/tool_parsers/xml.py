@@ -10,8 +10,8 @@
     </function>                       </tool_call>
     </tool_call>
 
-Strings stand there unquoted, other values as JSON. The arguments are returned as a JSON object: a
-string as it comes, another value once it is complete.
+Strings are unquoted, other values are JSON. The arguments are returned as a JSON object: a string
+as it comes, another value when it is complete.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_NAME_CHARACTERS = 256
 
 @attrs.frozen(kw_only=True)
 class TagStyle:
-    """The text between the parts of a call, to the letter as chat templates print it.
+    """The text between the parts of a call, exactly as chat templates print it.
 
-    A parser ignores the white space at the ends of most of these.
+    A parser ignores white space at the ends of most of these texts.
     """
 
     before_name: str
@@ -71,14 +71,14 @@ class TaggedParser(MarkedParser):
     """States common to both forms.
 
     Args:
-        schemas: schemas of the functions' arguments, by the functions' names.
+        schemas: Schemas of the arguments, by function name.
     """
 
     style: ClassVar[TagStyle]
     opens: ClassVar[tuple[str, ...]] = (_OPEN,)
     """Text that a call begins with."""
     name_ends: ClassVar[tuple[str, ...]]
-    """Texts that end a function's name; all but the last are left for what follows."""
+    """Texts that end a function's name. Only the last one is skipped."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TaggedParser(MarkedParser):
         self._num_values = 0
         self._schema: Mapping[str, Any] = {}
         self._value: list[str] = []
-        """Value that is held until it is complete."""
+        """Value that is held back until it is complete."""
         self._space_at_end = ""
         """Text that may be the white space before a string's closing tag."""
         self._value_begun = False
@@ -105,7 +105,7 @@ class TaggedParser(MarkedParser):
         self._end_mark = self.style.after_values.split("\n")[0]
         self._value_ends: tuple[str, ...] = (self._value_end,)
         if free:
-            # Models forget closing tags. A string may hold any of these, but hardly at the
+            # Models omit closing tags. A string may contain any of these, but rarely at the
             # beginning of a line.
             others = (self._key_mark, self._end_mark, _CLOSE)
             self._value_ends += tuple(f"\n{mark}" for mark in others)
@@ -115,13 +115,13 @@ class TaggedParser(MarkedParser):
         if self._state in (self._between, self._in_key, self._before_value, self._in_value):
             if self._state == self._in_value:
                 self._add_arguments("".join(self._value).strip())
-            self._rest = ""  # at most a part of a tag
+            self._rest = ""  # At most a part of a tag.
             self._become(self._text)
         return super().finish()
 
     @classmethod
     def of(cls, tools: Collection[Tool], *, free: bool = True) -> TaggedParser:
-        """Return a parser of calls of ``tools``."""
+        """Return a parser for calls of ``tools``."""
         schemas = {tool.name: tool.parameters for tool in tools}
         return cls([tool.name for tool in tools], schemas=schemas, free=free)
 
@@ -197,7 +197,7 @@ class TaggedParser(MarkedParser):
         return at + len(marker) if marker == self._value_end else at
 
     def _after_call(self, text: str, position: int) -> int:
-        """Expect the closing tag; models forget it."""
+        """Expect the closing tag, which models sometimes omit."""
         at, marker = find_marker(text, position, (_CLOSE, *self.opens))
         piece = text[position:at]
         visible = piece.rstrip()
@@ -218,7 +218,7 @@ class TaggedParser(MarkedParser):
         self._become(self._between)
 
     def _give_value(self, piece: str) -> None:
-        """Return a piece of a string, but for the line breaks at its ends; keep other values."""
+        """Return a piece of a string without line breaks at its ends; hold back other values."""
         if not is_text(self._schema):
             self._value.append(piece)
             return

@@ -1,4 +1,4 @@
-"""Values in tags: plain strings by their schema, or JSON."""
+"""Values in tags: plain strings or JSON, by their schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_DEPTH = 8
-"""The depth to which a schema's alternatives are searched."""
+"""Deepest level at which a schema's alternatives are searched."""
 _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (bool, ("boolean",)),
     (int, ("integer", "number")),
@@ -21,14 +21,14 @@ _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (type(None), ("null",)),
 )
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Other words that models write for JSON's."""
+"""Python's literals that models write for JSON's."""
 _CONTAINERS = frozenset(("array", "object"))
 _MAX_LITERAL_CHARACTERS = 20_000
-"""The longest Python literal that is read: the parser takes hundreds of bytes per character."""
+"""Longest Python literal that is parsed; parsing takes hundreds of bytes per character."""
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the schema of one argument, with the definitions that it may refer to."""
+    """Return the schema of one argument, with the definitions that it may reference."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, dict) else None
     if not isinstance(found, dict):
@@ -38,21 +38,20 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types of values that a schema names; empty where it names none."""
+    """Return the types of values in a schema; empty if it has none."""
     return frozenset(_types(schema, schema, 0))
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether every value of a schema is a string."""
+    """Return True if a schema allows only strings."""
     return types_of(schema) == {"string"}
 
 
 def as_json(text: str, schema: Mapping[str, Any]) -> str:
-    """Return the JSON of a value that stands in a tag.
+    """Return the JSON of a value in a tag.
 
     The text is read as JSON if the schema allows such a value, and is a string otherwise. An array
-    or object is also read from JSON with escaped quotes, as GLM writes it at times, and from a
-    Python literal.
+    or object may also be JSON with escaped quotes, as GLM sometimes writes it, or a Python literal.
     """
     stripped = text.strip()
     stripped = _PYTHON_WORDS.get(stripped, stripped)
@@ -72,7 +71,7 @@ _NOTHING = object()
 
 
 def _read(text: str) -> Any:
-    """Return the value of a JSON text that every client can read; ``_NOTHING`` for another text."""
+    """Return the value of a valid JSON text; ``_NOTHING`` for any other text."""
     try:
         return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -91,10 +90,10 @@ def _finite(text: str) -> float:
 
 
 def _repaired(text: str) -> str:
-    """Return the JSON of an array or object in another notation; empty if it can't be read."""
+    """Return the JSON of an array or object in another notation; empty if it is invalid."""
     try:
         unescaped = str(json.loads(f'"{text}"'))
-        unescaped.encode()  # an escape may be half of a character, which can't be sent
+        unescaped.encode()  # An escape may be half of a character, which can't be sent.
     except (ValueError, RecursionError):
         unescaped = ""
     if unescaped != text and _read(unescaped) is not _NOTHING:
@@ -103,7 +102,7 @@ def _repaired(text: str) -> str:
         return ""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in strings that Python doesn't know
+            warnings.simplefilter("ignore")  # About unknown escapes in strings.
             value = ast.literal_eval(text)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         written.encode()
@@ -144,7 +143,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the definition that ``#/$defs/name`` or the like refers to."""
+    """Return the definition for a reference such as ``#/$defs/name``."""
     held: Any = root
     for part in reference.removeprefix("#/").split("/"):
         held = held.get(part) if isinstance(held, Mapping) else None

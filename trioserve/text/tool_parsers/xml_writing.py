@@ -1,4 +1,4 @@
-"""Calls with a tag around each argument, written to the letter, and their grammars."""
+"""Writers and grammars of calls with a tag around each argument."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPEN = "<tool_call>"
 
 
 def writer_in(style: TagStyle) -> Callable[[Sequence[tuple[str, str]]], str]:
-    """Return a function that writes calls, names and JSON arguments, in ``style``."""
+    """Return a function that writes calls in ``style``."""
     return functools.partial(_written, style)
 
 
@@ -38,7 +38,7 @@ def _call(style: TagStyle, name: str, arguments: str) -> str:
         values = json.loads(arguments)
     except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, dict):  # a model's invalid arguments that a client sends back
+    if not isinstance(values, dict):  # A client sent back a model's invalid arguments.
         values = {"arguments": arguments}
     parts = [style.before_name, name, style.after_name]
     for key, value in values.items():
@@ -57,7 +57,7 @@ def _grammar(style: TagStyle, use: ToolUse, token_of: TokenOf, template: str) ->
 
 
 class _Rules:
-    """The rules of functions' arguments."""
+    """The grammar rules of functions' arguments."""
 
     def __init__(self, style: TagStyle, token_of: TokenOf) -> None:
         self._style = style
@@ -81,7 +81,7 @@ class _Rules:
         return f"{until}any_argument: {any_argument}\n"
 
     def body(self, number: int, tool: Tool, required: bool) -> str:
-        """Return the rule of a call of ``tool``, behind the tag that it begins with."""
+        """Return the rule of a call of ``tool``, after its opening tag."""
         style = self._style
         begin = style.before_name.removeprefix(_OPEN) + tool.name + style.after_name
         properties = tool.parameters.get("properties")
@@ -95,7 +95,7 @@ class _Rules:
     def _arguments(
         self, number: int, tool: Tool, properties: dict[str, Any]
     ) -> tuple[list[str], list[str]]:
-        """Return a call's arguments in the order of the schema, and the rules that they use."""
+        """Return the expressions of a call's arguments, in the schema's order, and their rules."""
         wanted = tool.parameters.get("required")
         needed = set(wanted) if isinstance(wanted, list) else set()
         names, rules = [], []
@@ -110,8 +110,9 @@ class _Rules:
         return names, rules
 
     def _value(self, schema: Any, strict: bool) -> list[str]:
-        """Return a value and the mark behind it. A string is free unless its schema lists
-        values.
+        """Return the expression of a value and its closing mark.
+
+        A string is free unless its schema lists values.
         """
         end = self._spelled(self._break + self._mark)
         choices = schema.get("enum")

@@ -35,6 +35,28 @@ class ResponseStore(Protocol):
         """Drop a response as :meth:`KeptResponses.drop`."""
 
 
+class LocalResponses:
+    """A :class:`ResponseStore` in the process that has the responses."""
+
+    __slots__ = ()
+
+    responses: KeptResponses
+
+    async def keep_response(
+        self, owner: str | None, id: str, data: bytes, previous: str | None
+    ) -> bool:
+        """Keep a response as :meth:`KeptResponses.keep`."""
+        return self.responses.keep(owner, id, data, previous)
+
+    async def kept_conversation(self, owner: str | None, id: str) -> list[bytes]:
+        """Return a conversation as :meth:`KeptResponses.conversation`."""
+        return self.responses.conversation(owner, id)
+
+    async def drop_response(self, owner: str | None, id: str) -> bool:
+        """Drop a response as :meth:`KeptResponses.drop`."""
+        return self.responses.drop(owner, id)
+
+
 @attrs.define(eq=False)
 class _Kept:
     """A response. ``holders`` are its own name and the responses that continue it."""

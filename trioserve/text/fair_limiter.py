@@ -1,4 +1,4 @@
-"""Permits for a slow operation, shared fairly between tenants."""
+"""A limit of concurrent slow operations, shared fairly between tenants."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ class _Tenant:
     """True if the oldest waiter is next, False for the cheapest."""
 
 
-class FairTurns:
+class FairLimiter:
     """A limited number of permits, shared fairly between tenants.
 
     Tenants take turns. Within a tenant, the cheapest and the oldest waiter alternate, so that a
     cheap one doesn't wait for all expensive ones and an expensive one doesn't wait for ever.
 
     Args:
-        most: the number of permits.
-        most_each: the most permits of one tenant; the tenant ``""`` may have all.
-        most_dear: the most permits of expensive holders together.
-        dear: the cost above which a holder is expensive.
+        max_permits: Number of permits.
+        max_per_tenant: Most permits of one tenant; the tenant ``""`` may have all.
+        max_expensive: Most permits of expensive holders together.
+        expensive_above: Cost above which a holder is expensive, in the unit of ``acquire``.
     """
 
-    def __init__(self, most: int, *, most_each: int, most_dear: int, dear: int) -> None:
-        self._most = most
-        self._most_each = most_each
-        self._most_dear = most_dear
-        self._dear = dear
+    def __init__(
+        self, max_permits: int, *, max_per_tenant: int, max_expensive: int, expensive_above: int
+    ) -> None:
+        self._max_permits = max_permits
+        self._max_per_tenant = max_per_tenant
+        self._max_expensive = max_expensive
+        self._expensive_above = expensive_above
         self._tenants: dict[str, _Tenant] = {}
         """Tenants with waiters; the next one is first."""
         self._held: dict[object, _Waiter] = {}
 
     @property
     def num_held(self) -> int:
-        """The number of permits in use."""
+        """Number of permits in use."""
         return len(self._held)
 
     async def acquire(self, holder: object, tenant: str, cost: int) -> None:
-        """Wait for a permit; ``holder`` has it until :meth:`release`."""
+        """Block until ``holder`` has a permit, which it keeps until :meth:`release`."""
         waiter = _Waiter(tenant, cost)
         self._tenants.setdefault(tenant, _Tenant()).waiting.append(waiter)
         self._grant()
@@ -64,7 +66,7 @@ class FairTurns:
         self._held[holder] = self._held.pop(waiter)
 
     def release(self, holder: object) -> None:
-        """Return the permit of ``holder``."""
+        """Release the permit of ``holder``."""
         del self._held[holder]
         self._grant()
 
@@ -92,13 +94,19 @@ class FairTurns:
     def _next(self) -> _Waiter | None:
         """Return the waiter that gets the next permit, None if there is none."""
         held = self._held.values()
-        if len(held) >= self._most:
+        if len(held) >= self._max_permits:
             return None
-        takes_dear = sum(each.cost > self._dear for each in held) < self._most_dear
+        takes_expensive = (
+            sum(each.cost > self._expensive_above for each in held) < self._max_expensive
+        )
         for name, tenant in self._tenants.items():
-            if name and sum(each.tenant == name for each in held) >= self._most_each:
+            if name and sum(each.tenant == name for each in held) >= self._max_per_tenant:
                 continue
-            waiting = [each for each in tenant.waiting if takes_dear or each.cost <= self._dear]
+            waiting = [
+                each
+                for each in tenant.waiting
+                if takes_expensive or each.cost <= self._expensive_above
+            ]
             if waiting:
                 return waiting[0] if tenant.oldest_next else min(waiting, key=_cost)
         return None

@@ -1,4 +1,4 @@
-"""The worker's ``prepare`` call: its arguments from a request, and its answer."""
+"""The arguments of the worker's ``prepare`` call, made from a request, and its answer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import Request
 
 MAX_EXTRA_ARGS_BYTES = 256 << 10
-"""Limit of ``extra_args`` as MessagePack: the worker gets them with every output."""
+"""Most bytes of ``extra_args`` as MessagePack; each output sends them to the worker again."""
 MAX_EXTRA_ARGS_DEPTH = 64
-"""The deepest nesting of maps and lists. A value at MessagePack's own limit couldn't be part of a
-plan.
+"""Deepest nesting of maps and lists. At MessagePack's own limit a value couldn't be part of a plan.
 """
 
 
 @attrs.define(eq=False)
-class Question:
-    """A question to the worker, for every request in ``waiting``."""
+class WorkerCheck:
+    """A check by the worker, shared by all requests in ``waiting``."""
 
     key: bytes
     num_bytes: int
@@ -32,24 +31,24 @@ class Question:
     tenant: str
     """Tenant of the first request."""
     waiting: dict[Request, None] = attrs.field(factory=dict)
-    """Requests that wait for the answer, in the order of their arrival."""
+    """Requests that wait for the verdict, in the order of their arrival."""
     nursery: trio.Nursery | None = None
-    """Nursery of the tasks that watch the requests, while the question is open."""
+    """Nursery of the tasks that watch the requests, while the check is open."""
 
     @property
     def param(self) -> str:
-        """The request's field that the question is about."""
+        """Name of the request's field that is checked."""
         for name in ("grammar", "extra_args"):
             if self.arguments[name]:
                 return name
         return "logits_processors"
 
 
-def question_of(params: SamplingParams, tenant: str) -> Question | None:
-    """Return the question to ask about ``params``, None if there is none.
+def check_of(params: SamplingParams, tenant: str) -> WorkerCheck | None:
+    """Return the check that ``params`` need; None if they need none.
 
     Raises:
-        InvalidRequest: they can't be sent to the worker.
+        InvalidRequest: ``params`` can't be sent to the worker.
     """
     grammar, extra_args = params.grammar, params.extra_args
     if grammar is None and not extra_args and not params.logits_processors:
@@ -76,11 +75,11 @@ def question_of(params: SamplingParams, tenant: str) -> Question | None:
     arguments = {"grammar": as_list, "extra_args": extra_args}
     if processors:
         arguments["logits_processors"] = processors
-    return Question(hashlib.sha256(whole).digest(), len(whole), arguments, tenant)
+    return WorkerCheck(hashlib.sha256(whole).digest(), len(whole), arguments, tenant)
 
 
 def _nests_deeper(value: Any, most: int) -> bool:
-    """Return whether maps and lists are nested more than ``most`` deep."""
+    """Return True if maps and lists are nested more than ``most`` deep."""
     level = [value]
     for _ in range(most):
         maps = [each.values() for each in level if isinstance(each, dict)]
@@ -90,10 +89,10 @@ def _nests_deeper(value: Any, most: int) -> bool:
 
 
 def read_answer(answer: Any) -> tuple[InvalidRequest | None, int]:
-    """Return an answer's refusal, None on success, and the bytes of the compiled grammar.
+    """Return the refusal in an answer, None on success, and the bytes of the compiled grammar.
 
     Raises:
-        EngineError: the answer is malformed.
+        EngineError: The answer is malformed.
     """
     match answer:
         case None:

@@ -1,8 +1,8 @@
 """One task that reads many sockets.
 
-With a task per connection in ``receive_some``, each event takes two system calls to set up the wait
-and two task switches, more than reading it does. Here one wait serves all sockets that have become
-readable.
+With a task per connection in ``receive_some``, each event would take two system calls to set up the
+wait and two task switches, which cost more than reading it. Here one wait serves all sockets that
+have become readable.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Reading:
     error: OSError | None = None
 
 
-class Hub:
-    """Reader of the answers of any number of connections while :meth:`run` runs."""
+class SocketReader:
+    """Reader of the answers on any number of connections, while :meth:`run` runs."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -55,7 +55,7 @@ class Hub:
         """Read the socket ``fd`` into ``exchange`` until the answer is complete.
 
         Raises:
-            OSError: the connection broke.
+            OSError: The connection broke.
         """
         reading = self._readings[fd] = _Reading(exchange)
         self._epoll.register(fd, select.EPOLLIN)
