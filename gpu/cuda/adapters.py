@@ -10,8 +10,8 @@ import torch
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
 from gpu.kernels.lora import TILE, TILE_NUMBERS, LoraUpdate, max_tiles
+from gpu.lora.adapter_slots import AdapterSlots, product_shapes
 from gpu.lora.groups import tokens_by_adapter
-from gpu.lora.places import AdapterPlaces, product_shapes
 from gpu.slots import Row
 from gpu.weights.packed_modules import PACKED_MODULES
 from trioserve.model_files import ModelConfig
@@ -27,33 +27,33 @@ class CudaAdapters:
     """
 
     @staticmethod
-    def regions(max_tokens: int, num_places: int) -> dict[str, int]:
+    def regions(max_tokens: int, num_slots: int) -> dict[str, int]:
         """Return what it needs of the step buffer."""
         return {
             "adapter_tokens": max_tokens,
-            "adapter_tiles": TILE_NUMBERS * max_tiles(max_tokens, num_places),
+            "adapter_tiles": TILE_NUMBERS * max_tiles(max_tokens, num_slots),
         }
 
     def __init__(
         self,
         loader: KernelLoader,
         buffer: StepBuffer,
-        places: AdapterPlaces,
+        adapter_slots: AdapterSlots,
         config: ModelConfig,
     ) -> None:
         self._buffer = buffer
-        self._places = places
+        self._adapter_slots = adapter_slots
         self._shapes = product_shapes(config)
         self._index = {product: index for index, product in enumerate(PACKED_MODULES)}
         self._num_tiles = 0
         self._update = LoraUpdate(
             loader,
             shapes=self._shapes.values(),
-            places=places.numbers,
-            entries=places.entries,
+            places=adapter_slots.numbers,
+            entries=adapter_slots.entries,
             tiles=buffer["adapter_tiles"],
             tokens=buffer["adapter_tokens"],
-            max_rank=places.store.max_rank,
+            max_rank=adapter_slots.store.max_rank,
         )
 
     def pack(self, rows: Sequence[Row], *, padded_to: int = 0) -> None:
@@ -63,16 +63,18 @@ class CudaAdapters:
         graph that is replayed, if one is.
         """
         tokens = tokens_by_adapter(rows)
-        places = self._places.bring(tokens.keys())
+        adapter_slots = self._adapter_slots.bring(tokens.keys())
         tiles: list[tuple[int, int, int]] = []
         first = 0
-        for place, own in zip(places, tokens.values(), strict=True):
+        for slot, own in zip(adapter_slots, tokens.values(), strict=True):
             tiles += [
-                (place, first + start, min(TILE, len(own) - start))
+                (slot, first + start, min(TILE, len(own) - start))
                 for start in range(0, len(own), TILE)
             ]
             first += len(own)
-        self._num_tiles = max_tiles(padded_to, self._places.count) if padded_to else len(tiles)
+        self._num_tiles = (
+            max_tiles(padded_to, self._adapter_slots.count) if padded_to else len(tiles)
+        )
         if tokens:
             self._buffer.put("adapter_tokens", np.concatenate([*tokens.values()]))
         self._buffer.put("adapter_tiles", tiles, padded_to=TILE_NUMBERS * self._num_tiles)

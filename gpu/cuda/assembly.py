@@ -16,7 +16,7 @@ from gpu.cuda.state import DeviceState
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Timeline
 from gpu.kernels import KernelLoader
-from gpu.lora.places import AdapterPlaces
+from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
 from gpu.models.rope import cos_sin_table
 from gpu.sampling.adjustments import Adjuster
@@ -79,12 +79,12 @@ def assemble(
     limits: ServingLimits,
     timeline: Timeline,
     adjuster: Adjuster | None = None,
-    places: AdapterPlaces | None = None,
+    adapter_slots: AdapterSlots | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
     """Return an executor for ``model``, and the slots with the block tables that it reads.
 
     ``adjuster`` adjusts logits before a token is drawn; None adjusts nothing.
-    ``places`` hold the adapters that sequences may have; none may have one if it is None.
+    ``adapter_slots`` hold the adapters that sequences may have; none may have one if it is None.
 
     Raises:
         ValueError: the kernels aren't made for the model's shape.
@@ -92,7 +92,7 @@ def assemble(
     config = model.config
     max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     of_attention = attention_limits(config, limits, loader.num_multiprocessors)
-    buffer = _step_buffer(loader, limits, of_attention, places)
+    buffer = _step_buffer(loader, limits, of_attention, adapter_slots)
     state = DeviceState(
         loader,
         buffer,
@@ -112,9 +112,9 @@ def assemble(
     )
     slots = _slot_table(limits, config.vocab_size)
     adapters = None
-    if places is not None:
-        adapters = CudaAdapters(loader, buffer, places, config)
-        slots.adapters = places.store
+    if adapter_slots is not None:
+        adapters = CudaAdapters(loader, buffer, adapter_slots, config)
+        slots.adapters = adapter_slots.store
     executor = CudaExecutor(
         loader,
         model=model,
@@ -146,7 +146,7 @@ def _step_buffer(
     loader: KernelLoader,
     limits: ServingLimits,
     of_attention: AttentionLimits,
-    places: AdapterPlaces | None,
+    adapter_slots: AdapterSlots | None,
 ) -> StepBuffer:
     """Return a buffer with room for everything that a step uploads."""
     max_tokens = limits.max_num_batched_tokens
@@ -155,8 +155,8 @@ def _step_buffer(
         **of_attention.regions(),
         **DeviceState.regions(),
     }
-    if places is not None:
-        regions |= CudaAdapters.regions(max_tokens, places.count)
+    if adapter_slots is not None:
+        regions |= CudaAdapters.regions(max_tokens, adapter_slots.count)
     return StepBuffer(loader.device, regions)
 
 

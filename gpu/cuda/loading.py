@@ -42,7 +42,7 @@ from gpu.loading.memory import (
     graph_bytes,
     step_doesnt_fit,
 )
-from gpu.lora.places import AdapterPlaces
+from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.models.registry import build_model
@@ -128,8 +128,10 @@ def load_model(
         in_use += _graph_bytes(config, limits, activations, start.max_lora_rank > 0)
     limits = _with_pages(start, memory, model, limits, in_use)
     with _explaining(lambda: cache_doesnt_fit(limits.num_pages)):
-        places = _places(gpu, model, start)
-        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, places)
+        adapter_slots = _adapter_slots(gpu, model, start)
+        executor, slots = assemble(
+            gpu.loader, model, limits, gpu.timeline(), adjuster, adapter_slots
+        )
     if captures:
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(
@@ -146,7 +148,7 @@ def load_model(
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
         read_weights=lambda files: _read_again(model, files, dtype),
-        adapters=None if places is None else places.store,
+        adapters=None if adapter_slots is None else adapter_slots.store,
     )
 
 
@@ -154,7 +156,7 @@ def _with_pages(
     start: Start, memory: GpuMemory, model: Decoder, limits: ServingLimits, in_use: int
 ) -> ServingLimits:
     """Return ``limits`` with the pages that fit beside ``in_use`` bytes and the adapters."""
-    in_use += AdapterPlaces.device_bytes(
+    in_use += AdapterSlots.device_bytes(
         model.config,
         start.max_lora_rank,
         model.dtype,
@@ -175,11 +177,11 @@ def _with_pages(
     )
 
 
-def _places(gpu: Gpu, model: Decoder, start: Start) -> AdapterPlaces | None:
+def _adapter_slots(gpu: Gpu, model: Decoder, start: Start) -> AdapterSlots | None:
     """Room for the adapters of a step; None where none are served."""
     if start.max_lora_rank == 0:
         return None
-    return AdapterPlaces(
+    return AdapterSlots(
         model.config, start.max_lora_rank, model.dtype, gpu.loader.device, start.max_loras
     )
 

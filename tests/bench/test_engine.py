@@ -94,7 +94,7 @@ async def test_what_being_watched_costs(monkeypatch: pytest.MonkeyPatch) -> None
             for interval in (live.UNWATCHED, 0.1):
                 found = await live.measure_rate(engine, interval, streams=2, round=1)
                 assert min(found.values()) > 0
-    assert not live.live.subject_of(engine).departures.is_wanted
+    assert not live.live.monitor_of(engine).departures.is_wanted
 
 
 def test_every_grammar_is_measured() -> None:

@@ -30,7 +30,7 @@ from trioserve.front_ends.server import peers
 from trioserve.front_ends.server.requests import MAX_UNTAKEN
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.errors import KeyLimit
-from trioserve.http.api.server_api import Seat
+from trioserve.http.api.server_api import Permit
 from trioserve.protocol.errors import Paused
 from trioserve.requests.generation import completion_of
 from trioserve.requests.request import State, Times
@@ -396,18 +396,18 @@ async def test_seats_of_a_key_are_those_of_all(tmp_path: Path) -> None:
                         await front_end.server_api.permit(keys, caller)
                 with await first.server_api.permit(keys, Caller("admin-1", admin=True)):
                     pass
-            with await _seat(first, keys, caller):
+            with await _permit(first, keys, caller):
                 pass
         # A front end that dies gives back its permits.
         for _ in range(2):
-            (await _seat(second, keys, caller)).__enter__()
+            (await _permit(second, keys, caller)).__enter__()
         second.life.cancel()
         await second.gone.wait()
-        with await _seat(first, keys, caller), await _seat(first, keys, caller):
+        with await _permit(first, keys, caller), await _permit(first, keys, caller):
             pass
 
 
-async def _seat(front_end: FrontEnd, keys: Keys, caller: Caller) -> Seat:
+async def _permit(front_end: FrontEnd, keys: Keys, caller: Caller) -> Permit:
     """Wait for a permit: one that was given back a moment ago may not be free yet."""
     with trio.fail_after(30):
         while True:

@@ -16,7 +16,7 @@ from trioserve.front_ends.calls import EngineCalls
 from trioserve.front_ends.messages import RpcCall, RpcCancel
 from trioserve.front_ends.rpc import RpcPeer
 from trioserve.front_ends.server.subscriptions import FrontEndSubscriptions
-from trioserve.http.api.server_api import Pictures
+from trioserve.http.api.server_api import TakeSnapshot
 from trioserve.observability import live
 from trioserve.observability.live.schema import Snapshot, TaskNode
 from trioserve.protocol.errors import WatcherLimit
@@ -28,7 +28,7 @@ def slow() -> FakeWorker:
     return FakeWorker(step_time=0.01)
 
 
-async def seen(take: Pictures, condition: Callable[[Snapshot], bool]) -> Snapshot:
+async def seen(take: TakeSnapshot, condition: Callable[[Snapshot], bool]) -> Snapshot:
     with trio.fail_after(60):
         while not condition(snapshot := await take()):
             await trio.sleep(0.01)
@@ -110,7 +110,7 @@ async def test_a_front_end_that_goes_watches_no_more(tmp_path: Path) -> None:
 async def test_who_changes_their_mind_watches_nothing() -> None:
     """Cancel a call before its handler begins."""
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
-        monitor = live.subject_of(engine)
+        monitor = live.monitor_of(engine)
 
         async def look_around() -> list[TaskNode]:
             return []

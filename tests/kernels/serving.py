@@ -16,7 +16,7 @@ from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.graphs import Capturer, CudaCapturer
 from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
 from gpu.kernels import KernelLoader
-from gpu.lora.places import AdapterPlaces
+from gpu.lora.adapter_slots import AdapterSlots
 from gpu.lora.reading import read_adapter
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
@@ -82,13 +82,13 @@ class Server:
             **limits,
         }
         timeline, capturer = _timeline_and_capturer(taped)
-        places = None
+        adapter_slots = None
         if adapters:
-            places = AdapterPlaces(config, 64, dtype, loader.device, count=2)
+            adapter_slots = AdapterSlots(config, 64, dtype, loader.device, count=2)
             for number, path in enumerate(adapters, 1):
-                places.store.put(number, read_adapter(path, config, 64))
+                adapter_slots.store.put(number, read_adapter(path, config, 64))
         executor, slots = assemble(
-            taped, model, ServingLimits(**fields), timeline, adjuster, places
+            taped, model, ServingLimits(**fields), timeline, adjuster, adapter_slots
         )
         if graphs:
             executor.capture(capturer, max_num_seqs, lambda done, total: None)

@@ -10,7 +10,7 @@ import torch
 from gpu.cuda.adapters import CudaAdapters
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.kernels import KernelLoader
-from gpu.lora.places import AdapterPlaces, product_shapes
+from gpu.lora.adapter_slots import AdapterSlots, product_shapes
 from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
 from tests.kernels.memory import place, relative_error
@@ -73,15 +73,15 @@ def test_every_product_is_updated_as_by_torch(
 ) -> None:
     model = make_tiny("qwen3", tmp_path / "model")
     config = open_model(model).config
-    places = AdapterPlaces(config, 24, torch.bfloat16, loader.device, count=3)
+    adapter_slots = AdapterSlots(config, 24, torch.bfloat16, loader.device, count=3)
     reference = TorchAdapters(config, 24, torch.float32)
     for number, parts in ((1, {}), (2, {"parts": ("self_attn.v_proj", "mlp.up_proj")})):
         folder = make_adapter(model, tmp_path / str(number), seed=number, rank=11 * number, **parts)
-        for store in (places.store, reference.store):
+        for store in (adapter_slots.store, reference.store):
             store.put(number, read_adapter(folder, config, 24))
     rows = rows_of([0, 2, 1, 2], count)
-    buffer = StepBuffer(loader.device, CudaAdapters.regions(4 * count, places.count))
-    adapters = CudaAdapters(loader, buffer, places, config)
+    buffer = StepBuffer(loader.device, CudaAdapters.regions(4 * count, adapter_slots.count))
+    adapters = CudaAdapters(loader, buffer, adapter_slots, config)
     adapters.pack(rows)
     buffer.upload()
     groups = reference.groups(rows)

@@ -20,7 +20,7 @@ from gpu.kernels.emulation import EmulatedLoader
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.loading import loading
 from gpu.loading.loaded_model import Loaded
-from gpu.lora.places import AdapterPlaces
+from gpu.lora.adapter_slots import AdapterSlots
 from gpu.runner import Runner
 from tests.gpu.test_worker import start_message
 from tests.kernels.tape import TapeCapturer, TapedLoader
@@ -132,7 +132,7 @@ def test_experts_are_counted_and_their_steps_have_no_graphs(tmp_path: Path) -> N
     loaded = load(experts, gpu, stages, max_lora_rank=8, max_loras=2)
     assert not any(stage.startswith("CUDA graphs") for stage in stages)
     assert gpu.built == gpu.loader.loaded
-    of_adapters = AdapterPlaces.device_bytes(
+    of_adapters = AdapterSlots.device_bytes(
         open_model(experts).config, 8, torch.bfloat16, 2, max_tokens=60
     )
     assert loaded.num_pages == (48 * MIB - gpu.held - gpu.activations - of_adapters) // PAGE_BYTES
@@ -179,7 +179,7 @@ def test_adapters_and_their_graphs_get_their_room(folder: Path) -> None:
     assert loaded.adapters.max_rank == 8
     graphs = 2 * (2 * len(ladder(3)) + 1)
     of_graphs = gpu.activations + graphs * 2 * (14 + 8) * 8192
-    of_adapters = AdapterPlaces.device_bytes(
+    of_adapters = AdapterSlots.device_bytes(
         open_model(folder).config, 8, torch.bfloat16, 2, max_tokens=60
     )
     assert of_adapters > 0

@@ -74,7 +74,7 @@ async def test_a_request_from_its_beginning_to_its_end(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with open_fake_engine(one_second) as engine, trio.open_nursery() as nursery:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
 
             async def ask() -> None:
                 await engine.complete(SECRET, max_tokens=4, request_id="a", priority=3)
@@ -106,7 +106,7 @@ async def test_who_is_preempted_and_comes_back(autojump_clock: trio.testing.Mock
         return FakeWorker(step_time=0.1, num_pages=8, page_size=4)
 
     async with open_fake_engine(small) as engine, trio.open_nursery() as nursery:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             for id in ("a", "b"):
 
                 async def ask(id: str = id) -> None:
@@ -142,7 +142,7 @@ async def test_a_worker_that_dies_is_shown_and_so_is_the_next(
         return one_second(script=script)
 
     async with open_fake_engine(mortal) as engine, trio.open_nursery() as nursery:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             before = watcher.take()
             assert (before.health, before.worker.state) == ("ok", "running")
             assert (before.worker.restarts, before.worker.last_death) == (0, None)
@@ -169,7 +169,7 @@ async def test_pauses_and_a_worker_that_is_sent_away(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with open_fake_engine(one_second) as engine:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             await engine.pause("wait")
             assert watcher.take().paused
             engine.resume()
@@ -188,7 +188,7 @@ async def test_pauses_and_a_worker_that_is_sent_away(
 
 async def test_who_leaves_and_who_is_refused(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second, max_num_seqs=1) as engine:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             async with trio.open_nursery() as nursery:
                 for id in ("runs", "waits"):
 
@@ -216,7 +216,7 @@ async def test_who_leaves_and_who_is_refused(autojump_clock: trio.testing.MockCl
 
 async def test_several_outputs_are_one_request(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second) as engine, trio.open_nursery() as nursery:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
 
             async def ask() -> None:
                 await engine.complete(SECRET, max_tokens=4, n=3, request_id="a")
@@ -233,14 +233,14 @@ async def test_several_outputs_are_one_request(autojump_clock: trio.testing.Mock
 async def test_an_adapter_has_its_name(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second, enable_lora=True) as engine:
         await engine.load_adapter("poet", "/poet")
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             await engine.complete("abc", max_tokens=2, adapter="poet", request_id="a")
             assert row_of(watcher.take(), "a").adapter == "poet"
 
 
 async def test_no_word_of_anybody_is_in_a_picture(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second) as engine:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             async with engine.generate(SECRET, max_tokens=2, cache_salt="salted") as stream:
                 open_ = watcher.take()
                 text = "".join([chunk.text async for chunk in stream])
@@ -281,7 +281,7 @@ async def test_whatever_happens_pictures_agree_with_themselves(
 
     paths = set()
     async with open_fake_engine(mortal, max_worker_restarts=1000) as engine:
-        with live.subject_of(engine).watched(requests=100, nodes=50) as watcher:
+        with live.monitor_of(engine).watched(requests=100, nodes=50) as watcher:
             async with trio.open_nursery() as nursery:
                 for number in range(40):
                     nursery.start_soon(come_and_go, engine, number)
@@ -317,7 +317,7 @@ def agreeing(snapshot: Snapshot) -> Snapshot:
 
 async def test_nothing_is_recorded_while_nobody_watches() -> None:
     async with open_fake_engine() as engine:
-        monitor = live.subject_of(engine)
+        monitor = live.monitor_of(engine)
         iterations = monitor.schedulers[0].feeds.iterations.feed
 
         def wanted() -> list[bool]:
@@ -375,7 +375,7 @@ async def test_pictures_come_when_they_are_due_and_no_sooner(
 
 async def test_only_so_many_may_watch() -> None:
     async with open_fake_engine() as engine:
-        monitor = live.subject_of(engine)
+        monitor = live.monitor_of(engine)
         watches = [monitor.watched(requests=1, nodes=1) for _ in range(MAX_WATCHERS)]
         for each in watches:
             each.__enter__()
@@ -401,7 +401,7 @@ async def test_a_large_crowd_is_not_walked_through(
 
                 nursery.start_soon(ask)
             await trio.sleep(0.5)
-            with live.subject_of(engine).watched(requests=20, nodes=10) as watcher:
+            with live.monitor_of(engine).watched(requests=20, nodes=10) as watcher:
                 snapshot = watcher.take()
                 assert len(snapshot.requests) == 20
                 assert snapshot.num_requests_left_out == 380
@@ -570,7 +570,7 @@ async def test_the_tree_names_the_engines_tasks() -> None:
 
 async def test_rates_are_those_between_two_pictures(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second, max_plans_in_flight=1) as engine:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             rates = watcher.take().rates
             assert (rates.steps_per_s, rates.step_ms, rates.gpu_idle_share) == (0, None, None)
             await engine.complete("a" * 40, max_tokens=4)
@@ -606,7 +606,7 @@ async def test_rates_are_those_between_two_pictures(autojump_clock: trio.testing
 
 async def test_latencies_are_of_the_last_minute(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second) as engine:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             await engine.complete("abc", max_tokens=2)
             for _ in range(58):
                 assert watcher.take().latency.ttft is not None
@@ -640,7 +640,7 @@ def test_a_quantile_lies_within_its_bucket(
 
 async def test_an_engine_that_embeds_is_shown_too(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_encoder() as engine:
-        with live.subject_of(engine).watched(requests=10, nodes=10) as watcher:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
             await engine.embed(["one", "two"])
             snapshot = watcher.take()
     assert snapshot.counts.finished_total == 2

@@ -126,7 +126,7 @@ class Alive(_Message):
     """A heartbeat of the front end's event loop."""
 
 
-class LeaveSeat(_Message):
+class ReturnPermit(_Message):
     """The end of a limited key's request, with the number of its permit."""
 
     number: int
@@ -138,7 +138,7 @@ class LeaveTurn(_Message):
     number: int
 
 
-class LeaveWatch(_Message):
+class EndSubscription(_Message):
     """The end of the subscription to snapshots with that number in this front end."""
 
     number: int
@@ -278,9 +278,9 @@ FromFrontEnd = (
     | RpcCancel
     | Taken
     | Alive
-    | LeaveSeat
+    | ReturnPermit
     | LeaveTurn
-    | LeaveWatch
+    | EndSubscription
     | Drained
 )
 FromEngine = (

@@ -17,7 +17,7 @@ from trioserve.http import create_app
 from trioserve.http.api.app import App
 from trioserve.http.api.console.files import FOLDER, SECURITY_HEADERS
 from trioserve.http.server.server import serve_app
-from trioserve.observability.live import MAX_WATCHERS, subject_of
+from trioserve.observability.live import MAX_WATCHERS, monitor_of
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 
@@ -166,7 +166,7 @@ async def test_the_feed_shows_a_request_from_its_beginning_to_its_end() -> None:
             assert row["finish_reason"] == "abort"
             assert row["output_tokens"] < 1900
             assert picture["counts"]["finished_total"] == 1
-        await until(lambda: not subject_of(engine).departures.is_wanted)
+        await until(lambda: not monitor_of(engine).departures.is_wanted)
         assert not engine.schedulers[0].feeds.iterations.feed.is_wanted
 
 
@@ -223,7 +223,7 @@ async def test_only_so_many_may_watch() -> None:
     async with serving() as (engine, url, _):
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(MAX_WATCHERS):
-                stack.enter_context(subject_of(engine).watched(requests=1, nodes=1))
+                stack.enter_context(monitor_of(engine).watched(requests=1, nodes=1))
             async with http_client(url) as client:
                 response = await client.get(LIVE)
                 assert response.status_code == 429
@@ -239,7 +239,7 @@ async def test_a_head_ends() -> None:
             response = await client.head(path)
             assert response.status_code == 200
             assert response.headers["content-type"] == kind
-        assert not subject_of(engine).departures.is_wanted
+        assert not monitor_of(engine).departures.is_wanted
 
 
 async def test_a_server_that_drains_says_so_and_ends_the_feed() -> None:

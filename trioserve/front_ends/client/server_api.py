@@ -19,10 +19,10 @@ from trioserve.front_ends.calls import AdministrationCalls, Collected, Counted, 
 from trioserve.front_ends.client.scheduler import RemoteScheduler
 from trioserve.front_ends.client.turns import RemoteTurns
 from trioserve.front_ends.clock import SharedClock
-from trioserve.front_ends.messages import LeaveSeat, LeaveWatch
+from trioserve.front_ends.messages import EndSubscription, ReturnPermit
 from trioserve.front_ends.rpc import RpcPeer
 from trioserve.http.api.auth import Caller, Keys
-from trioserve.http.api.server_api import Pictures, Seat
+from trioserve.http.api.server_api import Permit, TakeSnapshot
 from trioserve.observability.health import health_word
 from trioserve.observability.live import Snapshot
 from trioserve.observability.live.schema import TaskNode
@@ -90,7 +90,7 @@ class RemoteServer(AdministrationCalls):
     async def _collect(self) -> Collected:
         return await self._remote.calls.collect()
 
-    async def permit(self, keys: Keys, caller: Caller | None) -> Seat:
+    async def permit(self, keys: Keys, caller: Caller | None) -> Permit:
         """Return a block in which a request of ``caller`` is open; all processes share the limit.
 
         Raises:
@@ -104,7 +104,7 @@ class RemoteServer(AdministrationCalls):
             granted = await self._remote.calls.take_permit(number, caller.name)
         except BaseException:
             # It may have been granted meanwhile.
-            self._remote.tell(LeaveSeat(number))
+            self._remote.tell(ReturnPermit(number))
             raise
         if not granted:
             raise keys.refusal()
@@ -115,7 +115,7 @@ class RemoteServer(AdministrationCalls):
         try:
             yield
         finally:
-            self._remote.tell(LeaveSeat(number))
+            self._remote.tell(ReturnPermit(number))
 
     async def paused(self) -> bool:
         """Return :attr:`trioserve.Engine.paused`."""
@@ -139,7 +139,7 @@ class RemoteServer(AdministrationCalls):
         return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
 
     @contextlib.asynccontextmanager
-    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
+    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[TakeSnapshot]:
         """Open a subscription as ``Monitor.watched``, to the snapshots of all processes."""
         self._num_watches += 1
         number = self._num_watches
@@ -155,7 +155,7 @@ class RemoteServer(AdministrationCalls):
             yield take
         finally:
             # It may have begun even if the call failed.
-            self._remote.tell(LeaveWatch(number))
+            self._remote.tell(EndSubscription(number))
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """Return a ``generate`` for a turn of a session, which is looked up when it is used."""

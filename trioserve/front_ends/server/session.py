@@ -16,12 +16,12 @@ from trioserve.front_ends.messages import (
     Abort,
     Alive,
     Drained,
+    EndSubscription,
     Failed,
     FromEngine,
     FromFrontEnd,
-    LeaveSeat,
     LeaveTurn,
-    LeaveWatch,
+    ReturnPermit,
     RpcCall,
     RpcCancel,
     RpcReply,
@@ -153,11 +153,11 @@ class FrontEndSession:
                     self.rpc.on_withdraw(message)
                 case Alive():
                     self._heartbeat.beat()
-                case LeaveSeat():
+                case ReturnPermit():
                     self._permits.leave(message.number)
                 case LeaveTurn():
                     self._turns.leave(message.number)
-                case LeaveWatch():
+                case EndSubscription():
                     self._watches.leave(message.number)
                 case Drained():
                     return message.num_cut

@@ -24,10 +24,10 @@ from trioserve.http.api.openai.responses.store import (
     ResponseStore,
 )
 from trioserve.observability.health import health_word
-from trioserve.observability.live import Snapshot, subject_of
+from trioserve.observability.live import Snapshot, monitor_of
 
-Seat = contextlib.AbstractContextManager[None]
-Pictures = Callable[[], Awaitable[Snapshot]]
+Permit = contextlib.AbstractContextManager[None]
+TakeSnapshot = Callable[[], Awaitable[Snapshot]]
 """Function that takes a snapshot of the server."""
 
 
@@ -45,7 +45,7 @@ class ServerApi(Administration, ResponseStore, Protocol):
     ) -> contextlib.AbstractContextManager[None]:
         """Return a block in which a request of ``caller`` is open; entering raises ``KeyLimit``."""
 
-    def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[Pictures]:
+    def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[TakeSnapshot]:
         """Take snapshots of the server until the block is left, as ``Monitor.watched``."""
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
@@ -76,9 +76,9 @@ class LocalServer(LocalAdministration, LocalResponses):
         return keys.counted(caller)
 
     @contextlib.asynccontextmanager
-    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[Pictures]:
+    async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[TakeSnapshot]:
         """Take snapshots as :meth:`trioserve.observability.live.Monitor.watched`."""
-        with subject_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
+        with monitor_of(self._engine).watched(requests=requests, nodes=nodes) as watcher:
 
             async def take() -> Snapshot:
                 return watcher.take()

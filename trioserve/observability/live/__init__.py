@@ -2,9 +2,9 @@
 
 ::
 
-    async with trioserve.live.watch(engine) as pictures:
-        async for picture in pictures:
-            print(picture.counts.running, picture.rates.generated_tokens_per_s)
+    async with trioserve.live.watch(engine) as snapshots:
+        async for snapshot in snapshots:
+            print(snapshot.counts.running, snapshot.rates.generated_tokens_per_s)
 
 A :class:`Snapshot` is made on demand from the engine's own state. While a subscription is open, the
 newest steps and finished requests are recorded for it, too.
@@ -28,5 +28,5 @@ from trioserve.observability.live.stream import DEFAULT_INTERVAL as DEFAULT_INTE
 from trioserve.observability.live.stream import SnapshotStream as SnapshotStream
 from trioserve.observability.live.stream import due_after as due_after
 from trioserve.observability.live.stream import hello_of as hello_of
-from trioserve.observability.live.stream import subject_of as subject_of
+from trioserve.observability.live.stream import monitor_of as monitor_of
 from trioserve.observability.live.stream import watch as watch

@@ -73,12 +73,12 @@ async def watch(
     Raises:
         WatcherLimit: the limit of subscriptions is reached.
     """
-    with subject_of(engine).watched(requests=requests, nodes=nodes) as watcher:
+    with monitor_of(engine).watched(requests=requests, nodes=nodes) as watcher:
         await trio.lowlevel.checkpoint()
         yield SnapshotStream(watcher, interval)
 
 
-def subject_of(engine: MonitoredEngine) -> Monitor:
+def monitor_of(engine: MonitoredEngine) -> Monitor:
     """Return the monitor of ``engine``; its schedulers have to be in this process."""
     return Monitor.of(engine)
 

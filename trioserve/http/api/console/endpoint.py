@@ -13,7 +13,7 @@ from werkzeug.exceptions import NotFound
 from trioserve.http.api.auth import Keys, authorization_of
 from trioserve.http.api.console.files import PAGE, SECURITY_HEADERS, read_files
 from trioserve.http.api.console.schemas import LiveQuery
-from trioserve.http.api.server_api import Pictures
+from trioserve.http.api.server_api import TakeSnapshot
 from trioserve.http.api.service import Service
 from trioserve.http.api.sse import EventBody, Framing, named_event, stream_response
 from trioserve.observability.live import Hello, due_after, hello_of
@@ -73,7 +73,7 @@ class _Feed(EventBody):
         self._query = query
         self._hello: Hello | None = hello
         self._scope = contextlib.AsyncExitStack()
-        self._take: Pictures | None = None
+        self._take: TakeSnapshot | None = None
         self._due = 0.0
         self._left = query.pictures or math.inf
         """Number of snapshots still to come."""

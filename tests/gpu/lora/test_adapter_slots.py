@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu.kernels.lora import ENTRY
-from gpu.lora.places import AdapterPlaces, PlacedAdapter, product_shapes
+from gpu.lora.adapter_slots import AdapterSlots, PackedAdapter, product_shapes
 from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.weights.packed_modules import PACKED_MODULES
@@ -31,27 +31,27 @@ def config(model: Path) -> ModelConfig:
 
 
 @pytest.fixture
-def places(model: Path, config: ModelConfig, tmp_path: Path) -> AdapterPlaces:
-    held = AdapterPlaces(config, MAX_RANK, torch.bfloat16, torch.device("cpu"), count=2)
+def adapter_slots(model: Path, config: ModelConfig, tmp_path: Path) -> AdapterSlots:
+    held = AdapterSlots(config, MAX_RANK, torch.bfloat16, torch.device("cpu"), count=2)
     for number in range(1, 5):
         folder = make_adapter(model, tmp_path / str(number), seed=number, rank=number)
         held.store.put(number, read_adapter(folder, config, MAX_RANK))
     return held
 
 
-def holds(places: AdapterPlaces, place: int, number: int) -> bool:
-    """Return whether the place has the adapter's numbers and entries."""
-    adapter = places.store[number]
-    numbers = places.numbers[place, : adapter.numbers.numel()]
+def holds(adapter_slots: AdapterSlots, slot: int, number: int) -> bool:
+    """Return whether the slot has the adapter's numbers and entries."""
+    adapter = adapter_slots.store[number]
+    numbers = adapter_slots.numbers[slot, : adapter.numbers.numel()]
     return torch.equal(numbers, adapter.numbers) and torch.equal(
-        places.entries[place], adapter.entries
+        adapter_slots.entries[slot], adapter.entries
     )
 
 
-def test_the_last_used_stay(places: AdapterPlaces) -> None:
+def test_the_last_used_stay(adapter_slots: AdapterSlots) -> None:
     def bring(*numbers: int) -> list[int]:
-        found = places.bring(numbers)
-        assert all(map(holds, [places] * len(found), found, numbers))
+        found = adapter_slots.bring(numbers)
+        assert all(map(holds, [adapter_slots] * len(found), found, numbers))
         return found
 
     one, two = bring(1, 2)
@@ -60,7 +60,7 @@ def test_the_last_used_stay(places: AdapterPlaces) -> None:
     assert bring(2) == [two]
     assert bring(3, 2) == [one, two]  # 1 makes way, though 2 came before 3
     assert bring(2, 1) == [two, one]
-    places.store.unload(2)
+    adapter_slots.store.unload(2)
     assert bring(3) == [two]  # in the slot of the unloaded one
     assert bring(1, 3) == [one, two]
 
@@ -75,7 +75,7 @@ def test_where_the_matrices_lie(config: ModelConfig, model: Path, tmp_path: Path
         ranks={"self_attn.v_proj": 17},
     )
     adapter = read_adapter(folder, config, 32)
-    placed = PlacedAdapter.of(adapter, config, torch.bfloat16, torch.device("cpu"))
+    placed = PackedAdapter.of(adapter, config, torch.bfloat16, torch.device("cpu"))
     entries = placed.entries.numpy().view(ENTRY).reshape(config.num_layers, len(PACKED_MODULES))
     ranks = [[int(entry[f"rank{part}"]) for part in range(3)] for entry in entries[1]]
     assert ranks == [[16, 0, 32], [0, 0, 0], [0, 0, 0], [16, 0, 0]]
@@ -119,11 +119,11 @@ def test_what_a_device_has_to_have_room_for(config: ModelConfig) -> None:
     numbers = 2 * (2 * 128 + 2 * 96 + 3 * 160) * 16
     entries = 2 * 4 * 32
     between = 100 * 3 * 16 * 4
-    found = AdapterPlaces.device_bytes(config, MAX_RANK, torch.bfloat16, 2, max_tokens=100)
+    found = AdapterSlots.device_bytes(config, MAX_RANK, torch.bfloat16, 2, max_tokens=100)
     assert found == 2 * (2 * numbers + entries) + between
-    held = AdapterPlaces(config, MAX_RANK, torch.bfloat16, torch.device("meta"), count=2)
+    held = AdapterSlots(config, MAX_RANK, torch.bfloat16, torch.device("meta"), count=2)
     assert held.numbers.nbytes + held.entries.nbytes + between == found
-    assert AdapterPlaces.device_bytes(config, 0, torch.bfloat16, 2, max_tokens=100) == 0
+    assert AdapterSlots.device_bytes(config, 0, torch.bfloat16, 2, max_tokens=100) == 0
 
 
 def test_a_gpu_copies_by_itself(
@@ -143,15 +143,15 @@ def test_a_gpu_copies_by_itself(
         return copy(self, source, non_blocking)
 
     adapter = read_adapter(make_adapter(model, tmp_path / "one", seed=1), config, MAX_RANK)
-    places = AdapterPlaces(config, MAX_RANK, torch.bfloat16, torch.device("cpu"), count=1)
+    adapter_slots = AdapterSlots(config, MAX_RANK, torch.bfloat16, torch.device("cpu"), count=1)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    placed = PlacedAdapter.of(adapter, config, torch.bfloat16, torch.device("cuda"))
+    placed = PackedAdapter.of(adapter, config, torch.bfloat16, torch.device("cuda"))
     assert [each.data_ptr() for each in page_locked] == [
         placed.numbers.data_ptr(),
         placed.entries.data_ptr(),
     ]
-    places.store.put(1, adapter)
+    adapter_slots.store.put(1, adapter)
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    places.bring([1])
-    stored = places.store[1]
+    adapter_slots.bring([1])
+    stored = adapter_slots.store[1]
     assert copied == [(stored.numbers.data_ptr(), True), (stored.entries.data_ptr(), True)]

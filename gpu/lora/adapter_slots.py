@@ -1,6 +1,6 @@
 """Room on a device for the adapters of a step, where kernels find them.
 
-There are as many places as a step may have adapters, at fixed addresses, so that a captured launch
+There are as many slots as a step may have adapters, at fixed addresses, so that a captured launch
 finds whatever adapter is there when it is replayed. Those used last stay. An adapter's matrices lie
 one behind the other, with its own ranks; a table beside them says where those of each product are.
 """
@@ -38,8 +38,8 @@ def product_shapes(config: ModelConfig) -> dict[str, ProductShape]:
 
 
 @attrs.frozen(eq=False)
-class PlacedAdapter:
-    """An adapter on the host, as it stands in a place."""
+class PackedAdapter:
+    """An adapter on the host, as it stands in a slot."""
 
     numbers: torch.Tensor  # flat
     entries: torch.Tensor  # [layers * products, 4] int64, rows of ENTRY
@@ -47,7 +47,7 @@ class PlacedAdapter:
     @classmethod
     def of(
         cls, adapter: LoraWeights, config: ModelConfig, dtype: torch.dtype, device: torch.device
-    ) -> PlacedAdapter:
+    ) -> PackedAdapter:
         """Return ``adapter`` in ``dtype``, ready to be copied to ``device``."""
         entries = np.zeros(config.num_layers * len(PACKED_MODULES), ENTRY)
         pieces: list[torch.Tensor] = []
@@ -80,7 +80,7 @@ def _b(update: LowRankUpdate) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, padded_rank(update.rank) - update.rank))
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """The adapters of a model, and on ``device`` those that were used last.
 
     Args:
@@ -88,7 +88,7 @@ class AdapterPlaces:
         max_rank: the largest rank that is served.
         dtype: of the model.
         device: of the model.
-        count: places, at least as many as a step has adapters.
+        count: number of slots, at least as many as a step has adapters.
     """
 
     def __init__(
@@ -99,46 +99,46 @@ class AdapterPlaces:
         device: torch.device,
         count: int,
     ) -> None:
-        self.store = AdapterStore[PlacedAdapter](
-            config, max_rank, lambda adapter: PlacedAdapter.of(adapter, config, dtype, device)
+        self.store = AdapterStore[PackedAdapter](
+            config, max_rank, lambda adapter: PackedAdapter.of(adapter, config, dtype, device)
         )
         self.count = count
         self.numbers = torch.zeros(
-            count, _numbers_of_a_place(config, max_rank), dtype=dtype, device=device
+            count, _numbers_per_slot(config, max_rank), dtype=dtype, device=device
         )
         """[count, numbers of an adapter of the largest rank]."""
         self.entries = torch.zeros(
             count, config.num_layers * len(PACKED_MODULES), 4, dtype=torch.int64, device=device
         )
         """[count, layers * products, 4], rows of ENTRY."""
-        self._places: OrderedDict[int, int] = OrderedDict()
+        self._slots: OrderedDict[int, int] = OrderedDict()
 
     def bring(self, wanted: Collection[int]) -> list[int]:
-        """Have the adapters ``wanted``, by number, in places, and say in which.
+        """Load the adapters ``wanted``, by number, into slots; return their slots.
 
-        What is copied is in the order of the current stream: behind the steps that use what a place
+        What is copied is in the order of the current stream: behind the steps that use what a slot
         had before, and before the one that is queued next. The host doesn't wait for it.
         """
         for number in wanted:
-            if number in self._places:
-                self._places.move_to_end(number)
+            if number in self._slots:
+                self._slots.move_to_end(number)
         for number in wanted:
-            if number not in self._places:
-                place = self._places[number] = self._free_place()
+            if number not in self._slots:
+                slot = self._slots[number] = self._free_slot()
                 adapter = self.store[number]
-                self.numbers[place, : adapter.numbers.numel()].copy_(
+                self.numbers[slot, : adapter.numbers.numel()].copy_(
                     adapter.numbers, non_blocking=True
                 )
-                self.entries[place].copy_(adapter.entries, non_blocking=True)
-        return [self._places[number] for number in wanted]
+                self.entries[slot].copy_(adapter.entries, non_blocking=True)
+        return [self._slots[number] for number in wanted]
 
-    def _free_place(self) -> int:
+    def _free_slot(self) -> int:
         """Return a free slot; if there is none, evict the least recently used adapter."""
-        for gone in [number for number in self._places if number not in self.store]:
-            del self._places[gone]
-        if len(self._places) == self.count:
-            self._places.popitem(last=False)
-        return min(set(range(self.count)) - set(self._places.values()))
+        for gone in [number for number in self._slots if number not in self.store]:
+            del self._slots[gone]
+        if len(self._slots) == self.count:
+            self._slots.popitem(last=False)
+        return min(set(range(self.count)) - set(self._slots.values()))
 
     @staticmethod
     def device_bytes(
@@ -149,11 +149,11 @@ class AdapterPlaces:
             return 0
         between = partial_numbers(product_shapes(config).values(), max_tokens, max_rank)
         entries = config.num_layers * len(PACKED_MODULES) * ENTRY.itemsize
-        of_place = _numbers_of_a_place(config, max_rank) * dtype.itemsize + entries
-        return count * of_place + between * torch.float32.itemsize
+        per_slot = _numbers_per_slot(config, max_rank) * dtype.itemsize + entries
+        return count * per_slot + between * torch.float32.itemsize
 
 
-def _numbers_of_a_place(config: ModelConfig, max_rank: int) -> int:
+def _numbers_per_slot(config: ModelConfig, max_rank: int) -> int:
     sizes = (
         shape.inputs + outputs
         for shape in product_shapes(config).values()
