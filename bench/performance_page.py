@@ -22,22 +22,11 @@ from bench.report import RESULTS, Verdict, markdown, verdict_table
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = 0.1
 """Cores that may be busy with something else; with more, figures aren't to be trusted."""
-PICTURES = {
-    "throughput": (
-        "throughput-bf16-load",
-        "throughput-bf16-32-streams-ttft",
-        "throughput-bf16-32-streams-itl",
-    ),
-    "micro": ("micro",),
-}
-"""The plots below a table, from docs/pictures."""
 PARTS: Mapping[str, Sequence[str]] = {
     "bench.front_end.sse": (),
-    "bench.micro": ("--plot", "docs/pictures/micro.png"),
+    "bench.micro": (),
     "bench.front_end": (),
     "bench.engine.accuracy": (),
-    "bench.engine.waiting": (),
-    "bench.engine.tokenizing": (),
     "bench.engine.embeddings": (),
     "bench.engine.experts": (),
     "bench.engine.memory_parts": (),
@@ -67,9 +56,7 @@ def page_blocks(page: str, folder: Path = RESULTS) -> dict[str, str]:
     results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
     blocks = {}
     for name, result in results.items():
-        pictures = [f"![{plot}](pictures/{plot}.png)" for plot in PICTURES.get(name, ())]
-        source = f"From `bench/results/{name}.json`."
-        blocks[name] = "\n\n".join([result["table"], source, *pictures])
+        blocks[name] = f"{result['table']}\n\nFrom `bench/results/{name}.json`."
     verdicts = [Verdict(**each) for one in results.values() for each in one.get("verdicts", [])]
     missed = [verdict for verdict in verdicts if verdict.met is False]
     every = {
@@ -161,7 +148,7 @@ def measure_all(minutes: float) -> list[str]:
 
     failed = [part for part, how in PARTS.items() if run(part, *how)]
     left = max(minutes - (time.monotonic() - began) / 60, 5.0)
-    if run("bench.compare", *_PEERS, "--minutes", f"{left:.1f}", "--plots", "docs/pictures"):
+    if run("bench.compare", *_PEERS, "--minutes", f"{left:.1f}"):
         failed.append("bench.compare")
     return failed
 

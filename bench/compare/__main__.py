@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import attrs
 import trio
@@ -117,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     load = "instead of scenarios, any load of trioserve bench, whose options follow"
     add("--load", nargs=argparse.REMAINDER, metavar="OPTION", help=load)
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
-    add("--plots", type=Path, metavar="FOLDER", help="draw plots (needs the extra bench)")
     add_save(parser)
     return parser
 
@@ -150,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(notes: Notes, options: argparse.Namespace) -> None:
-    """Print tables, targets and failures; save a file for each table and draw plots if asked."""
+    """Print tables, targets and failures; save a file for each table if asked."""
     for scenario in dict.fromkeys(row.scenario for row in notes.rows):
         rows = [row for row in notes.rows if row.scenario == scenario]
         verdicts = [verdict for verdict in judge(rows) if verdict.met is not None]
@@ -169,11 +167,6 @@ def report(notes: Notes, options: argparse.Namespace) -> None:
                 "verdicts": [attrs.asdict(verdict) for verdict in verdicts],
             }
             print(f"\nsaved to {save(options.save, scenario, table(rows), **facts)}")
-    if options.plots:
-        from bench.compare.pictures import plots_of, save_plots  # needs the extra bench
-
-        for picture in save_plots(plots_of(notes.rows), options.plots):
-            print(f"saved to {picture}")
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
 

@@ -1,7 +1,7 @@
-"""Micro-benchmarks of the Python path, with curves: ``python -m bench.micro``.
+"""Micro-benchmarks of the Python path, by size: ``python -m bench.micro``.
 
 Each case does its part of a step for 1 to 4,096 rows. The table has the processor time of a call
-and of a row; ``--plot`` draws cost against size.
+and of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ CASES: dict[str, plain.Case] = {
     "detokenizer": plain.detokenizer,
     "stream fan-out": loops.stream_fan_out,
     "server-sent events": loops.server_sent_events,
-    "link round trip": loops.link,
 }
 """By the name in the table."""
 Timed = dict[tuple[str, int], float]
@@ -104,33 +103,12 @@ def verdicts(timed: Timed) -> list[Verdict]:
     ]
 
 
-def draw(timed: Timed, path: str) -> None:
-    """Write a PNG: a line for each case, both axes logarithmic."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = sorted({rows for _, rows in timed})
-    for name in dict.fromkeys(name for name, _ in timed):
-        mine = sorted((rows, us) for (case, rows), us in timed.items() if case == name)
-        axes.loglog(*zip(*mine, strict=True), "o-", label=name)
-    axes.loglog(sizes, sizes, "--", color="grey", linewidth=1, label="1 µs a row")
-    axes.set(xlabel="rows", ylabel="µs of CPU for all of them")
-    axes.set_title("What a part of a step costs")
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.minorticks_off()
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
-    figure.savefig(path, dpi=120)
-
-
 @script
 async def measure(
     *,
     cases: Sequence[str] = tuple(CASES),
     rows: Sequence[int] = (1, 4, 16, 64, 256, 1024, 4096),
     seconds: float = 1.0,
-    plot: str | None = None,
 ) -> Made:
     """Return the table of every case at every size."""
     timed: Timed = {}
@@ -139,6 +117,4 @@ async def measure(
             how = {"seconds": seconds, "fewest": 5, "most": 2000}
             timed[name, number] = await time_case(prepared, **how)
         print(f"{name}, {number} rows: {timed[name, number]:.0f} µs", file=sys.stderr, flush=True)
-    if plot:
-        draw(timed, plot)
     return Made(table(timed), {"verdicts": [attrs.asdict(each) for each in verdicts(timed)]})

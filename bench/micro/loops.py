@@ -1,32 +1,27 @@
-"""Cases that need an event loop, sockets or another process."""
+"""Cases that need an event loop or sockets."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import socket
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import cast
 
-import pynng
 import trio
 import trio.testing
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.worker_context import WorkerContext
 
-from bench.micro.cases import Loop, Prepared, make_request
+from bench.micro.cases import Prepared, make_request
 from bench.servers import tokenizer
 from trioserve.http.api.openai.completions.writer import CompletionWriter, Wanted
 from trioserve.http.server.connection import Connection
 from trioserve.http.server.connections import Connections
 from trioserve.http.server.settings import ServerSettings
 from trioserve.http.server.unsent import UnsentBudget
-from trioserve.protocol import wire
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.workers.link import NngLink
-from trioserve.workers.socket_folder import SocketFolder
 
 _CHUNK = Chunk(" lighthouse", (17,))
 
@@ -114,37 +109,3 @@ def _writer(wanted: Wanted) -> CompletionWriter:
     writer.start([GenerationStream(request)])
     writer.chunk(0, _CHUNK)
     return writer
-
-
-@contextlib.asynccontextmanager
-async def link(rows: int) -> AsyncIterator[Prepared]:
-    """Send a plan of as many rows to another process and back, over the worker's socket."""
-    plan: Any = Loop.of(rows).next_plan()
-    with (
-        contextlib.closing(SocketFolder.make()) as folder,
-        contextlib.closing(NngLink.listen(folder.url)) as ours,
-    ):
-        spawn = multiprocessing.get_context("spawn")
-        peer = spawn.Process(target=echo, args=(folder.url,), daemon=True)
-        peer.start()
-        try:
-            await ours.receive()
-
-            async def run() -> None:
-                await ours.send(plan)
-                assert isinstance(await ours.receive(), wire.Plan)
-
-            yield Prepared(run)
-        finally:
-            peer.kill()
-            peer.join()
-
-
-def echo(url: str) -> None:
-    """Send every message back, after one that says that it is there."""
-    limits = {"recv_max_size": wire.MAX_MESSAGE_BYTES, "recv_buffer_size": wire.BUFFERED_MESSAGES}
-    limits["send_buffer_size"] = wire.BUFFERED_MESSAGES
-    with pynng.Pair0(dial=url, block_on_dial=True, **limits) as theirs:
-        theirs.send(wire.encode(wire.Quit()))
-        while True:
-            theirs.send(theirs.recv())

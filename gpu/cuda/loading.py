@@ -128,10 +128,8 @@ def load_model(
         in_use += _graph_bytes(config, limits, activations, start.max_lora_rank > 0)
     limits = _with_pages(start, memory, model, limits, in_use)
     with _explaining(lambda: cache_doesnt_fit(limits.num_pages)):
-        adapter_slots = _adapter_slots(gpu, model, start)
-        executor, slots = assemble(
-            gpu.loader, model, limits, gpu.timeline(), adjuster, adapter_slots
-        )
+        loras = _adapter_slots(gpu, model, start)
+        executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, loras)
     if captures:
         with _explaining(lambda: GRAPHS_DONT_FIT):
             executor.capture(
@@ -148,7 +146,7 @@ def load_model(
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}",
         free_memory=free,
         read_weights=lambda files: _read_again(model, files, dtype),
-        adapters=None if adapter_slots is None else adapter_slots.store,
+        adapters=None if loras is None else loras.store,
     )
 
 
@@ -178,7 +176,7 @@ def _with_pages(
 
 
 def _adapter_slots(gpu: Gpu, model: Decoder, start: Start) -> AdapterSlots | None:
-    """Room for the adapters of a step; None where none are served."""
+    """Return room for the adapters of a step; None if none are served."""
     if start.max_lora_rank == 0:
         return None
     return AdapterSlots(

@@ -14,8 +14,8 @@ from tests.support.source_files import ROOT, modules_of
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PUBLIC_METHODS = 25
-MAX_BENCH_LINES = 8_245
-"""Lines of Python in all benchmarks. It only goes down: the aim is 8,000."""
+MAX_BENCH_LINES = 8_000
+"""Lines of Python in all benchmarks."""
 SOURCES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 FACES = {
     "Engine": "the public API of an engine",

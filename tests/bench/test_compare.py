@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from bench.compare import __main__ as compare
-from bench.compare import contest, pictures, scenarios
+from bench.compare import contest, scenarios
 from bench.compare.__main__ import parts_of
 from bench.compare.contest import Notes, Row, busy_cases, ratios, table
 from bench.compare.scenarios import (
@@ -37,7 +37,6 @@ from bench.report import Verdict, verdict_table
 from bench.servers import Running, Server, ServerFailed, exact_prompts, running
 from trioserve.cli.bench_points import points_of
 from trioserve.cli.usage import UsageError
-from trioserve.load import Record, Run
 
 OTHERS = ("llama.cpp", "vllm")
 
@@ -444,30 +443,6 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
         fields={},
         versions={},
     )
-
-
-def run_at(streams: int, ttft: float) -> Run:
-    record = Record(
-        started=0.0, chunks=[ttft, 2 * ttft], text="a", prompt_tokens=4, completion_tokens=2
-    )
-    return Run(concurrency=streams, records=[record] * streams, duration=1.0)
-
-
-def test_pictures_show_all_rounds_of_each_case(tmp_path: Path) -> None:
-    figures = {"tokens_per_second": 1.0}
-    keys = [("throughput", f"{n} streams", "ours", "bf16") for n in (2, 4)]
-    found = [
-        attrs.evolve(row, run=run_at(int(row.case[0]), 0.1))
-        for row in rows(dict.fromkeys(keys, figures))
-    ]
-    measured = pictures.merged(found)
-    assert [len(one.run.records) for one in measured] == [4, 8]
-    assert [one.figures.output_tokens_per_second for one in measured] == [4.0, 8.0]
-    names = [path.name for path in pictures.save_plots(pictures.plots_of(found), tmp_path)]
-    assert names == [
-        "throughput-bf16-load.png",
-        *(f"throughput-bf16-{n}-streams-{what}.png" for n in (2, 4) for what in ("ttft", "itl")),
-    ]
 
 
 async def test_any_load_of_the_load_generator_is_asked_and_differs_each_round() -> None:

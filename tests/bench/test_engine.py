@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,18 +17,13 @@ from bench.engine import (
     live,
     long_prompts,
     offloading,
-    tokenizing,
-    waiting,
 )
 from bench.engine import grammar_masks as masks
-from bench.servers import tokenizer
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.grammar_cache import GrammarCache
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
-from tests.support.engines import open_tiny_engine
 from tests.support.grammar_vocabularies import EOS, VOCABULARY
-from tests.support.tiny_models import make_tiny
 from trioserve.protocol import wire
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
@@ -107,11 +99,6 @@ def test_every_grammar_is_measured() -> None:
     cache.close()
 
 
-async def test_prompts_are_tokenized_in_the_task_and_one_by_one() -> None:
-    found = await tokenizing.measure(tokenizing.Tokenizer(tokenizer()), ["one text", "another"])
-    assert min(found) > 0
-
-
 LOAD = offloading.Load(length=64, turn=16, output=2, conversations=4, fit=2)
 
 
@@ -151,27 +138,3 @@ def test_gaps_are_counted_where_they_end() -> None:
     times = [[0.0, 1.0, 2.5], [], [2.0], [0.5, 3.0]]
     assert long_prompts.gaps_within(times, 0.5, 2.5) == [1.0, 1.5]
     assert long_prompts.gaps_within(times, 3.0, 9.0) == []
-
-
-@needs_compiler
-def test_the_number_of_looks_reaches_the_kernels_source(tmp_path: Path) -> None:
-    before = dict(os.environ)
-    source = Path(__file__).parents[2] / "gpu" / "cpu" / "csrc" / "team.h"
-    with waiting.compiled_with(17, tmp_path):
-        options = ["-std=c++20", "-mavx512f", "-E", "-x", "c++", str(source)]
-        read = subprocess.run(
-            [os.environ["CXX"], *options], capture_output=True, text=True, check=True
-        )
-        assert os.environ["XDG_CACHE_HOME"].startswith(str(tmp_path))
-    assert "kSpins = 17;" in read.stdout
-    assert dict(os.environ) == before
-
-
-async def test_a_measurement_of_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "PROMPT_TOKENS", 5)
-    monkeypatch.setattr(waiting, "OUTPUT_TOKENS", 4)
-    async with open_tiny_engine(make_tiny("smollm2", tmp_path)) as engine:
-        with trio.fail_after(60):
-            found = await waiting.measure(engine, 2, 1)
-    assert found["rate"] > 0
-    assert 0 <= found["p50"] <= found["p99"]

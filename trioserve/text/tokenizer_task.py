@@ -4,8 +4,7 @@ The task takes all waiting requests and tokenizes them together. Encoding takes 
 1,000 characters, and ``encode_batch_fast`` lets other threads run meanwhile. A thread costs 60 µs,
 or milliseconds when the loop is busy. So short prompts are encoded in the event loop, up to
 ``INLINE_CHARACTERS`` at a time. Other short ones share a thread, and a long prompt has its own
-thread, so that it delays no other. ``tokenizers`` spreads a thread's batch over the cores
-(``bench.engine.tokenizing`` measures it).
+thread, so that it delays no other. ``tokenizers`` spreads a thread's batch over the cores.
 
 A chat is rendered where it is encoded if that takes bounded time and memory. Otherwise a child task
 has another process render it (:mod:`~trioserve.text.template_processes`).

@@ -24,7 +24,7 @@ struct Share {
 
 // How a thread waits for the others: first it looks again at once, then it lets others run in
 // between. Two threads that share a core with another process would otherwise wait out its time slice.
-// `python -m bench.waiting` compares other numbers: the rate hardly changes, the longest gaps grow.
+// With other numbers the rate hardly changes, and the longest gaps grow.
 #ifndef TRIOSERVE_SPINS
 #define TRIOSERVE_SPINS 200
 #endif
