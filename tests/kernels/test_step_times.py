@@ -41,7 +41,7 @@ def recorded(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     record(executor._state, "copy_large", "copy")
     record(executor._plain, "replay_forward", "forward")
     record(executor, "_forward", "forward")
-    record(executor._extras, "adjustment", "mask")
+    record(executor._slot_options, "adjustment", "mask")
     record(executor._plain, "replay_sampling", "draw")
     record(executor._sampler, "launch", "draw")
     return calls

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.constraints.adjuster import _allowing
+from gpu.constraints.adjuster import _allowed_mask
 from gpu.slots import SlotTable
 from tests.support.plans import PlanMaker
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
@@ -49,7 +49,7 @@ def test_the_worker_holds_the_ids_of_several_outputs_once() -> None:
 
 def test_outputs_share_a_mask() -> None:
     column = as_column([0, 31, 32, 99])
-    mask = _allowing(column, 4)
-    assert _allowing(bytes(bytearray(column)), 4) is mask
+    mask = _allowed_mask(column, 4)
+    assert _allowed_mask(bytes(bytearray(column)), 4) is mask
     assert mask.view(np.uint32).tolist() == [1 << 31 | 1, 1, 0, 8]
-    assert _allowing(b"", 2).tolist() == [-1, -1]
+    assert _allowed_mask(b"", 2).tolist() == [-1, -1]
