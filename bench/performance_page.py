@@ -30,7 +30,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.engine.embeddings": (),
     "bench.engine.experts": (),
     "bench.engine.memory_parts": (),
-    "bench.engine.long_prompts": ("--plans", "1", "--lengths", "1000", "4000", "--rounds", "2"),
+    "bench.engine.long_prompts": (),
 }
 """The scripts of single parts, and their options."""
 _PEERS = ("--compare", "llama.cpp", "--compare", "vllm")

@@ -40,7 +40,7 @@ async def measure_cost(engine: Engine, number: int, pictures: int = 40) -> tuple
         while engine.statistics().scheduler.num_running < min(number, engine.ready.max_num_seqs):
             await trio.sleep(0.01)
         limits = {"requests": live.DEFAULT_REQUESTS, "nodes": live.DEFAULT_NODES}
-        with live.subject_of(engine).watched(**limits) as watcher:
+        with live.monitor_of(engine).watched(**limits) as watcher:
             for _ in range(pictures):
                 await trio.sleep(0.05)
                 snapshot = _timed(took, watcher.take)

@@ -1,9 +1,9 @@
 """Running streams beside long prompts: ``python -m bench.engine.long_prompts``.
 
-Streams decode, and long prompts arrive among them, one after the other. For each
-``--max-num-batched-tokens`` (``--budgets``) and number of plans in flight: the gaps between the
-streams' tokens while a prompt is computed, beside those while none is, and how long the prompt
-takes to its first token. Engines take turns, each by itself.
+Streams decode, and long prompts arrive among them, one after the other. For each target of
+``--itl-target-ms`` (0 for none): the gaps between the streams' tokens while a prompt is computed,
+beside those while none is, and how long the prompt takes to its first token. Engines take turns,
+each by itself.
 """
 
 from __future__ import annotations
@@ -83,26 +83,24 @@ async def measure(
 async def compare(
     *,
     model: str = MODEL,
-    budgets: Sequence[int] = (64, 128, 256, 512, 1024, 2048),
-    plans: Sequence[int] = (1, 2),
-    lengths: Sequence[int] = (1000, 2000, 4000, 8000),
+    targets: Sequence[float] = (0.0, 20.0, 50.0, 100.0, 200.0),
+    lengths: Sequence[int] = (1000, 4000),
     streams: int = 8,
     rounds: int = 3,
 ) -> str:
     """Return a table of medians over the rounds."""
     all_of_it = Rounds()
-    for number, setting in in_turns(rounds, list(itertools.product(budgets, plans))):
-        limits = dict(zip(("max_num_batched_tokens", "max_plans_in_flight"), setting, strict=True))
-        async with open_engine(model, **limits) as engine:
-            seed = "{} {} {}".format(*setting, number)
-            for length, ttft, gaps in await measure(engine, lengths, streams, seed):
+    for number, target in in_turns(rounds, targets):
+        async with open_engine(model, itl_target_ms=target or None) as engine:
+            for length, ttft, gaps in await measure(engine, lengths, streams, f"{target} {number}"):
                 spread = spread_of(gaps)
-                all_of_it.add((*setting, length), ttft=ttft, p50=spread.p50, p99=spread.p99)
+                all_of_it.add((target, length), ttft=ttft, p50=spread.p50, p99=spread.p99)
     lines = []
-    for (budget, flight, length), of in sorted(all_of_it.medians().items()):
+    for (target, length), of in sorted(all_of_it.medians().items()):
         prompt = ["none", "", ""]
         if length:
             prompt = [f"{length:,}", f"{of['ttft']:.2f}", f"{length / of['ttft']:.0f}"]
-        lines.append([budget, flight, *prompt, f"{of['p50']:.1f} · {of['p99']:.1f}"])
-    heads = ["tokens in a step", "plans", "prompt", "TTFT s", "prompt tokens/s", "gap p50 · p99 ms"]
+        name = f"{target:g} ms" if target else "none"
+        lines.append([name, *prompt, f"{of['p50']:.1f} · {of['p99']:.1f}"])
+    heads = ["target", "prompt", "TTFT s", "prompt tokens/s", "gap p50 · p99 ms"]
     return markdown(heads, lines)

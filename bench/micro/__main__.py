@@ -23,7 +23,7 @@ from bench.report import Made, Verdict, markdown, script
 _STEP_TARGETS = {256: 1.0, 4096: 4.0}
 """Rows to the milliseconds that the scheduler and the wire may take for a step."""
 CASES: dict[str, plain.Case] = {
-    "policy": plain.share_out,
+    "policy": plain.split_running,
     "pages": plain.pages,
     "prefix tree": plain.prefix_tree,
     "plan message": plain.plan_message,

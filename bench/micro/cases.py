@@ -136,13 +136,13 @@ def plain(prepare: Callable[[int], Prepared]) -> Case:
 
 
 @plain
-def share_out(rows: int) -> Prepared:
-    """Share out with the policy: a step's tokens shared out among as many as decode."""
+def split_running(rows: int) -> Prepared:
+    """Tell decodes from sequences in prefill."""
     remaining = np.ones(rows, dtype=np.int64)
     may_run = np.ones(rows, dtype=np.bool_)
 
     def run() -> None:
-        policy.Share.divide(remaining, may_run, 2 * rows, rows)
+        policy.split_running(remaining, may_run)
 
     return Prepared(run)
 

@@ -29,7 +29,7 @@ from trioserve.protocol.logits_processors import ProcessorContext
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import MockSteps, Ready, Start
 
-DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048, "mock": 2048}
+DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 2048, "mock": 2048}
 MAX_MASK_THREADS = 8
 WARM_UP_TOKENS = 16
 

@@ -129,9 +129,9 @@ async def test_gaps_while_a_long_prompt_is_computed(autojump_clock: MockClock) -
         calm, busy = await long_prompts.measure(engine, [640], 4, "seed")
     assert (calm[0], busy[0]) == (0, 640)
     assert sorted(calm[2])[len(calm[2]) // 2] == pytest.approx(0.04)
-    # A sixth of the budget is for prompts where others decode.
-    assert sorted(busy[2])[len(busy[2]) // 2] == pytest.approx(0.20)
-    assert busy[1] == pytest.approx(40 * 0.20, rel=0.1)
+    # A prompt may double the gaps, and takes twice as long as by itself.
+    assert sorted(busy[2])[len(busy[2]) // 2] == pytest.approx(0.08, rel=0.15)
+    assert busy[1] == pytest.approx(2 * 6.4, rel=0.15)
 
 
 def test_gaps_are_counted_where_they_end() -> None:

@@ -12,13 +12,11 @@ from tests.support.scheduling import (
     reference,
     worker,
 )
-from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.scheduler import plan_builder
-from trioserve.scheduler.limits import SchedulerLimits
-from trioserve.scheduler.planning import MAX_PENDING
+from trioserve.scheduler.prompt_planning import MAX_PENDING
 from trioserve.testing import FakeWorker
 
 # ---- what fits
@@ -101,30 +99,6 @@ def test_a_steady_plan_names_only_its_rows() -> None:
     changes = (plan.closed, plan.opened, plan.page_slots, plan.page_ids, plan.copies)
     assert changes == (b"", [], b"", b"", b"")
     assert len(wire.encode(plan)) < 110
-
-
-def test_prompts_keep_to_their_part_beside_decodes_old_and_new() -> None:
-    bench = Bench.make(worker(max_num_batched_tokens=16), max_prompt_tokens_beside_decodes=6)
-    first = bench.submit([1] * 20, max_tokens=30)
-    bench.step()
-    assert bench.rows(bench.plans[-1]) == [(0, 16)]  # no sequence decodes
-    bench.step()
-    assert first.state is State.DECODE
-    bench.submit([2] * 8)
-    bench.submit([3] * 8)
-    for chunks in ([(1, 6)], [(1, 2), (2, 4)], [(2, 4)]):
-        bench.step()
-        decodes = [row for row in bench.rows(bench.plans[-1]) if row[1] == 1]
-        assert bench.rows(bench.plans[-1]) == [*decodes, *chunks]
-    bench.drain()
-
-
-def test_the_part_of_prompts_is_a_sixth_on_a_cpu_and_all_elsewhere() -> None:
-    ready = FakeWorker(max_num_batched_tokens=256).ready()
-    config = EngineConfig(model="any")
-    assert SchedulerLimits.of(config, ready).max_prompt_tokens_beside_decodes == 42
-    on_gpu = attrs.evolve(ready, device="cuda")
-    assert SchedulerLimits.of(config, on_gpu).max_prompt_tokens_beside_decodes == 256
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

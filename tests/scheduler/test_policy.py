@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,85 +10,63 @@ from hypothesis import strategies as st
 from trioserve.scheduler import policy
 
 
-@attrs.define(eq=False)
-class Running:
-    """A sequence that needs ``prompt`` tokens of prefill and then decodes ``output`` tokens."""
-
-    remaining: int
-    output: int = 1000
-
-    @property
-    def may_run(self) -> bool:
-        return self.output > 0
-
-    def advance(self, count: int) -> None:
-        self.remaining -= count
-        if self.remaining == 0:
-            self.output -= 1
-            self.remaining = 1
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans())))
+def test_a_sequence_that_may_run_decodes_or_is_in_prefill(running: list[tuple[int, bool]]) -> None:
+    remaining = np.array([left for left, _ in running], dtype=np.int64)
+    may_run = np.array([may for _, may in running], dtype=np.bool_)
+    decodes, prefills = policy.split_running(remaining, may_run)
+    assert decodes.tolist() == [i for i, (left, may) in enumerate(running) if may and left == 1]
+    assert prefills.tolist() == [i for i, (left, may) in enumerate(running) if may and left > 1]
 
 
-lengths = st.lists(st.integers(1, 40), max_size=12)
+ratios = st.integers(0, 4).map(float)
+priorities = st.integers(0, 1)
+in_prefill = st.lists(st.tuples(priorities, ratios), max_size=8)
+in_queue = st.lists(st.tuples(ratios, st.sampled_from(["a", "b", None])), max_size=8)
 
 
-def share_out(running: list[Running], budget: int, prompts: int | None = None) -> policy.Share:
-    remaining = np.array([each.remaining for each in running], dtype=np.int64)
-    may_run = np.array([each.may_run for each in running], dtype=np.bool_)
-    return policy.Share.divide(remaining, may_run, budget, budget if prompts is None else prompts)
+def candidates(
+    running: list[tuple[int, float]], waiting: list[tuple[float, str | None]]
+) -> tuple[list[policy.Candidate[str]], list[policy.Candidate[str]]]:
+    """Return candidates that are named by their queue and place."""
+    return (
+        [policy.Candidate(f"r{i}", *each) for i, each in enumerate(running)],
+        [policy.Candidate(f"w{i}", 0, ratio, own) for i, (ratio, own) in enumerate(waiting)],
+    )
 
 
-@given(lengths, st.integers(12, 60))
-def test_the_budget_is_kept_and_no_decode_waits(remaining: list[int], budget: int) -> None:
-    running = [Running(length) for length in remaining]
-    share = share_out(running, budget)
-    assert share.decodes.tolist() == [i for i, each in enumerate(running) if each.remaining == 1]
-    planned = len(share.decodes) + sum(count for _, count in share.chunks)
-    assert planned + share.left == budget
-    assert share.left >= 0
-    assert all(0 < count <= remaining[place] for place, count in share.chunks)
-
-
-@given(lengths, st.integers(12, 60))
-def test_prefill_is_in_order_and_takes_all_it_can(remaining: list[int], budget: int) -> None:
-    running = [Running(length) for length in remaining]
-    share = share_out(running, budget)
-    prefills = [place for place, each in enumerate(running) if each.remaining > 1]
-    assert [place for place, _ in share.chunks] == prefills[: len(share.chunks)]
-    assert all(count == remaining[place] for place, count in share.chunks[:-1])
-    if share.left:
-        assert [count for _, count in share.chunks] == [remaining[place] for place in prefills]
-
-
-@given(lengths, st.integers(12, 60), st.integers(1, 60))
-def test_prompts_keep_to_their_part_where_somebody_decodes(
-    remaining: list[int], budget: int, prompts: int
+@given(in_prefill, in_queue)
+def test_prompts_are_merged_and_tenants_keep_their_turns(
+    running: list[tuple[int, float]], waiting: list[tuple[float, str | None]]
 ) -> None:
-    share = share_out([Running(length) for length in remaining], budget, prompts)
-    in_chunks = sum(count for _, count in share.chunks)
-    if len(share.decodes):
-        waiting = len(remaining) - len(share.decodes)
-        assert in_chunks + share.left == min(budget - len(share.decodes), max(prompts, waiting))
-    else:
-        assert in_chunks + share.left == budget
+    first, queue = candidates(running, waiting)
+    order = policy.prompt_order(first, queue)
+    assert sorted(order) == sorted(each.item for each in (*first, *queue))
+    by_name = {each.item: each for each in (*first, *queue)}
+    ordered = [by_name[name] for name in order if name.startswith("r")]
+    assert ordered == sorted(first, key=lambda each: each.rank)
+    turns = [by_name[name] for name in order if name.startswith("w")]
+    assert [each.tenant for each in turns] == [each.tenant for each in queue]
+    for tenant in ("a", "b"):
+        own = [each for each in turns if each.tenant == tenant]
+        mine = [each for each in queue if each.tenant == tenant]
+        assert own == sorted(mine, key=lambda each: each.rank)
+    assert [each for each in turns if each.tenant is None] == [
+        each for each in queue if each.tenant is None
+    ]
 
 
-@given(lengths.filter(bool), st.integers(12, 20), st.integers(1, 20))
-def test_everybody_ends(remaining: list[int], budget: int, prompts: int) -> None:
-    """Give the first sequence in prefill at least a token in every plan, so that none starves."""
-    running = [Running(length, output=5) for length in remaining]
-    for _ in range(sum(remaining) + 5 * len(running)):
-        share = share_out(running, budget, prompts)
-        for place in share.decodes.tolist():
-            running[place].advance(1)
-        for place, count in share.chunks:
-            running[place].advance(count)
-        running = [each for each in running if each.may_run]
-    assert not running
-
-
-def test_who_has_nothing_left_to_sample_gets_nothing() -> None:
-    share = share_out([Running(1, output=0), Running(1)], 4)
-    assert (len(share.decodes), share.left) == (1, 3)
+@given(in_prefill, in_queue)
+def test_a_sequence_in_prefill_goes_on_before_a_waiting_one_that_ranks_lower_or_equal(
+    running: list[tuple[int, float]], waiting: list[tuple[float, str | None]]
+) -> None:
+    first, queue = candidates(running, waiting)
+    order = policy.prompt_order(first, queue)
+    rank = {each.item: each.rank for each in (*first, *queue)}
+    for place, name in enumerate(order):
+        if name.startswith("w"):
+            later = [other for other in order[place:] if other.startswith("r")]
+            assert all(rank[other] > rank[name] for other in later)
 
 
 def test_lines() -> None:

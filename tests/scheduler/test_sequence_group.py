@@ -12,7 +12,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
-from trioserve.scheduler.planning import MAX_PENDING
+from trioserve.scheduler.prompt_planning import MAX_PENDING
 from trioserve.testing import FakeWorker, hashed_token
 
 PAGE = 4

@@ -133,7 +133,6 @@ def test_few_steps_are_enough_to_begin() -> None:
     for load in (
         StepLoad(prompt_tokens=256, context=32768),
         StepLoad(decodes=2, prompt_tokens=16, context=4352),
-        StepLoad(decodes=2, prompt_tokens=40, context=4352),
     ):
         assert not model.is_known
         model.observe(load, cost(of, load))

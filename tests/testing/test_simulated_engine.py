@@ -240,7 +240,7 @@ def test_outputs_wait_only_while_their_own_grammar_is_compiled_again(
     """Plant a fault in what the check allows: outputs without a grammar wait as well."""
     grammar = Grammar("regex", "fine")
     worker = attrs.evolve(KIND, call_time=5 * STEP)
-    dies = Fault(worker=0, what="dies", at=8)
+    dies = Fault(worker=0, what="dies", at=8 if others else 6)
     scenario = scene(n=2, others=others, faults=(dies,), worker=worker, grammar=grammar)
     report = simulate(scenario)
     assert report.violation is None

@@ -41,13 +41,23 @@ class EngineConfig(ModelOptions):
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens computed in one step; a longer prompt is prefilled in chunks, which on a "
-        "CPU take at most a sixth while other sequences decode",
-        unset="256 on a CPU, 2048 on a GPU",
+        "most tokens computed in one step; a longer prompt is prefilled in chunks",
+        unset="1024 on a CPU, 2048 on a GPU",
         group="scheduling",
         page="performance#Long prompts beside running streams",
         common=True,
         kind=int,
+        low=1,
+    )
+    itl_target_ms: float | None = option(
+        None,
+        "milliseconds between two tokens of a stream that chunks of prompts may cause; prompts "
+        "that are delayed more than tenfold may cause more",
+        unset="as much as prompts are delayed by each other, and at least twice the time without "
+        "prompts",
+        group="scheduling",
+        page="performance#Long prompts beside running streams",
+        kind=float,
         low=1,
     )
     max_num_queued_reqs: int = option(
@@ -211,7 +221,7 @@ class EngineConfig(ModelOptions):
         "threads that the worker computes with on a CPU",
         unset="the cores that it may use",
         group="worker",
-        page="performance#How the computing threads wait",
+        page="architecture#A step on a CPU",
         common=True,
         kind=int,
         low=1,

@@ -36,19 +36,16 @@ class SchedulerLimits:
     max_loras: int = 1
     max_cpu_loras: int = 1
     max_row_tokens: int = 1
-    max_prompt_tokens_beside_decodes: int = attrs.field(
-        default=attrs.Factory(lambda self: self.max_num_batched_tokens, takes_self=True)
-    )
-    """Tokens of prompts in a plan that also has decodes."""
+    itl_target: float | None = None
+    """Target for the gap between two tokens, in seconds; None derives it from the load."""
 
     @classmethod
     def of(cls, config: EngineConfig, ready: wire.Ready) -> SchedulerLimits:
         """Return the limits that follow from a worker's capacity and the engine's options."""
         on_cpu = ready.device == "cpu"
-        budget = ready.max_num_batched_tokens
         return cls(
             max_num_seqs=ready.max_num_seqs,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             page_size=ready.page_size,
@@ -61,9 +58,7 @@ class SchedulerLimits:
             capacity_policy=config.capacity_policy,
             max_loras=config.max_loras,
             max_cpu_loras=max(config.max_cpu_loras or DEFAULT_CPU_LORAS, config.max_loras),
-            # On a CPU a token costs as much in a long chunk as in a short one, and a short chunk
-            # ends sooner: bench/engine/long_prompts.py.
-            max_prompt_tokens_beside_decodes=max(budget // 6, 1) if on_cpu else budget,
+            itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
         )
 
     def pages_for(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Planning: the rows and admissions of the worker's next step."""
+"""Planning: the worker's next step, decodes first."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Callable
 import attrs
 
 from trioserve.protocol import wire
-from trioserve.requests.request import Request, State
+from trioserve.requests.request import Request
 from trioserve.scheduler import policy
 from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.plan_builder import PlanBuilder
-from trioserve.scheduler.prefix_tree import PrefixMatch
+from trioserve.scheduler.prompt_planning import PromptPlanner
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.state import SchedulerState
 from trioserve.scheduler.token_counts import Ints
-
-MAX_PENDING = 8
-"""Sequences that one plan may skip because this very plan computes their prefix."""
 
 
 @attrs.define(eq=False)
@@ -25,6 +22,10 @@ class Planner:
     """The planning of a scheduler's steps."""
 
     _state: SchedulerState
+    _prompts: PromptPlanner = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._prompts = PromptPlanner(self._state)
 
     def next_plan(self, now: float) -> wire.Plan | None:
         """Return the worker's next plan; None if there is nothing to do or enough is in flight."""
@@ -37,8 +38,8 @@ class Planner:
         if state.fault_isolation.restricts:
             self._preempt_non_suspects()
         if not state.pause_gate.is_closed:
-            self._plan_running(builder)
-            self._plan_admissions(builder, now)
+            prefills = self._plan_decodes(builder)
+            self._prompts.plan(prefills, self._entry_rule(), builder, now)
             state.groups.release()
             if limits.max_row_tokens > 1:
                 plan_drafts(builder, memory, limits.max_row_tokens)
@@ -72,37 +73,31 @@ class Planner:
                 return lambda request: request not in suspects
         return fault_isolation.may_run
 
-    def _plan_running(self, builder: PlanBuilder) -> None:
-        """Give the running sequences their tokens."""
-        counts, slots = self._state.memory.counts, self._state.running.slots
+    def _plan_decodes(self, builder: PlanBuilder) -> list[SequenceState]:
+        """Give each decoding sequence its row; return the sequences in prefill."""
+        counts, running = self._state.memory.counts, self._state.running
+        slots = running.slots
         if not len(slots):
-            return
+            return []
         length, planned = counts.length[slots], counts.planned[slots]
         may_run = length < counts.limit[slots]
         if self._state.limits.max_row_tokens > 1:
             may_run &= ~counts.unsettled[slots]
-        share = policy.Share.divide(
-            length - planned,
-            may_run,
-            builder.budget,
-            self._state.limits.max_prompt_tokens_beside_decodes,
-        )
-        chunks = [(self._state.running[place], count) for place, count in share.chunks]
+        decodes, prefills = policy.split_running(length - planned, may_run)
+        in_prefill = running.at(prefills)
         # A running sequence has pages for its whole prompt, so only decodes need more.
-        need_page = share.decodes[planned[share.decodes] >= counts.room[slots[share.decodes]]]
+        need_page = decodes[planned[decodes] >= counts.room[slots[decodes]]]
         if len(need_page) <= self._state.memory.num_available:
-            for seq_state in self._state.running.at(need_page):
+            for seq_state in running.at(need_page):
                 self._allocate_page(seq_state, builder)
-            steady = counts.decodes[slots[share.decodes]]
-            self._decode(share.decodes[steady], builder)
-            last_of_prompt = self._state.running.at(share.decodes[~steady])
-            chunks = [*((each, 1) for each in last_of_prompt), *chunks]
+            steady = counts.decodes[slots[decodes]]
+            last_of_prompt = running.at(decodes[~steady])
+            self._decode(decodes[steady], builder)
+            for seq_state in last_of_prompt:
+                self._prompts.compute(seq_state, 1, builder)
         else:
-            self._decode_one_by_one(self._state.running.at(share.decodes), builder)
-        for seq_state, count in chunks:
-            if seq_state.holds_slot:
-                self._compute(seq_state, count, builder)
-        builder.budget = min(builder.budget, share.left)
+            self._decode_one_by_one(running.at(decodes), builder)
+        return [each for each in in_prefill if each.holds_slot]
 
     def _decode(self, places: Ints, builder: PlanBuilder) -> None:
         """Add a row of one token for each sequence at ``places``: decodes with a page for it."""
@@ -122,7 +117,7 @@ class Planner:
                 self._state.memory.has_page_for_next(seq_state)
                 or self._allocate_page(seq_state, builder)
             ):
-                self._compute(seq_state, 1, builder)
+                self._prompts.compute(seq_state, 1, builder)
 
     def _allocate_page(self, seq_state: SequenceState, builder: PlanBuilder) -> bool:
         """Append a page to the block table, preempting the youngest sequences if necessary.
@@ -140,45 +135,6 @@ class Planner:
         builder.append_page(seq_state, page)
         return True
 
-    def _plan_admissions(self, builder: PlanBuilder, now: float) -> None:
-        """Admit waiting sequences in the order of turns until one doesn't fit.
-
-        Some sequences are skipped without stopping those behind them. A sequence is skipped if this
-        very plan computes its prefix: the next plan can give it those pages instead of computing
-        them again. A preempted sequence is skipped until the worker certainly has its grammar. A
-        sequence that waits for an adapter stops only others with an adapter. Nothing is admitted
-        before the sequences just preempted are back at the front of the queue.
-        """
-        if not self._state.waiting:
-            self._state.residency.clear_places()
-            return
-        if self._state.preempted or not self._has_room(builder):
-            return
-        num_pending = 0
-        adapters = self._state.residency.begin_pass(self._state.running_adapters)
-        for seq_state in policy.admission_order(
-            self._state.limits.scheduling_policy,
-            self._state.waiting.in_turn(self._entry_rule()),
-            lambda waiting: len(self._state.memory.match(waiting, builder.number).nodes),
-        ):
-            if not adapters.admits(seq_state.adapter):
-                continue
-            match = self._state.memory.match(seq_state, builder.number)
-            if match.pending:
-                num_pending += 1
-                if num_pending == MAX_PENDING:
-                    return
-                continue
-            if not self._state.memory.fits(seq_state, match, self._state.running.slots):
-                return
-            grammar = seq_state.sequence.sampler.grammar
-            if grammar is not None and seq_state.left_grammar:
-                self._state.uncompiled[grammar] = None
-                continue
-            self._open(seq_state, match, builder, now)
-            if not self._has_room(builder):
-                return
-
     def _entry_rule(self) -> Callable[[SequenceState], bool]:
         """Return a predicate for the waiting sequences that may be admitted now."""
         uncompiled = self._state.uncompiled
@@ -194,42 +150,6 @@ class Planner:
             )
 
         return may_enter
-
-    def _has_room(self, builder: PlanBuilder) -> bool:
-        """Return True if one more sequence may run: a slot is free, and a token is left for it.
-
-        So there are never more running sequences than tokens in a plan.
-        """
-        return builder.may_open and self._state.memory.slots.num_free > 0
-
-    def _open(
-        self, seq_state: SequenceState, match: PrefixMatch, builder: PlanBuilder, now: float
-    ) -> None:
-        """Move a waiting sequence into a slot, and give it its first row."""
-        self._state.memory.enter(seq_state, match)
-        self._state.counters.prefix_cache_queries += seq_state.length
-        self._state.counters.prefix_cache_hits += seq_state.computed
-        self._state.waiting.admit(seq_state, self._state.running)
-        self._state.count_waiting(seq_state.sequence, -1)
-        self._state.running.add(seq_state)
-        self._state.move(seq_state.sequence, State.PREFILL)
-        request = seq_state.sequence.request
-        if request.times.first_scheduled is None:
-            request.times.first_scheduled = now
-            request.num_cached_tokens = seq_state.computed
-        builder.open(seq_state)
-        self._compute(seq_state, min(seq_state.remaining, builder.budget), builder)
-
-    def _compute(self, seq_state: SequenceState, count: int, builder: PlanBuilder) -> None:
-        """Add a row of ``count`` tokens."""
-        samples = count == seq_state.remaining
-        builder.add_row(seq_state, count, samples)
-        seq_state.add_row(count, samples, builder.number)
-        if seq_state.sequence.state is State.PREFILL:
-            self._state.memory.publish(seq_state, builder.number)
-            if samples:
-                self._state.move(seq_state.sequence, State.DECODE)
-                self._state.groups.on_prompt_planned(seq_state)
 
     def _preempt_for_pages(self, seq_state: SequenceState) -> None:
         """Preempt a sequence because another one needs its pages."""

@@ -1,4 +1,4 @@
-"""The choices: order of admission, shares of a plan, admission, and preemption.
+"""The choices: order of admission and of prompts, admission, and preemption.
 
 They are pure functions; :mod:`trioserve.scheduler.core` acts on their results.
 """
@@ -6,8 +6,9 @@ They are pure functions; :mod:`trioserve.scheduler.core` acts on their results.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import attrs
 import numpy as np
@@ -33,66 +34,79 @@ def queue_order(policy: str, *, priority: int, arrival: int, index: int) -> Orde
 
 
 def admission_order(
-    policy: str, waiting: Iterable[T], cached_pages: Callable[[T], int]
+    policy: str, waiting: Iterable[T], cached_tokens: Callable[[T], int]
 ) -> Iterator[T]:
     """Yield waiting sequences in the order of admission.
 
-    ``lpm`` takes the sequence with the most cached pages first, so that a prefix is used while it
+    ``lpm`` takes the sequence with the most cached tokens first, so that a prefix is used while it
     is cached. Sequences with as many, and those past the first ``LPM_WINDOW``, keep their order.
 
     Args:
         policy: ``fcfs``, ``priority`` or ``lpm``.
         waiting: The waiting sequences, in the order of turns.
-        cached_pages: Returns the number of cached pages of a waiting sequence.
+        cached_tokens: Returns the number of a waiting sequence's tokens that are cached.
     """
     queue = iter(waiting)
     if policy == "lpm":
         window = list(itertools.islice(queue, LPM_WINDOW))
-        window.sort(key=cached_pages, reverse=True)
+        window.sort(key=cached_tokens, reverse=True)
         yield from window
     yield from queue
 
 
+def split_running(remaining: Ints, may_run: Bools) -> tuple[Ints, Ints]:
+    """Return the positions of the running sequences that decode, and of those in prefill.
+
+    Args:
+        remaining: For each running sequence, its tokens not yet given to a plan; 1 means decode.
+        may_run: For each running sequence, True if it has a token left to sample that no plan
+            in flight samples.
+    """
+    is_last = remaining == 1
+    return (may_run & is_last).nonzero()[0], (may_run & ~is_last).nonzero()[0]
+
+
 @attrs.frozen
-class Share:
-    """The tokens of a plan that each running sequence gets; ``left`` tokens are not used."""
+class Candidate(Generic[T]):
+    """A sequence with tokens of a prompt to compute, as :func:`prompt_order` compares it."""
 
-    decodes: Ints
-    """Positions of the running sequences that get one token each, their last."""
-    chunks: list[tuple[int, int]]
-    """Positions of the sequences in prefill, and their numbers of tokens."""
-    left: int
+    item: T
+    priority: int
+    """Smaller is first."""
+    ratio: float
+    """Its response ratio (:mod:`~trioserve.scheduler.prompt_share`); larger is first."""
+    tenant: str | None = None
+    """Sequences of one tenant and priority may change places; None keeps the place."""
 
-    @classmethod
-    def divide(cls, remaining: Ints, may_run: Bools, budget: int, prompts: int) -> Share:
-        """Divide ``budget`` tokens: one for every decode, then chunks of prompts, in order.
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.priority, -self.ratio
 
-        There are never more running sequences than ``budget``. So a decode never waits for a
-        prompt, and at least one token is left for each sequence in prefill. Beside decodes, prompts
-        get at most ``prompts`` tokens, so that the next token isn't long in coming.
 
-        Args:
-            remaining: For each running sequence, its tokens not yet given to a plan.
-            may_run: For each running sequence, True if it has a token left to sample that no plan
-                in flight samples.
-            budget: Tokens in the plan.
-            prompts: Most tokens that prompts get beside decodes.
-        """
-        is_last = remaining == 1
-        decodes = (may_run & is_last).nonzero()[0]
-        prefills = (may_run & ~is_last).nonzero()[0]
-        left = budget - len(decodes)
-        if len(decodes):
-            left = min(left, max(prompts, len(prefills)))
-        assert left >= len(prefills), "more running than tokens in a plan"
-        chunks: list[tuple[int, int]] = []
-        for place in prefills.tolist():
-            count = min(int(remaining[place]), left)
-            if count == 0:
-                break
-            chunks.append((place, count))
-            left -= count
-        return cls(decodes, chunks, left)
+def prompt_order(running: Iterable[Candidate[T]], waiting: Iterable[Candidate[T]]) -> list[T]:
+    """Return the order in which prompts are computed.
+
+    Args:
+        running: Sequences in prefill.
+        waiting: Waiting sequences in the order of admission. The tenants' turns stay as they are:
+            a sequence changes places with others of its tenant and priority only.
+    """
+    own: dict[tuple[int, str], list[Candidate[T]]] = {}
+    turns = list(waiting)
+    for each in turns:
+        if each.tenant is not None:
+            own.setdefault((each.priority, each.tenant), []).append(each)
+    best = {key: iter(sorted(group, key=lambda c: c.rank)) for key, group in own.items()}
+    queue = [
+        each if each.tenant is None else next(best[each.priority, each.tenant]) for each in turns
+    ]
+    order: list[T] = []
+    first = deque(sorted(running, key=lambda candidate: candidate.rank))
+    for each in queue:
+        while first and first[0].rank <= each.rank:
+            order.append(first.popleft().item)
+        order.append(each.item)
+    return [*order, *(each.item for each in first)]
 
 
 def may_admit(

@@ -58,6 +58,8 @@ class SequenceState:
     is_held: bool = False
     """True while it is held back for another sequence of its request to compute the prompt."""
 
+    expected_cached: int | None = None
+    """Tokens that the prefix cache had when a plan last looked for them; None before the first."""
     left_grammar: bool = False
     """True if it was preempted, so that the worker may have dropped its grammar."""
 

@@ -31,7 +31,7 @@ LIMIT = 1.5
 """Ratio of a step's time to the expected one, or the inverse, past which a step is an outlier."""
 NUM_LATEST = 7
 """Latest steps, of which most show another speed of the machine."""
-NUM_KNOWN = 2
+NUM_KNOWN = 1
 """Steps with prompts, and as many with decodes, after which times are predicted."""
 NUM_FITTED = 8
 """Steps of a kind after which the next ones are compared with what is expected."""
