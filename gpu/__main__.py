@@ -55,9 +55,14 @@ def examine() -> dict[str, Any]:
 def _examine_cpu_kernels() -> str:
     """Return the path of the compiled CPU kernels, or the reason why torch computes instead."""
     from gpu.cpu.build import LibraryBuildError, built
+    from gpu.cpu.isa import ISAS
+    from trioserve.protocol.machine import Machine
 
+    isas = Machine().kernel_isas()
+    if not isas:
+        return f"none, torch computes: {Machine().obstacle_to_kernels()}"
     try:
-        library = built()
+        library = built([ISAS[isas[-1]].kernels])
     except LibraryBuildError as error:
         return f"none, torch computes: {error}"
     if library is None:

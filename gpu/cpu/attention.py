@@ -50,7 +50,7 @@ class CompiledAttention:
     holds before it is written: any bits will do.
 
     Raises:
-        BuildError: there is no library for this machine.
+        LibraryBuildError: there is no library for this machine.
     """
 
     def __init__(

@@ -1,8 +1,12 @@
-"""g++ over the kernels of the CPU: one shared library, compiled once on a machine and kept.
+"""A C++ compiler over the kernels of the CPU: one shared library, compiled once and kept.
 
-The library's name holds a digest of all that went into it: the sources, the options, the compiler
-and the processor, since it is compiled for the very instructions that this processor has. So it is
-never out of date. It appears whole, by renaming, and any number of processes may share the folder.
+The library holds the kernels of one or several instruction sets. It depends on no property of the
+processor that compiles it, so it runs wherever one of them is there. From a source tree only the
+instruction set that is used is compiled.
+
+The library's name holds the instruction sets and a digest of all that went into it: the sources,
+the options and the compiler. So it is never out of date. It appears whole, by renaming, and any
+number of processes may share the folder.
 
 A library that is loaded is code that runs. So one is taken from the folder only where no other user
 of the machine could have put it there (:mod:`gpu._util.private_files`).
@@ -14,6 +18,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import platform
 import shlex
 import shutil
 import subprocess
@@ -21,6 +26,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+import attrs
 
 from gpu._util.private_files import check_private, make_private_folder
 from trioserve.protocol.machine import (
@@ -33,7 +40,7 @@ from trioserve.protocol.machine import (
 
 SOURCES = Path(__file__).parent / "csrc"
 OPTIONS = (
-    *("-std=c++20", "-O3", "-march=native", "-pthread", "-fPIC", "-fno-semantic-interposition"),
+    *("-std=c++20", "-O3", "-pthread", "-fPIC", "-fno-semantic-interposition"),
     # A sum is what the source says, in every variant of a function that a compiler makes of it:
     # results would otherwise depend on how many rows are computed together. Of the options that
     # make mathematics fast, these two change no number.
@@ -41,6 +48,18 @@ OPTIONS = (
     # gcc before 13 takes the undefined operands inside its own intrinsics for a mistake.
     *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
 )
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+KERNELS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+}
+"""Instruction sets that the kernels can be compiled for, and the options of each."""
+COMMON = ("detection.cpp",)
+"""Sources that are compiled once, for every processor."""
+
+NO_COMPILER = f"there is no C++ compiler: {COMPILER_ADVICE}"
 
 OnProgress = Callable[[int, int], None]
 """Called with how many of how many sources are compiled."""
@@ -59,11 +78,11 @@ def default_folder() -> Path:
 
 
 def build(
+    isas: Sequence[str],
     on_progress: OnProgress | None = None,
     *,
     sources: Path = SOURCES,
     folder: Path | None = None,
-    machine: Machine | None = None,
 ) -> Path:
     """Return the library of all ``*.cpp`` in ``sources``: found in ``folder``, or compiled and kept
     there.
@@ -71,10 +90,17 @@ def build(
     Where the folder can't be written, or others can write to it, the library lies in a temporary
     folder, and its caller may delete it once it is loaded: see :func:`is_temporary`.
 
+    Args:
+        isas: those of :data:`KERNELS` that the library is to hold.
+        on_progress: called while it is compiled.
+        sources: where the kernels are.
+        folder: where libraries are kept; :func:`default_folder` unless given.
+
     Raises:
-        BuildError: the processor lacks instructions, there is no compiler, or it failed.
+        LibraryBuildError: there is no compiler, or it failed.
     """
-    stem = _stem(sources, Machine() if machine is None else machine)
+    recipe = _Recipe(tuple(isas), sources)
+    stem = recipe.stem()
     try:
         folder = default_folder() if folder is None else folder
         found = _find(folder, stem)
@@ -83,34 +109,33 @@ def build(
         make_private_folder(folder)
         with _lock(folder, stem):
             # Another process may have built it meanwhile.
-            return _find(folder, stem) or _build(folder, stem, sources, on_progress)
+            return _find(folder, stem) or _build(folder, recipe, on_progress)
     except OSError as error:
         _log.warning("built kernels can't be kept: %s", error)
     try:
-        return _build_temporarily(stem, sources, on_progress)
+        return _build_temporarily(recipe, on_progress)
     except OSError as error:
         raise LibraryBuildError(f"the kernels can't be built: {error}") from error
 
 
-def _build_temporarily(stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
+def _build_temporarily(recipe: _Recipe, on_progress: OnProgress | None) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
         check_private(temporary)
-        return _build(temporary, stem, sources, on_progress)
+        return _build(temporary, recipe, on_progress)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def built() -> Path | None:
+def built(isas: Sequence[str]) -> Path | None:
     """Return the library that :func:`build` would find; None if it would have to compile it.
 
     Raises:
-        BuildError: it can't.
+        LibraryBuildError: it can't.
     """
-    stem = _stem(SOURCES, Machine())
     try:
-        return _find(default_folder(), stem)
+        return _find(default_folder(), _Recipe(tuple(isas), SOURCES).stem())
     except OSError as error:
         raise LibraryBuildError(str(error)) from error
 
@@ -120,18 +145,23 @@ def is_temporary(library: Path) -> bool:
     return library.parent.name.startswith(_TEMPORARY)
 
 
-def _stem(sources: Path, machine: Machine) -> str:
-    """Return the name of the library of ``sources`` for this machine, without its ending."""
-    obstacle = machine.obstacle_to_kernels()
-    if obstacle is not None:
-        raise LibraryBuildError(obstacle)
-    compiler = compiler_version()
-    if compiler is None:
-        raise LibraryBuildError(f"there is no C++ compiler: {COMPILER_ADVICE}")
-    digest = hashlib.sha256(repr((compiler, OPTIONS, machine.cpu_identity())).encode())
-    for path in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"kernels-{digest.hexdigest()[:24]}"
+@attrs.frozen
+class _Recipe:
+    """All that a library depends on."""
+
+    isas: tuple[str, ...]
+    sources: Path
+
+    def stem(self) -> str:
+        """Return the name of the library, without its ending."""
+        compiler = compiler_version()
+        if compiler is None:
+            raise LibraryBuildError(NO_COMPILER)
+        options = [KERNELS[isa] for isa in self.isas]
+        digest = hashlib.sha256(repr((compiler, OPTIONS, options, platform.machine())).encode())
+        for path in sorted([*self.sources.glob("*.cpp"), *self.sources.glob("*.h")]):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return f"kernels-{'+'.join(self.isas)}-{digest.hexdigest()[:24]}"
 
 
 def _find(folder: Path, stem: str) -> Path | None:
@@ -147,15 +177,15 @@ def _find(folder: Path, stem: str) -> Path | None:
     return None
 
 
-def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | None) -> Path:
+def _build(folder: Path, recipe: _Recipe, on_progress: OnProgress | None) -> Path:
+    stem = recipe.stem()
     library = folder / f"{stem}.so"
     # Left by a build that was killed: this process has the lock.
     for left in folder.glob(f".{stem}-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{stem}-") as work:
-        objects = _compile(sorted(sources.glob("*.cpp")), Path(work), on_progress)
         linked = Path(work) / library.name
-        _run(["-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(linked)])
+        compile_library(recipe.isas, linked, sources=recipe.sources, on_progress=on_progress)
         note = Path(work) / "note"
         note.write_text(hashlib.sha256(linked.read_bytes()).hexdigest())
         linked.chmod(0o755)
@@ -166,35 +196,82 @@ def _build(folder: Path, stem: str, sources: Path, on_progress: OnProgress | Non
     return library
 
 
-def _compile(sources: list[Path], work: Path, on_progress: OnProgress | None) -> list[Path]:
-    """Return every source in a process of its own, as many at once as there are cores."""
+def compile_library(
+    isas: Sequence[str],
+    out: Path,
+    *,
+    sources: Path = SOURCES,
+    compiler: Sequence[str] | None = None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Compile the kernels of some instruction sets and link them into the library ``out``.
 
-    def one(source: Path) -> Path:
-        built = work / f"{source.stem}.o"
-        _run([*OPTIONS, "-c", str(source), "-o", str(built)])
-        return built
+    Args:
+        isas: of :data:`KERNELS`.
+        out: the file to be written.
+        sources: where the kernels are.
+        compiler: command of a C++ compiler; :func:`compiler_command` unless given.
+        on_progress: called with each source that is compiled.
+
+    Raises:
+        LibraryBuildError: the compiler can't be run, or failed.
+    """
+    command = compiler_command() if compiler is None else list(compiler)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as work:
+        jobs = list(_compilations(isas, sources, Path(work)))
+        objects = _compile(command, jobs, on_progress)
+        linking = ["-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(out)]
+        _run(command, linking)
+
+
+@attrs.frozen
+class _Compilation:
+    """A source, the options that it is compiled with, and the object that becomes of it."""
+
+    source: Path
+    options: tuple[str, ...]
+    object: Path
+
+
+def _compilations(isas: Sequence[str], sources: Path, work: Path) -> Iterator[_Compilation]:
+    for source in sorted(sources.glob("*.cpp")):
+        if source.name in COMMON:
+            yield _Compilation(source, OPTIONS, work / f"{source.stem}.o")
+            continue
+        for isa in isas:
+            options = (*OPTIONS, *KERNELS[isa], f"-DTRIOSERVE_ISA={isa}")
+            yield _Compilation(source, options, work / f"{isa}-{source.stem}.o")
+
+
+def _compile(
+    command: Sequence[str], jobs: Sequence[_Compilation], on_progress: OnProgress | None
+) -> list[Path]:
+    """Return every object, each compiled in a process of its own, as many at once as cores."""
+
+    def one(job: _Compilation) -> Path:
+        _run(command, [*job.options, "-c", str(job.source), "-o", str(job.object)])
+        return job.object
 
     report = on_progress or (lambda _done, _total: None)
-    report(0, len(sources))
+    report(0, len(jobs))
     with ThreadPoolExecutor(max(1, int(Machine().cores()))) as threads:
         # The longest take longest, and so begin first.
-        by_size = sorted(sources, key=lambda source: -source.stat().st_size)
+        by_size = sorted(jobs, key=lambda job: -job.source.stat().st_size)
         try:
-            pending = [threads.submit(one, source) for source in by_size]
+            pending = [threads.submit(one, job) for job in by_size]
         except RuntimeError as error:
             raise LibraryBuildError(f"no compiler can be started: {error}") from error
         try:
             for done, future in enumerate(as_completed(pending), 1):
                 future.result()
-                report(done, len(sources))
+                report(done, len(jobs))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in pending]
 
 
-def _run(arguments: Sequence[str]) -> None:
-    command = compiler_command()
+def _run(command: Sequence[str], arguments: Sequence[str]) -> None:
     compiler = shlex.join(command)
     try:
         done = subprocess.run(

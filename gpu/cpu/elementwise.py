@@ -18,7 +18,7 @@ class CompiledOperations:
     """:class:`gpu.models.operations.Operations` for bfloat16 on the CPU, and what belongs to it.
 
     Raises:
-        BuildError: there is no library for this machine.
+        LibraryBuildError: there is no library for this machine.
     """
 
     def __init__(self, threads: int = 1) -> None:

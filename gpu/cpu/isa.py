@@ -1,44 +1,42 @@
-"""The instruction set of the compiled kernels, chosen for a whole process: ``csrc/body.h``."""
+"""Instruction sets of the compiled kernels: their names in the library, and their extensions."""
 
 from __future__ import annotations
 
-import ctypes
 from enum import IntEnum
 
-from gpu.cpu.library import Library
-from trioserve.protocol.errors import ModelLoadError
+import attrs
+
 from trioserve.protocol.machine import KERNEL_ISAS
 
 
-class KernelIsa(IntEnum):
-    """Implementation of the matrix products; the numbers are those of body.h."""
+class Extension(IntEnum):
+    """Instructions for products that only some processors of an instruction set have.
 
-    AVX512_BF16 = 0
-    AMX = 1
-    AMX_EMULATED = 2
-
-
-def choose_isa(library: Library, isa: str) -> None:
-    """Have all products of this process computed with ``isa``: one of ``KERNEL_ISAS``, or ``auto``
-    for the fastest.
-
-    Raises:
-        ModelLoadError: the processor or the operating system doesn't allow it.
+    The numbers are those of ``csrc/extension.h``.
     """
-    chosen = library.body_fastest() if isa == "auto" else KERNEL_ISAS.index(isa)
-    if not choose_kernels(library, KernelIsa(chosen)):
-        raise ModelLoadError(
-            f"--cpu-isa {isa} can't be had: the processor lacks it, or the operating system "
-            "doesn't allow it: leave --cpu-isa at auto"
-        )
+
+    NONE = 0
+    OWN = 1
+    TWIN = 2
 
 
-def choose_kernels(library: Library, isa: KernelIsa) -> bool:
-    """Return whether this process can compute with ``isa``, which it then does."""
-    library.body_choose.argtypes = [ctypes.c_int32]
-    return bool(library.body_choose(isa))
+@attrs.frozen
+class Isa:
+    """An instruction set that a process can compute with."""
+
+    name: str
+    kernels: str
+    """The instruction set that its kernels are compiled for; their names begin with it."""
+    extensions: tuple[Extension, ...] = (Extension.NONE,)
+    """Extensions of which one is needed, the fastest first."""
 
 
-def current_isa(library: Library) -> str:
-    """Return the instruction set that computes this process's products."""
-    return KERNEL_ISAS[library.body_current()]
+_ALL = (
+    Isa("avx2", "avx2", (Extension.OWN, Extension.NONE)),
+    Isa("avx512", "avx512"),
+    Isa("avx512_bf16", "avx512_bf16"),
+    Isa("amx", "avx512_bf16", (Extension.OWN,)),
+)
+ISAS = {isa.name: isa for isa in _ALL}
+"""An instruction set for each of ``KERNEL_ISAS``."""
+assert tuple(ISAS) == KERNEL_ISAS

@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import attrs
 
-from gpu.cpu.build import LibraryBuildError
+from gpu.cpu.build import NO_COMPILER, LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.isa import choose_isa, current_isa
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
@@ -28,7 +27,7 @@ from gpu.slots import SlotTable
 from gpu.weights import read_weights
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.machine import Machine
+from trioserve.protocol.machine import Machine, compiler_version
 from trioserve.protocol.wire import Start
 
 _log = logging.getLogger("gpu.loading")
@@ -119,7 +118,7 @@ def _by_kernels(
     on_progress: OnProgress,
 ) -> _Whole:
     config = files.native
-    library = load_library()
+    library = load_library(start.cpu_isa)
     _load_weights(model, files, on_progress)
     num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
     _give_cache(model, start, num_pages, num_host_pages)
@@ -144,8 +143,7 @@ def _by_kernels(
         ),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
-        computing=f"compiled kernels ({current_isa(library)}), "
-        f"weights in {model.describe_weights()}",
+        computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}",
         exchange=exchange,
     )
 
@@ -216,15 +214,16 @@ def _compiled(
     if obstacle is not None:
         raise _NotCompiled(f"the compiled kernels aren't made for {obstacle}")
     if dtype != "bfloat16":
-        lacking = Machine().obstacle_to_kernels()
-        if start.dtype == "auto" and lacking is not None:
+        lacking = Machine().obstacle_to_kernels() or (compiler_version() is None and NO_COMPILER)
+        if start.dtype == "auto" and lacking:
             raise _NoKernels(lacking)
         raise _NotCompiled("the compiled kernels compute in bfloat16 only")
     try:
-        library = load_library(lambda done, total: on_progress("kernels", done, total))
+        library = load_library(
+            start.cpu_isa, lambda done, total: on_progress("kernels", done, total)
+        )
     except LibraryBuildError as error:
         raise _NoKernels(str(error)) from error
-    choose_isa(library, start.cpu_isa)
     quantization = start.quantization
     if quantization == "auto" and start.dtype != "auto":
         quantization = "none"

@@ -63,7 +63,7 @@ class Pool:
     """Threads that compute products together; a context manager that ends them.
 
     Raises:
-        BuildError: there is no library for this machine.
+        LibraryBuildError: there is no library for this machine.
     """
 
     def __init__(self, threads: int = 1) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.machine import Machine, extra_advice
+from trioserve.protocol.machine import Machine, compiler_version, extra_advice
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability served: the kernels need asynchronous copies and bfloat16."""
@@ -64,10 +64,11 @@ def gpu_obstacle(
     return None
 
 
-def choose_dtype(name: str, device: str) -> str:
+def choose_dtype(name: str, device: str, compiled: bool = True) -> str:
     """Return ``bfloat16``, ``float16`` or ``float32``, for a device of :func:`choose_device`.
 
-    ``auto`` is bfloat16 on a GPU, and on a CPU with bfloat16 instructions; else float32.
+    ``auto`` is bfloat16 on a GPU, on a CPU with bfloat16 instructions, and where compiled kernels
+    compute the model; else float32. ``compiled`` says if there are kernels for such a model.
 
     Raises:
         ModelLoadError: the format isn't supported on the device.
@@ -79,8 +80,10 @@ def choose_dtype(name: str, device: str) -> str:
             )
         return "bfloat16" if name == "auto" else name
     if name == "auto":
-        fast = {"avx512_bf16", "amx_bf16"} & set(Machine().cpu_features())
-        return "bfloat16" if fast else "float32"
+        machine = Machine()
+        fast = {"avx512_bf16", "amx_bf16"} & set(machine.cpu_features())
+        kernels = compiled and machine.obstacle_to_kernels() is None
+        return "bfloat16" if fast or (kernels and compiler_version()) else "float32"
     if name not in ("bfloat16", "float32"):
         raise ModelLoadError(f"{name} is not served on a CPU: use --dtype bfloat16 or float32")
     return name

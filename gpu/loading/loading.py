@@ -45,11 +45,11 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
 
         return load_encoder_to_serve(start, on_progress)
     device = choose_device(start.device)
-    dtype = choose_dtype(start.dtype, device)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
+    dtype = choose_dtype(start.dtype, device, not isinstance(files.config, TransformersConfig))
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
         start,

@@ -119,7 +119,7 @@ def _compiler_facts(machine: Machine) -> Iterator[Fact]:
         advice = "torch computes in their place, and needs no compiler"
         yield Fact("CPU kernels", f"none: {obstacle}", "optional", advice)
     if obstacle is None and compiler is not None:
-        yield Fact("CPU kernels", machine.kernel_isa())
+        yield Fact("CPU kernels", machine.kernel_isas()[-1])
     if compiler is not None:
         yield Fact("C++ compiler", compiler)
     elif obstacle is None:

@@ -15,12 +15,21 @@ from pathlib import Path
 
 import attrs
 
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
-"""Instruction sets that make a difference to a model, as /proc/cpuinfo spells them."""
-KERNEL_FEATURES = ("avx512f", "avx512_bf16", "avx512_vnni")
-"""Instruction sets that the compiled CPU kernels need."""
-KERNEL_ISAS = ("avx512_bf16", "amx")
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+_AVX512_BF16 = (*_AVX512, "avx512_bf16")
+KERNEL_FEATURES = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
+}
+"""Instruction sets of the compiled CPU kernels, the slowest first, and the processor features that
+each needs, as /proc/cpuinfo spells them."""
+KERNEL_ISAS = tuple(KERNEL_FEATURES)
 """Instruction sets that the compiled CPU kernels can be told to use, the slowest first."""
+CPU_FEATURES = (*KERNEL_FEATURES["amx"], "avx_vnni")
+"""Processor features that make a difference to a model."""
 COMPILER_ADVICE = "install g++ (`apt install g++`, `dnf install gcc-c++`), or name one in CXX"
 """Advice on how to get a C++ compiler."""
 PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
@@ -60,22 +69,18 @@ class Machine:
         flags = self._table("proc/cpuinfo").get("flags", "").split()
         return [name for name in CPU_FEATURES if name in flags]
 
-    def obstacle_to_kernels(self) -> str | None:
-        """Return a text about missing :data:`KERNEL_FEATURES`; None if the processor has all."""
-        missing = [name for name in KERNEL_FEATURES if name not in self.cpu_features()]
+    def obstacle_to_kernels(self, isa: str = "auto") -> str | None:
+        """Return a text about missing :data:`KERNEL_FEATURES`; None if the processor has all.
+
+        ``isa`` is one of :data:`KERNEL_ISAS`, or ``auto`` for any of them.
+        """
+        needed = KERNEL_FEATURES[KERNEL_ISAS[0] if isa == "auto" else isa]
+        missing = [name for name in needed if name not in self.cpu_features()]
         return f"the processor has no {', '.join(missing)}" if missing else None
 
-    def kernel_isa(self) -> str:
-        """Return the fastest of :data:`KERNEL_ISAS` that a processor with kernels has."""
-        return "amx" if {"amx_bf16", "amx_int8"} <= set(self.cpu_features()) else "avx512_bf16"
-
-    def cpu_identity(self) -> tuple[str, ...]:
-        """Return properties that differ where a compiler makes different programs for two
-        processors.
-        """
-        fields = self._table("proc/cpuinfo")
-        names = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
-        return tuple(fields.get(name, "") for name in names)
+    def kernel_isas(self) -> list[str]:
+        """Return those of :data:`KERNEL_ISAS` that the processor has, the slowest first."""
+        return [isa for isa in KERNEL_ISAS if self.obstacle_to_kernels(isa) is None]
 
     def _table(self, path: str) -> dict[str, str]:
         """Return a file of ``name: value`` lines as a dict; a name's first line counts."""

@@ -1,12 +1,12 @@
 #include "adapters.h"
 
-#include "vector.h"
+#include "operands.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // Tokens that are computed together, so that a weight is loaded once for all of them.
-constexpr int64_t kShrinkTokens = 4, kExpandTokens = 8;
+constexpr int64_t kShrinkTokens = kRegisters >= 32 ? 4 : 1, kExpandTokens = kRegisters >= 32 ? 8 : 6;
 // Sums that a number of t is made of: one would wait for itself at every addition.
 constexpr int kChains = 4;
 
@@ -15,32 +15,33 @@ int64_t strips(int64_t count) { return (count + kLanes - 1) / kLanes; }
 // t[i][0..15] = x[i] A^T for a strip `a` of A: [inputs / 2][16][2].
 template <int Tokens>
 void shrink_tile(const bf16* const* x, const bf16* a, int64_t inputs, float* const* t) {
-  __m512 sums[Tokens][kChains];
+  Floats sums[Tokens][kChains];
   for (auto& own : sums)
-    for (__m512& sum : own) sum = _mm512_setzero_ps();
+    for (Floats& sum : own) sum = zeros();
   for (int64_t pair = 0; pair < inputs / 2; pair += kChains)
-    for (int chain = 0; chain < kChains; ++chain) {
-      const __m512bh weights = load_pairs(a + (pair + chain) * 2 * kLanes);
-      for (int i = 0; i < Tokens; ++i)
-        sums[i][chain] = _mm512_dpbf16_ps(sums[i][chain], weights,
-                                          broadcast_pair(x[i] + (pair + chain) * 2));
-    }
+    for (int chain = 0; chain < kChains; ++chain)
+      for (int part = 0; part < kParts; ++part) {
+        const Operand weights = weight_part(a + (pair + chain) * 2 * kLanes, part);
+        for (int i = 0; i < Tokens; ++i) {
+          const Operand number = activation_part(x[i] + (pair + chain) * 2, part);
+          sums[i][chain] = add_products(sums[i][chain], number, weights);
+        }
+      }
   for (int i = 0; i < Tokens; ++i)
-    _mm512_storeu_ps(t[i], _mm512_add_ps(_mm512_add_ps(sums[i][0], sums[i][1]),
-                                         _mm512_add_ps(sums[i][2], sums[i][3])));
+    store(t[i], (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]));
 }
 
 // y[i][0..15] += t[i] B^T for a strip `b` of B: [rank][16].
 template <int Tokens>
 void expand_tile(const float* const* t, const bf16* b, int64_t rank, bf16* const* y) {
-  __m512 sums[Tokens];
-  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  Floats sums[Tokens];
+  for (Floats& sum : sums) sum = zeros();
   for (int64_t j = 0; j < rank; ++j) {
-    const __m512 weights = load(b + j * kLanes);
+    const Floats weights = load(b + j * kLanes);
     for (int i = 0; i < Tokens; ++i)
-      sums[i] = _mm512_fmadd_ps(weights, _mm512_set1_ps(t[i][j]), sums[i]);
+      sums[i] = fma(weights, broadcast(t[i][j]), sums[i]);
   }
-  for (int i = 0; i < Tokens; ++i) store(y[i], _mm512_add_ps(load(y[i]), sums[i]));
+  for (int i = 0; i < Tokens; ++i) store(y[i], load(y[i]) + sums[i]);
 }
 
 void shrink_some(int64_t count, const bf16* const* x, const bf16* a, int64_t inputs,
@@ -132,4 +133,4 @@ void expand(const Team& team, const AdapterStep& step, int64_t layer,
   }
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

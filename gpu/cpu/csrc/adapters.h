@@ -11,7 +11,7 @@
 #include "bf16.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // The structs are mirrored in Python, which packs the matrices.
 
@@ -60,4 +60,4 @@ void expand(const Team& team, const AdapterStep& step, int64_t layer,
             AdapterProduct AdapterLayer::*product, const float* t, int64_t width, bf16* y,
             int64_t outputs);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -2,14 +2,14 @@
 
 #include "adapters.h"
 
-using namespace trioserve;
+using namespace trioserve::TRIOSERVE_ISA;
 
 extern "C" {
 
-int64_t adapters_width(int64_t max_rank) { return adapter_width(max_rank); }
+int64_t TRIOSERVE_EXPORT(adapters_width)(int64_t max_rank) { return adapter_width(max_rank); }
 
 // y += the updates of the first product of layer 0, by `threads` threads.
-void adapters_update(int32_t threads, const AdapterStep* step, const bf16* x, int64_t inputs,
+void TRIOSERVE_EXPORT(adapters_update)(int32_t threads, const AdapterStep* step, const bf16* x, int64_t inputs,
                      bf16* y, int64_t outputs, float* t, int64_t width) {
   Pool pool(threads);
   pool.run([&](const Team& team) {

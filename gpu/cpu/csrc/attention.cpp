@@ -2,14 +2,14 @@
 
 #include "attention_tile.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // One thread's memory.
 struct Workspace {
-  alignas(64) bf16 q[kTileRows * 256];
+  alignas(64) Activation q[kTileRows * 256];
   alignas(64) float scores[kTileRows * kKeyBlock];
-  alignas(64) bf16 weights[kTileRows * kKeyBlock];
+  alignas(64) Activation weights[kTileRows * kKeyBlock];
   alignas(64) float sums[kTileRows * 256];
   alignas(64) float part_sums[kTileRows * 256];
   alignas(64) bf16 keys[kKeyBlock * 256];    // gathered from pages that have no whole groups
@@ -17,30 +17,49 @@ struct Workspace {
   Softmax softmax[kTileRows], part_softmax[kTileRows];
 };
 
-using KeysKernel = void (*)(const bf16*, int, const bf16* const*, int, float*);
-using ValuesKernel = void (*)(const bf16*, const bf16* const*, int, int, bool, int, float*);
+using KeysKernel = void (*)(const Activation*, int, const bf16* const*, int, float*);
+using ValuesKernel = void (*)(const Activation*, const bf16* const*, int, int, bool, int, float*);
 
-template <int kTurns, size_t... kIndex>
-constexpr auto keys_kernels(std::index_sequence<kIndex...>) {
+// Null where there are no registers for so many sums.
+template <int kRows, int kColumns, int kTurns>
+constexpr KeysKernel keys_kernel() {
+  if constexpr (kColumns <= columns_for(kRows)) return multiply_keys<kRows, kColumns, kTurns>;
+  return nullptr;
+}
+
+// Null, too, where columns don't come like this.
+template <int kRows, int kColumns, int kTurns>
+constexpr ValuesKernel values_kernel() {
+  if constexpr (kColumns <= columns_for(kRows) && kColumns % kValueColumns == 0)
+    return multiply_values<kRows, kColumns, kTurns>;
+  return nullptr;
+}
+
+template <int kTurns, int... kIndex>
+constexpr auto keys_kernels(std::integer_sequence<int, kIndex...>) {
   return std::array<KeysKernel, sizeof...(kIndex)>{
-      multiply_keys<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kTurns>...};
+      keys_kernel<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kTurns>()...};
 }
 
-// Columns of values come by two, as head_dim is a multiple of 32.
-template <int kTurns, size_t... kIndex>
-constexpr auto values_kernels(std::index_sequence<kIndex...>) {
+template <int kTurns, int... kIndex>
+constexpr auto values_kernels(std::integer_sequence<int, kIndex...>) {
   return std::array<ValuesKernel, sizeof...(kIndex)>{
-      multiply_values<kIndex / 2 + 1, kIndex % 2 * 2 + 2, kTurns>...};
+      values_kernel<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kTurns>()...};
 }
 
-constexpr auto kKeysIndex = std::make_index_sequence<kRowsAtOnce * kColumnsAtOnce>{};
-constexpr auto kValuesIndex = std::make_index_sequence<kRowsAtOnce * 2>{};
-// [1 turn, 2 or 3, 4 or 5][which]
-constexpr std::array kKeysKernels{keys_kernels<1>(kKeysIndex), keys_kernels<2>(kKeysIndex),
-                                  keys_kernels<4>(kKeysIndex)};
-constexpr std::array kValuesKernels{values_kernels<1>(kValuesIndex),
-                                    values_kernels<2>(kValuesIndex),
-                                    values_kernels<4>(kValuesIndex)};
+constexpr auto kIndexes = std::make_integer_sequence<int, kRowsAtOnce * kColumnsAtOnce>{};
+// [1 turn, 2 or 3, 4 or 5][rows - 1, columns - 1]
+constexpr std::array kKeysKernels{keys_kernels<1>(kIndexes), keys_kernels<2>(kIndexes),
+                                  keys_kernels<4>(kIndexes)};
+constexpr std::array kValuesKernels{values_kernels<1>(kIndexes), values_kernels<2>(kIndexes),
+                                    values_kernels<4>(kIndexes)};
+
+template <class Kernel, size_t kCount>
+Kernel kernel_of(const std::array<std::array<Kernel, kCount>, 3>& kernels, int turns, int rows,
+                 int columns) {
+  return kernels[turns / 2][(rows - 1) * kColumnsAtOnce + columns - 1];
+}
+
 static_assert(kTileRows <= 5 * kRowsAtOnce);
 
 // Keys of a block that some queries of a tile read together.
@@ -142,8 +161,7 @@ class Attending {
     const int64_t width = int64_t{heads_} * shape_.head_dim;
     for (int query = 0; query < item_.num_queries; ++query) {
       const bf16* from = q_ + queries_[query].token * q_stride_;
-      std::memcpy(work_.q + query * width, from + int64_t{first_head_} * shape_.head_dim,
-                  width * sizeof(bf16));
+      to_activations(from + int64_t{first_head_} * shape_.head_dim, width, work_.q + query * width);
     }
   }
 
@@ -189,12 +207,13 @@ class Attending {
     find_spans(base, read);
     find_groups(block, read);
     for_pieces(read, [&](const Piece& piece) {
-      for (int group = 0; group < piece.num_groups; group += kColumnsAtOnce) {
-        const int columns = std::min(kColumnsAtOnce, piece.num_groups - group);
-        kKeysKernels[piece.turns / 2][(piece.num_rows - 1) * kColumnsAtOnce + columns - 1](
+      for (int group = 0; group < piece.num_groups;) {
+        const int columns = std::min(columns_for(piece.num_rows), piece.num_groups - group);
+        kernel_of(kKeysKernels, piece.turns, piece.num_rows, columns)(
             work_.q + piece.row * shape_.head_dim, shape_.head_dim,
             read.groups + piece.group + group, piece.turn,
             work_.scores + piece.row * kKeyBlock + piece.key + group * kGroup);
+        group += columns;
       }
     });
     const float scale = shape_.scale * kLog2e;
@@ -207,11 +226,11 @@ class Attending {
     for_pieces(read, [&](const Piece& piece) {
       for (int number = 0; number < shape_.head_dim;) {
         const int left = (shape_.head_dim - number) / kLanes;
-        const int columns = left >= kColumnsAtOnce ? kColumnsAtOnce : 2;
+        const int columns = std::min(columns_for(piece.num_rows), left);
         const bf16* groups[kGroups + kAhead];
         for (int group = 0; group < piece.num_groups + kAhead; ++group)
           groups[group] = read.groups[read.num_groups + piece.group + group] + 2 * number;
-        kValuesKernels[piece.turns / 2][(piece.num_rows - 1) * 2 + columns / 2 - 1](
+        kernel_of(kValuesKernels, piece.turns, piece.num_rows, columns)(
             work_.weights + piece.row * kKeyBlock + piece.key, groups, piece.num_keys,
             shape_.head_dim, piece.continues, piece.turn,
             sums + piece.row * shape_.head_dim + number);
@@ -328,10 +347,10 @@ class Attending {
       const int64_t head = first_head_ + row % heads_;
       bf16* out = out_ + (token * shape_.num_heads + head) * shape_.head_dim;
       const float* sums = work_.sums + row * shape_.head_dim;
-      const __m512 share = _mm512_set1_ps(1.0f / work_.softmax[row].sum);
+      const Floats share = broadcast(1.0f / work_.softmax[row].sum);
       // Adding 0 makes one of the two zeros.
       for (int i = 0; i < shape_.head_dim; i += kLanes)
-        store(out + i, _mm512_fmadd_ps(_mm512_loadu_ps(sums + i), share, _mm512_setzero_ps()));
+        store(out + i, fma(load(sums + i), share, zeros()));
     }
   }
 
@@ -371,4 +390,4 @@ void attend(const Team& team, const AttentionShape& shape, const AttentionStep& 
   for (int64_t ticket; (ticket = plan.take(team)) >= 0;) attending.compute(ticket);
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

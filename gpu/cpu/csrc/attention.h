@@ -17,7 +17,7 @@
 #include "kv_cache.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // The items of a step's layers that have one window. It lies in memory that the caller owns.
 struct AttentionPlan;
@@ -41,4 +41,4 @@ void attend(const Team& team, const AttentionShape& shape, const AttentionStep& 
             AttentionPlan& plan, const bf16* keys, const bf16* values, const bf16* q,
             int64_t q_stride, bf16* out, void* scratch);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

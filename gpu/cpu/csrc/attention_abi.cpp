@@ -6,8 +6,7 @@
 #include "attention_plan.h"
 #include "rope.h"
 
-using namespace trioserve;
-
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 struct Free {
@@ -32,10 +31,14 @@ struct AttentionHandle {
   Bytes plan, scratch;
 };
 
+}  // namespace trioserve::TRIOSERVE_ISA
+
+using namespace trioserve::TRIOSERVE_ISA;
+
 extern "C" {
 
 // Null if there is no memory for it.
-AttentionHandle* attention_create(const AttentionShape* shape, int64_t max_tokens,
+AttentionHandle* TRIOSERVE_EXPORT(attention_create)(const AttentionShape* shape, int64_t max_tokens,
                                   int32_t threads) {
   try {
     auto* handle = new AttentionHandle(*shape, max_tokens, threads);
@@ -46,9 +49,9 @@ AttentionHandle* attention_create(const AttentionShape* shape, int64_t max_token
   return nullptr;
 }
 
-void attention_destroy(AttentionHandle* handle) { delete handle; }
+void TRIOSERVE_EXPORT(attention_destroy)(AttentionHandle* handle) { delete handle; }
 
-void attention_rope_and_write(AttentionHandle* handle, const AttentionStep* step,
+void TRIOSERVE_EXPORT(attention_rope_and_write)(AttentionHandle* handle, const AttentionStep* step,
                               const float* cos_sin, const bf16* norm_weight, float eps, bf16* qkv,
                               bf16* keys, bf16* values) {
   handle->pool.run([&](const Team& team) {
@@ -57,7 +60,7 @@ void attention_rope_and_write(AttentionHandle* handle, const AttentionStep* step
 }
 
 // As many layers as in a model, one after the other, with the same queries.
-void attention_attend(AttentionHandle* handle, const AttentionStep* step, int64_t window,
+void TRIOSERVE_EXPORT(attention_attend)(AttentionHandle* handle, const AttentionStep* step, int64_t window,
                       int64_t num_layers, const bf16* const* keys, const bf16* const* values,
                       const bf16* q, int64_t q_stride, bf16* out) {
   AttentionPlan* plan = plan_attention(handle->shape, *step, window, handle->pool.size(),
@@ -73,7 +76,7 @@ void attention_attend(AttentionHandle* handle, const AttentionStep* step, int64_
 
 // For each of the step's queries, tile by tile: its row, the first query of its tile, and the position
 // below which all of the tile read the same pages. It is the plan for one thread, which splits none.
-void attention_tiles(AttentionHandle* handle, const AttentionStep* step, int64_t window,
+void TRIOSERVE_EXPORT(attention_tiles)(AttentionHandle* handle, const AttentionStep* step, int64_t window,
                      int32_t (*tiles)[3]) {
   const AttentionPlan* plan = plan_attention(handle->shape, *step, window, 1, handle->plan.get());
   const int64_t items = plan->num_tickets / Tiling(handle->shape).units;

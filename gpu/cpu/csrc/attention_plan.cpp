@@ -4,7 +4,7 @@
 #include <limits>
 #include <new>
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // Items that every thread gets at least, if need be by splitting: so late ones don't weigh much.
@@ -257,4 +257,4 @@ AttentionPlan* plan_attention(const AttentionShape& shape, const AttentionStep& 
   return plan;
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -7,7 +7,7 @@
 
 #include "attention.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // Keys of one block, and of the groups in which they stand in the cache.
 inline constexpr int kKeyBlock = 256;
@@ -74,4 +74,4 @@ struct alignas(64) AttentionPlan {
   }
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
-namespace trioserve {
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 using bf16 = uint16_t;
 
@@ -23,4 +25,4 @@ inline bf16 to_bf16(float x) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -5,7 +5,7 @@
 
 #include "vector.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -53,8 +53,8 @@ bool masks_any(const uint32_t* words, int64_t size) {
 
 void mask(const uint32_t* words, int64_t size, float* x) {
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 banned = static_cast<__mmask16>(~(words[i / 32] >> (i % 32)));
-    _mm512_mask_storeu_ps(x + i, banned & first_lanes(size - i), _mm512_set1_ps(-kInfinity));
+    const Lanes banned = lanes_of(~(words[i / 32] >> (i % 32)));
+    store(x + i, broadcast(-kInfinity), both(banned, first_lanes(size - i)));
   }
 }
 
@@ -73,4 +73,4 @@ const float* change_row(const float* logits, int64_t vocab_size, RowChanges chan
   return changed;
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-namespace trioserve {
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 // What steps 2 to 4 do to one row's logits. Ids past the vocabulary are ignored.
 struct Change {
@@ -36,4 +38,4 @@ struct RowChanges {
 const float* change_row(const float* logits, int64_t vocab_size, RowChanges changes,
                         float* changed, int32_t* counts);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -5,7 +5,7 @@
 
 #include "elementwise.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 namespace {
 
@@ -250,4 +250,4 @@ void Decoder::most_probable(const bf16* hidden, const int32_t* rows, int64_t cou
   });
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

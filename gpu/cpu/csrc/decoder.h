@@ -17,7 +17,7 @@
 #include "rope.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // Of one model. The struct is mirrored in Python.
 struct DecoderShape {
@@ -134,4 +134,4 @@ class Decoder {
   void *multiply_scratch_ = nullptr, *attention_scratch_ = nullptr;
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -4,7 +4,7 @@
 #include "decoder.h"
 #include "pack.h"
 
-using namespace trioserve;
+using namespace trioserve::TRIOSERVE_ISA;
 
 namespace {
 
@@ -41,7 +41,7 @@ const T* keep(Memory& memory, const T* values, int64_t count) {
 
 extern "C" {
 
-Decoder* decoder_create(const DecoderShape* shape) {
+Decoder* TRIOSERVE_EXPORT(decoder_create)(const DecoderShape* shape) {
   try {
     return new Decoder(*shape);
   } catch (const std::exception&) {  // no memory, or no room for another thread
@@ -49,11 +49,11 @@ Decoder* decoder_create(const DecoderShape* shape) {
   }
 }
 
-void decoder_destroy(Decoder* decoder) { delete decoder; }
+void TRIOSERVE_EXPORT(decoder_destroy)(Decoder* decoder) { delete decoder; }
 
 // Packs one more segment of a product, the next along its outputs. `weight` is [outputs, inputs].
 // `expert` is for the products of experts; their layer must have been set.
-int32_t decoder_add_segment(Decoder* decoder, int32_t which, int64_t layer, int64_t expert,
+int32_t TRIOSERVE_EXPORT(decoder_add_segment)(Decoder* decoder, int32_t which, int64_t layer, int64_t expert,
                             int32_t kind, int32_t source, const void* weight, int64_t outputs,
                             int64_t inputs) {
   Product& product = product_of(*decoder, static_cast<Which>(which), layer, expert);
@@ -81,7 +81,7 @@ int32_t decoder_add_segment(Decoder* decoder, int32_t which, int64_t layer, int6
   return 1;
 }
 
-int32_t decoder_set_bias(Decoder* decoder, int32_t which, int64_t layer, const float* bias,
+int32_t TRIOSERVE_EXPORT(decoder_set_bias)(Decoder* decoder, int32_t which, int64_t layer, const float* bias,
                          int64_t outputs) {
   try {
     product_of(*decoder, static_cast<Which>(which), layer, 0).bias =
@@ -92,7 +92,7 @@ int32_t decoder_set_bias(Decoder* decoder, int32_t which, int64_t layer, const f
   return 1;
 }
 
-int32_t decoder_set_vector(Decoder* decoder, int32_t which, int64_t layer, const bf16* values,
+int32_t TRIOSERVE_EXPORT(decoder_set_vector)(Decoder* decoder, int32_t which, int64_t layer, const bf16* values,
                            int64_t count) {
   try {
     const bf16* kept = keep(decoder->weights(), values, count);
@@ -108,7 +108,7 @@ int32_t decoder_set_vector(Decoder* decoder, int32_t which, int64_t layer, const
   return 1;
 }
 
-int32_t decoder_set_layer(Decoder* decoder, int64_t layer, int64_t window, int32_t rotate,
+int32_t TRIOSERVE_EXPORT(decoder_set_layer)(Decoder* decoder, int64_t layer, int64_t window, int32_t rotate,
                           int32_t has_experts) {
   try {
     Layer& given = decoder->layers[layer];
@@ -121,7 +121,7 @@ int32_t decoder_set_layer(Decoder* decoder, int64_t layer, int64_t window, int32
   return 1;
 }
 
-int32_t decoder_finish(Decoder* decoder, const DecoderLimits* limits, const float* cos_sin) {
+int32_t TRIOSERVE_EXPORT(decoder_finish)(Decoder* decoder, const DecoderLimits* limits, const float* cos_sin) {
   try {
     decoder->finish(*limits, cos_sin);
   } catch (const std::bad_alloc&) {
@@ -130,23 +130,23 @@ int32_t decoder_finish(Decoder* decoder, const DecoderLimits* limits, const floa
   return 1;
 }
 
-const bf16* decoder_hidden(const Decoder* decoder) { return decoder->hidden(); }
+const bf16* TRIOSERVE_EXPORT(decoder_hidden)(const Decoder* decoder) { return decoder->hidden(); }
 
-void decoder_copy_pages(Decoder* decoder, const int32_t (*pairs)[2], int64_t count) {
+void TRIOSERVE_EXPORT(decoder_copy_pages)(Decoder* decoder, const int32_t (*pairs)[2], int64_t count) {
   decoder->copy_pages(pairs, count);
 }
 
-void decoder_forward(Decoder* decoder, const int32_t* tokens, const AttentionStep* step,
+void TRIOSERVE_EXPORT(decoder_forward)(Decoder* decoder, const int32_t* tokens, const AttentionStep* step,
                      const AdapterStep* adapters) {
   decoder->forward(tokens, *step, adapters);
 }
 
-void decoder_logits(Decoder* decoder, const bf16* hidden, const int32_t* rows, int64_t count,
+void TRIOSERVE_EXPORT(decoder_logits)(Decoder* decoder, const bf16* hidden, const int32_t* rows, int64_t count,
                     float* logits) {
   decoder->logits(hidden, rows, count, logits);
 }
 
-void decoder_most_probable(Decoder* decoder, const bf16* hidden, const int32_t* rows,
+void TRIOSERVE_EXPORT(decoder_most_probable)(Decoder* decoder, const bf16* hidden, const int32_t* rows,
                            int64_t count, int32_t* best) {
   decoder->most_probable(hidden, rows, count, best);
 }

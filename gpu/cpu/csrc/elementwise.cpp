@@ -4,55 +4,54 @@
 
 #include "vector.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // What one thread takes at a time of rows that are cut.
 constexpr int64_t kPiece = 256;
 
 // 1 / sqrt(mean(x^2) + eps), with `squares` summed over a row.
-__m512 inverse_root_mean(__m512 squares, int64_t width, float eps) {
+Floats inverse_root_mean(Floats squares, int64_t width, float eps) {
   const float mean = sum_of(squares) / static_cast<float>(width);
-  return _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  return broadcast(1.0f / std::sqrt(mean + eps));
 }
 
-void scale_row(const bf16* x, const bf16* weight, __m512 scale, int64_t width, bf16* y) {
+void scale_row(const bf16* x, const bf16* weight, Floats scale, int64_t width, bf16* y) {
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 lanes = first_lanes(width - i);
-    const __m512 normed = _mm512_mul_ps(load(x + i, lanes), scale);
-    store(y + i, _mm512_mul_ps(normed, load(weight + i, lanes)), lanes);
+    const Lanes lanes = first_lanes(width - i);
+    const Floats normed = load(x + i, lanes) * scale;
+    store(y + i, normed * load(weight + i, lanes), lanes);
   }
 }
 
-__m512 silu(__m512 x) {
-  const __m512 power = exp2_of(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2e)));
-  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
+Floats silu(Floats x) {
+  const Floats power = exp2_of(x * broadcast(-kLog2e));
+  return x / (broadcast(1.0f) + power);
 }
 
 // The first lane of `x` that is `largest`, or that is NaN if `largest` is.
 int64_t first_index(const float* x, int64_t width, float largest) {
-  const __m512 sought = _mm512_set1_ps(largest);
+  const Floats sought = broadcast(largest);
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 lanes = first_lanes(width - i);
-    const __m512 values = _mm512_maskz_loadu_ps(lanes, x + i);
-    const __mmask16 found = std::isnan(largest)
-                                ? _mm512_mask_cmp_ps_mask(lanes, values, values, _CMP_UNORD_Q)
-                                : _mm512_mask_cmp_ps_mask(lanes, values, sought, _CMP_EQ_OQ);
+    const Lanes lanes = first_lanes(width - i);
+    const Floats values = load(x + i, lanes);
+    const Lanes alike = std::isnan(largest) ? is_nan(values) : equal(values, sought);
+    const uint32_t found = bits_of(both(lanes, alike));
     if (found) return i + __builtin_ctz(found);
   }
   return 0;
 }
 
 int64_t argmax(const float* x, int64_t width) {
-  __m512 largest = _mm512_set1_ps(-INFINITY);
-  __mmask16 unordered = 0;
+  Floats largest = broadcast(-INFINITY);
+  Lanes nans = first_lanes(0);
   for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 lanes = first_lanes(width - i);
-    const __m512 values = _mm512_mask_loadu_ps(largest, lanes, x + i);
-    unordered |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    largest = _mm512_max_ps(largest, values);
+    const Lanes lanes = first_lanes(width - i);
+    const Floats values = load(x + i, lanes, largest);
+    nans = either(nans, is_nan(values));
+    largest = max(largest, values);
   }
-  return first_index(x, width, unordered ? NAN : largest_of(largest));
+  return first_index(x, width, bits_of(nans) ? NAN : largest_of(largest));
 }
 
 }  // namespace
@@ -62,10 +61,10 @@ void rms_norm(const Team& team, const bf16* x, const bf16* weight, float eps, in
   const Share share = team.share(rows);
   for (int64_t row = share.first; row < share.last; ++row) {
     const bf16* in = x + row * width;
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (int64_t i = 0; i < width; i += kLanes) {
-      const __m512 values = load(in + i, first_lanes(width - i));
-      squares = _mm512_fmadd_ps(values, values, squares);
+      const Floats values = load(in + i, first_lanes(width - i));
+      squares = fma(values, values, squares);
     }
     scale_row(in, weight, inverse_root_mean(squares, width, eps), width, y + row * width);
   }
@@ -77,12 +76,12 @@ void add_rms_norm(const Team& team, const bf16* x, bf16* residual, const bf16* w
   for (int64_t row = share.first; row < share.last; ++row) {
     const bf16* added = x + row * width;
     bf16* sums = residual + row * width;
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (int64_t i = 0; i < width; i += kLanes) {
-      const __mmask16 lanes = first_lanes(width - i);
-      const __m512 sum = rounded(_mm512_add_ps(load(sums + i, lanes), load(added + i, lanes)));
+      const Lanes lanes = first_lanes(width - i);
+      const Floats sum = rounded(load(sums + i, lanes) + load(added + i, lanes));
       store(sums + i, sum, lanes);
-      squares = _mm512_fmadd_ps(sum, sum, squares);
+      squares = fma(sum, sum, squares);
     }
     scale_row(sums, weight, inverse_root_mean(squares, width, eps), width, y + row * width);
   }
@@ -95,9 +94,9 @@ void silu_mul(const Team& team, const bf16* gate_up, int64_t rows, int64_t width
     const int64_t row = item / pieces, begin = item % pieces * kPiece;
     const bf16 *gate = gate_up + row * 2 * width, *up = gate + width;
     for (int64_t i = begin; i < std::min(begin + kPiece, width); i += kLanes) {
-      const __mmask16 lanes = first_lanes(width - i);
-      const __m512 gated = rounded(silu(load(gate + i, lanes)));
-      store(y + row * width + i, _mm512_mul_ps(gated, load(up + i, lanes)), lanes);
+      const Lanes lanes = first_lanes(width - i);
+      const Floats gated = rounded(silu(load(gate + i, lanes)));
+      store(y + row * width + i, gated * load(up + i, lanes), lanes);
     }
   }
 }
@@ -115,4 +114,4 @@ void argmax_rows(const Team& team, const float* x, int64_t rows, int64_t width, 
     best[row] = static_cast<int32_t>(argmax(x + row * width, width));
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -9,7 +9,7 @@
 #include "bf16.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // y = x * weight / sqrt(mean(x^2) + eps) for each of `rows` rows; x and y are [rows, width].
 void rms_norm(const Team& team, const bf16* x, const bf16* weight, float eps, int64_t rows,
@@ -30,4 +30,4 @@ void gather_rows(const Team& team, const bf16* table, const int32_t* ids, int64_
 // best[i] = the index of the first largest number of row i; a NaN counts as the largest.
 void argmax_rows(const Team& team, const float* x, int64_t rows, int64_t width, int32_t* best);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -4,13 +4,13 @@
 
 #include "vector.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // e^(logit - largest).
-__m512 power(__m512 logits, float largest) {
-  const __m512 below = _mm512_sub_ps(logits, _mm512_set1_ps(largest));
-  return exp2_of(_mm512_mul_ps(below, _mm512_set1_ps(kLog2e)));
+Floats power(Floats logits, float largest) {
+  const Floats below = logits - broadcast(largest);
+  return exp2_of(below * broadcast(kLog2e));
 }
 
 // The experts of the `wanted` largest of `count` logits. There are always so many, NaN or not.
@@ -29,16 +29,16 @@ void find_largest(const bf16* logits, int64_t count, int64_t wanted, int32_t* ch
 
 void weigh(const ExpertsShape& shape, const bf16* logits, const int32_t* chosen, float* weights) {
   const float largest = to_float(logits[chosen[0]]);
-  __m512 sums = _mm512_setzero_ps();
+  Floats sums = zeros();
   for (int64_t i = 0; i < shape.count; i += kLanes) {
-    const __mmask16 lanes = first_lanes(shape.count - i);
-    sums = _mm512_mask_add_ps(sums, lanes, sums, power(load(logits + i, lanes), largest));
+    const Lanes lanes = first_lanes(shape.count - i);
+    sums = sums + keep(lanes, power(load(logits + i, lanes), largest));
   }
   const float all = sum_of(sums);
   float of_chosen = 0;
   for (int64_t i = 0; i < shape.per_token; ++i) {
-    const __m512 logit = _mm512_set1_ps(to_float(logits[chosen[i]]));
-    weights[i] = _mm512_cvtss_f32(power(logit, largest)) / all;
+    const Floats logit = broadcast(to_float(logits[chosen[i]]));
+    weights[i] = first_of(power(logit, largest)) / all;
     of_chosen += weights[i];
   }
   if (!shape.normalized) return;
@@ -81,15 +81,15 @@ void add_up(const Team& team, const ExpertsShape& shape, const bf16* results, co
     const float* weights = routing.weights + token * shape.per_token;
     const int32_t* places = routing.places + token * shape.per_token;
     for (int64_t i = 0; i < width; i += kLanes) {
-      const __mmask16 lanes = first_lanes(width - i);
-      __m512 sum = _mm512_setzero_ps();
+      const Lanes lanes = first_lanes(width - i);
+      Floats sum = zeros();
       for (int64_t pair = 0; pair < shape.per_token; ++pair) {
-        const __m512 result = load(results + places[pair] * width + i, lanes);
-        sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[pair]), result, sum);
+        const Floats result = load(results + places[pair] * width + i, lanes);
+        sum = fma(broadcast(weights[pair]), result, sum);
       }
       store(y + token * width + i, sum, lanes);
     }
   }
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

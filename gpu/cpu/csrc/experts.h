@@ -12,7 +12,7 @@
 #include "product.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 struct ExpertsShape {
   int64_t count = 0;      // in a layer; 0: the model has none
@@ -47,4 +47,4 @@ void group_by_expert(const ExpertsShape& shape, int64_t tokens, const Routing& r
 void add_up(const Team& team, const ExpertsShape& shape, const bf16* results, const Routing& routing,
             int64_t tokens, int64_t width, bf16* y);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

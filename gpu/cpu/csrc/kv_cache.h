@@ -15,7 +15,7 @@
 
 #include "bf16.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // Of one model, the same for all of its layers. head_dim is a multiple of 32, at most 256.
 struct AttentionShape {
@@ -68,4 +68,4 @@ struct PageLayout {
   int64_t value_step() const { return page_size % 2 ? 1 : 2; }
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

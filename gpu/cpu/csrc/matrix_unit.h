@@ -7,12 +7,12 @@
 // that takes such numbers for 0.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
 
-namespace trioserve {
+#include "operands.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 inline constexpr int kUnitRows = 16, kUnitTiles = 8;
 
@@ -55,6 +55,8 @@ struct AmxUnit {
   }
 };
 
+inline void add_to(float* sums, Floats x) { store(sums, load(sums) + x); }
+
 struct EmulatedUnit {
   static void begin(const UnitShape& shape) {
     state.shape = shape;
@@ -81,20 +83,15 @@ struct EmulatedUnit {
   }
   template <int Sums, int X, int Weights>
   static void multiply_bf16() {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     for (int row = 0; row < state.shape.rows[Sums]; ++row) {
-      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+      Floats even = zeros(), odd = zeros();
       for (int pair = 0; pair < state.shape.rows[Weights]; ++pair) {
-        int32_t x;
-        std::memcpy(&x, state.tiles[X][row] + pair * 4, sizeof x);
-        const __m512i both = _mm512_set1_epi32(x), weights = _mm512_load_si512(state.tiles[Weights][pair]);
-        even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-                               _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16)), even);
-        odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(both, upper)),
-                              _mm512_castsi512_ps(_mm512_and_si512(weights, upper)), odd);
+        const Operand x = activation_part(reinterpret_cast<const bf16*>(state.tiles[X][row] + pair * 4), 0);
+        const Operand weights = load_operand(state.tiles[Weights][pair]);
+        even = fma(first_of_pairs(x), first_of_pairs(weights), even);
+        odd = fma(second_of_pairs(x), second_of_pairs(weights), odd);
       }
-      uint8_t* sums = state.tiles[Sums][row];
-      _mm512_store_ps(sums, _mm512_add_ps(_mm512_load_ps(sums), _mm512_add_ps(even, odd)));
+      add_to(reinterpret_cast<float*>(state.tiles[Sums][row]), even + odd);
     }
   }
 
@@ -106,4 +103,4 @@ struct EmulatedUnit {
   static inline thread_local State state;
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

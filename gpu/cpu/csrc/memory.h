@@ -8,7 +8,9 @@
 #include <new>
 #include <vector>
 
-namespace trioserve {
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 // Whether the kernel is asked for large pages: for what is read from end to end. What is touched here
 // and there would take more memory with them than it needs.
@@ -65,4 +67,4 @@ class Memory {
   size_t left_ = 0;
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -1,12 +1,12 @@
 #include "pack.h"
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-namespace trioserve {
+#include "vector.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // One block of a strip as plain numbers, from which records are written.
@@ -15,10 +15,6 @@ struct StripBlock {
   uint16_t scales[kStrip];                     // float16
   uint16_t minimums[kStrip];
 };
-
-// float16 to and from float, to the nearest.
-uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
-float from_half(uint16_t x) { return _cvtsh_ss(x); }
 
 void write_pairs(const StripBlock& block, uint8_t* record) {  // q8_0
   for (int pair = 0; pair < kBlock / 2; ++pair)
@@ -291,4 +287,4 @@ void gather_rows(const Team& team, const Product& product, const int32_t* ids, i
   }
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

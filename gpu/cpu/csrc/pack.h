@@ -3,7 +3,7 @@
 
 #include "product.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // The bytes of one block's record, and of a whole packed weight [outputs, inputs].
 size_t record_bytes(Kind kind);
@@ -24,4 +24,4 @@ void pack_float(const Team& team, Kind kind, int64_t outputs, int64_t inputs, co
 void pack_blocks(const Team& team, Kind kind, int64_t outputs, int64_t inputs, const uint8_t* blocks,
                  void* packed);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 
-namespace trioserve {
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 // What a number is for; the values are those of gpu/sampling/philox.py.
 enum class Purpose : uint32_t { kBlock = 0, kToken = 1 };
@@ -26,4 +28,4 @@ inline double uniform(uint64_t seed, uint32_t position, uint32_t index, Purpose 
   return (static_cast<double>(c0 >> 5) * 0x1p26 + (c1 >> 6)) * 0x1p-53;
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

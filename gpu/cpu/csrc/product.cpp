@@ -2,7 +2,7 @@
 
 #include "product_strips.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // Up to so many rows every thread prepares the activations for itself: that is sooner done than the
@@ -17,57 +17,64 @@ bool has(const Product& product, Kind kind) {
   return false;
 }
 
-// Activations as some kinds of weights want them besides bf16.
+// Activations as weights of some kinds want them, one behind the other; null where none does.
 struct Prepared {
+  Activation* widened = nullptr;    // [rows][inputs], where that isn't bf16
   float* sums = nullptr;            // [rows][inputs / 32]
   RoundedBlock* rounded = nullptr;  // [rows][inputs / 32]
-
-  static size_t bytes(const Product& product, int64_t rows) {
-    const size_t blocks = static_cast<size_t>(rows * (product.inputs / kBlock));
-    return (has(product, Kind::kQ4_1) ? aligned(blocks * sizeof(float)) : 0) +
-           (has(product, Kind::kW8A8) ? aligned(blocks * sizeof(RoundedBlock)) : 0);
-  }
+  size_t bytes = 0;                 // of all
 
   Prepared(const Product& product, int64_t rows, uint8_t* memory) {
-    const size_t blocks = static_cast<size_t>(rows * (product.inputs / kBlock));
-    if (has(product, Kind::kQ4_1)) {
-      sums = reinterpret_cast<float*>(memory);
-      memory += aligned(blocks * sizeof(float));
-    }
-    if (has(product, Kind::kW8A8)) rounded = reinterpret_cast<RoundedBlock*>(memory);
+    const int64_t blocks = rows * (product.inputs / kBlock);
+    const auto take = [&]<class T>(bool wanted, int64_t count, T*& taken) {
+      if (!wanted) return;
+      taken = reinterpret_cast<T*>(memory + bytes);
+      bytes += aligned(static_cast<size_t>(count) * sizeof(T));
+    };
+    const bool rounds = has(product, Kind::kW8A8);
+    take(!kMultipliesPairs && !(rounds && product.num_segments == 1), blocks * kBlock, widened);
+    take(has(product, Kind::kQ4_1), blocks, sums);
+    take(rounds, blocks, rounded);
+  }
+
+  static size_t bytes_for(const Product& product, int64_t rows) {
+    return Prepared(product, rows, nullptr).bytes;
+  }
+
+  // Rows of x as weights of a kind read them.
+  const void* rows_for(Kind kind, const bf16* x) const {
+    if (kind == Kind::kW8A8) return rounded;
+    if constexpr (kMultipliesPairs) return x;
+    return widened;
   }
 
   void fill(const Product& product, const bf16* x, Share rows) const;
 };
 
 // The sum of 32 numbers.
-float block_sum(const bf16* x) {
-  return sum_of(_mm512_add_ps(load(x), load(x + 16)));
-}
+float block_sum(const bf16* x) { return sum_of(load(x) + load(x + 16)); }
 
 // To 8 bits: the largest magnitude is 127. NaN and infinity make the scale what they are.
 RoundedBlock round_block(const bf16* x) {
-  const __m512i both = _mm512_loadu_si512(x);
-  const __m512i magnitudes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
-  // The magnitudes of bfloat16 have the order of whole numbers, and NaN is the largest.
-  const __m512i halves = _mm512_max_epu16(_mm512_srli_epi32(magnitudes, 16),
-                                          _mm512_and_si512(magnitudes, _mm512_set1_epi32(0xffff)));
-  const float largest = to_float(static_cast<bf16>(_mm512_reduce_max_epu32(halves)));
+  const Floats low = load(x), high = load(x + 16);
+  // The magnitudes of numbers have the order of whole numbers, and NaN is the largest.
+  const Ints magnitude = broadcast(0x7fffffff);
+  const Ints magnitudes = max(and_of(bits_of(low), magnitude), and_of(bits_of(high), magnitude));
+  const float largest = first_of(of_bits(broadcast(largest_of(magnitudes))));
   RoundedBlock block;
   block.scale = largest / 127;
   // Smaller than this has no inverse, and is nothing beside any other number.
-  const __m512 inverse = _mm512_set1_ps(block.scale > 1e-37f ? 1 / block.scale : 0);
-  const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(load(x), inverse));
-  const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + 16), inverse));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(block.numbers), _mm512_cvtsepi32_epi8(low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(block.numbers + 16), _mm512_cvtsepi32_epi8(high));
-  block.offset = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+  const Floats inverse = broadcast(block.scale > 1e-37f ? 1 / block.scale : 0);
+  const Ints low_numbers = nearest_ints(low * inverse), high_numbers = nearest_ints(high * inverse);
+  block.numbers.set(low_numbers, high_numbers);
+  block.offset = -128 * sum_of(add(low_numbers, high_numbers));
   return block;
 }
 
 void Prepared::fill(const Product& product, const bf16* x, Share rows) const {
   const int64_t blocks = product.inputs / kBlock;
   for (int64_t i = rows.first * blocks; i < rows.last * blocks; ++i) {
+    if (widened != nullptr) to_activations(x + i * kBlock, kBlock, widened + i * kBlock);
     if (sums != nullptr) sums[i] = block_sum(x + i * kBlock);
     if (rounded != nullptr) rounded[i] = round_block(x + i * kBlock);
   }
@@ -75,7 +82,7 @@ void Prepared::fill(const Product& product, const bf16* x, Share rows) const {
 
 // What each thread has for itself.
 size_t thread_bytes(const Product& product, int64_t max_rows) {
-  return Prepared::bytes(product, kOwnRows) + aligned(totals_bytes(product, max_rows)) +
+  return Prepared::bytes_for(product, kOwnRows) + aligned(totals_bytes(product, max_rows)) +
          aligned(panel_bytes(product));
 }
 
@@ -96,21 +103,21 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
                   bool to_float, void* scratch) {
   if (rows == 0) return;
   uint8_t* shared = static_cast<uint8_t*>(scratch);
-  uint8_t* own = shared + Prepared::bytes(product, rows) +
+  uint8_t* own = shared + Prepared::bytes_for(product, rows) +
                  thread_bytes(product, rows) * static_cast<size_t>(team.rank());
   const bool alone = rows <= kOwnRows;
   const Prepared prepared(product, rows, alone ? own : shared);
   prepared.fill(product, x, alone ? Share{0, rows} : team.share(rows));
-  if (!alone && (prepared.sums != nullptr || prepared.rounded != nullptr)) team.barrier();
+  if (!alone && prepared.bytes > 0) team.barrier();
 
-  own += Prepared::bytes(product, kOwnRows);
+  own += Prepared::bytes_for(product, kOwnRows);
   float* totals = reinterpret_cast<float*>(own);
   uint8_t* panel = own + aligned(totals_bytes(product, rows));
   for (int64_t i = 0; i < product.num_segments; ++i) {
     const Segment& segment = product.segments[i];
     const bool rounds = segment.kind == Kind::kW8A8;
     const Work work = {product,
-                       rounds ? static_cast<const void*>(prepared.rounded) : x,
+                       prepared.rows_for(segment.kind, x),
                        rounds ? product.inputs / kBlock : product.inputs,
                        prepared.sums,
                        rows,
@@ -125,7 +132,7 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
 }  // namespace
 
 size_t multiply_scratch_bytes(const Product& product, int64_t max_rows, int threads) {
-  return Prepared::bytes(product, max_rows) +
+  return Prepared::bytes_for(product, max_rows) +
          thread_bytes(product, max_rows) * static_cast<size_t>(threads);
 }
 
@@ -139,4 +146,4 @@ void multiply_float(const Team& team, const Product& product, const bf16* x, int
   multiply_any(team, product, x, rows, y, true, scratch);
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -25,7 +25,7 @@
 #include "bf16.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 inline constexpr int64_t kStrip = 16;       // outputs of a strip
 inline constexpr int64_t kBlock = 32;       // inputs that share a scale; `inputs` is a multiple of it
@@ -72,4 +72,4 @@ void multiply_float(const Team& team, const Product& product, const bf16* x, int
 // head. The product has one segment. Ids are those of its outputs; each thread does its share.
 void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -1,33 +1,29 @@
 // Products for callers that aren't C++: gpu/cpu/products.py.
 
-#include "body.h"
+#include "extension.h"
 #include "pack.h"
 
-using trioserve::bf16;
-using trioserve::Kind;
-using trioserve::Pool;
-using trioserve::Product;
-using trioserve::Team;
+using namespace trioserve::TRIOSERVE_ISA;
 
 extern "C" {
 
-// Bodies by the numbers of body.h. Returns whether this process can compute with that one.
-int32_t body_choose(int32_t body) { return trioserve::choose_body(static_cast<trioserve::Body>(body)); }
+// Extensions by the numbers of extension.h. Returns whether this process can compute with that one.
+int32_t TRIOSERVE_EXPORT(extension_choose)(int32_t extension) {
+  return choose_extension(static_cast<Extension>(extension));
+}
 
-int32_t body_fastest() { return static_cast<int32_t>(trioserve::fastest_body()); }
+int32_t TRIOSERVE_EXPORT(extension_current)() { return static_cast<int32_t>(current_extension()); }
 
-int32_t body_current() { return static_cast<int32_t>(trioserve::current_body()); }
+void* TRIOSERVE_EXPORT(product_pool_open)(int32_t threads) { return new Pool(threads); }
 
-void* product_pool_open(int32_t threads) { return new Pool(threads); }
+void TRIOSERVE_EXPORT(product_pool_close)(void* pool) { delete static_cast<Pool*>(pool); }
 
-void product_pool_close(void* pool) { delete static_cast<Pool*>(pool); }
-
-uint64_t product_packed_bytes(int32_t kind, int64_t outputs, int64_t inputs) {
-  return trioserve::packed_bytes(static_cast<Kind>(kind), outputs, inputs);
+uint64_t TRIOSERVE_EXPORT(product_packed_bytes)(int32_t kind, int64_t outputs, int64_t inputs) {
+  return packed_bytes(static_cast<Kind>(kind), outputs, inputs);
 }
 
 // `form`: 0 for bf16, 1 for float, 2 for ggml's blocks.
-void product_pack(void* pool, int32_t form, int32_t kind, int64_t outputs, int64_t inputs,
+void TRIOSERVE_EXPORT(product_pack)(void* pool, int32_t form, int32_t kind, int64_t outputs, int64_t inputs,
                   const void* weight, void* packed) {
   const Kind as = static_cast<Kind>(kind);
   static_cast<Pool*>(pool)->run([=](const Team& team) {
@@ -40,11 +36,11 @@ void product_pack(void* pool, int32_t form, int32_t kind, int64_t outputs, int64
   });
 }
 
-uint64_t product_scratch_bytes(const Product* product, int64_t max_rows, int32_t threads) {
+uint64_t TRIOSERVE_EXPORT(product_scratch_bytes)(const Product* product, int64_t max_rows, int32_t threads) {
   return multiply_scratch_bytes(*product, max_rows, threads);
 }
 
-void product_multiply(void* pool, const Product* product, const bf16* x, int64_t rows, void* y,
+void TRIOSERVE_EXPORT(product_multiply)(void* pool, const Product* product, const bf16* x, int64_t rows, void* y,
                       int32_t to_float, void* scratch) {
   static_cast<Pool*>(pool)->run([=](const Team& team) {
     if (to_float)
@@ -54,7 +50,7 @@ void product_multiply(void* pool, const Product* product, const bf16* x, int64_t
   });
 }
 
-void product_gather(void* pool, const Product* product, const int32_t* ids, int64_t rows, bf16* y) {
+void TRIOSERVE_EXPORT(product_gather)(void* pool, const Product* product, const int32_t* ids, int64_t rows, bf16* y) {
   static_cast<Pool*>(pool)->run(
       [=](const Team& team) { gather_rows(team, *product, ids, rows, y); });
 }

@@ -1,8 +1,13 @@
+// Nothing but where bfloat16 is multiplied by AVX-512 otherwise.
+#ifdef __AVX512BF16__
+
 #include "product_matrix.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 static constexpr MatrixTiles<EmulatedUnit> kTiles;
 const TileKernels& kEmulatedAmxTiles = kTiles;
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA
+
+#endif

@@ -1,10 +1,10 @@
 #include "product_vectors.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 static constexpr auto kTiles = tile_table<ByteWeights>();
-static constexpr auto kEvenOdd = tile_table<ByteWeights, EvenOddSums, kEvenOddRows>();
+TRIOSERVE_EVEN_ODD(ByteWeights);
 const Kernels kByteKernels = {kTiles, decode_record<ByteWeights>,
-                              &kDecodedTiles, DecodedWeights<false>::kRecord, &kEvenOdd};
+                              &kDecodedTiles, DecodedWeights<true, false>::kRecord, kEvenOddTiles};
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -1,8 +1,8 @@
 #include "product_vectors.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
-const TileTable<kTileRows> kDecodedTiles = tile_table<DecodedWeights<false>>();
-const TileTable<kTileRows> kDecodedMinimumTiles = tile_table<DecodedWeights<true>>();
+const TileTable<kTileRows> kDecodedTiles = tile_table<DecodedWeights<true, false>>();
+const TileTable<kTileRows> kDecodedMinimumTiles = tile_table<DecodedWeights<true, true>>();
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

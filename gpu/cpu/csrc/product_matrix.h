@@ -10,7 +10,7 @@
 #include "product_strips.h"
 #include "product_vectors.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // Registers 0 to 3 hold sums, 4 and 5 activations, 6 and 7 weights.
 inline constexpr int kFirstX = 4, kFirstWeights = 6;
@@ -108,21 +108,21 @@ void multiply_plain_matrix(const Tile& tile) {
 template <class Weights, int Strips>
 void add_scaled(const Tile& tile, int64_t block, const float* sums) {
   const uint8_t* record = tile.records + block * Weights::kRecord;
-  __m512 scales[Strips], minimums[Strips];
+  Floats scales[Strips], minimums[Strips];
   for (int s = 0; s < Strips; ++s) {
     const uint8_t* after = record + s * tile.strip_bytes + 4 * Weights::kQuarter;
     scales[s] = Weights::scales(after);
     if constexpr (Weights::kMinimums) minimums[s] = Weights::minimums(after);
   }
   for (int r = 0; r < tile.rows; ++r) {
-    __m512 x_sum;
-    if constexpr (Weights::kMinimums) x_sum = _mm512_set1_ps(tile.x_sums[r * tile.x_sums_stride + block]);
+    Floats x_sum;
+    if constexpr (Weights::kMinimums) x_sum = broadcast(tile.x_sums[r * tile.x_sums_stride + block]);
     for (int s = 0; s < Strips; ++s) {
       float* at = tile.totals + (r * Strips + s) * kStrip;
-      const __m512 sum = _mm512_loadu_ps(sums + (r * Strips + s) * kStrip);
-      __m512 total = _mm512_fmadd_ps(sum, scales[s], _mm512_loadu_ps(at));
-      if constexpr (Weights::kMinimums) total = _mm512_fmadd_ps(x_sum, minimums[s], total);
-      _mm512_storeu_ps(at, total);
+      const Floats sum = load(sums + (r * Strips + s) * kStrip);
+      Floats total = fma(sum, scales[s], load(at));
+      if constexpr (Weights::kMinimums) total = fma(x_sum, minimums[s], total);
+      store(at, total);
     }
   }
 }
@@ -182,8 +182,8 @@ class MatrixTiles final : public TileKernels {
   ChunkPlan begin_chunk(Kind kind, const Product& product, int64_t rows) const override {
     if (kind == Kind::kW8A8) return kVectorTiles.begin_chunk(kind, product, rows);
     ChunkPlan plan;
-    plan.float_control = _mm_getcsr();
-    _mm_setcsr(plan.float_control | 0x8040);  // numbers below the normal ones are 0, read or written
+    plan.float_control = float_control();
+    set_float_control(without_small_numbers(plan.float_control));
     if (by_vectors(kind, rows)) {
       plan.group_rows = rows;
       plan.max_strips = kTileStrips;
@@ -202,7 +202,7 @@ class MatrixTiles final : public TileKernels {
 
   void end_chunk(Kind kind, const ChunkPlan& plan) const override {
     if (kind == Kind::kW8A8) return;
-    _mm_setcsr(plan.float_control);
+    set_float_control(plan.float_control);
     if (!by_vectors(kind, plan.group_rows)) Unit::end();
   }
 
@@ -219,7 +219,7 @@ class MatrixTiles final : public TileKernels {
   }
 
   int64_t panel_bytes(const Product& product) const override {
-    return panel_inputs(product) / kBlock * 4 * DecodedWeights<true>::kRecord;
+    return panel_inputs(product) / kBlock * 4 * DecodedWeights<true, true>::kRecord;
   }
 
  private:
@@ -255,13 +255,13 @@ class MatrixTiles final : public TileKernels {
     switch (kind) {
       case Kind::kQ8_0:
       case Kind::kQ4_0:
-        return kScaledMatrix<Unit, DecodedWeights<false>>;
+        return kScaledMatrix<Unit, DecodedWeights<true, false>>;
       case Kind::kQ4_1:
-        return kScaledMatrix<Unit, DecodedWeights<true>>;
+        return kScaledMatrix<Unit, DecodedWeights<true, true>>;
       default:
         return kPlainMatrix<Unit>;
     }
   }
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -1,12 +1,12 @@
 #include "product_vectors.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 using Nibbles = NibbleWeights<0, true>;
 
 static constexpr auto kTiles = tile_table<Nibbles>();
-static constexpr auto kEvenOdd = tile_table<Nibbles, EvenOddSums, kEvenOddRows>();
+TRIOSERVE_EVEN_ODD(Nibbles);
 const Kernels kNibbleMinimumKernels = {kTiles, decode_record<Nibbles>,
-                                       &kDecodedMinimumTiles, DecodedWeights<true>::kRecord, &kEvenOdd};
+                                       &kDecodedMinimumTiles, DecodedWeights<true, true>::kRecord, kEvenOddTiles};
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

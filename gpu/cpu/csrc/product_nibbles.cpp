@@ -1,12 +1,12 @@
 #include "product_vectors.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 using Nibbles = NibbleWeights<8, false>;
 
 static constexpr auto kTiles = tile_table<Nibbles>();
-static constexpr auto kEvenOdd = tile_table<Nibbles, EvenOddSums, kEvenOddRows>();
+TRIOSERVE_EVEN_ODD(Nibbles);
 const Kernels kNibbleKernels = {kTiles, decode_record<Nibbles>, &kDecodedTiles,
-                                DecodedWeights<false>::kRecord, &kEvenOdd};
+                                DecodedWeights<true, false>::kRecord, kEvenOddTiles};
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -1,8 +1,8 @@
 #include "product_vectors.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 static constexpr auto kTiles = tile_table<PlainWeights>();
 const Kernels kPlainKernels = {kTiles};
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

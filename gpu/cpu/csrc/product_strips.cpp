@@ -1,9 +1,9 @@
 #include "product_strips.h"
 
-#include "body.h"
+#include "extension.h"
 #include "pack.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // Inputs whose weights are brought beforehand, of a thread's first strips.
@@ -128,7 +128,7 @@ class Cutter {
   const void* activations(int64_t row, int64_t block) const {
     if (segment_.kind == Kind::kW8A8)
       return static_cast<const RoundedBlock*>(work_.x) + row * work_.x_stride + block;
-    return static_cast<const bf16*>(work_.x) + row * work_.x_stride + block * kBlock;
+    return static_cast<const Activation*>(work_.x) + row * work_.x_stride + block * kBlock;
   }
 
   void decode(const ChunkPlan& plan, const Piece& piece, Tile& tile) const {
@@ -153,14 +153,17 @@ class Cutter {
 }  // namespace
 
 const TileKernels& tile_kernels() {
-  switch (current_body()) {
-    case Body::kAmx:
+#ifdef __AVX512BF16__
+  switch (current_extension()) {
+    case Extension::kOwn:
       return kAmxTiles;
-    case Body::kAmxEmulated:
+    case Extension::kTwin:
       return kEmulatedAmxTiles;
     default:
-      return kVectorTiles;
+      break;
   }
+#endif
+  return kVectorTiles;
 }
 
 namespace {
@@ -168,31 +171,31 @@ namespace {
 // The totals of two full strips, whose results are one line of 64 bytes.
 void write_pair(const Work& work, int64_t column, int64_t row, int64_t rows, const float* totals,
                 int64_t stride) {
-  __m512 low_bias = _mm512_setzero_ps(), high_bias = low_bias;
+  Floats low_bias = zeros(), high_bias = low_bias;
   if (work.product.bias != nullptr) {
-    low_bias = _mm512_loadu_ps(work.product.bias + column);
-    high_bias = _mm512_loadu_ps(work.product.bias + column + kStrip);
+    low_bias = load(work.product.bias + column);
+    high_bias = load(work.product.bias + column + kStrip);
   }
   bf16* y = static_cast<bf16*>(work.y) + row * work.product.outputs + column;
   for (int64_t r = 0; r < rows; ++r, totals += stride, y += work.product.outputs) {
-    const __m512 low = _mm512_add_ps(_mm512_loadu_ps(totals), low_bias);
-    const __m512 high = _mm512_add_ps(_mm512_loadu_ps(totals + kStrip), high_bias);
-    _mm512_storeu_si512(y, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    const Floats low = load(totals) + low_bias;
+    const Floats high = load(totals + kStrip) + high_bias;
+    store_two(y, low, high);
   }
 }
 
 // The totals of one strip, full or not.
 void write_strip(const Work& work, int64_t column, int64_t outputs, int64_t row, int64_t rows,
                  const float* totals, int64_t stride) {
-  const __mmask16 lanes = first_lanes(outputs);
-  const __m512 bias = work.product.bias == nullptr
-                          ? _mm512_setzero_ps()
-                          : _mm512_maskz_loadu_ps(lanes, work.product.bias + column);
+  const Lanes lanes = first_lanes(outputs);
+  const Floats bias = work.product.bias == nullptr
+                          ? zeros()
+                          : load(work.product.bias + column, lanes);
   for (int64_t r = 0; r < rows; ++r, totals += stride) {
-    const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(totals), bias);
+    const Floats sum = load(totals) + bias;
     const int64_t at = (row + r) * work.product.outputs + column;
     if (work.to_float)
-      _mm512_mask_storeu_ps(static_cast<float*>(work.y) + at, lanes, sum);
+      store(static_cast<float*>(work.y) + at, sum, lanes);
     else
       store(static_cast<bf16*>(work.y) + at, sum, lanes);
   }
@@ -228,4 +231,4 @@ void multiply_strips(const Work& work, const Segment& segment, Share strips, Reg
   Cutter(work, segment, upcoming).multiply(strips);
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -6,7 +6,7 @@
 
 #include "product_tile.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // Weights that will be read next.
 struct Region {
@@ -17,7 +17,7 @@ struct Region {
 // One call of multiply() as one thread sees it.
 struct Work {
   const Product& product;
-  const void* x;  // bf16, or RoundedBlock for w8a8
+  const void* x;  // Activation, or RoundedBlock for w8a8
   int64_t x_stride;
   const float* x_sums;  // [rows][inputs / 32], for weights with minimums
   int64_t rows;
@@ -48,7 +48,7 @@ struct ChunkPlan {
   unsigned float_control = 0;  // what the thread's was before
 };
 
-// The tiles of a body. A thread calls begin_chunk(), any number of tiles, and end_chunk().
+// A way to compute tiles. A thread calls begin_chunk(), any number of tiles, and end_chunk().
 class TileKernels {
  public:
   // Rows that are computed while the weights pass by once, at most.
@@ -64,7 +64,7 @@ class TileKernels {
   ~TileKernels() = default;
 };
 
-// Those of the current body.
+// That of the current extension.
 const TileKernels& tile_kernels();
 
 extern const TileKernels &kVectorTiles, &kAmxTiles, &kEmulatedAmxTiles;
@@ -84,4 +84,4 @@ Region first_region(const Segment& segment, int64_t inputs, Share strips);
 // Computes a share of a segment's strips, and brings `upcoming` meanwhile.
 void multiply_strips(const Work& work, const Segment& segment, Share strips, Region upcoming);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

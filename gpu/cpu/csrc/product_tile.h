@@ -1,30 +1,31 @@
 // The innermost loops of products: a few rows of activations by a few strips of weights.
 //
-// A tile's sums stay in registers while it walks along the inputs. One instruction multiplies 16 pairs
-// of bfloat16 and adds both products to 16 sums in float32; the pair of the activations is the same for
-// all 16. Numbers of 4 or 8 bits become bfloat16 on the way, which holds them exactly: each block's
-// sum is exact up to float32's rounding, and then scaled.
+// A tile's sums stay in registers while it walks along the inputs. Sixteen sums, of as many outputs, get
+// the products of a pair of inputs at a time (operands.h). Numbers of 4 or 8 bits are widened on the way,
+// exactly: each block's sum is exact up to float32's rounding, and then scaled.
 #pragma once
 
-#include <immintrin.h>
-
-#include <bit>
 #include <cstring>
 #include <utility>
 
+#include "dots.h"
+#include "operands.h"
+#include "processor.h"
 #include "product.h"
-#include "vector.h"
 
-// g++ 12 finds fault with the vectors that its own header leaves undefined on purpose.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
+namespace trioserve::TRIOSERVE_ISA {
 
-namespace trioserve {
+// Registers hold a tile's sums, a number of each strip, and one of the activations. So strips are fewer the
+// more rows there are.
+inline constexpr int kTileRows = kRegisters < 32 ? kRegisters - 2 : 8, kTileStrips = 3;
 
-inline constexpr int kTileRows = 8, kTileStrips = 3;  // 24 sums: of 32 registers as many as can be
+constexpr int strips_for(int rows) {
+  const int strips = (kRegisters - 1) / (rows + 1);
+  return strips < kTileStrips ? strips : kTileStrips;
+}
 
 struct Tile {
-  const void* x;                // the first row, at the first block: bf16, or RoundedBlock
+  const void* x;                // the first row, at the first block: Activation, or RoundedBlock
   int64_t x_stride;             // from row to row, in elements
   const float* x_sums;          // of each block of the first row, for weights with minimums
   int64_t x_sums_stride;
@@ -41,18 +42,14 @@ struct Tile {
 
 using TileFunction = void (*)(const Tile&);
 
-inline __m512 load_half_scales(const uint8_t* at) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-}
-
 // Weights in bfloat16.
 struct PlainWeights {
   static constexpr int kRecord = 1024, kQuarter = 256;
   static constexpr bool kScaled = false, kMinimums = false;
 
-  // The 16 pairs of inputs 2 p and 2 p + 1 of a quarter of a block, 8 inputs.
-  static __m512bh pairs(const uint8_t* quarter, int p) {
-    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(quarter + p * 64));
+  // A part of the inputs 2 p and 2 p + 1 of a quarter of a block, 8 inputs.
+  static Operand part(const uint8_t* quarter, int p, int part) {
+    return weight_part(reinterpret_cast<const bf16*>(quarter + p * 64), part);
   }
 };
 
@@ -60,66 +57,47 @@ struct ByteWeights {
   static constexpr int kRecord = 544, kQuarter = 128;
   static constexpr bool kScaled = true, kMinimums = false;
 
-  static __m512bh pairs(const uint8_t* quarter, int p) {
-    const auto half = [&](int at) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quarter + p * 32 + at));
-      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    };
-    return _mm512_cvtne2ps_pbh(half(16), half(0));
-  }
-  static __m512 scales(const uint8_t* after) { return load_half_scales(after); }
+  static Operand part(const uint8_t* quarter, int p, int part) { return byte_part(quarter + p * 32, part); }
+  static Floats scales(const uint8_t* after) { return load_halves(after); }
 };
 
-// Four bits, looked up in a table of what they stand for: the instruction takes an index's low five
-// bits, so the table is there twice.
 template <int Zero, bool Minimums>
 struct NibbleWeights {
   static constexpr int kRecord = Minimums ? 320 : 288, kQuarter = 64;
   static constexpr bool kScaled = true, kMinimums = Minimums;
 
-  static __m512bh pairs(const uint8_t* quarter, int p) {
-    const __m512i words = _mm512_loadu_si512(quarter);
-    const __m512i table = _mm512_load_si512(kTable.numbers);
-    return reinterpret_cast<__m512bh>(
-        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, p * 4), table));
-  }
-  static __m512 scales(const uint8_t* after) { return load_half_scales(after); }
-  static __m512 minimums(const uint8_t* after) { return load_half_scales(after + 32); }
-
- private:
-  struct Table {
-    alignas(64) bf16 numbers[32];
-    constexpr Table() : numbers() {
-      for (int i = 0; i < 32; ++i)
-        numbers[i] = static_cast<bf16>(
-            std::bit_cast<uint32_t>(static_cast<float>(i % 16 - Zero)) >> 16);
-    }
-  };
-  static constexpr Table kTable = {};
+  static Operand part(const uint8_t* quarter, int p, int part) { return nibble_part<Zero>(quarter, p, part); }
+  static Floats scales(const uint8_t* after) { return load_halves(after); }
+  static Floats minimums(const uint8_t* after) { return load_halves(after + 32); }
 };
 
-// Quantized weights that were made bfloat16 beforehand, for many rows; scales as float32.
-template <bool Minimums>
+// Weights that were widened beforehand, for many rows; scales as float32.
+template <bool Scaled, bool Minimums>
 struct DecodedWeights {
-  static constexpr int kRecord = 1024 + 64 + (Minimums ? 64 : 0), kQuarter = 256;
-  static constexpr bool kScaled = true, kMinimums = Minimums;
+  static constexpr int kQuarter = 256 * kParts;
+  static constexpr int kRecord = 4 * kQuarter + (Scaled ? 64 : 0) + (Minimums ? 64 : 0);
+  static constexpr bool kScaled = Scaled, kMinimums = Minimums;
 
-  static __m512bh pairs(const uint8_t* quarter, int p) { return PlainWeights::pairs(quarter, p); }
-  static __m512 scales(const uint8_t* after) { return _mm512_loadu_ps(after); }
-  static __m512 minimums(const uint8_t* after) { return _mm512_loadu_ps(after + 64); }
+  static Operand part(const uint8_t* quarter, int p, int part) {
+    return load_operand(quarter + (p * kParts + part) * 64);
+  }
+  static Floats scales(const uint8_t* after) { return load(reinterpret_cast<const float*>(after)); }
+  static Floats minimums(const uint8_t* after) { return load(reinterpret_cast<const float*>(after + 64)); }
 };
 
 // The record of a block of Weights as that of DecodedWeights.
 template <class Weights>
 void decode_record(const uint8_t* record, uint8_t* decoded) {
 #pragma GCC unroll 16
-  for (int p = 0; p < kBlock / 2; ++p) {
-    const __m512bh pairs = Weights::pairs(record + p / 4 * Weights::kQuarter, p % 4);
-    _mm512_storeu_si512(decoded + p * 64, reinterpret_cast<__m512i>(pairs));
-  }
+  for (int p = 0; p < kBlock / 2; ++p)
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part)
+      store_operand(decoded + (p * kParts + part) * 64,
+                    Weights::part(record + p / 4 * Weights::kQuarter, p % 4, part));
   const uint8_t* after = record + 4 * Weights::kQuarter;
-  _mm512_storeu_ps(decoded + 1024, Weights::scales(after));
-  if constexpr (Weights::kMinimums) _mm512_storeu_ps(decoded + 1088, Weights::minimums(after));
+  float* scales = reinterpret_cast<float*>(decoded + 4 * DecodedWeights<true, true>::kQuarter);
+  if constexpr (Weights::kScaled) store(scales, Weights::scales(after));
+  if constexpr (Weights::kMinimums) store(scales + kStrip, Weights::minimums(after));
 }
 
 // f(0), f(1) and so on, written out: a loop over an array of registers would have to be a loop over
@@ -178,7 +156,7 @@ class Streams {
 inline void forget_memory() { asm volatile("" ::: "memory"); }
 
 inline void clear(float* totals, int count) {
-  for (int i = 0; i < count; ++i) _mm512_storeu_ps(totals + i * kStrip, _mm512_setzero_ps());
+  for (int i = 0; i < count; ++i) store(totals + i * kStrip, zeros());
 }
 
 // Asks for lines of memory, of all strips alike and at an even pace, while a tile is computed. They are
@@ -192,7 +170,7 @@ class Fetcher {
 #pragma GCC unroll 1
     for (due_ += rate_; due_ >= 256; due_ -= 256) {
       repeat<Strips>(
-          [&](int s) __attribute__((always_inline)) { _mm_prefetch(lines_[s], _MM_HINT_T1); });
+          [&](int s) __attribute__((always_inline)) { prefetch_to_second(lines_[s]); });
       lines_.step(64);
     }
   }
@@ -203,48 +181,40 @@ class Fetcher {
   int64_t due_ = 0;
 };
 
-// Sixteen sums of products, by the processor's instruction for pairs.
+// Sixteen sums of products.
 struct PairSums {
-  __m512 sums = _mm512_setzero_ps();
+  Floats sums = zeros();
 
-  void add(__m512bh x, __m512bh weights) { sums = _mm512_dpbf16_ps(sums, x, weights); }
-  __m512 value() const { return sums; }
-};
-
-// The same in the order of a matrix unit (matrix_unit.h): even and odd inputs apart.
-struct EvenOddSums {
-  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-
-  void add(__m512bh x, __m512bh weights) {
-    even = _mm512_fmadd_ps(first_of_pairs(x), first_of_pairs(weights), even);
-    odd = _mm512_fmadd_ps(second_of_pairs(x), second_of_pairs(weights), odd);
-  }
-  __m512 value() const { return _mm512_add_ps(even, odd); }
+  void add(Operand x, Operand weights) { sums = add_products(sums, x, weights); }
+  Floats value() const { return sums; }
 };
 
 // Four pairs of inputs.
 template <class Weights, class Sums, int Rows, int Strips>
-[[gnu::always_inline]] inline void multiply_quarter(Sums (&sums)[Rows][Strips], Streams<bf16, Rows>& x,
+[[gnu::always_inline]] inline void multiply_quarter(Sums (&sums)[Rows][Strips],
+                                                    Streams<Activation, Rows>& x,
                                                     const Streams<uint8_t, Strips>& records) {
   repeat<4>([&](int p) __attribute__((always_inline)) {
-    __m512bh weights[Strips];
-    repeat<Strips>([&](int s) __attribute__((always_inline)) {
-      weights[s] = Weights::pairs(records[s], p);
-    });
-    repeat<Rows>([&](int r) __attribute__((always_inline)) {
-      const __m512bh pair = broadcast_pair(x[r]);
+    repeat<kParts>([&](int part) __attribute__((always_inline)) {
+      Operand weights[Strips];
       repeat<Strips>([&](int s) __attribute__((always_inline)) {
-        sums[r][s].add(pair, weights[s]);
+        weights[s] = Weights::part(records[s], p, part);
+      });
+      repeat<Rows>([&](int r) __attribute__((always_inline)) {
+        const Operand number = activation_part(x[r], part);
+        repeat<Strips>([&](int s) __attribute__((always_inline)) {
+          sums[r][s].add(number, weights[s]);
+        });
       });
     });
-    x.step(4);
+    x.step(2 * sizeof(Activation));
   });
 }
 
 // Weights without scales: the sums go on from block to block.
 template <class Weights, class Sums, int Rows, int Strips>
 void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
-  Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
+  Streams<Activation, Rows> x(tile.x, tile.x_stride * int64_t{sizeof(Activation)});
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
   Fetcher<Strips> fetcher(tile);
   const int64_t quarters = tile.blocks * 4;
@@ -252,7 +222,7 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
 
   Sums sums[Rows][Strips];
   for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
-    if (tile.continues) sums[r][s] = {_mm512_loadu_ps(totals + (r * Strips + s) * kStrip)};
+    if (tile.continues) sums[r][s] = {load(totals + (r * Strips + s) * kStrip)};
   });
   for (int64_t quarter = 0; quarter < quarters; ++quarter) {
     fetcher.quarter();
@@ -260,14 +230,14 @@ void multiply_tile(const Tile& tile) requires(!Weights::kScaled) {
     records.step(Weights::kQuarter);
   }
   for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
-    _mm512_storeu_ps(totals + (r * Strips + s) * kStrip, sums[r][s].value());
+    store(totals + (r * Strips + s) * kStrip, sums[r][s].value());
   });
 }
 
 // Weights with scales: the sum of each block is added to the totals, which are in memory.
 template <class Weights, class Sums, int Rows, int Strips>
 void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
-  Streams<bf16, Rows> x(tile.x, tile.x_stride * 2);
+  Streams<Activation, Rows> x(tile.x, tile.x_stride * int64_t{sizeof(Activation)});
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
   Fetcher<Strips> fetcher(tile);
   float* totals = tile.totals;
@@ -283,12 +253,11 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
     }
     for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
       float* at = totals + (r * Strips + s) * kStrip;
-      __m512 total =
-          _mm512_fmadd_ps(sums[r][s].value(), Weights::scales(records[s]), _mm512_loadu_ps(at));
+      Floats total = fma(sums[r][s].value(), Weights::scales(records[s]), load(at));
       if constexpr (Weights::kMinimums)
-        total = _mm512_fmadd_ps(_mm512_set1_ps(tile.x_sums[r * tile.x_sums_stride + block]),
-                                Weights::minimums(records[s]), total);
-      _mm512_storeu_ps(at, total);
+        total = fma(broadcast(tile.x_sums[r * tile.x_sums_stride + block]),
+                    Weights::minimums(records[s]), total);
+      store(at, total);
     });
     records.step(Weights::kRecord - 4 * Weights::kQuarter);
     forget_memory();
@@ -297,7 +266,7 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
 
 // 32 activations of one row, rounded to 8 bits.
 struct RoundedBlock {
-  int8_t numbers[kBlock];
+  RoundedNumbers numbers;
   int32_t offset;  // what makes up for the 128 that all weights are too large by
   float scale;
 };
@@ -305,7 +274,7 @@ struct RoundedBlock {
 inline constexpr int kRoundedRecord = 544;
 
 // Weights and activations of 8 bits: sums of a block are whole numbers.
-template <int Rows, int Strips>
+template <class Dots, int Rows, int Strips>
 void multiply_rounded_tile(const Tile& tile) {
   Streams<RoundedBlock, Rows> x(tile.x, tile.x_stride * static_cast<int64_t>(sizeof(RoundedBlock)));
   Streams<uint8_t, Strips> records(tile.records, tile.strip_bytes);
@@ -314,32 +283,30 @@ void multiply_rounded_tile(const Tile& tile) {
 
   if (!tile.continues) clear(totals, Rows * Strips);
   for (int64_t block = 0; block < tile.blocks; ++block) {
-    __m512i sums[Rows][Strips];
+    Ints sums[Rows][Strips];
     for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
-      sums[r][s] = _mm512_set1_epi32(x[r]->offset);
+      sums[r][s] = broadcast(x[r]->offset);
     });
     repeat<kBlock / 4>([&](int quad) __attribute__((always_inline)) {
       if (quad % 2 == 0) fetcher.quarter();
-      __m512i weights[Strips];
-      repeat<Strips>([&](int s) __attribute__((always_inline)) {
-        weights[s] = _mm512_loadu_si512(records[s] + quad * 64);
-      });
-      repeat<Rows>([&](int r) __attribute__((always_inline)) {
-        int32_t four;
-        std::memcpy(&four, x[r]->numbers + quad * 4, sizeof four);
-        const __m512i numbers = _mm512_set1_epi32(four);
+      repeat<Dots::kParts>([&](int part) __attribute__((always_inline)) {
+        Ints weights[Strips];
         repeat<Strips>([&](int s) __attribute__((always_inline)) {
-          sums[r][s] = _mm512_dpbusd_epi32(sums[r][s], weights[s], numbers);
+          weights[s] = Dots::weights(records[s] + quad * 64, part);
+        });
+        repeat<Rows>([&](int r) __attribute__((always_inline)) {
+          const Ints numbers = Dots::activations(x[r]->numbers, quad, part);
+          repeat<Strips>([&](int s) __attribute__((always_inline)) {
+            sums[r][s] = Dots::add(sums[r][s], weights[s], numbers);
+          });
         });
       });
       x.step(0);
     });
     for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
       float* at = totals + (r * Strips + s) * kStrip;
-      const __m512 scales = load_half_scales(records[s] + 512);
-      const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(x[r]->scale));
-      const __m512 sum = _mm512_cvtepi32_ps(sums[r][s]);
-      _mm512_storeu_ps(at, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(at)));
+      const Floats scale = load_halves(records[s] + 512) * broadcast(x[r]->scale);
+      store(at, fma(to_floats(sums[r][s]), scale, load(at)));
     });
     x.step(sizeof(RoundedBlock));
     records.step(kRoundedRecord);
@@ -347,4 +314,4 @@ void multiply_rounded_tile(const Tile& tile) {
   }
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

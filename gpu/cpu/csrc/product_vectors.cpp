@@ -1,26 +1,30 @@
 #include "product_vectors.h"
 
-namespace trioserve {
+#include "extension.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 // Inputs at a time, so that three strips and the three that come next fit into the cache of a core.
 constexpr int64_t kPanelInputs = 4096;
+// Up to so many rows weights are widened by every group of them for itself.
+constexpr int64_t kDirectRows = 8;
 // Rows at a time, so that their activations stay in that cache too while the weights pass by.
 constexpr int64_t kChunkBytes = 384 << 10;
 
 class VectorTiles final : public TileKernels {
  public:
   int64_t chunk_rows(Kind, const Product& product) const override {
-    const int64_t rows = kChunkBytes / (product.inputs * 2);
+    const int64_t rows = kChunkBytes / (product.inputs * static_cast<int64_t>(sizeof(Activation)));
     return std::max<int64_t>(rows / kTileRows, 4) * kTileRows;
   }
 
   ChunkPlan begin_chunk(Kind kind, const Product&, int64_t rows) const override {
     ChunkPlan plan;
     plan.groups = (rows + kTileRows - 1) / kTileRows;
-    plan.max_strips = kTileStrips;
+    plan.max_strips = strips_for(static_cast<int>((rows + plan.groups - 1) / plan.groups));
     plan.max_blocks = kPanelInputs / kBlock;
-    if (plan.groups > 1) {
+    if (rows > kDirectRows) {
       const Kernels& kernels = kernels_of(kind);
       plan.decode = kernels.decode;
       plan.decoded_record = kernels.decoded_record;
@@ -42,7 +46,7 @@ class VectorTiles final : public TileKernels {
 
   int64_t panel_bytes(const Product& product) const override {
     const int64_t blocks = std::min(product.inputs, kPanelInputs) / kBlock;
-    return blocks * kTileStrips * DecodedWeights<true>::kRecord;
+    return blocks * kTileStrips * DecodedWeights<true, true>::kRecord;
   }
 };
 
@@ -59,7 +63,7 @@ const Kernels& kernels_of(Kind kind) {
     case Kind::kQ4_1:
       return kNibbleMinimumKernels;
     case Kind::kW8A8:
-      return kRoundedKernels;
+      return kRoundedKernels[static_cast<int>(current_extension())];
     default:
       return kPlainKernels;
   }
@@ -67,4 +71,4 @@ const Kernels& kernels_of(Kind kind) {
 
 const TileKernels& kVectorTiles = kTiles;
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

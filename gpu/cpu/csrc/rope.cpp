@@ -5,20 +5,20 @@
 
 #include "vector.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 void norm_head(bf16* x, const bf16* weight, float eps, int head_dim) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = zeros();
   for (int i = 0; i < head_dim; i += kLanes) {
-    const __m512 values = load(x + i);
-    squares = _mm512_fmadd_ps(values, values, squares);
+    const Floats values = load(x + i);
+    squares = fma(values, values, squares);
   }
   const float mean = sum_of(squares) / static_cast<float>(head_dim);
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  const Floats scale = broadcast(1.0f / std::sqrt(mean + eps));
   for (int i = 0; i < head_dim; i += kLanes) {
-    const __m512 normed = rounded(_mm512_mul_ps(load(x + i), scale));
-    store(x + i, _mm512_mul_ps(normed, load(weight + i)));
+    const Floats normed = rounded(load(x + i) * scale);
+    store(x + i, normed * load(weight + i));
   }
 }
 
@@ -26,11 +26,11 @@ void norm_head(bf16* x, const bf16* weight, float eps, int head_dim) {
 void rotate_head(bf16* x, const float* cos_sin, int head_dim) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += kLanes) {
-    const __m512 cosines = _mm512_loadu_ps(cos_sin + i);
-    const __m512 sines = _mm512_loadu_ps(cos_sin + half + i);
-    const __m512 a = load(x + i), b = load(x + half + i);
-    store(x + i, _mm512_fmsub_ps(a, cosines, _mm512_mul_ps(b, sines)));
-    store(x + half + i, _mm512_fmadd_ps(b, cosines, _mm512_mul_ps(a, sines)));
+    const Floats cosines = load(cos_sin + i);
+    const Floats sines = load(cos_sin + half + i);
+    const Floats a = load(x + i), b = load(x + half + i);
+    store(x + i, fms(a, cosines, b * sines));
+    store(x + half + i, fma(b, cosines, a * sines));
   }
 }
 
@@ -81,4 +81,4 @@ void rope_and_write(const Team& team, const AttentionShape& shape, const Attenti
   }
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

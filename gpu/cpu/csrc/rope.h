@@ -5,7 +5,7 @@
 #include "kv_cache.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // A norm of each head of the queries and the keys: x * weight / sqrt(mean(x^2) + eps), rounded
 // before it is multiplied by the weight, and after.
@@ -22,4 +22,4 @@ struct QkNorm {
 void rope_and_write(const Team& team, const AttentionShape& shape, const AttentionStep& step,
                     const float* cos_sin, const QkNorm& norm, bf16* qkv, bf16* keys, bf16* values);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -9,7 +9,7 @@
 #include "truncation.h"
 #include "vector.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -21,43 +21,41 @@ constexpr float kLowestTemperature = 1e-30f;
 int64_t blocks_of(int64_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
 
 // e^x for x <= 0, within one unit in the last place; 0 for -inf.
-__m512 exp_of(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
-  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(kLog2e)),
-                                            _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+Floats exp_of(Floats x) {
+  x = max(x, broadcast(-200.0f));
+  const Floats whole = to_whole(x * broadcast(kLog2e));
   // ln 2 in two parts, so that nothing is lost in the difference.
-  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
-  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+  Floats rest = fnma(whole, broadcast(0.693359375f), x);
+  rest = fnma(whole, broadcast(-2.12194440e-4f), rest);
   // The polynomial of Cephes' expf.
-  __m512 sum = _mm512_set1_ps(1.9875691500e-4f);
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.3981999507e-3f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(8.3334519073e-3f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(4.1665795894e-2f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.6666665459e-1f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.0000001201e-1f));
-  sum = _mm512_fmadd_ps(sum, _mm512_mul_ps(rest, rest), rest);
-  return _mm512_scalef_ps(_mm512_add_ps(sum, _mm512_set1_ps(1.0f)), whole);
+  Floats sum = broadcast(1.9875691500e-4f);
+  sum = fma(sum, rest, broadcast(1.3981999507e-3f));
+  sum = fma(sum, rest, broadcast(8.3334519073e-3f));
+  sum = fma(sum, rest, broadcast(4.1665795894e-2f));
+  sum = fma(sum, rest, broadcast(1.6666665459e-1f));
+  sum = fma(sum, rest, broadcast(5.0000001201e-1f));
+  sum = fma(sum, rest * rest, rest);
+  return scale_by_power(sum + broadcast(1.0f), whole);
 }
 
 // The largest of x; NaN if there is one.
 float peak_of(const float* x, int64_t size) {
-  __m512 most = _mm512_set1_ps(-kInfinity);
-  __mmask16 nans = 0;
+  Floats most = broadcast(-kInfinity);
+  Lanes nans = first_lanes(0);
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __m512 values = _mm512_maskz_loadu_ps(lanes, x + i);
-    nans |= _mm512_mask_cmp_ps_mask(lanes, values, values, _CMP_UNORD_Q);
-    most = _mm512_mask_max_ps(most, lanes, most, values);
+    const Lanes lanes = first_lanes(size - i);
+    const Floats values = load(x + i, lanes);
+    nans = either(nans, is_nan(values));
+    most = max(most, values, lanes);
   }
-  return nans ? std::numeric_limits<float>::quiet_NaN() : largest_of(most);
+  return bits_of(nans) ? std::numeric_limits<float>::quiet_NaN() : largest_of(most);
 }
 
 int64_t first_equal(const float* x, int64_t size, float value) {
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __mmask16 equal = _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, x + i),
-                                                    _mm512_set1_ps(value), _CMP_EQ_OQ);
-    if (equal) return i + __builtin_ctz(equal);
+    const Lanes lanes = first_lanes(size - i);
+    const uint32_t found = bits_of(both(lanes, equal(load(x + i, lanes), broadcast(value))));
+    if (found) return i + __builtin_ctz(found);
   }
   return 0;
 }
@@ -69,36 +67,35 @@ void share_among_infinite(const float* logits, int64_t size, float* x) {
 // x = (logits - peak) / temperature and weights = e^x.
 void weigh(const float* logits, int64_t size, float peak, float temperature, float* x,
            float* weights) {
-  const __m512 peaks = _mm512_set1_ps(peak), temperatures = _mm512_set1_ps(temperature);
+  const Floats peaks = broadcast(peak), temperatures = broadcast(temperature);
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(size - i);
-    __m512 scaled = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + i), peaks);
-    if (temperature != 1) scaled = _mm512_div_ps(scaled, temperatures);
-    _mm512_mask_storeu_ps(x + i, lanes, scaled);
-    _mm512_mask_storeu_ps(weights + i, lanes, exp_of(scaled));
+    const Lanes lanes = first_lanes(size - i);
+    Floats scaled = load(logits + i, lanes) - peaks;
+    if (temperature != 1) scaled = scaled / temperatures;
+    store(x + i, scaled, lanes);
+    store(weights + i, exp_of(scaled), lanes);
   }
 }
 
 // sums[b] = the sum of block b of the weights.
 void add_blocks(const float* weights, int64_t size, double* sums) {
   for (int64_t begin = 0, block = 0; begin < size; begin += kBlock, ++block) {
-    __m512 sum = _mm512_setzero_ps();
+    Floats sum = zeros();
     for (int64_t i = begin; i < std::min(begin + kBlock, size); i += kLanes)
-      sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first_lanes(size - i), weights + i));
+      sum = sum + load(weights + i, first_lanes(size - i));
     sums[block] = sum_of(sum);
   }
 }
 
 // Zeros the weights of what the cut and min_p leave out.
 void drop(const float* x, float* weights, int64_t size, const Cut& cut, float min_p) {
-  const __m512 thresholds = _mm512_set1_ps(cut.threshold), least = _mm512_set1_ps(min_p);
+  const Floats thresholds = broadcast(cut.threshold), least = broadcast(min_p);
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __m512 weight = _mm512_maskz_loadu_ps(lanes, weights + i);
-    const __mmask16 kept =
-        _mm512_cmp_ps_mask(_mm512_maskz_loadu_ps(lanes, x + i), thresholds, _CMP_GE_OQ) &
-        _mm512_cmp_ps_mask(weight, least, _CMP_GE_OQ);
-    _mm512_mask_storeu_ps(weights + i, lanes, _mm512_maskz_mov_ps(kept, weight));
+    const Lanes lanes = first_lanes(size - i);
+    const Floats weight = load(weights + i, lanes);
+    const Lanes kept =
+        both(not_below(load(x + i, lanes), thresholds), not_below(weight, least));
+    store(weights + i, keep(kept, weight), lanes);
   }
   if (cut.ties >= size) return;
   int64_t ties = cut.ties;
@@ -186,29 +183,26 @@ int64_t draw_row(float* logits, int64_t size, const Draw& draw, RowChanges chang
 }
 
 double sum_of_exponentials(const float* x, int64_t size, float peak) {
-  __m512d low = _mm512_setzero_pd(), high = low;
+  DoubleSums sums;
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __m512 less = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, x + i), _mm512_set1_ps(peak));
-    const __m512 weights = _mm512_maskz_mov_ps(lanes, exp_of(less));
-    low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(weights)));
-    high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weights, 1)));
+    const Lanes lanes = first_lanes(size - i);
+    const Floats less = load(x + i, lanes) - broadcast(peak);
+    sums.add(keep(lanes, exp_of(less)));
   }
-  return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+  return sums.value();
 }
 
 // Writes the ids of the `count` largest above -inf, in the order of x - normalizer as that is
 // rounded, and says how many there are.
 int32_t find_largest(const float* x, int64_t size, float normalizer, int64_t count,
                      std::vector<int32_t>& candidates, int32_t* ids) {
-  const __m512 bounds = _mm512_set1_ps(bound_of_largest(x, size, count));
-  const __m512 nothing = _mm512_set1_ps(-kInfinity);
+  const Floats bounds = broadcast(bound_of_largest(x, size, count));
+  const Floats nothing = broadcast(-kInfinity);
   candidates.clear();
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __m512 values = _mm512_mask_loadu_ps(nothing, lanes, x + i);
-    uint32_t found = _mm512_cmp_ps_mask(values, bounds, _CMP_GE_OQ) &
-                     _mm512_cmp_ps_mask(values, nothing, _CMP_GT_OQ);
+    const Lanes lanes = first_lanes(size - i);
+    const Floats values = load(x + i, lanes, nothing);
+    uint32_t found = bits_of(both(not_below(values, bounds), greater(values, nothing)));
     for (; found; found &= found - 1)
       candidates.push_back(static_cast<int32_t>(i) + __builtin_ctz(found));
   }
@@ -266,4 +260,4 @@ void report_rows(const Team& team, const float* logits, int64_t vocab_size, cons
   }
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -9,7 +9,7 @@
 #include "changes.h"
 #include "team.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 // What is asked of one row's draw; trioserve/protocol/sampling.py explains.
 struct Draw {
@@ -52,4 +52,4 @@ void report_rows(const Team& team, const float* logits, int64_t vocab_size, cons
                  int64_t num_reports, int64_t most, float* normalizers, int32_t* ids,
                  float* logprobs, int32_t* found);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -4,7 +4,7 @@
 #include "memory.h"
 #include "sampling.h"
 
-using namespace trioserve;
+namespace trioserve::TRIOSERVE_ISA {
 
 struct SamplerHandle {
   SamplerHandle(int64_t vocab_size, int threads)
@@ -28,10 +28,14 @@ struct SamplerHandle {
   void* scratch;
 };
 
+}  // namespace trioserve::TRIOSERVE_ISA
+
+using namespace trioserve::TRIOSERVE_ISA;
+
 extern "C" {
 
 // Null if there is no memory, or no room for another thread.
-SamplerHandle* sampler_create(int64_t vocab_size, int32_t threads) {
+SamplerHandle* TRIOSERVE_EXPORT(sampler_create)(int64_t vocab_size, int32_t threads) {
   try {
     return new SamplerHandle(vocab_size, threads);
   } catch (const std::exception&) {
@@ -39,9 +43,9 @@ SamplerHandle* sampler_create(int64_t vocab_size, int32_t threads) {
   }
 }
 
-void sampler_destroy(SamplerHandle* handle) { delete handle; }
+void TRIOSERVE_EXPORT(sampler_destroy)(SamplerHandle* handle) { delete handle; }
 
-void sampler_draw(SamplerHandle* handle, float* logits, int64_t rows, const Draw* draws,
+void TRIOSERVE_EXPORT(sampler_draw)(SamplerHandle* handle, float* logits, int64_t rows, const Draw* draws,
                   const Change* changes, const Adjustment* adjustment, int32_t* tokens) {
   handle->run(rows, [&](const Team& team) {
     draw_tokens(team, logits, rows, handle->vocab_size, draws, changes, *adjustment, tokens,
@@ -49,7 +53,7 @@ void sampler_draw(SamplerHandle* handle, float* logits, int64_t rows, const Draw
   });
 }
 
-void sampler_report(SamplerHandle* handle, const float* logits, const Report* reports,
+void TRIOSERVE_EXPORT(sampler_report)(SamplerHandle* handle, const float* logits, const Report* reports,
                     int64_t num_reports, int64_t most, float* normalizers, int32_t* ids,
                     float* logprobs, int32_t* found) {
   handle->run(num_reports, [&](const Team& team) {

@@ -6,16 +6,21 @@
 // each number of a result is computed by one thread, in one fixed order.
 #pragma once
 
-#include <immintrin.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <thread>
 #include <vector>
 
-namespace trioserve {
+#include "processor.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 // A share of some work: items first to last - 1.
 struct Share {
@@ -44,7 +49,7 @@ class Barrier {
     }
     for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
       if (spins < kSpins)
-        _mm_pause();
+        pause();
       else
         sched_yield();
     }
@@ -54,6 +59,30 @@ class Barrier {
   const int size_;
   alignas(64) std::atomic<int> missing_;
   alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// A number that threads sleep on until it changes. That of the standard library would leave functions in
+// the object that are no instruction set's own: see isa.h.
+class Signal {
+ public:
+  void advance() {
+    number_.fetch_add(1, std::memory_order_release);
+    syscall(SYS_futex, &number_, FUTEX_WAKE_PRIVATE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+  }
+  // Returns when the number isn't `seen`.
+  void wait(uint32_t seen) const {
+    for (int looks = 0; looks < kLooks; ++looks) {
+      if (number_.load(std::memory_order_acquire) != seen) return;
+      pause();
+    }
+    while (number_.load(std::memory_order_acquire) == seen)
+      syscall(SYS_futex, &number_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+  }
+
+ private:
+  static constexpr int kLooks = 16;
+  std::atomic<uint32_t> number_{0};
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 };
 
 // One thread's place among those that compute together.
@@ -84,7 +113,7 @@ class Pool {
   explicit Pool(int size) : barrier_(size) {
     for (int rank = 0; rank < size; ++rank) teams_.emplace_back(rank, size, barrier_);
     try {
-      for (int rank = 1; rank < size; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+      for (int rank = 1; rank < size; ++rank) threads_.push_back({std::thread([this, rank] { serve(rank); })});
     } catch (...) {
       end();  // those that there are already: a thread that isn't joined ends the process
       throw;
@@ -101,38 +130,37 @@ class Pool {
   void run(const Work& work) {
     work_ = &work;
     call_ = [](const void* work, const Team& team) { (*static_cast<const Work*>(work))(team); };
-    begin();
+    step_.advance();
     work(teams_[0]);
     barrier_.wait();
   }
 
  private:
-  void begin() {
-    step_.fetch_add(1, std::memory_order_release);
-    step_.notify_all();
-  }
-
   void end() {
     work_ = nullptr;
-    begin();
-    for (auto& thread : threads_) thread.join();
+    step_.advance();
+    for (Thread& each : threads_) each.thread.join();
   }
 
   void serve(int rank) {
     for (uint32_t seen = 0;; ++seen) {
-      step_.wait(seen, std::memory_order_acquire);
+      step_.wait(seen);
       if (work_ == nullptr) return;
       call_(work_, teams_[rank]);
       barrier_.wait();
     }
   }
 
+  struct Thread {
+    std::thread thread;
+  };
+
   Barrier barrier_;
   std::vector<Team> teams_;
   const void* work_ = nullptr;
   void (*call_)(const void*, const Team&) = nullptr;
-  std::atomic<uint32_t> step_{0};
-  std::vector<std::thread> threads_;
+  Signal step_;
+  std::vector<Thread> threads_;
 };
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -8,7 +8,7 @@
 
 #include "vector.h"
 
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -27,47 +27,32 @@ struct Mass {
   double above, equal;
 };
 
-// The sum of many floats in doubles.
-class Sum {
- public:
-  void add(__m512 x) {
-    low_ = _mm512_add_pd(low_, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
-    high_ = _mm512_add_pd(high_, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
-  }
-  double value() const { return _mm512_reduce_add_pd(_mm512_add_pd(low_, high_)); }
-
- private:
-  __m512d low_ = _mm512_setzero_pd(), high_ = _mm512_setzero_pd();
-};
-
 Mass mass_around(const Candidates& all, float pivot) {
-  const __m512 pivots = _mm512_set1_ps(pivot);
-  Sum above, equal;
+  const Floats pivots = broadcast(pivot);
+  DoubleSums above, alike;
   for (int64_t i = 0; i < all.size; i += kLanes) {
-    const __mmask16 lanes = first_lanes(all.size - i);
-    const __m512 x = _mm512_maskz_loadu_ps(lanes, all.x + i);
-    const __m512 weights = _mm512_maskz_loadu_ps(lanes, all.weights + i);
-    above.add(_mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(lanes, x, pivots, _CMP_GT_OQ), weights));
-    equal.add(_mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(lanes, x, pivots, _CMP_EQ_OQ), weights));
+    const Lanes lanes = first_lanes(all.size - i);
+    const Floats x = load(all.x + i, lanes);
+    const Floats weights = load(all.weights + i, lanes);
+    above.add(keep(both(lanes, greater(x, pivots)), weights));
+    alike.add(keep(both(lanes, equal(x, pivots)), weights));
   }
-  return {above.value(), equal.value()};
+  return {above.value(), alike.value()};
 }
 
 // Those of `from` that compare so with `pivot`, packed into `to`, which may be the same memory and
 // has room for 16 more.
-template <int kComparison>
+template <Lanes (*kCompare)(Floats, Floats)>
 int64_t pack(const float* x, const float* weights, int64_t size, float pivot, Candidates to) {
-  const __m512 pivots = _mm512_set1_ps(pivot);
+  const Floats pivots = broadcast(pivot);
   int64_t kept = 0;
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __m512 values = _mm512_maskz_loadu_ps(first_lanes(size - i), x + i);
-    const __m512 masses = _mm512_maskz_loadu_ps(first_lanes(size - i), weights + i);
-    const __mmask16 chosen =
-        _mm512_mask_cmp_ps_mask(first_lanes(size - i), values, pivots, kComparison);
-    // A whole register is stored: what is behind it has been read, or is of no interest.
-    _mm512_storeu_ps(to.x + kept, _mm512_maskz_compress_ps(chosen, values));
-    _mm512_storeu_ps(to.weights + kept, _mm512_maskz_compress_ps(chosen, masses));
-    kept += __builtin_popcount(chosen);
+    const Lanes lanes = first_lanes(size - i);
+    const Floats values = load(x + i, lanes), masses = load(weights + i, lanes);
+    const Lanes chosen = both(lanes, kCompare(values, pivots));
+    // Up to 16 numbers are written: what is behind the chosen has been read, or is of no interest.
+    store_packed(to.x + kept, chosen, values);
+    kept += store_packed(to.weights + kept, chosen, masses);
   }
   return kept;
 }
@@ -95,16 +80,16 @@ Cut find_mass(Candidates all, double target) {
     const float pivot = pivot_of(all);
     const Mass mass = mass_around(all, pivot);
     if (above + mass.above >= target) {
-      all.size = pack<_CMP_GT_OQ>(all.x, all.weights, all.size, pivot, all);
+      all.size = pack<greater>(all.x, all.weights, all.size, pivot, all);
       continue;
     }
     above += mass.above;
     if (above + mass.equal >= target) {
-      all.size = pack<_CMP_EQ_OQ>(all.x, all.weights, all.size, pivot, all);
+      all.size = pack<equal>(all.x, all.weights, all.size, pivot, all);
       return {pivot, count_ties(above, all.weights[0], target, all.size)};
     }
     above += mass.equal;
-    all.size = pack<_CMP_LT_OQ>(all.x, all.weights, all.size, pivot, all);
+    all.size = pack<less>(all.x, all.weights, all.size, pivot, all);
   }
   return {-kInfinity, kAllTies};  // not reached, for rounding: nothing is cut
 }
@@ -117,9 +102,9 @@ float bound_of_largest(const float* x, int64_t size, int64_t count) {
   const int64_t blocks = (size + kBlock - 1) / kBlock;
   if (count > blocks || blocks > kMostBlocks) return -kInfinity;
   for (int64_t block = 0; block < blocks; ++block) {
-    __m512 most = _mm512_set1_ps(-kInfinity);
+    Floats most = broadcast(-kInfinity);
     for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, size); i += kLanes)
-      most = _mm512_max_ps(most, _mm512_mask_loadu_ps(most, first_lanes(size - i), x + i));
+      most = max(most, load(x + i, first_lanes(size - i), most));
     largest[block] = largest_of(most);
   }
   std::nth_element(largest, largest + count - 1, largest + blocks, std::greater<float>());
@@ -133,24 +118,24 @@ Cut find_cut(const float* x, const float* weights, int64_t vocab_size, double to
   if (top_k > 0) {
     const float bound = bound_of_largest(x, vocab_size, top_k);
     // Each counts for one: the cut is where there are top_k, and keeps all that are equal.
-    some.size = pack<_CMP_GE_OQ>(x, weights, vocab_size, bound, some);
+    some.size = pack<not_below>(x, weights, vocab_size, bound, some);
     std::fill_n(some.weights, some.size, 1.0f);
     cut = {find_mass(some, static_cast<double>(top_k)).threshold, kAllTies};
     if (top_p == 1) return cut;
-    some.size = pack<_CMP_GE_OQ>(x, weights, vocab_size, cut.threshold, some);
-    Sum sum;
+    some.size = pack<not_below>(x, weights, vocab_size, cut.threshold, some);
+    DoubleSums sum;
     for (int64_t i = 0; i < some.size; i += kLanes)
-      sum.add(_mm512_maskz_loadu_ps(first_lanes(some.size - i), some.weights + i));
+      sum.add(load(some.weights + i, first_lanes(some.size - i)));
     total = sum.value();
   } else {
     // All that weigh less than this weigh less than what top_p leaves out.
     const double least = (1 - top_p) * total / static_cast<double>(vocab_size);
     // The weights decide, so they are what is compared.
-    some.size = pack<_CMP_GE_OQ>(weights, x, vocab_size, static_cast<float>(least) * 0.999f,
+    some.size = pack<not_below>(weights, x, vocab_size, static_cast<float>(least) * 0.999f,
                                  {some.weights, some.x, 0});
   }
   const Cut nucleus = find_mass(some, top_p * total);
   return nucleus.threshold == -kInfinity && nucleus.ties == kAllTies ? cut : nucleus;
 }
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

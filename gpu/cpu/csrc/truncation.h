@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-namespace trioserve {
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
 
 // Keep what is above `threshold`, and the first `ties` of those equal to it.
 struct Cut {
@@ -22,4 +24,4 @@ Cut find_cut(const float* x, const float* weights, int64_t vocab_size, double to
 // A number that the `count`-th largest of x isn't below; -inf where none is easily found.
 float bound_of_largest(const float* x, int64_t size, int64_t count);
 
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

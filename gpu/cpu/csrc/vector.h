@@ -1,115 +1,80 @@
 // Sixteen numbers at a time: what the kernels need beyond the instructions themselves.
 //
-// Sums of products are written as fused multiply-adds, so that no compiler decides where to round.
+// A header for each instruction set has the types and the functions below, and no kernel names an
+// instruction itself. Sums of products are written as fused multiply-adds, so that no compiler decides
+// where to round. The sums of one instruction set needn't be those of another.
+//
+//   Floats, Ints, Lanes      sixteen numbers of 32 bits; which of them are meant
+//   kRegisters               Floats that registers hold at once
+//   broadcast, zeros         the same number in all lanes
+//   first_lanes(n)           those below n
+//   lanes_of, bits_of        lanes from bits and back
+//   both, either             lanes in two sets, in one of two
+//   load(at)                 from float or bfloat16; with lanes, memory behind the others isn't read, and
+//                            they become 0 or those of a third argument
+//   store(at, x)             the same; bfloat16 to the nearest, ties to even, and NaN stays NaN
+//   store_two                32 numbers of bfloat16
+//   rounded                  x as bfloat16 holds it
+//   load_ints                the 64 bytes at an address
+//   load_halves              from float16; to_half and from_half convert one number
+//   + - * /                  of Floats
+//   fma, fms, fnma           a * b + c, a * b - c, c - a * b, rounded once
+//   min(a, b), max(a, b)     b where either is NaN. max also of Ints, and with lanes: a in the others
+//   is_nan, equal, less, greater, not_below (>=), not_less (also where either is NaN)
+//   keep(lanes, x)           0 in the others
+//   store_packed             the numbers of some lanes one after the other; returns how many, and writes
+//                            up to 16
+//   to_whole                 the nearest whole number
+//   scale_by_power(x, n)     x * 2^n for whole n, also where 2^n is no number
+//   nearest_ints, to_floats  between Floats and Ints
+//   bits_of, of_bits         the same bits
+//   add, and_of, shift_left, shift_right    of Ints; the last keeps the sign
+//   widen_words              sixteen numbers of 16 bits
+//   store_bytes              as 8 bits, the nearest of them
+//   sum_of, largest_of, first_of     of all lanes; the first lane
+//   DoubleSums               sums in double precision
 #pragma once
 
-#include <immintrin.h>
+#include "isa.h"
 
-#include <cstdint>
+#if defined(__AVX512F__)
+#include "vector_avx512.h"
+#elif defined(__AVX2__)
+#include "vector_avx2.h"
+#else
+#error "no such header for this instruction set"
+#endif
 
-#include "bf16.h"
-
-namespace trioserve {
+namespace trioserve::TRIOSERVE_ISA {
 
 inline constexpr int kLanes = 16;
+inline constexpr float kLog2e = 1.44269504f;
 
-// The lanes below `count`.
-inline __mmask16 first_lanes(int64_t count) {
-  return count >= kLanes ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
-}
-
-inline __m512 widen(__m256i x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-// To the nearest, ties to even; NaN stays NaN, and what is below the normal numbers becomes 0.
-inline __m256i narrow(__m512 x) {
-  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
-}
-
-inline __m512 load(const bf16* at) {
-  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-}
-
-inline __m512 load(const bf16* at, __mmask16 lanes) {
-  return widen(_mm256_maskz_loadu_epi16(lanes, at));
-}
-
-inline void store(bf16* at, __m512 x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), narrow(x));
-}
-
-inline void store(bf16* at, __m512 x, __mmask16 lanes) {
-  _mm256_mask_storeu_epi16(at, lanes, narrow(x));
-}
-
-// x as bfloat16 holds it.
-inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
-
-// 32 numbers of bfloat16, as the instruction for their products wants them.
-inline __m512bh load_pairs(const bf16* at) {
-  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(at));
-}
-
-// Two numbers of bfloat16, sixteen times.
-inline __m512bh broadcast_pair(const bf16* at) {
-  int32_t pair;
-  std::memcpy(&pair, at, sizeof pair);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-}
-
-// The first and the second number of each pair, widened.
-inline __m512 first_of_pairs(__m512bh pairs) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(reinterpret_cast<__m512i>(pairs), 16));
-}
-inline __m512 second_of_pairs(__m512bh pairs) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm512_castsi512_ps(_mm512_and_si512(reinterpret_cast<__m512i>(pairs), upper));
-}
-
-// The halves of x. gcc 12 takes its own functions for these to use something uninitialized.
-inline __m256 lower_half(__m512 x) {
-  __m256 half;
-  std::memcpy(&half, &x, sizeof half);
-  return half;
-}
-inline __m256 upper_half(__m512 x) { return _mm512_maskz_extractf32x8_ps(0xff, x, 1); }
-
-inline float sum_of(__m512 x) {
-  const __m256 half = _mm256_add_ps(lower_half(x), upper_half(x));
-  const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
-}
-
-inline float largest_of(__m512 x) {
-  const __m256 half = _mm256_max_ps(lower_half(x), upper_half(x));
-  const __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  const __m128 pair = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
-  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+// Those from `first` to `last` - 1.
+inline Lanes lanes_between(int first, int last) {
+  const auto below = [](int count) { return count <= 0 ? 0u : count >= kLanes ? 0xffffu : (1u << count) - 1; };
+  return lanes_of(below(last) & ~below(first));
 }
 
 // 2^x with a relative error below 2e-7, for x between -126 and 126; NaN for NaN.
-inline __m512 exp2_within(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(x, whole);  // within 1/2 of 0
+inline Floats exp2_within(Floats x) {
+  const Floats whole = to_whole(x);
+  const Floats rest = x - whole;  // within 1/2 of 0
   // The polynomial of Cephes' exp2f.
-  __m512 sum = _mm512_set1_ps(1.535336188e-4f);
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.339887440e-3f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.618437357e-3f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.550332471e-2f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.402264791e-1f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.931472028e-1f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(sum, whole);
+  Floats sum = broadcast(1.535336188e-4f);
+  sum = fma(sum, rest, broadcast(1.339887440e-3f));
+  sum = fma(sum, rest, broadcast(9.618437357e-3f));
+  sum = fma(sum, rest, broadcast(5.550332471e-2f));
+  sum = fma(sum, rest, broadcast(2.402264791e-1f));
+  sum = fma(sum, rest, broadcast(6.931472028e-1f));
+  sum = fma(sum, rest, broadcast(1.0f));
+  return scale_by_power(sum, whole);
 }
 
 // The same for any x: 0 far below, infinity far above.
-inline __m512 exp2_of(__m512 x) {
+inline Floats exp2_of(Floats x) {
   // An operand that is NaN comes through if it is the second.
-  return exp2_within(_mm512_max_ps(_mm512_set1_ps(-200.0f), x));
+  return exp2_within(min(broadcast(200.0f), max(broadcast(-200.0f), x)));
 }
 
-inline constexpr float kLog2e = 1.44269504f;
-
-}  // namespace trioserve
+}  // namespace trioserve::TRIOSERVE_ISA

@@ -10,20 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.library import load_library
 from tests.gpu.cpu.attention_stage import Case, Stage, Step, exact
+
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 # Around the ends of groups of 16 keys and of blocks of 256.
 EDGES = (1, 2, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 511, 513, 700)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _library() -> None:
-    try:
-        load_library()
-    except LibraryBuildError as error:
-        pytest.skip(str(error))
 
 
 def whole(case: Case) -> list[Step]:

@@ -10,20 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.library import load_library
 from tests.gpu.cpu.attention_stage import Case, Stage, exact
+
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 Prefix = tuple[int, int]
 """Another sequence's number, and how many tokens of it a sequence begins with."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _library() -> None:
-    try:
-        load_library()
-    except LibraryBuildError as error:
-        pytest.skip(str(error))
 
 
 def stage_of(case: Case, prefixes: Sequence[Prefix | None], threads: int = 1) -> Stage:

@@ -15,13 +15,14 @@ from gpu.cpu.loading import load_on_cpu
 from gpu.loading.loaded_model import Loaded, warm_up
 from gpu.loading.loading import load
 from gpu.sampling.adjustments import NoAdjuster
+from tests.support.kernels import isas, kernels_of_each_isa
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import make_tiny
 from trioserve import EngineConfig
 from trioserve.engine.nursery import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.machine import Machine
+from trioserve.protocol.machine import KERNEL_FEATURES, Machine
 
 try:
     load_library()
@@ -61,9 +62,19 @@ def load_tiny(path: Path, *, chosen: str | None = None, **options: Any) -> Loade
 
 
 @needs_kernels
-def test_another_instruction_set_is_chosen_by_name(tiny: Path) -> None:
-    loaded = load_tiny(tiny, cpu_isa="avx512_bf16")
-    assert loaded.computing == "compiled kernels (avx512_bf16), weights in BF16"
+@pytest.mark.parametrize("isa", kernels_of_each_isa(isas()))
+def test_another_instruction_set_is_chosen_by_name(tiny: Path, isa: str) -> None:
+    loaded = load_tiny(tiny, cpu_isa=isa)
+    assert loaded.computing == f"compiled kernels ({isa}), weights in BF16"
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: list(KERNEL_FEATURES["avx2"]))
+    said = "--cpu-isa amx can't be had: the processor has no avx512f, avx512bw, .*amx_int8"
+    with pytest.raises(ModelLoadError, match=said):
+        load_tiny(tiny, cpu_isa="amx")
 
 
 def test_torch_has_no_instruction_set_to_choose(tiny: Path) -> None:
@@ -86,7 +97,7 @@ def test_bfloat16_is_for_the_compiled_kernels(
     tiny: Path, options: dict[str, Any], weights: str
 ) -> None:
     loaded = load_tiny(tiny, **options)
-    isa = Machine().kernel_isa()
+    isa = Machine().kernel_isas()[-1]
     assert loaded.computing == f"compiled kernels ({isa}), weights in {weights}"
     assert loaded.num_pages > 0
 
@@ -133,11 +144,9 @@ def test_shapes_that_the_kernels_are_not_made_for_are_for_torch(tmp_path: Path) 
 def test_without_a_compiler_torch_computes(
     tiny: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "_libraries", {})
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(
-        Machine, "cpu_features", lambda _: ["avx512f", "avx512_bf16", "avx512_vnni"]
-    )
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: list(KERNEL_FEATURES["avx2"]))
     for path in (tiny, quantized):
         loaded = load_tiny(path)
         assert "torch (there is no C++ compiler: install g++" in loaded.computing
@@ -150,11 +159,11 @@ def test_without_a_compiler_torch_computes(
 def test_a_processor_without_the_instructions_is_told_of_and_no_compiler_asked_for(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "_libraries", {})
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(Machine, "cpu_features", lambda _: ["avx512f"])
     loaded = load_tiny(tiny, dtype="float32", chosen="auto")
-    assert loaded.warning.endswith("as fast: the processor has no avx512_bf16, avx512_vnni")
+    assert loaded.warning.endswith("as fast: the processor has no avx2, fma, f16c")
     assert "g++" not in loaded.warning
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.elementwise import CompiledOperations
 from gpu.models.operations.torch_ops import TorchOperations
 
@@ -21,12 +20,9 @@ WIDTHS = (576, 1536, 32, 16, 1, 17, 300, 4096)
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[list[CompiledOperations]]:
+def pools(each_isa: str) -> Iterator[list[CompiledOperations]]:
     """On one, two and three threads."""
-    try:
-        made = [CompiledOperations(threads) for threads in (1, 2, 3)]
-    except LibraryBuildError as error:
-        pytest.skip(str(error))
+    made = [CompiledOperations(threads) for threads in (1, 2, 3)]
     yield made
     for pool in made:
         pool.close()

@@ -1,56 +1,120 @@
-"""The instruction set of the compiled kernels: what can be chosen, and what is refused."""
+"""The instruction sets of the compiled kernels: what a machine has, and what a process chooses."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from gpu.cpu.isa import KernelIsa, choose_isa
-from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.machine import KERNEL_ISAS, Machine
+from gpu.cpu import library as libraries
+from gpu.cpu.build import KERNELS, LibraryBuildError, compile_library
+from gpu.cpu.isa import ISAS, Extension
+from gpu.cpu.library import Library, load_library
+from tests.support.kernels import computing_with, isas
+from trioserve.protocol.machine import (
+    KERNEL_FEATURES,
+    KERNEL_ISAS,
+    Machine,
+    compiler_version,
+)
+
+needs_kernels = pytest.mark.skipif(not isas(), reason="no compiled kernels")
 
 
-def library_with(*bodies: KernelIsa) -> Mock:
-    """Return a library on a processor that has these bodies."""
-    library = Mock()
-    library.body_choose.side_effect = lambda body: int(body in bodies)
-    return library
+def machine_with(tmp_path: Path, flags: str) -> Machine:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}\n")
+    return Machine(tmp_path)
 
 
-def test_the_numbers_are_in_the_order_of_the_names() -> None:
-    assert [KernelIsa(number).name.lower() for number in range(len(KERNEL_ISAS))] == list(
-        KERNEL_ISAS
+def test_every_instruction_set_can_be_compiled_for() -> None:
+    assert tuple(ISAS) == KERNEL_ISAS
+    assert {isa.kernels for isa in ISAS.values()} == set(KERNELS)
+
+
+@pytest.mark.parametrize("isa", KERNEL_ISAS)
+def test_a_machine_has_the_instruction_sets_below_its_own(tmp_path: Path, isa: str) -> None:
+    machine = machine_with(tmp_path, " ".join(KERNEL_FEATURES[isa]))
+    assert machine.kernel_isas() == list(KERNEL_ISAS[: KERNEL_ISAS.index(isa) + 1])
+    assert machine.obstacle_to_kernels() is None
+
+
+def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "sse4_2 avx2 f16c avx512f")
+    assert machine.kernel_isas() == []
+    assert machine.obstacle_to_kernels() == "the processor has no fma"
+    assert machine.obstacle_to_kernels("avx512") == (
+        "the processor has no fma, avx512bw, avx512dq, avx512vl, avx512_vnni"
     )
 
 
-def test_a_slower_instruction_set_can_be_chosen() -> None:
-    library = library_with(KernelIsa.AVX512_BF16, KernelIsa.AMX)
-    choose_isa(library, "avx512_bf16")
-    library.body_choose.assert_called_once_with(KernelIsa.AVX512_BF16)
-
-
+@needs_kernels
 def test_auto_is_the_fastest() -> None:
-    library = library_with(KernelIsa.AVX512_BF16, KernelIsa.AMX)
-    library.body_fastest.return_value = 1
-    choose_isa(library, "auto")
-    library.body_choose.assert_called_once_with(KernelIsa.AMX)
+    assert load_library().isa.name == Machine().kernel_isas()[-1]
 
 
-def test_an_instruction_set_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="--cpu-isa amx can't be had: the processor lacks it"):
-        choose_isa(library_with(KernelIsa.AVX512_BF16), "amx")
+@needs_kernels
+@pytest.mark.parametrize("name", isas(twins=True))
+def test_every_instruction_set_of_this_machine_can_be_chosen(name: str) -> None:
+    with computing_with(name) as library:
+        chosen = Extension(library.extension_current())
+        assert library.isa.name == name
+        assert chosen in library.isa.extensions
+        assert not library.extension_choose(17)
 
 
-@pytest.mark.parametrize(
-    ("flags", "isa"),
-    [
-        ("avx512f avx512_bf16 avx512_vnni", "avx512_bf16"),
-        ("avx512f avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8", "amx"),
-    ],
-)
-def test_a_machine_names_its_fastest_instruction_set(tmp_path: Path, flags: str, isa: str) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}\n")
-    assert Machine(tmp_path).kernel_isa() == isa
+@needs_kernels
+def test_a_processor_that_lacks_an_extension_refuses_it() -> None:
+    """Refuse by the library's own detection, whatever /proc says."""
+    missing = set(KERNEL_ISAS) - set(Machine().kernel_isas())
+    if "amx" not in missing or "avx512_bf16" in missing:
+        pytest.skip("the processor has AMX, or not AVX-512 with BF16")
+    with computing_with("avx512_bf16") as library:
+        assert not library.extension_choose(Extension.OWN)
+        assert library.extension_current() == Extension.NONE
+
+
+@needs_kernels
+def test_an_operating_system_may_refuse_what_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Library, "choose", lambda self: self.isa.name == "avx2")
+    assert load_library().isa.name == "avx2"
+    monkeypatch.setattr(Library, "choose", lambda self: False)
+    with pytest.raises(LibraryBuildError, match="the operating system doesn't allow avx2"):
+        load_library("avx2")
+
+
+def test_a_library_is_opened_for_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_libraries", {})
+    monkeypatch.setattr(Machine, "cpu_features", lambda _: ["avx2"])
+    for isa, lacks in (("auto", "fma, f16c"), ("avx2", "fma, f16c"), ("amx", "fma, .*, amx_int8")):
+        with pytest.raises(LibraryBuildError, match=f"^the processor has no {lacks}$"):
+            load_library(isa)
+
+
+@pytest.mark.skipif(compiler_version() is None, reason="no C++ compiler")
+def test_one_library_holds_several_instruction_sets(tmp_path: Path) -> None:
+    """Compile a file with a function of its own for each, and one that all share."""
+    (tmp_path / "detection.cpp").write_text("int shared() { return 40; }\n")
+    (tmp_path / "kernel.cpp").write_text(
+        "int shared();\n"
+        "namespace TRIOSERVE_ISA {\n"
+        "#ifdef __AVX512F__\nint own() { return shared() + 2; }\n"
+        "#else\nint own() { return shared() + 1; }\n#endif\n"
+        "}\n"
+        "#define JOIN(a, b) a##_##b\n#define NAME(a, b) JOIN(a, b)\n"
+        'extern "C" int NAME(TRIOSERVE_ISA, extension_choose)(int) { return 1; }\n'
+        'extern "C" int NAME(TRIOSERVE_ISA, number)() { return TRIOSERVE_ISA::own(); }\n'
+    )
+    seen: list[tuple[int, int]] = []
+    compile_library(
+        ["avx2", "avx512"],
+        tmp_path / "all.so",
+        sources=tmp_path,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    numbers = [Library(tmp_path / "all.so", ISAS[isa]).number() for isa in ("avx2", "avx512")]
+    assert numbers == [41, 42]
+    assert seen[-1] == (3, 3)
+    assert not list(tmp_path.glob(".all-*"))

@@ -182,6 +182,26 @@ class TestFamilies:
         assert "33 numbers" in str(obstacle_in(attrs.evolve(config, hidden_size=33)))
 
 
+@pytest.mark.usefixtures("each_isa")
+class TestEachInstructionSet:
+    """What the other tests ask of the fastest one, in short."""
+
+    @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+    def test_logits_are_near_the_exact_ones(self, quantization: str, tmp_path: Path) -> None:
+        path = make_tiny("qwen3", tmp_path, torch_dtype="bfloat16", **SIZES)
+        exact = logits_of(with_torch(path, torch.float32), prompt_of(90))
+        lost = distance(logits_of(compiled(path, quantization), prompt_of(90)), exact)
+        assert lost < {"none": 0.03, "int8": 0.06, "int4": 0.6, "w8a8": 0.1}[quantization]
+
+    def test_neither_the_batch_nor_the_threads_change_anything(self, tiny: Path) -> None:
+        maker, sampler, _ = run(compiled(tiny, threads=2))
+        come_and_go(maker, [1, 40, 7, 90, 17, 64], seed=1)
+        assert len(sampler.seen) > 10
+        alone = compiled(tiny, threads=1)
+        for tokens, logits in sampler.seen.items():
+            assert torch.equal(logits, logits_of(alone, tokens)[-1])
+
+
 class TestSteps:
     """Through the runner: what a sequence's logits are, whatever else its steps compute."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.library import load_library
+from gpu.cpu.library import Library, load_library
 from gpu.cpu.model import Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.cpu.torch_model import TorchSampler
@@ -49,11 +47,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    try:
-        return load_library()
-    except LibraryBuildError as error:
-        pytest.skip(str(error))
+def library(each_isa: str) -> Library:
+    return load_library()
 
 
 def logits_of(kind: str, rows: int, vocab_size: int = VOCAB) -> Floats:
@@ -105,7 +100,7 @@ def assert_same(one: Drawn, other: Drawn) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_a_token_say_why(library: ctypes.CDLL, temperature: float) -> None:
+def test_rows_without_a_token_say_why(library: Library, temperature: float) -> None:
     logits = logits_of("sharp", 5)
     logits[0, VOCAB - 1] = np.nan
     logits[1] = -np.inf
@@ -124,7 +119,7 @@ def test_rows_without_a_token_say_why(library: ctypes.CDLL, temperature: float) 
 
 @pytest.mark.parametrize("kind", ["sharp", "flat", "tied"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_tokens_as_torchs(library: ctypes.CDLL, name: str, kind: str) -> None:
+def test_the_same_tokens_as_torchs(library: Library, name: str, kind: str) -> None:
     """Compare rows without near-ties: but for exp, they are the same on every machine."""
     number = 50
     logits = logits_of(kind, number)
@@ -138,7 +133,7 @@ def test_the_same_tokens_as_torchs(library: ctypes.CDLL, name: str, kind: str) -
 
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_log_probabilities(library: ctypes.CDLL, name: str, processed: bool) -> None:
+def test_the_same_log_probabilities(library: Library, name: str, processed: bool) -> None:
     logits = logits_of("sharp", 6)
     rows = [
         rows_of({**OPTIONS[name], "logprobs": wanted}, 6)[i]
@@ -151,7 +146,7 @@ def test_the_same_log_probabilities(library: ctypes.CDLL, name: str, processed: 
 
 
 @pytest.mark.parametrize("processed", [False, True])
-def test_masks_and_biases_of_processors(library: ctypes.CDLL, processed: bool) -> None:
+def test_masks_and_biases_of_processors(library: Library, processed: bool) -> None:
     rng = np.random.default_rng(3)
     words = rng.integers(-(2**31), 2**31, (8, -(-VOCAB // 32)), dtype=np.int32)
     words[2] = -1
@@ -170,7 +165,7 @@ def test_masks_and_biases_of_processors(library: ctypes.CDLL, processed: bool) -
 SOME = list(OPTIONS.values())[:8]
 
 
-def test_a_row_depends_on_nothing_but_itself(library: ctypes.CDLL) -> None:
+def test_a_row_depends_on_nothing_but_itself(library: Library) -> None:
     """Vary the batch and the number of threads."""
     logits = logits_of("flat", len(OPTIONS))
     rows = [rows_of(options, 1, seed)[0] for seed, options in enumerate(OPTIONS.values())]
@@ -184,7 +179,7 @@ def test_a_row_depends_on_nothing_but_itself(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 17, 127, 128, 129, 300])
-def test_small_vocabularies(library: ctypes.CDLL, vocab_size: int) -> None:
+def test_small_vocabularies(library: Library, vocab_size: int) -> None:
     for options in OPTIONS.values():
         logits = logits_of("flat", 20, vocab_size)
         rows = rows_of({**options, "logprobs": 2}, 20)
@@ -197,7 +192,7 @@ def chi_square(observed: npt.NDArray[np.int64], probabilities: npt.NDArray[np.fl
     return float((((observed - expected) ** 2) / expected).sum())
 
 
-def test_many_draws_follow_the_distribution_of_many_blocks(library: ctypes.CDLL) -> None:
+def test_many_draws_follow_the_distribution_of_many_blocks(library: Library) -> None:
     """Test the race between blocks: of 300 blocks, one token each is likely."""
     vocab_size, number = 300 * 128, 5_000
     x = np.full((1, vocab_size), -np.inf, dtype=np.float32)

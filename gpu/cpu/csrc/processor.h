@@ -1,0 +1,10 @@
+// What the kernels ask of a processor besides arithmetic.
+#pragma once
+
+#include "isa.h"
+
+#if defined(__x86_64__)
+#include "processor_x86.h"
+#else
+#error "no such header for this processor"
+#endif

@@ -1,0 +1,24 @@
+// processor.h for x86.
+#pragma once
+
+#include <immintrin.h>
+
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
+
+// A moment's rest in a loop that waits for another thread.
+inline void pause() { _mm_pause(); }
+
+// Asks for a line of memory, into all caches or from the second one on.
+inline void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+inline void prefetch_to_second(const void* at) {
+  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
+}
+
+// How a thread computes with numbers below the normal ones: as what they are, unless it takes them for 0.
+inline unsigned float_control() { return _mm_getcsr(); }
+inline void set_float_control(unsigned control) { _mm_setcsr(control); }
+inline unsigned without_small_numbers(unsigned control) { return control | 0x8040; }
+
+}  // namespace trioserve::TRIOSERVE_ISA
