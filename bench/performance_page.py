@@ -1,8 +1,9 @@
 """Figures of the documentation: ``python -m bench.performance_page`` writes them.
 
 The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` in docs/performance.md and in the
-README is made here of ``bench/results/NAME.json``, and nowhere else. ``targets``, ``missed`` and
-``machine`` are of all results on the page. ``--measure MINUTES`` first measures all of them.
+README is made here of ``bench/results/MACHINE/NAME.json``, and nowhere else, with a table for each
+machine. ``targets``, ``missed`` and ``machine`` are of all results on the page. ``--measure
+MINUTES`` first measures all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.engine.accuracy": (),
     "bench.engine.embeddings": (),
     "bench.engine.experts": (),
-    "bench.engine.memory_parts": (),
     "bench.engine.long_prompts": (),
 }
 """The scripts of single parts, and their options."""
@@ -49,22 +49,60 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
     return _BLOCK.sub(replace, page)
 
 
+Results = Mapping[str, Mapping[str, Any]]
+"""Results of one processor and instruction set, by name."""
+
+
+def results_in(folder: Path, names: Iterable[str]) -> dict[str, Results]:
+    """Return the results of ``names`` by machine: each has a folder of its own."""
+    found = {}
+    for own in sorted(each for each in folder.iterdir() if each.is_dir()):
+        paths = {name: own / f"{name}.json" for name in names}
+        results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
+        if results:
+            found[own.name] = results
+    return found
+
+
 def page_blocks(page: str, folder: Path = RESULTS) -> dict[str, str]:
     """Return the blocks of ``page`` for which ``folder`` has a result, and those about all."""
     names = [match[2] for match in _BLOCK.finditer(page)]
-    paths = {name: folder / f"{name}.json" for name in names}
-    results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
+    machines = results_in(folder, names)
     blocks = {}
-    for name, result in results.items():
-        blocks[name] = f"{result['table']}\n\nFrom `bench/results/{name}.json`."
-    verdicts = [Verdict(**each) for one in results.values() for each in one.get("verdicts", [])]
-    missed = [verdict for verdict in verdicts if verdict.met is False]
-    every = {
-        "targets": _warning(results.values()) + verdict_table(verdicts),
-        "missed": verdict_table(missed) if missed else "None of those that were measured.",
-        "machine": _machines(results),
-    }
-    return {**blocks, **{name: text for name, text in every.items() if name in names}}
+    for name in names:
+        tables = {
+            machine: f"{results[name]['table']}\n\nFrom `bench/results/{machine}/{name}.json`."
+            for machine, results in machines.items()
+            if name in results
+        }
+        if tables:
+            blocks[name] = _by_machine(tables)
+    every = {"targets": _targets, "missed": _missed, "machine": _versions}
+    for name in names:
+        if name in every:
+            of_machines = {one: every[name](results) for one, results in machines.items()}
+            blocks[name] = _by_machine(of_machines)
+    return blocks
+
+
+def _by_machine(texts: Mapping[str, str]) -> str:
+    """Return the text of each machine below its name, which a single one doesn't need."""
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "\n\n".join(f"**{machine}**\n\n{text}" for machine, text in texts.items())
+
+
+def _verdicts(results: Results) -> list[Verdict]:
+    return [Verdict(**each) for one in results.values() for each in one.get("verdicts", [])]
+
+
+def _targets(results: Results) -> str:
+    return _warning(results.values()) + verdict_table(_verdicts(results))
+
+
+def _missed(results: Results) -> str:
+    missed = [verdict for verdict in _verdicts(results) if verdict.met is False]
+    return verdict_table(missed) if missed else "None of those that were measured."
 
 
 def _warning(results: Iterable[Mapping[str, Any]]) -> str:
@@ -78,7 +116,7 @@ def _warning(results: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
+def _versions(results: Results) -> str:
     """Return where and when each result was measured, and the versions of all servers."""
     lines, versions = [], []
     for name, result in sorted(results.items()):
@@ -95,7 +133,11 @@ def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{markdown(heads, lines)}\n\n{table}".rstrip()
 
 
-def readme_figures(folder: Path = RESULTS) -> str:
+README_MACHINE = "amd-epyc.avx512_bf16"
+"""Machine of the README's figures."""
+
+
+def readme_figures(folder: Path = RESULTS / README_MACHINE) -> str:
     """Return the README's block, of the same results."""
     throughput = table_cells(folder / "throughput.json")
     leaving = table_cells(folder / "cpu_after_leave.json")

@@ -1,7 +1,7 @@
 """One home for what each script prints and saves: tables, verdicts, machine, versions, options.
 
-A table of the documentation has one file in ``bench/results``: the table itself and the facts that
-it depends on.
+A table of the documentation has one file in ``bench/results`` for each processor and instruction
+set: the table itself and the facts that it depends on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -134,11 +135,19 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
     return markdown(["", "against", "target", "measured", "rounds", "", "medians"], lines)
 
 
+def machine_name() -> str:
+    """Return the processor and the instruction set of the kernels, as a folder's name."""
+    this = Machine()
+    isa = os.environ.get("TRIOSERVE_CPU_ISA") or next(reversed(this.kernel_isas()), "torch")
+    return f"{re.sub('[^a-z0-9]+', '-', this.cpu_name().lower()).strip('-')}.{isa}"
+
+
 def machine() -> dict[str, Any]:
     """Return the facts of this machine that figures depend on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": Machine().cpu_name(),
+        "name": machine_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -258,8 +267,9 @@ def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 def add_save(parser: argparse.ArgumentParser) -> None:
     """Add the option that all scripts have."""
-    text = "write the table and its facts to a folder (default: bench/results)"
-    parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help=text)
+    text = "write the table and its facts to a folder (default: this machine's in bench/results)"
+    folder = RESULTS / machine_name()
+    parser.add_argument("--save", type=Path, nargs="?", const=folder, metavar="FOLDER", help=text)
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:

@@ -21,8 +21,10 @@ import trio
 
 from bench.compare.contest import Notes, busy_cases, contest, table
 from bench.compare.scenarios import (
+    PROMPTS,
     SHARED_PREFIX,
     THROUGHPUT,
+    Burst,
     CpuAfterLeave,
     Loads,
     Memory,
@@ -39,7 +41,8 @@ from bench.report import add_save, asked, save, verdict_table
 from bench.servers import Server
 from trioserve.cli.usage import UsageError
 
-SCENARIOS = ("throughput", "shared_prefix", "cpu_after_leave", "memory", "start")
+_TOGETHER = ("throughput", "prompts", "burst", "shared_prefix", "cpu_after_leave")
+SCENARIOS = (*_TOGETHER, "memory", "start")
 _ROUNDS, _MOST_ROUNDS = 3, 9
 
 
@@ -80,7 +83,7 @@ def parts_of(
     """
     groups: list[tuple[Setting, list[Scenario]]] = []
     for format in formats:
-        once = [SHARED_PREFIX, CpuAfterLeave()] if format == formats[0] else []
+        once = [PROMPTS, Burst(), SHARED_PREFIX, CpuAfterLeave()] if format == formats[0] else []
         groups.append((Setting(format=format), [widths, *once]))
     memory = Memory()
     for format in dict.fromkeys((formats[0], formats[-1])):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import attrs
 import trio
 
+from bench.engine.long_prompts import gaps_within
 from bench.servers import Running, Server, exact_prompts, running, tokenizer
 from trioserve.cli.bench_options import BenchOptions
 from trioserve.cli.bench_points import points_of
 from trioserve.cli.flags import bench_options
 from trioserve.cli.parser import parse
 from trioserve.load import Client, Conversation, CountedTexts, Record, Run, figures_of
+from trioserve.load.figures import spread_of
 from trioserve.load.measure import Point, measure, warm_up
 
 # The compared beginning of two answers, and the share of answers that must agree.
@@ -174,6 +177,10 @@ THROUGHPUT = Loads(
         for n in (1, 8, 32)
     ],
 )
+PROMPTS = Loads(
+    name="prompts",
+    loads=["--concurrency 4 --num-prompts 8 --input-tokens 1000 --output-tokens 16 --warmup 4"],
+)
 SHARED_PREFIX = Loads(
     name="shared_prefix",
     loads=[
@@ -238,28 +245,79 @@ class CpuAfterLeave:
         return Turn(case="", measure=take)
 
     async def _come_and_go(self, one: Running, prompts: list[str]) -> None:
-        records = [Record(started=trio.current_time()) for _ in prompts]
+        async with streaming(one, prompts, self.output_tokens, self.events):
+            pass
 
-        async def ask(prompt: str, record: Record) -> None:
-            async with Client(one.target) as client:
-                await client.ask({"prompt": prompt, "max_tokens": self.output_tokens}, record)
 
-        def late() -> list[Record]:
-            return [record for record in records if len(record.chunks) < self.events]
+@contextlib.asynccontextmanager
+async def streaming(
+    one: Running, prompts: Sequence[str], output_tokens: int, events: int
+) -> AsyncIterator[list[Record]]:
+    """Run a stream for each prompt, from the time that all have ``events`` to the block's end."""
+    records = [Record(started=trio.current_time()) for _ in prompts]
 
-        def ended() -> list[Record]:
-            return [record for record in records if record.error or record.finish_reason]
+    def late() -> list[Record]:
+        return [record for record in records if len(record.chunks) < events]
 
-        async with trio.open_nursery() as nursery:
-            for prompt, record in zip(prompts, records, strict=True):
-                nursery.start_soon(ask, prompt, record)
-            with trio.move_on_after(_ALL_STARTED):
-                while late() and not ended():
-                    await trio.sleep(_LOOK_EVERY)
-            nursery.cancel_scope.cancel()
-        if failed := ended() or late():
-            why = failed[0].error or "one has ended or is late"
-            raise InvalidRun(f"not all streams ran at the same time: {why}")
+    def ended() -> list[Record]:
+        return [record for record in records if record.error or record.finish_reason]
+
+    async with trio.open_nursery() as nursery:
+        for prompt, record in zip(prompts, records, strict=True):
+            nursery.start_soon(_complete, one, prompt, output_tokens, record)
+        with trio.move_on_after(_ALL_STARTED):
+            while late() and not ended():
+                await trio.sleep(_LOOK_EVERY)
+        if not late():
+            yield records
+        nursery.cancel_scope.cancel()
+    if failed := ended() or late():
+        why = failed[0].error or "one has ended or is late"
+        raise InvalidRun(f"not all streams ran at the same time: {why}")
+
+
+async def _complete(one: Running, prompt: str, output_tokens: int, record: Record) -> None:
+    async with Client(one.target) as client:
+        await client.ask({"prompt": prompt, "max_tokens": output_tokens}, record)
+
+
+@attrs.frozen(kw_only=True)
+class Burst:
+    """Long prompts that come at once while streams run: their first tokens, the streams' gaps."""
+
+    streams: int = 16
+    prompt_tokens: int = 1000
+    output_tokens: int = 16
+    name: str = "burst"
+    alone: bool = False
+
+    def warm_up(self) -> list[Turn]:
+        """Return a small burst."""
+        return [attrs.evolve(self, streams=2)._turn("warm-up")]
+
+    def turns(self, round: int) -> list[Turn]:
+        """Return one turn with prompts of its own."""
+        return [self._turn(f"round {round}")]
+
+    def _turn(self, when: str) -> Turn:
+        running = exact_prompts(self.streams, 128, f"{self.name}, streams, {when}")
+        prompts = exact_prompts(self.streams, self.prompt_tokens, f"{self.name}, {when}")
+
+        async def take(one: Running) -> Taken:
+            async with streaming(one, running, 900, 8) as streams:
+                began = trio.current_time()
+                asked = [Record(started=began) for _ in prompts]
+                async with trio.open_nursery() as nursery:
+                    for prompt, record in zip(prompts, asked, strict=True):
+                        nursery.start_soon(_complete, one, prompt, self.output_tokens, record)
+            firsts = [record.chunks[0] - began for record in asked]
+            times = [record.chunks for record in streams]
+            gaps = spread_of(gaps_within(times, began, began + max(firsts)))
+            first = spread_of(firsts)
+            values = {"ttft_p50_ms": first.p50, "ttft_p99_ms": first.p99}
+            return Taken(values={**values, "itl_p50_ms": gaps.p50, "itl_p99_ms": gaps.p99})
+
+        return Turn(case="", measure=take)
 
 
 async def _until_idle(one: Running, idle: float) -> tuple[float, float]:

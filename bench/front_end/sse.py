@@ -29,11 +29,10 @@ _PATH = "/v1/chat/completions"
 _FIELDS = {"model": "fake", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
 _OWN, _HTTP2 = "trioserve", "trioserve HTTP/2"
 _PEERS = {
-    "uvicorn h11": ("raw", "asyncio", "h11"),
-    "starlette on uvicorn h11": ("framework", "asyncio", "h11"),
-    "uvicorn uvloop httptools": ("raw", "uvloop", "httptools"),
+    "uvicorn h11": ("asyncio", "h11"),
+    "uvicorn uvloop httptools": ("uvloop", "httptools"),
 }
-"""The function of :mod:`.sse_peers`, the event loop and the HTTP parser of each."""
+"""The event loop and the HTTP parser of each."""
 
 
 @attrs.frozen(kw_only=True)
@@ -69,18 +68,11 @@ def _server(name: str, argv: Sequence[str], versions: Mapping[str, str]) -> Serv
 def _servers() -> list[Server]:
     own = _server(_OWN, [sys.executable, "-m", "bench.front_end.sse_server"], own_versions())
     python = python_environment("uvicorn")
-    packages = ("uvicorn", "h11", "starlette", "uvloop", "httptools")
+    packages = ("uvicorn", "h11", "uvloop", "httptools")
     versions, found = installed_versions(python, *packages), [own]
-    for name, (app, loop, http) in _PEERS.items():
-        argv = [
-            str(python),
-            "-m",
-            "uvicorn",
-            f"sse_peers:{app}",
-            "--app-dir",
-            str(Path(__file__).parent),
-        ]
-        argv += ["--factory"] if app == "framework" else []
+    for name, (loop, http) in _PEERS.items():
+        argv = [str(python), "-m", "uvicorn", "sse_peers:raw"]
+        argv += ["--app-dir", str(Path(__file__).parent)]
         argv += ["--loop", loop, "--http", http, "--log-level", "warning", "--no-access-log"]
         found.append(_server(name, [*argv, "--port"], versions))
     return found

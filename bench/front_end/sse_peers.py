@@ -1,15 +1,14 @@
 """The peers' application: the same events at the same pace, the bytes of each made beforehand.
 
-Run with uvicorn in the peers' environment, which has nothing of the project's. ``raw`` is an ASGI
-application without a framework, ``framework`` Starlette's streaming response. Both are woken for a
-token in the cheapest way there is, and neither encodes anything.
+Run with uvicorn in the peers' environment, which has nothing of the project's. It is an ASGI
+application without a framework. It is woken for a token in the cheapest way there is, and encodes
+nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 _CHUNK = {
@@ -69,27 +68,3 @@ async def raw(scope: dict[str, Any], receive: Any, send: Any) -> None:
     while not leaving.done():
         await ticker.next()
         await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-
-
-async def _events() -> AsyncIterator[bytes]:
-    while True:
-        await ticker.next()
-        yield EVENT
-
-
-def framework() -> Any:
-    """Return the same application in Starlette."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import PlainTextResponse, Response, StreamingResponse
-    from starlette.routing import Route
-
-    async def stream(request: Request) -> Response:
-        await request.json()
-        return StreamingResponse(_events(), media_type="text/event-stream")
-
-    async def health(request: Request) -> Response:
-        return PlainTextResponse("ok")
-
-    chat = Route("/v1/chat/completions", stream, methods=["POST"])
-    return Starlette(routes=[chat, Route("/health", health)])

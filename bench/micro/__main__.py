@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import statistics
 import sys
 import time
@@ -23,7 +22,6 @@ from bench.report import Made, Verdict, markdown, script
 _STEP_TARGETS = {256: 1.0, 4096: 4.0}
 """Rows to the milliseconds that the scheduler and the wire may take for a step."""
 CASES: dict[str, plain.Case] = {
-    "policy": plain.split_running,
     "pages": plain.pages,
     "prefix tree": plain.prefix_tree,
     "plan message": plain.plan_message,
@@ -60,19 +58,6 @@ async def time_case(prepared: plain.Prepared, *, seconds: float, fewest: int, mo
     return statistics.median(taken[1:])  # the first call fills caches
 
 
-def growth(times: dict[int, float]) -> float:
-    """Return the power of its size by which a case's time grows over the upper half of its sizes.
-
-    1 is in proportion; the slope of a line through the logarithms. NaN for a single size.
-    """
-    ordered = sorted(times.items())[-(len(times) + 1) // 2 :]
-    if len(ordered) < 2:
-        return math.nan
-    sizes = [math.log(rows) for rows, _ in ordered]
-    costs = [math.log(max(us, 1e-3)) for _, us in ordered]
-    return statistics.linear_regression(sizes, costs).slope
-
-
 def table(timed: Timed) -> str:
     """Return a row for each case: µs of a call at each size, of a row at the largest."""
     sizes = sorted({rows for _, rows in timed})
@@ -81,8 +66,8 @@ def table(timed: Timed) -> str:
         mine = {rows: us for (case, rows), us in timed.items() if case == name}
         cells = [f"{mine[size]:.0f}" if size in mine else "" for size in sizes]
         last = max(mine)
-        lines.append([name, *cells, f"{mine[last] / last:.2f}", f"{growth(mine):.2f}"])
-    heads = ["µs of CPU for so many rows", *sizes, "a row of the most", "grows as n^"]
+        lines.append([name, *cells, f"{mine[last] / last:.2f}"])
+    heads = ["µs of CPU for so many rows", *sizes, "a row of the most"]
     return markdown(heads, lines)
 
 

@@ -30,7 +30,6 @@ from trioserve.requests.request import (
     TokensPrompt,
 )
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
-from trioserve.scheduler import policy
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
@@ -133,18 +132,6 @@ Case = Callable[[int], AbstractAsyncContextManager[Prepared]]
 def plain(prepare: Callable[[int], Prepared]) -> Case:
     """Make a case of one that has nothing to close."""
     return lambda rows: contextlib.nullcontext(prepare(rows))
-
-
-@plain
-def split_running(rows: int) -> Prepared:
-    """Tell decodes from sequences in prefill."""
-    remaining = np.ones(rows, dtype=np.int64)
-    may_run = np.ones(rows, dtype=np.bool_)
-
-    def run() -> None:
-        policy.split_running(remaining, may_run)
-
-    return Prepared(run)
 
 
 @plain

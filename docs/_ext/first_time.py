@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "bench" / "results" / "first_time.json"
+RECORDS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def table_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -27,5 +27,6 @@ def table_lines(record: dict[str, Any]) -> Iterator[str]:
 
 
 def newest_lines() -> Iterator[str]:
-    """Yield the lines of the record."""
-    yield from table_lines(json.loads(RECORD.read_text(encoding="utf-8")))
+    """Yield the lines of the newest record."""
+    records = [json.loads(path.read_text()) for path in RECORDS.glob("*/first_time.json")]
+    yield from table_lines(max(records, key=lambda record: str(record["time"])))

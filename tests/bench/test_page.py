@@ -22,7 +22,8 @@ EMPTY = "".join(
 
 def blocks_from(folder: Path, **results: Any) -> dict[str, str]:
     for name, result in results.items():
-        (folder / f"{name}.json").write_text(json.dumps(result))
+        (folder / "cpu.isa").mkdir(exist_ok=True)
+        (folder / "cpu.isa" / f"{name}.json").write_text(json.dumps(result))
     return page_blocks(EMPTY, folder)
 
 
@@ -46,12 +47,25 @@ def test_a_block_is_replaced_and_the_rest_of_the_page_is_kept() -> None:
 
 def test_tables_targets_and_machines_come_from_the_results(tmp_path: Path) -> None:
     blocks = blocks_from(tmp_path, sse=result(1.0, "| events |"), start=result(2.0, "| starts |"))
-    assert blocks["sse"] == "| events |\n\nFrom `bench/results/sse.json`."
+    assert blocks["sse"] == "| events |\n\nFrom `bench/results/cpu.isa/sse.json`."
     assert "| 1 times |  | reached |" in blocks["targets"]
     assert "| 2 times |  | **missed** |" in blocks["missed"]
     assert "| 1 times |" not in blocks["missed"]
     assert "| `start.json` | 2026-01-02 | 2 cores of P, 23.5 GiB |" in blocks["machine"]
     assert filled(EMPTY, blocks).count("| starts |") == 1
+
+
+def test_machines_arent_mixed(tmp_path: Path) -> None:
+    (tmp_path / "other.isa").mkdir()
+    other = result(2.0, "| slow |")
+    (tmp_path / "other.isa" / "sse.json").write_text(json.dumps(other))
+    blocks = blocks_from(tmp_path, sse=result(1.0, "| quick |"))
+    quick, slow = blocks["sse"].split("**other.isa**")
+    assert "**cpu.isa**" in quick
+    assert "| quick |" in quick
+    assert "| slow |" in slow
+    assert "None of those" in blocks["missed"].split("**other.isa**")[0]
+    assert "**missed**" in blocks["missed"].split("**other.isa**")[1]
 
 
 def test_targets_of_a_busy_machine_decide_nothing(tmp_path: Path) -> None:
