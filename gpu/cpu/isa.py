@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import attrs
 
@@ -20,6 +20,16 @@ class Extension(IntEnum):
     TWIN = 2
 
 
+class CpuInstructions(IntFlag):
+    """Instructions that a process can use; the numbers are those of ``csrc/detection.h``."""
+
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_BF16 = 4
+    AMX = 8
+    AVX_VNNI = 16
+
+
 @attrs.frozen
 class Isa:
     """An instruction set that a process can compute with."""
@@ -29,6 +39,11 @@ class Isa:
     """The instruction set that its kernels are compiled for; their names begin with it."""
     extensions: tuple[Extension, ...] = (Extension.NONE,)
     """Extensions of which one is needed, the fastest first."""
+
+    @property
+    def instructions(self) -> CpuInstructions:
+        """Instructions that the kernels consist of, without an extension's."""
+        return CpuInstructions[self.kernels.upper()]
 
 
 _ALL = (

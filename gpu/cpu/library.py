@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.cpu.build import LibraryBuildError, OnProgress, build, is_temporary
-from gpu.cpu.isa import ISAS, Isa
+from gpu.cpu.isa import ISAS, CpuInstructions, Isa
 from trioserve.protocol.machine import KERNEL_ISAS, Machine
 
 _libraries: dict[str, Library] = {}
@@ -36,7 +36,15 @@ class Library(ctypes.CDLL):
 
     def choose(self) -> bool:
         """Return whether this process can compute with the instruction set, as it then does."""
+        if self.isa.instructions not in self.instructions():
+            return False
         return any(self.extension_choose(int(each)) for each in self.isa.extensions)
+
+    def instructions(self) -> CpuInstructions:
+        """Return the instructions that the processor and the operating system allow."""
+        detect = super().__getitem__("detected_instructions")
+        detect.restype = ctypes.c_uint32
+        return CpuInstructions(detect())
 
 
 def load_library(isa: str = "auto", on_progress: OnProgress | None = None) -> Library:
@@ -63,7 +71,7 @@ def load_library(isa: str = "auto", on_progress: OnProgress | None = None) -> Li
         library = _open(each, on_progress)
         if library.choose():
             return library
-    raise LibraryBuildError(f"the operating system doesn't allow {wanted[-1].name}")
+    raise LibraryBuildError(f"the processor or its system doesn't allow {wanted[-1].name}")
 
 
 def _open(isa: Isa, on_progress: OnProgress | None) -> Library:

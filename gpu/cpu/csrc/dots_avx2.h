@@ -32,8 +32,11 @@ struct WordDots {
     return broadcast(two);
   }
   static Ints add(Ints sums, Ints weights, Ints x) {
-    return {_mm256_add_epi32(sums.low, _mm256_madd_epi16(weights.low, x.low)),
+    sums = {_mm256_add_epi32(sums.low, _mm256_madd_epi16(weights.low, x.low)),
             _mm256_add_epi32(sums.high, _mm256_madd_epi16(weights.high, x.high))};
+    // A compiler would add up products first, and have no registers for all of them.
+    asm("" : "+x"(sums.low), "+x"(sums.high));
+    return sums;
   }
 };
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpu.cpu import library as libraries
 from gpu.cpu.build import KERNELS, LibraryBuildError, compile_library
-from gpu.cpu.isa import ISAS, Extension
+from gpu.cpu.isa import ISAS, CpuInstructions, Extension
 from gpu.cpu.library import Library, load_library
 from tests.support.kernels import computing_with, isas
 from trioserve.protocol.machine import (
@@ -64,6 +64,24 @@ def test_every_instruction_set_of_this_machine_can_be_chosen(name: str) -> None:
 
 
 @needs_kernels
+def test_the_library_finds_what_the_system_names() -> None:
+    found, named = load_library().instructions(), Machine().cpu_features()
+    for isa in KERNEL_ISAS[:-1]:
+        assert (ISAS[isa].instructions in found) == (isa in Machine().kernel_isas())
+    assert (CpuInstructions.AVX_VNNI in found) == ("avx_vnni" in named)
+    if CpuInstructions.AMX in found:  # a system may have it and not allow it
+        assert "amx" in Machine().kernel_isas()
+
+
+@needs_kernels
+def test_kernels_are_not_run_where_the_library_finds_no_instructions_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Library, "instructions", lambda _: CpuInstructions.AVX2)
+    assert load_library().isa.name == "avx2"
+
+
+@needs_kernels
 def test_a_processor_that_lacks_an_extension_refuses_it() -> None:
     """Refuse by the library's own detection, whatever /proc says."""
     missing = set(KERNEL_ISAS) - set(Machine().kernel_isas())
@@ -81,7 +99,7 @@ def test_an_operating_system_may_refuse_what_the_processor_has(
     monkeypatch.setattr(Library, "choose", lambda self: self.isa.name == "avx2")
     assert load_library().isa.name == "avx2"
     monkeypatch.setattr(Library, "choose", lambda self: False)
-    with pytest.raises(LibraryBuildError, match="the operating system doesn't allow avx2"):
+    with pytest.raises(LibraryBuildError, match="its system doesn't allow avx2"):
         load_library("avx2")
 
 

@@ -102,6 +102,12 @@ def test_every_format_of_weights(
     assert rounded < 0.15  # else this would say nothing
 
 
+@pytest.mark.usefixtures("each_isa")
+def test_every_instruction_set(tiny: Path) -> None:
+    exact = logits_of(with_torch(tiny, torch.float32), prompt_of(60))
+    assert distance(logits_of(compiled(tiny), prompt_of(60)), exact) < 0.03
+
+
 class TestSteps:
     @pytest.mark.parametrize("threads", [1, 3])
     def test_neither_the_batch_nor_the_threads_change_anything(

@@ -184,7 +184,7 @@ class TestFamilies:
 
 @pytest.mark.usefixtures("each_isa")
 class TestEachInstructionSet:
-    """What the other tests ask of the fastest one, in short."""
+    """Ask in short of each instruction set what the other tests ask of the fastest."""
 
     @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
     def test_logits_are_near_the_exact_ones(self, quantization: str, tmp_path: Path) -> None:

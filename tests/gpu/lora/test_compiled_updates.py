@@ -18,33 +18,27 @@ from gpu.cpu.adapters import (
     pack_module,
     step_of,
 )
-from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.library import load_library
+from gpu.cpu.library import Library, load_library
 from gpu.lora.reading import LowRankUpdate
 from gpu.weights.packed_modules import PACKED_MODULES
 
-try:
-    LIBRARY = load_library()
-except LibraryBuildError as error:
-    pytest.skip(f"no compiled kernels: {error}", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 POINTER, COUNT = ctypes.c_void_p, ctypes.c_int64
-LIBRARY.adapters_width.restype = COUNT
-LIBRARY.adapters_width.argtypes = [COUNT]
-LIBRARY.adapters_update.restype = None
-LIBRARY.adapters_update.argtypes = [
-    *(
-        ctypes.c_int32,
-        ctypes.POINTER(AdapterStepStruct),
-        POINTER,
-        COUNT,
-        POINTER,
-        COUNT,
-        POINTER,
-        COUNT,
-    )
-]
+
+
+def declared() -> Library:
+    """Return the library, with the types of the functions that are tested."""
+    library = load_library()
+    library.adapters_width.restype = COUNT
+    library.adapters_width.argtypes = [COUNT]
+    library.adapters_update.restype = None
+    library.adapters_update.argtypes = [
+        *(ctypes.c_int32, ctypes.POINTER(AdapterStepStruct), POINTER, COUNT),
+        *(POINTER, COUNT, POINTER, COUNT),
+    ]
+    return library
 
 
 def packed(updates: list[LowRankUpdate | None], outputs: list[int]) -> CompiledAdapter:
@@ -77,9 +71,10 @@ def updated(
         if (owners == number).any()
     }
     step = step_of(adapters, tokens)
-    width = LIBRARY.adapters_width(64)
+    library = declared()
+    width = library.adapters_width(64)
     t = np.full((len(x), width), np.nan, dtype=np.float32)
-    LIBRARY.adapters_update(
+    library.adapters_update(
         *(threads, ctypes.byref(step.step), x.ctypes.data, x.shape[1]),
         *(result.ctypes.data, y.shape[1], t.ctypes.data, width),
     )

@@ -1,4 +1,4 @@
-"""Each instruction set of the compiled kernels, for the tests of this folder."""
+"""Each instruction set of the compiled kernels, for tests to compute with."""
 
 from __future__ import annotations
 
