@@ -31,6 +31,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.engine.embeddings": (),
     "bench.engine.experts": (),
     "bench.engine.long_prompts": (),
+    "bench.engine.products": (),
 }
 """The scripts of single parts, and their options."""
 _PEERS = ("--compare", "llama.cpp", "--compare", "vllm")

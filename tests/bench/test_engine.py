@@ -17,6 +17,7 @@ from bench.engine import (
     live,
     long_prompts,
     offloading,
+    products,
 )
 from bench.engine import grammar_masks as masks
 from gpu.constraints.adjuster import Constraints
@@ -132,6 +133,14 @@ async def test_gaps_while_a_long_prompt_is_computed(autojump_clock: MockClock) -
     # A prompt may double the gaps, and takes twice as long as by itself.
     assert sorted(busy[2])[len(busy[2]) // 2] == pytest.approx(0.08, rel=0.15)
     assert busy[1] == pytest.approx(2 * 6.4, rel=0.15)
+
+
+def test_products_beside_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHAPES", [(64, 576), (32, 1536)])
+    heads, _, one, two = products.measure(rows=(1, 3), rounds=1).splitlines()
+    assert heads.startswith("| rows | oneDNN bf16, GFLOP/s | bf16, GFLOP/s | q8_0, GFLOP/s |")
+    assert one.startswith("| 1 |")
+    assert two.startswith("| 3 |")
 
 
 def test_gaps_are_counted_where_they_end() -> None:

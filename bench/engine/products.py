@@ -1,0 +1,76 @@
+"""Matrix products of one step beside oneDNN's: ``python -m bench.engine.products``.
+
+All products of the default model are computed once for so many rows, each with weights of its own,
+so that they come from memory. oneDNN has its weights packed, as torch does it. Formats take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.report import Rounds, in_turns, machine, markdown, script
+from gpu.cpu.library import load_library
+from gpu.cpu.products import Kind, PackedProduct, Pool, pack
+
+SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
+Step = Callable[[torch.Tensor, torch.Tensor], None]
+"""Computes all products of inputs with 576 and with 1,536 numbers."""
+
+
+def packed_step(weights: Sequence[torch.Tensor], kind: Kind, pool: Pool, most: int) -> Step:
+    """Return a step of the compiled kernels for up to ``most`` rows."""
+    products = [PackedProduct([pack(weight, kind, pool)]) for weight in weights]
+    scratch = max((each.scratch(most, pool.threads) for each in products), key=len)
+    out = torch.empty(most * 49152, dtype=torch.bfloat16)
+
+    def step(narrow: torch.Tensor, wide: torch.Tensor) -> None:
+        for each in products:
+            x = narrow if each.inputs == narrow.shape[1] else wide
+            result = out[: len(x) * each.outputs].view(len(x), -1)
+            each.multiply(x, pool, out=result, scratch=scratch)
+
+    return step
+
+
+def onednn_step(weights: Sequence[torch.Tensor]) -> Step:
+    """Return a step of oneDNN."""
+    ops = torch.ops.mkldnn
+    packed = [ops._reorder_linear_weight(weight) for weight in weights]
+
+    def step(narrow: torch.Tensor, wide: torch.Tensor) -> None:
+        for weight in packed:
+            x = narrow if weight.shape[1] == narrow.shape[1] else wide
+            ops._linear_pointwise(x, weight, None, "none", [], "")
+
+    return step
+
+
+@script
+def measure(*, rows: Sequence[int] = (1, 8, 32, 128, 512), rounds: int = 7) -> str:
+    """Return a table of rates in GFLOP/s, and of bf16's by oneDNN's."""
+    load_library(os.environ.get("TRIOSERVE_CPU_ISA", "auto"))
+    threads, found = machine()["cores"], Rounds()
+    torch.set_num_threads(threads)
+    weights = [torch.randn(shape).mul_(0.05).bfloat16() for shape in SHAPES]
+    work = 2e-9 * sum(outputs * inputs for outputs, inputs in SHAPES)
+    with Pool(threads) as pool, torch.inference_mode():
+        kinds = {kind.name.lower(): packed_step(weights, kind, pool, max(rows)) for kind in Kind}
+        steps = {"oneDNN bf16": onednn_step(weights), **kinds}
+        for _, (count, name) in in_turns(rounds, list(itertools.product(rows, steps))):
+            inputs = torch.randn(count, 576).bfloat16(), torch.randn(count, 1536).bfloat16()
+            steps[name](*inputs)  # oneDNN compiles for each number of rows
+            began = time.perf_counter()
+            steps[name](*inputs)
+            found.add((count, name), rate=count * work / (time.perf_counter() - began))
+    rates = found.medians()
+    lines = []
+    for count in rows:
+        ratio = found.ratio((count, "bf16"), (count, "oneDNN bf16"), "rate")
+        lines.append([count, *(f"{rates[count, name]['rate']:.0f}" for name in steps)])
+        lines[-1].append(f"{ratio:.2f}")
+    return markdown(["rows", *(f"{name}, GFLOP/s" for name in steps), "bf16 / oneDNN"], lines)
