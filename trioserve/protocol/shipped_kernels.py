@@ -1,7 +1,7 @@
 """Compiled CPU kernels that a wheel brings, so that no compiler is needed.
 
-They lie beside the package's own code, and are trusted like it: another user who could replace them
-there could replace the Python files, too. They are used only while the sources that are installed
+They lie beside the package's own code, and are trusted like it: where another user can replace
+them, the Python files can be replaced, too. They are used only while the sources that are installed
 beside them are those that they were compiled from.
 """
 

@@ -134,7 +134,9 @@ class TestCompilers:
         assert compiler_command() == ["c++"]
 
     def test_without_any_the_quick_way_is_named(self, no_compiler: Path) -> None:
-        with pytest.raises(LibraryBuildError, match=r"the quick way is `.* -m pip install ziglang`"):
+        with pytest.raises(
+            LibraryBuildError, match=r"the quick way is `.* -m pip install ziglang`"
+        ):
             build(["avx2"])
 
 
@@ -184,7 +186,7 @@ def test_a_wheel_holds_all_that_the_packages_have(wheel: Path) -> None:
         check=True,
     )
     expected = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
-    assert expected - names == {"gpu/cpu/wheel_hook.py"}
+    assert expected <= names
     added = {name for name in names - expected if ".dist-info/" not in name}
     assert {Path(name).parent.as_posix() for name in added} == {"gpu/cpu/built"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -1,7 +1,7 @@
 """Puts compiled kernels into a wheel, if asked for; otherwise the wheel is pure Python.
 
-hatchling runs this file by its path. It imports nothing of the project, whose dependencies need not
-be there when a wheel is built.
+hatchling runs this file by its path, where the project's dependencies need not be installed. So it
+imports nothing of the project, and `nox -s wheel` compiles the kernels before.
 """
 
 from __future__ import annotations
