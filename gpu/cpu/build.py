@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import logging
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -263,7 +264,8 @@ def _compile(
     """Return every object, each compiled in a process of its own, as many at once as cores."""
 
     def one(job: _Compilation) -> Path:
-        _run(command, [*job.options, "-c", str(job.source), "-o", str(job.object)])
+        options = _in_words_of(command, job.options)
+        _run(command, [*options, "-c", str(job.source), "-o", str(job.object)])
         return job.object
 
     report = on_progress or (lambda _done, _total: None)
@@ -283,6 +285,14 @@ def _compile(
             threads.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in pending]
+
+
+def _in_words_of(command: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return options as the compiler spells them. zig names an ARM architecture by ``-mcpu``."""
+    if "ziglang" not in command:
+        return list(options)
+    march, mcpu = r"^-march=armv(\d)\.(\d)-a", r"-mcpu=generic+v\1_\2a"
+    return [re.sub(march, mcpu, option) for option in options]
 
 
 def _run(command: Sequence[str], arguments: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.cpu.build import ISAS_OF, KERNELS, LibraryBuildError, build, built
+from gpu.cpu.build import ISAS_OF, KERNELS, LibraryBuildError, _in_words_of, build, built
 from gpu.cpu.isa import ISAS
 from gpu.cpu.wheel_kernels import compile_for_wheel
 from tests.support.doc_blocks import ROOT
@@ -132,6 +132,14 @@ class TestCompilers:
         assert kernels_obstacle() in (None, Machine().obstacle_to_kernels())
         self.program(no_compiler, "c++", "echo 1")
         assert compiler_command() == ["c++"]
+
+    def test_zig_has_words_of_its_own_for_arm(self) -> None:
+        options = ["-O3", "-march=armv8.2-a+dotprod+bf16"]
+        assert _in_words_of(["g++"], options) == options
+        assert _in_words_of(zig_command("aarch64"), options) == [
+            "-O3",
+            "-mcpu=generic+v8_2a+dotprod+bf16",
+        ]
 
     def test_without_any_the_quick_way_is_named(self, no_compiler: Path) -> None:
         with pytest.raises(
