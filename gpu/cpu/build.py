@@ -9,7 +9,8 @@ the options and the compiler. So it is never out of date. It appears whole, by r
 number of processes may share the folder.
 
 A library that is loaded is code that runs. So one is taken from the folder only where no other user
-of the machine could have put it there (:mod:`gpu._util.private_files`).
+of the machine could have put it there (:mod:`gpu._util.private_files`). A library that came with a
+wheel is taken first, and trusted like the wheel's code (:mod:`trioserve.protocol.shipped_kernels`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import fcntl
 import hashlib
 import logging
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,12 +33,13 @@ import attrs
 
 from gpu._util.private_files import check_private, make_private_folder
 from trioserve.protocol.machine import (
-    COMPILER_ADVICE,
+    NO_COMPILER,
     Machine,
     cache_folder,
     compiler_command,
     compiler_version,
 )
+from trioserve.protocol.shipped_kernels import shipped_library
 
 SOURCES = Path(__file__).parent / "csrc"
 OPTIONS = (
@@ -45,8 +48,10 @@ OPTIONS = (
     # results would otherwise depend on how many rows are computed together. Of the options that
     # make mathematics fast, these two change no number.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    # gcc before 13 takes the undefined operands inside its own intrinsics for a mistake.
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+    # gcc before 13 takes the undefined operands inside its own intrinsics for a mistake. clang
+    # doesn't know one of these warnings, nor need it.
+    *("-Wall", "-Wextra", "-Wno-unknown-warning-option"),
+    *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
@@ -58,8 +63,8 @@ KERNELS = {
 """Instruction sets that the kernels can be compiled for, and the options of each."""
 COMMON = ("detection.cpp",)
 """Sources that are compiled once, for every processor."""
-
-NO_COMPILER = f"there is no C++ compiler: {COMPILER_ADVICE}"
+ISAS_OF = {"x86_64": ("avx2", "avx512", "avx512_bf16")}
+"""The :data:`KERNELS` of a processor's architecture: what its wheels hold."""
 
 OnProgress = Callable[[int, int], None]
 """Called with how many of how many sources are compiled."""
@@ -84,8 +89,8 @@ def build(
     sources: Path = SOURCES,
     folder: Path | None = None,
 ) -> Path:
-    """Return the library of all ``*.cpp`` in ``sources``: found in ``folder``, or compiled and kept
-    there.
+    """Return the library of all ``*.cpp`` in ``sources``: shipped with the package, found in
+    ``folder``, or compiled and kept there.
 
     Where the folder can't be written, or others can write to it, the library lies in a temporary
     folder, and its caller may delete it once it is loaded: see :func:`is_temporary`.
@@ -100,6 +105,9 @@ def build(
         LibraryBuildError: there is no compiler, or it failed.
     """
     recipe = _Recipe(tuple(isas), sources)
+    shipped = recipe.shipped()
+    if shipped is not None:
+        return shipped
     stem = recipe.stem()
     try:
         folder = default_folder() if folder is None else folder
@@ -134,8 +142,9 @@ def built(isas: Sequence[str]) -> Path | None:
     Raises:
         LibraryBuildError: it can't.
     """
+    recipe = _Recipe(tuple(isas), SOURCES)
     try:
-        return _find(default_folder(), _Recipe(tuple(isas), SOURCES).stem())
+        return recipe.shipped() or _find(default_folder(), recipe.stem())
     except OSError as error:
         raise LibraryBuildError(str(error)) from error
 
@@ -151,6 +160,12 @@ class _Recipe:
 
     isas: tuple[str, ...]
     sources: Path
+
+    def shipped(self) -> Path | None:
+        """Return the library that came with the package, if one did. It holds one set."""
+        if self.sources != SOURCES or len(self.isas) != 1:
+            return None
+        return shipped_library(self.isas[0])
 
     def stem(self) -> str:
         """Return the name of the library, without its ending."""
@@ -249,7 +264,8 @@ def _compile(
     """Return every object, each compiled in a process of its own, as many at once as cores."""
 
     def one(job: _Compilation) -> Path:
-        _run(command, [*job.options, "-c", str(job.source), "-o", str(job.object)])
+        options = _in_words_of(command, job.options)
+        _run(command, [*options, "-c", str(job.source), "-o", str(job.object)])
         return job.object
 
     report = on_progress or (lambda _done, _total: None)
@@ -269,6 +285,14 @@ def _compile(
             threads.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in pending]
+
+
+def _in_words_of(command: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return options as the compiler spells them. zig names an ARM architecture by ``-mcpu``."""
+    if "ziglang" not in command:
+        return list(options)
+    march, mcpu = r"^-march=armv(\d)\.(\d)-a", r"-mcpu=generic+v\1_\2a"
+    return [re.sub(march, mcpu, option) for option in options]
 
 
 def _run(command: Sequence[str], arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import attrs
 
-from gpu.cpu.build import NO_COMPILER, LibraryBuildError
+from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
@@ -27,7 +27,8 @@ from gpu.slots import SlotTable
 from gpu.weights import read_weights
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.machine import Machine, compiler_version
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.shipped_kernels import kernels_obstacle
 from trioserve.protocol.wire import Start
 
 _log = logging.getLogger("gpu.loading")
@@ -214,8 +215,8 @@ def _compiled(
     if obstacle is not None:
         raise _NotCompiled(f"the compiled kernels aren't made for {obstacle}")
     if dtype != "bfloat16":
-        lacking = Machine().obstacle_to_kernels() or (compiler_version() is None and NO_COMPILER)
-        if start.dtype == "auto" and lacking:
+        lacking = kernels_obstacle()
+        if start.dtype == "auto" and lacking is not None:
             raise _NoKernels(lacking)
         raise _NotCompiled("the compiled kernels compute in bfloat16 only")
     try:

@@ -8,7 +8,8 @@ import importlib.util
 import logging
 
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.machine import Machine, compiler_version, extra_advice
+from trioserve.protocol.machine import Machine, extra_advice
+from trioserve.protocol.shipped_kernels import kernels_obstacle
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability served: the kernels need asynchronous copies and bfloat16."""
@@ -80,10 +81,8 @@ def choose_dtype(name: str, device: str, compiled: bool = True) -> str:
             )
         return "bfloat16" if name == "auto" else name
     if name == "auto":
-        machine = Machine()
-        fast = {"avx512_bf16", "amx_bf16"} & set(machine.cpu_features())
-        kernels = compiled and machine.obstacle_to_kernels() is None
-        return "bfloat16" if fast or (kernels and compiler_version()) else "float32"
+        fast = {"avx512_bf16", "amx_bf16"} & set(Machine().cpu_features())
+        return "bfloat16" if fast or (compiled and kernels_obstacle() is None) else "float32"
     if name not in ("bfloat16", "float32"):
         raise ModelLoadError(f"{name} is not served on a CPU: use --dtype bfloat16 or float32")
     return name

@@ -25,7 +25,18 @@ from trioserve.config.options import options_of
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
-SESSIONS = {"serve", "tests", "lint", "bench", "bench_peers", "gpu", "docs", "fuzz", "simulate"}
+SESSIONS = {
+    "serve",
+    "wheel",
+    "tests",
+    "lint",
+    "bench",
+    "bench_peers",
+    "gpu",
+    "docs",
+    "fuzz",
+    "simulate",
+}
 
 
 def requirements() -> list[Requirement]:

@@ -28,6 +28,7 @@ from trioserve.protocol.machine import (
     compiler_version,
     extra_advice,
 )
+from trioserve.protocol.shipped_kernels import shipped_library
 from trioserve.protocol.version import __version__
 
 if TYPE_CHECKING:
@@ -118,10 +119,15 @@ def _compiler_facts(machine: Machine) -> Iterator[Fact]:
     if obstacle is not None:
         advice = "torch computes in their place, and needs no compiler"
         yield Fact("CPU kernels", f"none: {obstacle}", "optional", advice)
-    if obstacle is None and compiler is not None:
+    shipped = shipped_library() is not None
+    if obstacle is None and shipped:
+        yield Fact("CPU kernels", f"{machine.kernel_isas()[-1]}, compiled in this installation")
+    elif obstacle is None and compiler is not None:
         yield Fact("CPU kernels", machine.kernel_isas()[-1])
     if compiler is not None:
         yield Fact("C++ compiler", compiler)
+    elif obstacle is None and shipped:
+        yield Fact("C++ compiler", "none, and none is needed")
     elif obstacle is None:
         advice = f"{COMPILER_ADVICE}: without one, models are 2 to 4 times slower on this processor"
         yield Fact("C++ compiler", "none", "optional", advice)

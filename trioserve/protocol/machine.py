@@ -5,7 +5,10 @@ All files are read below a root folder, so that a test can lay out a machine of 
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -30,10 +33,16 @@ KERNEL_ISAS = tuple(KERNEL_FEATURES)
 """Instruction sets that the compiled CPU kernels can be told to use, the slowest first."""
 CPU_FEATURES = (*KERNEL_FEATURES["amx"], "avx_vnni")
 """Processor features that make a difference to a model."""
-COMPILER_ADVICE = "install g++ (`apt install g++`, `dnf install gcc-c++`), or name one in CXX"
-"""Advice on how to get a C++ compiler."""
 PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
 """Command that installs a package for this process's Python, which need not be on the PATH."""
+COMPILER_ADVICE = (
+    f"install one (the quick way is `{PIP_INSTALL} ziglang`; or `apt install g++`, "
+    "`dnf install gcc-c++`), or name one in CXX"
+)
+"""Advice on how to get a C++ compiler."""
+NO_COMPILER = f"there is no C++ compiler: {COMPILER_ADVICE}"
+COMPILERS = ("g++", "c++", "clang++")
+"""Programs that compile C++, the preferred first."""
 
 _NO_LIMIT = 1 << 60
 """Threshold of "no limit": version 1 of control groups then reports a number near 2**63."""
@@ -157,21 +166,46 @@ def cache_folder(name: str) -> Path:
 def compiler_version() -> str | None:
     """Return the C++ compiler with its version; None if none runs."""
     command = compiler_command()
+    if command == zig_command():
+        return f"{shlex.join(command)} {importlib.metadata.version('ziglang')}"
     if shutil.which(command[0]) is None:
         return None
-    try:
-        done = subprocess.run(
-            [*command, "-dumpfullversion"], capture_output=True, text=True, check=False
-        )
-    except OSError:  # no program
-        return None
-    return f"{shlex.join(command)} {done.stdout.strip()}" if done.returncode == 0 else None
+    for option in ("-dumpfullversion", "-dumpversion"):  # clang knows the second only
+        try:
+            done = subprocess.run([*command, option], capture_output=True, text=True, check=False)
+        except OSError:  # no program
+            return None
+        if done.returncode == 0:
+            return f"{shlex.join(command)} {done.stdout.strip()}"
+    return None
 
 
 def compiler_command() -> list[str]:
-    """Return the C++ compiler's command: ``$CXX``, maybe with arguments, or g++."""
+    """Return the C++ compiler's command.
+
+    It is ``$CXX``, maybe with arguments, or the first of :data:`COMPILERS` that is installed, or
+    that of the package ziglang.
+    """
     given = os.environ.get("CXX", "")
     try:
-        return shlex.split(given) or ["g++"]
+        named = shlex.split(given)
     except ValueError:  # a quotation mark without its end: a program's strange name, perhaps
-        return [given]
+        named = [given]
+    if named:
+        return named
+    for name in COMPILERS:
+        if shutil.which(name) is not None:
+            return [name]
+    return zig_command() if importlib.util.find_spec("ziglang") is not None else [COMPILERS[0]]
+
+
+def zig_command(machine: str | None = None) -> list[str]:
+    """Return the command of the C++ compiler in the package ziglang.
+
+    ``machine`` is the processor's architecture as ``uname -m`` has it; this machine's by default.
+    """
+    # Without a target zig would compile for the processor at hand and no other. The glibc is the
+    # oldest that it links for; the C++ library is linked statically. Its symbols are left out.
+    target = f"{machine or platform.machine()}-linux-gnu.2.17"
+    # -P: no folder named ziglang in the working directory is run.
+    return [sys.executable, "-P", "-m", "ziglang", "c++", "-target", target, "-g0", "-s"]
