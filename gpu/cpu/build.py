@@ -54,6 +54,8 @@ KERNELS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "neon": ("-march=armv8.2-a+dotprod",),
+    "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
 }
 """Instruction sets that the kernels can be compiled for, and the options of each."""
 COMMON = ("detection.cpp",)

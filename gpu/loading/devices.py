@@ -81,7 +81,7 @@ def choose_dtype(name: str, device: str, compiled: bool = True) -> str:
         return "bfloat16" if name == "auto" else name
     if name == "auto":
         machine = Machine()
-        fast = {"avx512_bf16", "amx_bf16"} & set(machine.cpu_features())
+        fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features())
         kernels = compiled and machine.obstacle_to_kernels() is None
         return "bfloat16" if fast or (kernels and compiler_version()) else "float32"
     if name not in ("bfloat16", "float32"):
