@@ -1,6 +1,6 @@
 """The compiled kernels in a process of their own: for another processor, an emulator runs it.
 
-``remote_kernels.cpp`` is the program. It keeps memory under addresses, and calls functions with them.
+``remote_kernels.cpp`` is the program. It allocates memory, and calls functions with its addresses.
 """
 
 from __future__ import annotations
