@@ -20,6 +20,7 @@ import torch
 
 from gpu.attention import CacheShape, QkNorm, StepLayout
 from gpu.cpu.products import Kind
+from gpu.executor import Copies
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _FORMS = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}
@@ -217,6 +218,10 @@ class RemoteAttention:
     def close(self) -> None:
         """End the threads."""
         self._kernels.call("attention_destroy", self._handle)
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Fail: the tests copy no pages."""
+        raise NotImplementedError
 
     def begin(self, layout: StepLayout) -> None:
         """See :meth:`gpu.attention.Attention.begin`."""
