@@ -59,11 +59,16 @@ KERNELS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "neon": ("-march=armv8.2-a+dotprod",),
+    "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
 }
 """Instruction sets that the kernels can be compiled for, and the options of each."""
 COMMON = ("detection.cpp",)
 """Sources that are compiled once, for every processor."""
-ISAS_OF = {"x86_64": ("avx2", "avx512", "avx512_bf16")}
+ISAS_OF = {
+    "x86_64": ("avx2", "avx512", "avx512_bf16"),
+    "aarch64": ("neon", "neon_bf16"),
+}
 """The :data:`KERNELS` of a processor's architecture: what its wheels hold."""
 
 OnProgress = Callable[[int, int], None]

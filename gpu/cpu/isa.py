@@ -28,6 +28,8 @@ class CpuInstructions(IntFlag):
     AVX512_BF16 = 4
     AMX = 8
     AVX_VNNI = 16
+    NEON = 32
+    NEON_BF16 = 64
 
 
 @attrs.frozen
@@ -51,6 +53,8 @@ _ALL = (
     Isa("avx512", "avx512"),
     Isa("avx512_bf16", "avx512_bf16"),
     Isa("amx", "avx512_bf16", (Extension.OWN,)),
+    Isa("neon", "neon"),
+    Isa("neon_bf16", "neon_bf16"),
 )
 ISAS = {isa.name: isa for isa in _ALL}
 """An instruction set for each of ``KERNEL_ISAS``."""

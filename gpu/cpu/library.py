@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu.cpu.build import LibraryBuildError, OnProgress, build, is_temporary
 from gpu.cpu.isa import ISAS, CpuInstructions, Isa
-from trioserve.protocol.machine import KERNEL_ISAS, Machine
+from trioserve.protocol.machine import ARCHITECTURES, KERNEL_ISAS, Machine
 
 _libraries: dict[str, Library] = {}
 """Loaded libraries by the name of their instruction set."""
@@ -64,9 +64,9 @@ def load_library(isa: str = "auto", on_progress: OnProgress | None = None) -> Li
     elif _preferred is not None:
         wanted = [_preferred]
     else:
-        wanted = [ISAS[name] for name in reversed(Machine().kernel_isas())] or [
-            ISAS[KERNEL_ISAS[0]]
-        ]
+        machine = Machine()
+        names = machine.kernel_isas() or ARCHITECTURES[machine.architecture()][:1]
+        wanted = [ISAS[name] for name in reversed(names)]
     for each in wanted:
         library = _open(each, on_progress)
         if library.choose():

@@ -81,7 +81,7 @@ def choose_dtype(name: str, device: str, compiled: bool = True) -> str:
             )
         return "bfloat16" if name == "auto" else name
     if name == "auto":
-        fast = {"avx512_bf16", "amx_bf16"} & set(Machine().cpu_features())
+        fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(Machine().cpu_features())
         return "bfloat16" if fast or (compiled and kernels_obstacle() is None) else "float32"
     if name not in ("bfloat16", "float32"):
         raise ModelLoadError(f"{name} is not served on a CPU: use --dtype bfloat16 or float32")

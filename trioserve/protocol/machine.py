@@ -21,17 +21,25 @@ import attrs
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
+_NEON = ("asimd", "atomics", "asimddp")
 KERNEL_FEATURES = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
+    "neon": _NEON,
+    "neon_bf16": (*_NEON, "bf16", "i8mm"),
 }
-"""Instruction sets of the compiled CPU kernels, the slowest first, and the processor features that
-each needs, as /proc/cpuinfo spells them."""
+"""Instruction sets of the compiled CPU kernels, the slowest of an architecture first, and the
+processor features that each needs, as /proc/cpuinfo spells them."""
 KERNEL_ISAS = tuple(KERNEL_FEATURES)
-"""Instruction sets that the compiled CPU kernels can be told to use, the slowest first."""
-CPU_FEATURES = (*KERNEL_FEATURES["amx"], "avx_vnni")
+"""Instruction sets that the compiled CPU kernels can be told to use."""
+ARCHITECTURES = {
+    "x86-64": ("avx2", "avx512", "avx512_bf16", "amx"),
+    "AArch64": ("neon", "neon_bf16"),
+}
+"""Architectures of processors, and which of :data:`KERNEL_ISAS` belong to each."""
+CPU_FEATURES = (*KERNEL_FEATURES["amx"], "avx_vnni", *KERNEL_FEATURES["neon_bf16"])
 """Processor features that make a difference to a model."""
 PIP_INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
 """Command that installs a package for this process's Python, which need not be on the PATH."""
@@ -44,6 +52,14 @@ NO_COMPILER = f"there is no C++ compiler: {COMPILER_ADVICE}"
 COMPILERS = ("g++", "c++", "clang++")
 """Programs that compile C++, the preferred first."""
 
+_ARM_NAMES = {
+    ("0x41", "0xd0b"): "ARM Cortex-A76",
+    ("0x41", "0xd0c"): "ARM Neoverse N1",
+    ("0x41", "0xd40"): "ARM Neoverse V1",
+    ("0x41", "0xd49"): "ARM Neoverse N2",
+    ("0x41", "0xd4f"): "ARM Neoverse V2",
+}
+"""Names of frequent ARM processors by their maker and part: /proc/cpuinfo has no others."""
 _NO_LIMIT = 1 << 60
 """Threshold of "no limit": version 1 of control groups then reports a number near 2**63."""
 
@@ -71,25 +87,42 @@ class Machine:
 
     def cpu_name(self) -> str:
         """Return the processor's name, or "unknown"."""
-        return self._table("proc/cpuinfo").get("model name", "unknown")
+        fields = self._table("proc/cpuinfo")
+        name = fields.get("model name")
+        if name is None and "CPU part" in fields:
+            maker, part = fields.get("CPU implementer", "0x0"), fields["CPU part"]
+            name = _ARM_NAMES.get((maker, part), f"ARM processor {part} of maker {maker}")
+        return name or "unknown"
 
     def cpu_features(self) -> list[str]:
         """Return the :data:`CPU_FEATURES` that the processor has."""
-        flags = self._table("proc/cpuinfo").get("flags", "").split()
+        fields = self._table("proc/cpuinfo")
+        flags = fields.get("flags", fields.get("Features", "")).split()
         return [name for name in CPU_FEATURES if name in flags]
+
+    def architecture(self) -> str:
+        """Return which of :data:`ARCHITECTURES` the processor is of; x86-64 if of none."""
+        return "AArch64" if "Features" in self._table("proc/cpuinfo") else "x86-64"
 
     def obstacle_to_kernels(self, isa: str = "auto") -> str | None:
         """Return a text about missing :data:`KERNEL_FEATURES`; None if the processor has all.
 
         ``isa`` is one of :data:`KERNEL_ISAS`, or ``auto`` for any of them.
         """
-        needed = KERNEL_FEATURES[KERNEL_ISAS[0] if isa == "auto" else isa]
-        missing = [name for name in needed if name not in self.cpu_features()]
+        architecture = self.architecture()
+        possible = ARCHITECTURES[architecture]
+        if isa == "auto":
+            isa = possible[0]
+        if isa not in possible:
+            there = ", ".join(self.kernel_isas()) or "none that the kernels use"
+            return f"the processor is {architecture}, without {isa}; it has {there}"
+        missing = [name for name in KERNEL_FEATURES[isa] if name not in self.cpu_features()]
         return f"the processor has no {', '.join(missing)}" if missing else None
 
     def kernel_isas(self) -> list[str]:
         """Return those of :data:`KERNEL_ISAS` that the processor has, the slowest first."""
-        return [isa for isa in KERNEL_ISAS if self.obstacle_to_kernels(isa) is None]
+        possible = ARCHITECTURES[self.architecture()]
+        return [isa for isa in possible if self.obstacle_to_kernels(isa) is None]
 
     def _table(self, path: str) -> dict[str, str]:
         """Return a file of ``name: value`` lines as a dict; a name's first line counts."""

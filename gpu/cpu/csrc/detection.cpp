@@ -4,6 +4,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace trioserve::detection {
@@ -52,6 +54,18 @@ uint32_t detect() {
   constexpr uint32_t tile_bf16 = 1u << 22, tile = 1u << 24, tile_int8 = 1u << 25;
   if (all_of(extended.edx, tile_bf16 | tile | tile_int8) && may_use_tiles()) found |= kAmx;
   return found;
+}
+
+#elif defined(__aarch64__)
+
+// The numbers are Linux's; older headers lack some of their names.
+uint32_t detect() {
+  constexpr unsigned long atomics = 1ul << 8, dot_products = 1ul << 20;
+  constexpr unsigned long int8_products = 1ul << 13, bf16 = 1ul << 14;
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  if ((first & (atomics | dot_products)) != (atomics | dot_products)) return 0;
+  const bool both = (second & (int8_products | bf16)) == (int8_products | bf16);
+  return both ? kNeon | kNeonBf16 : uint32_t{kNeon};
 }
 
 #else

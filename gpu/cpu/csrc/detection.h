@@ -12,6 +12,8 @@ enum Instructions : uint32_t {
   kAvx512Bf16 = 1 << 2,  // with kAvx512
   kAmx = 1 << 3,         // tiles of bfloat16 and int8
   kAvxVnni = 1 << 4,     // the products of VNNI without AVX-512
+  kNeon = 1 << 5,        // ARMv8.2 with the products of bytes
+  kNeonBf16 = 1 << 6,    // ARMv8.6's products of bfloat16 and of bytes, with kNeon
 };
 
 // All that this process can compute with.

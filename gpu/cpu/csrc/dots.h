@@ -2,10 +2,11 @@
 // are the same however a processor computes them.
 //
 // A header for each instruction set has RoundedNumbers, which are 32 activations as products read them,
-// and one or several Dots:
+// kExcess, by which the weights of its products are larger than the numbers that they stand for, and one or
+// several Dots:
 //
 //   kParts                      what a quad of inputs is multiplied in
-//   weights(quads, part)        sixteen outputs' numbers of four inputs: uint8
+//   weights(quads, part)        sixteen outputs' numbers of four inputs
 //   activations(x, quad, part)  four numbers, sixteen times
 //   add(sums, weights, x)       sixteen sums with the products added
 //
@@ -25,6 +26,8 @@ struct DotsOf {};
 #include "dots_avx512.h"
 #elif defined(__AVX2__)
 #include "dots_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "dots_neon.h"
 #else
 #error "no such header for this instruction set"
 #endif

@@ -6,6 +6,8 @@
 
 namespace trioserve::TRIOSERVE_ISA {
 
+inline constexpr int kExcess = 128;
+
 struct RoundedNumbers {
   int8_t bytes[32];
   int16_t words[32];  // of every four numbers the first and the third, then the others

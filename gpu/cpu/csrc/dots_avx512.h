@@ -5,6 +5,8 @@
 
 namespace trioserve::TRIOSERVE_ISA {
 
+inline constexpr int kExcess = 128;
+
 struct RoundedNumbers {
   int8_t bytes[32];
 

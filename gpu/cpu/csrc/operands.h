@@ -13,8 +13,10 @@
 //   to_activations               from bfloat16
 #pragma once
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__)
 #include "operands_bf16.h"
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "operands_neon.h"
 #else
 #include "operands_float.h"
 #endif

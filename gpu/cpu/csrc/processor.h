@@ -5,6 +5,8 @@
 
 #if defined(__x86_64__)
 #include "processor_x86.h"
+#elif defined(__aarch64__)
+#include "processor_arm.h"
 #else
 #error "no such header for this processor"
 #endif

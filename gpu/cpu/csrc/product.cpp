@@ -67,7 +67,7 @@ RoundedBlock round_block(const bf16* x) {
   const Floats inverse = broadcast(block.scale > 1e-37f ? 1 / block.scale : 0);
   const Ints low_numbers = nearest_ints(low * inverse), high_numbers = nearest_ints(high * inverse);
   block.numbers.set(low_numbers, high_numbers);
-  block.offset = -128 * sum_of(add(low_numbers, high_numbers));
+  block.offset = -kExcess * sum_of(add(low_numbers, high_numbers));
   return block;
 }
 

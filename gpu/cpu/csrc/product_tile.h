@@ -267,7 +267,7 @@ void multiply_tile(const Tile& tile) requires(Weights::kScaled) {
 // 32 activations of one row, rounded to 8 bits.
 struct RoundedBlock {
   RoundedNumbers numbers;
-  int32_t offset;  // what makes up for the 128 that all weights are too large by
+  int32_t offset;  // what makes up for the kExcess that all weights are too large by
   float scale;
 };
 

@@ -41,6 +41,8 @@
 #include "vector_avx512.h"
 #elif defined(__AVX2__)
 #include "vector_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "vector_neon.h"
 #else
 #error "no such header for this instruction set"
 #endif

@@ -1,0 +1,16 @@
+// processor.h for ARM.
+#pragma once
+
+#include "isa.h"
+
+namespace trioserve::TRIOSERVE_ISA {
+
+// A moment's rest in a loop that waits for another thread. Most processors do nothing at a yield; this
+// instruction empties the pipeline, which takes about as long as x86's pause.
+inline void pause() { asm volatile("isb"); }
+
+// Asks for a line of memory, into all caches or from the second one on.
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+inline void prefetch_to_second(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+}  // namespace trioserve::TRIOSERVE_ISA
