@@ -292,7 +292,7 @@ def everything(program: Program) -> Results:
 
 @pytest.fixture(scope="module")
 def results(arm: dict[str, Program]) -> dict[str, Results]:
-    """Of each instruction set of ARM."""
+    """Return the results of each instruction set of ARM."""
     return {isa: everything(program) for isa, program in arm.items()}
 
 
