@@ -2,7 +2,9 @@
 
 zig compiles them, because it links for an old glibc and any architecture from any machine, and puts
 its C++ library into them. g++ links for the glibc of the machine that it runs on. On a Zen 4
-processor the products have the same bits from both, and take the same time to within a tenth.
+processor 48 products (one shape, 1 to 128 rows) had the same bits from both. Beside g++'s, the
+median took the same time, most one-row products up to a tenth more, and single ones from 0.8 to 1.2
+times.
 
 Each instruction set has a library of its own. That C++ library leaves templates of plain floats in
 the objects, of which a linker would keep one for all instruction sets (``csrc/isa.h``).

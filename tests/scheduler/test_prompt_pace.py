@@ -167,8 +167,8 @@ def test_a_target_that_leaves_nothing_starves_no_prompt(costs: Costs) -> None:
     assert 5 * alone < life.ttft(prompt) < 20 * alone
 
 
-def test_a_burst_stretches_gaps_as_much_as_itself(costs: Costs) -> None:
-    """The last of sixteen prompts waits little longer than if nothing decoded."""
+def test_a_burst_stretches_gaps_by_the_root_of_its_size(costs: Costs) -> None:
+    """The last of sixteen prompts waits a quarter longer than if nothing decoded."""
     life = Life.of(costs)
     places = life.decoding(16)
     calm = life.gaps(places, life.bench.now * 0.9, life.bench.now)[-1]
@@ -176,8 +176,8 @@ def test_a_burst_stretches_gaps_as_much_as_itself(costs: Costs) -> None:
     prompts = [life.submit(1000, 4) for _ in range(16)]
     life.run(lambda: all(life.tokens[prompt] for prompt in prompts))
     alone = life.seconds(StepLoad(prompt_tokens=16000, context=16 * 1000 * 500))
-    assert max(map(life.ttft, prompts)) < 1.35 * alone
-    assert life.gaps(places, arrived, life.bench.now)[-1] < 1.3 * 17 * 1.5 * calm
+    assert max(map(life.ttft, prompts)) < 1.5 * alone
+    assert life.gaps(places, arrived, life.bench.now)[-1] < 1.3 * 5 * 1.5 * calm
 
 
 def test_a_short_prompt_doesnt_wait_for_a_long_one(costs: Costs) -> None:
@@ -229,7 +229,7 @@ def test_a_machine_that_changes_its_speed_is_followed(costs: Costs, ratio: float
     gaps = life.gaps(places, arrived, life.bench.now)
     assert gaps[len(gaps) // 2] < 3 * calm
     alone = life.seconds(StepLoad(prompt_tokens=1000, context=1000 * 500))
-    assert life.ttft(prompt) < 3.5 * alone + 2 * calm
+    assert life.ttft(prompt) < 4 * alone + 2 * calm
 
 
 def arrivals(life: Life, seed: int) -> tuple[list[int], list[int]]:

@@ -53,8 +53,7 @@ class EngineConfig(ModelOptions):
         None,
         "milliseconds between two tokens of a stream that chunks of prompts may cause; prompts "
         "that are delayed more than tenfold may cause more",
-        unset="as much as prompts are delayed by each other, and at least twice the time without "
-        "prompts",
+        unset="twice the time without prompts, and more the more prompts delay each other",
         group="scheduling",
         page="performance#Long prompts beside running streams",
         kind=float,
