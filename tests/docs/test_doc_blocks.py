@@ -100,7 +100,7 @@ def check_pip(words: Sequence[str]) -> None:
     """``pip install …``: requirements that can be read, and extras that this project has."""
     assert words[0] == "install"
     for word in words[1:]:
-        if word.startswith("-") or word == "constraints.txt":
+        if word.startswith("-") or word == "constraints.txt" or word.endswith(".whl"):
             continue
         # The project is on no registry: it is installed from a clone.
         requirement = Requirement(re.sub(r"^\.", "clone", word))

@@ -131,7 +131,7 @@ def test_conversation(folder: Path, peer: Peer) -> None:
     ready, progress = peer.load(start_message(folder))
     assert isinstance(ready, wire.Ready)
     assert (ready.num_pages, ready.page_size, ready.vocab_size) == (64, 4, 300)
-    assert (ready.max_model_len, ready.max_num_seqs, ready.max_num_batched_tokens) == (512, 8, 256)
+    assert (ready.max_model_len, ready.max_num_seqs, ready.max_num_batched_tokens) == (512, 8, 1024)
     assert (ready.device, ready.dtype) == ("cpu", "float32")
     assert ready.model_checksum == open_model(folder).checksum()
     last = [message for message in progress if message.stage == "weights"][-1]

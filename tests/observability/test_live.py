@@ -241,7 +241,7 @@ async def test_an_adapter_has_its_name(autojump_clock: trio.testing.MockClock) -
 async def test_no_word_of_anybody_is_in_a_picture(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second) as engine:
         with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
-            async with engine.generate(SECRET, max_tokens=2, cache_salt="salted") as stream:
+            async with engine.generate(SECRET, max_tokens=9, cache_salt="salted") as stream:
                 open_ = watcher.take()
                 text = "".join([chunk.text async for chunk in stream])
             for snapshot in (open_, watcher.take()):

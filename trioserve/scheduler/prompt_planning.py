@@ -50,9 +50,14 @@ class PromptPlanner:
             id(each): self._prompt(each, builder.number, now) for each in (*prefills, *window)
         }
 
+        # Sequences around a preempted one keep the places that they have because of it.
+        is_lpm = self._state.limits.scheduling_policy == "lpm"
+        keeps_place = is_lpm or any(each.had_turn for each in window)
+
         def candidate(each: SequenceState) -> policy.Candidate[SequenceState]:
             ratio = response_ratio(self._state.step_times, prompts[id(each)])
-            return self._candidate(each, ratio)
+            tenant = None if keeps_place else each.sequence.request.tenant
+            return policy.Candidate(each, each.order[0], ratio, tenant)
 
         order = policy.prompt_order(map(candidate, prefills), map(candidate, window))
         if not order:
@@ -66,11 +71,6 @@ class PromptPlanner:
                     self.compute_next(seq_state, builder)
             elif admissions and not admissions.is_over:
                 self._admit(seq_state, admissions, builder)
-
-    def _candidate(self, each: SequenceState, ratio: float) -> policy.Candidate[SequenceState]:
-        keeps_place = each.had_turn or self._state.limits.scheduling_policy == "lpm"
-        tenant = None if keeps_place else each.sequence.request.tenant
-        return policy.Candidate(each, each.order[0], ratio, tenant)
 
     def _prompt(self, seq_state: SequenceState, plan: int, now: float) -> PromptWork:
         request = seq_state.sequence.request
@@ -165,12 +165,14 @@ class PromptPlanner:
         """Return True if a sequence in prefill is about to compute the next page of the prefix.
 
         That sequence takes the place of ``seq_state`` in the order, which may be earlier than its
-        own.
+        own. A preempted sequence waits for no other.
         """
         node = match.nodes[-1] if match.nodes else None
         start = len(match.nodes) * self._state.limits.page_size
         page = slice(start, start + self._state.limits.page_size)
         tokens = seq_state.known_tokens()[page]
+        if seq_state.had_turn:
+            return False
         if seq_state.namespace is None or start + len(tokens) >= seq_state.sequence.num_tokens:
             return False  # its last token has to be computed in any case
         for other in admissions.prefills:

@@ -149,7 +149,7 @@ def test_without_a_compiler_torch_computes(
     monkeypatch.setattr(Machine, "cpu_features", lambda _: list(KERNEL_FEATURES["avx2"]))
     for path in (tiny, quantized):
         loaded = load_tiny(path)
-        assert "torch (there is no C++ compiler: install g++" in loaded.computing
+        assert "torch (there is no C++ compiler: install one" in loaded.computing
         assert "2 to 4 times as fast: there is no C++ compiler" in loaded.warning
         assert "apt install g++" in loaded.warning
     with pytest.raises(ModelLoadError, match=r"int8 can't be had: there is no C\+\+ compiler"):

@@ -59,7 +59,9 @@ async def test_iteration_stats() -> None:
         cache = first["kvCacheStats"]
         assert cache["freeNumBlocks"] + cache["usedNumBlocks"] == cache["maxNumBlocks"]
         assert engine.statistics().scheduler.num_steps >= third["iter"]
-        assert await asked(client, "/iteration_stats") == []
+        # A step that only closes the slot may come later.
+        later = [each["inflightBatchingStats"] for each in await asked(client, "/iteration_stats")]
+        assert not any(each["numScheduledRequests"] for each in later)
 
 
 async def generate(client: TrioClient, path: str, body: Any) -> Any:
