@@ -1,8 +1,9 @@
 """Check, by the plans, of the order in which outputs get slots.
 
-A new output must not overtake a preempted one that has tokens to come. The check applies only if no
-other rule changes the order: requests run by arrival (``fcfs``), prefixes aren't shared, and there
-was no fault, after which suspects run alone.
+A new output must not overtake a preempted one of an earlier client that has tokens to come. A
+shorter prompt may have overtaken an earlier client before, which then comes back in front. The
+check applies only if no other rule changes the order: requests run by arrival (``fcfs``), prefixes
+aren't shared, and there was no fault, after which suspects run alone.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ class OrderChecker:
         newcomers = [row for row in new if row[0] not in clients]
         for row in self._preempted:
             is_due = self.is_due(row, self._num_tokens[row])
-            if self.enabled and newcomers and is_due:
-                raise Violation(
-                    "a preempted output comes before a new one", f"{row} after {newcomers}"
-                )
+            later = [newcomer for newcomer in newcomers if newcomer[0] > row[0]]
+            if self.enabled and later and is_due:
+                raise Violation("a preempted output comes before a new one", f"{row} after {later}")
 
     def closed(self, row: Row) -> None:
         """Record that a plan closes an output's slot."""
