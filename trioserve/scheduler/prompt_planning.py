@@ -141,7 +141,11 @@ class PromptPlanner:
         if not admissions.adapters.admits(seq_state.adapter):
             return
         match = self._state.memory.match(seq_state, builder.number)
-        if match.pending or self._is_computed_by_other(seq_state, match, admissions, builder):
+        other = self._computing_prefix(seq_state, match, admissions.prefills)
+        if other is not None and other.last_plan != builder.number:
+            # It takes the place of this sequence in the order, which is earlier than its own.
+            self.compute_next(other, builder)
+        if match.pending or other is not None:
             admissions.num_pending += 1
             admissions.is_over = admissions.num_pending == MAX_PENDING
             return
@@ -155,38 +159,30 @@ class PromptPlanner:
         self._open(seq_state, match, builder, admissions.now)
         admissions.is_over = not self._has_room(builder)
 
-    def _is_computed_by_other(
-        self,
-        seq_state: SequenceState,
-        match: PrefixMatch,
-        admissions: Admissions,
-        builder: PlanBuilder,
-    ) -> bool:
-        """Return True if a sequence in prefill is about to compute the next page of the prefix.
+    def _computing_prefix(
+        self, seq_state: SequenceState, match: PrefixMatch, prefills: Sequence[SequenceState]
+    ) -> SequenceState | None:
+        """Return the sequence in prefill that is about to compute the next page of the prefix.
 
-        That sequence takes the place of ``seq_state`` in the order, which may be earlier than its
-        own. A preempted sequence waits for no other.
+        It is None if there is none.
         """
+        size = self._state.limits.page_size
+        start = len(match.nodes) * size
+        is_last = start + size >= seq_state.sequence.num_tokens  # computed in any case
+        if match.pending or seq_state.namespace is None or is_last:
+            return None
         node = match.nodes[-1] if match.nodes else None
-        start = len(match.nodes) * self._state.limits.page_size
-        page = slice(start, start + self._state.limits.page_size)
-        tokens = seq_state.known_tokens()[page]
-        if seq_state.had_turn:
-            return False
-        if seq_state.namespace is None or start + len(tokens) >= seq_state.sequence.num_tokens:
-            return False  # its last token has to be computed in any case
-        for other in admissions.prefills:
+        tokens = seq_state.known_tokens()[start : start + size]
+        for other in prefills:
             if (
                 other.holds_slot
                 and other.sequence.state is State.PREFILL
                 and other.cursor is node
                 and other.namespace == seq_state.namespace
-                and other.known_tokens()[page] == tokens
+                and other.known_tokens()[start : start + size] == tokens
             ):
-                if other.last_plan != builder.number:
-                    self.compute_next(other, builder)
-                return True
-        return False
+                return other
+        return None
 
     def _has_room(self, builder: PlanBuilder) -> bool:
         """Return True if one more sequence may run: a slot is free, and a token is left for it.

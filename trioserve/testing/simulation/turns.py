@@ -1,9 +1,10 @@
 """Check, by the plans, of the order in which outputs get slots.
 
-A new output must not overtake a preempted one of an earlier client that has tokens to come. A
-shorter prompt may have overtaken an earlier client before, which then comes back in front. The
-check applies only if no other rule changes the order: requests run by arrival (``fcfs``), prefixes
-aren't shared, and there was no fault, after which suspects run alone.
+A new output must not overtake a preempted one that has tokens to come. It may have been passed by a
+shorter prompt of its tenant, which was preempted since: then it comes in front of that one, and so
+of all that had their first slot later. The check applies only if no other rule changes the order:
+requests run by arrival (``fcfs``), prefixes aren't shared, and there was no fault, after which
+suspects run alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import attrs
 
+from trioserve.testing.simulation.scenario import Scenario
 from trioserve.testing.simulation.trace import Violation
 
 Row = tuple[int, int]
@@ -24,10 +26,25 @@ class OrderChecker:
 
     is_due: Callable[[Row, int], bool]
     """Returns True if an output with that many tokens has more to come and needs only a slot."""
+    is_older: Callable[[int, int], bool]
+    """Returns True if the first client's request is the older one of two of one tenant."""
     enabled: bool
-    _num_tokens: dict[Row, int] = attrs.field(factory=dict)
-    _preempted: dict[Row, None] = attrs.field(factory=dict)
+    _num_tokens: dict[Row, int] = attrs.field(init=False, factory=dict)
+    _preempted: dict[Row, None] = attrs.field(init=False, factory=dict)
     """Outputs that had a slot and lost it."""
+
+    @classmethod
+    def of(cls, scenario: Scenario, is_due: Callable[[Row, int], bool]) -> OrderChecker:
+        """Return the checker of a scenario, enabled if no other rule changes the order."""
+        clients = {client.number: client for client in scenario.clients}
+
+        def is_older(client: int, other: int) -> bool:
+            one, another = clients[client], clients[other]
+            return one.tenant == another.tenant and one.arrives <= another.arrives
+
+        by_arrival = scenario.options["scheduling_policy"] == "fcfs"
+        shares = scenario.options["enable_prefix_caching"] or bool(scenario.adapters)
+        return cls(is_due, is_older, enabled=by_arrival and not shares)
 
     def opened(self, rows: list[Row]) -> None:
         """Record that a plan opens slots for these outputs."""
@@ -37,11 +54,21 @@ class OrderChecker:
             self._num_tokens.setdefault(row, 0)
         clients = {client for client, _ in self._num_tokens if (client, _) not in new}
         newcomers = [row for row in new if row[0] not in clients]
-        for row in self._preempted:
-            is_due = self.is_due(row, self._num_tokens[row])
-            later = [newcomer for newcomer in newcomers if newcomer[0] > row[0]]
-            if self.enabled and later and is_due:
-                raise Violation("a preempted output comes before a new one", f"{row} after {later}")
+        if not self.enabled or not newcomers:
+            return
+        before: list[Row] = []
+        # In the order of their first slots.
+        for row in [row for row in self._num_tokens if row in self._preempted]:
+            before.append(row)
+            others = [
+                each
+                for each in newcomers
+                if not any(self.is_older(each[0], client) for client, _ in before)
+            ]
+            if others and self.is_due(row, self._num_tokens[row]):
+                raise Violation(
+                    "a preempted output comes before a new one", f"{row} after {others}"
+                )
 
     def closed(self, row: Row) -> None:
         """Record that a plan closes an output's slot."""

@@ -64,12 +64,7 @@ class World:
             adapter_is_gone=self.adapters.is_gone,
             after_step=self.check,
             report=self.report,
-            turns=OrderChecker(
-                is_due=self._is_due,
-                enabled=scenario.options["scheduling_policy"] == "fcfs"
-                and not scenario.options["enable_prefix_caching"]
-                and not scenario.adapters,
-            ),
+            turns=OrderChecker.of(scenario, self._is_due),
             sharing=SharingChecker(
                 page_size=scenario.worker.page_size,
                 namespace_of=lambda client: (
