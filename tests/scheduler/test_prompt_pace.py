@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.scheduling import Bench
 from trioserve.requests.request import Sequence
-from trioserve.scheduler.step_time import StepLoad, StepTimeModel
+from trioserve.scheduler.decode_hold import LONGEST
+from trioserve.scheduler.step_time import TOKENS, StepLoad, StepTimeModel
 from trioserve.testing import FakeWorker
 
 MACHINES = {
@@ -167,17 +168,62 @@ def test_a_target_that_leaves_nothing_starves_no_prompt(costs: Costs) -> None:
     assert 5 * alone < life.ttft(prompt) < 20 * alone
 
 
+def burst_beside(life: Life, streams: list[int], prompts: int, length: int) -> list[float]:
+    """Submit prompts at once, run until each has its first token, and return the streams' gaps."""
+    arrived = life.bench.now
+    burst = [life.submit(length, 4) for _ in range(prompts)]
+    life.run(lambda: all(life.tokens[prompt] for prompt in burst))
+    return life.gaps(streams, arrived, life.bench.now)
+
+
 def test_a_burst_stretches_gaps_by_the_root_of_its_size(costs: Costs) -> None:
     """The last of sixteen prompts waits a quarter longer than if nothing decoded."""
     life = Life.of(costs)
-    places = life.decoding(16)
-    calm = life.gaps(places, life.bench.now * 0.9, life.bench.now)[-1]
-    arrived = life.bench.now
-    prompts = [life.submit(1000, 4) for _ in range(16)]
-    life.run(lambda: all(life.tokens[prompt] for prompt in prompts))
-    alone = life.seconds(StepLoad(prompt_tokens=16000, context=16 * 1000 * 500))
-    assert max(map(life.ttft, prompts)) < 1.5 * alone
-    assert life.gaps(places, arrived, life.bench.now)[-1] < 1.3 * 5 * 1.5 * calm
+    streams = life.decoding(16)
+    calm = life.gaps(streams, life.bench.now * 0.9, life.bench.now)[-1]
+    began, seconds = life.bench.now, life.seconds(StepLoad(prompt_tokens=1000, context=1000 * 500))
+    length = round(1000 * max(1, 0.2 / seconds))  # too long for a hold
+    gaps = burst_beside(life, streams, 16, length)
+    alone = life.seconds(StepLoad(prompt_tokens=16 * length, context=16 * length * length / 2))
+    assert life.bench.now - began < 1.5 * alone
+    assert gaps[-1] < 1.3 * 5 * 1.5 * calm
+
+
+def test_a_short_burst_holds_decodes_once(costs: Costs) -> None:
+    life = Life.of(costs)
+    streams = life.decoding(16)
+    before = len(life.steps)
+    life.run(lambda: len(life.steps) > before + 200)
+    calm = life.gaps(streams, life.steps[-50][0], life.bench.now)[-1]
+    length = min(round(1.0 / 16 / life.costs[TOKENS]), 1200)
+    began = life.bench.now
+    burst_beside(life, streams, 16, length)
+    alone = life.seconds(StepLoad(prompt_tokens=16 * length, context=16 * length * length / 2))
+    assert life.bench.now - began < 1.2 * alone + calm
+    life.run(lambda: life.bench.now > began + 1.2 * alone + 20 * calm)
+    gaps = life.gaps(streams, began, life.bench.now)
+    assert len([gap for gap in gaps if gap > 2 * calm]) == len(streams)
+    assert gaps[-1] < 1.2 * alone + calm
+    # The next one comes too soon.
+    gaps = burst_beside(life, streams, 16, length)
+    assert gaps[-1] < 1.3 * 5 * 1.5 * calm
+
+
+def test_bursts_without_end_leave_every_stream_its_share(costs: Costs) -> None:
+    """Holds take at most half of the time, and at most one gap in a hundred."""
+    life = Life.of(costs)
+    streams = life.decoding(4)
+    length = max(round(0.1 / life.costs[TOKENS]), 16)
+    began, step = life.bench.now, life.seconds(StepLoad(decodes=4, context=4 * 200))
+    waiting: list[int] = []
+    while life.bench.now < began + 1500 * step:
+        waiting = [place for place in waiting if not life.tokens[place]]
+        waiting += [life.submit(length, 1) for _ in range(8 - len(waiting))]
+        life.step()
+    gaps = life.gaps(streams, began, life.bench.now)
+    assert len([gap for gap in gaps if gap > 20 * step]) <= 0.01 * len(gaps) + len(streams)
+    held = sum(gap for gap in gaps if gap > 20 * step)
+    assert held <= 0.5 * sum(gaps) + len(streams) * LONGEST
 
 
 def test_a_short_prompt_doesnt_wait_for_a_long_one(costs: Costs) -> None:

@@ -53,7 +53,8 @@ class EngineConfig(ModelOptions):
         None,
         "milliseconds between two tokens of a stream that chunks of prompts may cause; prompts "
         "that are delayed more than tenfold may cause more",
-        unset="twice the time without prompts, and more the more prompts delay each other",
+        unset="twice the time without prompts, more the more prompts delay each other; "
+        "a short burst is computed at once",
         group="scheduling",
         page="performance#Long prompts beside running streams",
         kind=float,

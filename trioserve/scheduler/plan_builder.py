@@ -116,6 +116,11 @@ class PlanBuilder:
         """True if there is a token left, and room in the message, for one more sequence."""
         return self.budget > 0 and self._opened_bytes < MAX_OPENED_BYTES
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows so far."""
+        return len(self._decodes) + len(self._singles) + len(self._chunks)
+
     def open(self, seq_state: SequenceState) -> None:
         """Open the slot that the sequence has got."""
         sequence = seq_state.sequence

@@ -1,4 +1,4 @@
-"""Planning: the worker's next step, decodes first."""
+"""Planning: the worker's next step, decodes first unless a burst of prompts holds them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Planner:
         if state.fault_isolation.restricts:
             self._preempt_non_suspects()
         if not state.pause_gate.is_closed:
-            prefills = self._plan_decodes(builder)
-            self._prompts.plan(prefills, self._entry_rule(), builder, now)
+            self._plan_rows(builder, now)
             state.groups.release()
             if limits.max_row_tokens > 1:
                 plan_drafts(builder, memory, limits.max_row_tokens)
@@ -73,18 +72,59 @@ class Planner:
                 return lambda request: request not in suspects
         return fault_isolation.may_run
 
-    def _plan_decodes(self, builder: PlanBuilder) -> list[SequenceState]:
-        """Give each decoding sequence its row; return the sequences in prefill."""
+    def _plan_rows(self, builder: PlanBuilder, now: float) -> None:
+        """Add the rows of decodes and of prompts, or of prompts alone while decodes are held."""
+        decodes, prefills = self._split_running()
+        may_enter = self._entry_rule()
+        holds = self._holds(decodes, prefills, may_enter, builder.number, now)
+        if holds:
+            steady = self._state.memory.counts.decodes[self._state.running.slots[decodes]]
+            prompts = [*prefills, *self._state.running.at(decodes[~steady])]
+            self._prompts.plan(prompts, may_enter, builder, now)
+            holds = builder.num_rows > 0  # false if no prompt can be computed yet
+        if not holds:
+            self._plan_decodes(decodes, builder)
+            prefills = [each for each in prefills if each.holds_slot]
+            self._prompts.plan(prefills, may_enter, builder, now)
+        self._state.decode_hold.note(self._state.step_times, builder.load, holds=holds)
+
+    def _split_running(self) -> tuple[Ints, list[SequenceState]]:
+        """Return the places of the sequences that decode, and the sequences in prefill."""
         counts, running = self._state.memory.counts, self._state.running
         slots = running.slots
-        if not len(slots):
-            return []
         length, planned = counts.length[slots], counts.planned[slots]
         may_run = length < counts.limit[slots]
         if self._state.limits.max_row_tokens > 1:
             may_run &= ~counts.unsettled[slots]
         decodes, prefills = policy.split_running(length - planned, may_run)
-        in_prefill = running.at(prefills)
+        return decodes, running.at(prefills)
+
+    def _holds(
+        self,
+        decodes: Ints,
+        prefills: list[SequenceState],
+        may_enter: Callable[[SequenceState], bool],
+        plan: int,
+        now: float,
+    ) -> bool:
+        """Return True if decodes are held in this plan.
+
+        They aren't if a target for gaps or priorities are given, because a hold would ignore them,
+        or while suspects are examined.
+        """
+        state, limits = self._state, self._state.limits
+        if limits.itl_target is not None or limits.scheduling_policy == "priority":
+            return False
+        if not state.decode_hold.is_possible or state.fault_isolation.restricts or not len(decodes):
+            return False
+        prompts = self._prompts.works(prefills, may_enter, plan, now)
+        return state.decode_hold.is_due(state.step_times, prompts)
+
+    def _plan_decodes(self, decodes: Ints, builder: PlanBuilder) -> None:
+        """Give each decoding sequence its row."""
+        counts, running = self._state.memory.counts, self._state.running
+        slots = running.slots
+        planned = counts.planned[slots]
         # A running sequence has pages for its whole prompt, so only decodes need more.
         need_page = decodes[planned[decodes] >= counts.room[slots[decodes]]]
         if len(need_page) <= self._state.memory.num_available:
@@ -97,7 +137,6 @@ class Planner:
                 self._prompts.compute(seq_state, 1, builder)
         else:
             self._decode_one_by_one(running.at(decodes), builder)
-        return [each for each in in_prefill if each.holds_slot]
 
     def _decode(self, places: Ints, builder: PlanBuilder) -> None:
         """Add a row of one token for each sequence at ``places``: decodes with a page for it."""

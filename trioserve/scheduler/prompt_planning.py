@@ -72,6 +72,17 @@ class PromptPlanner:
             elif admissions and not admissions.is_over:
                 self._admit(seq_state, admissions, builder)
 
+    def works(
+        self,
+        prefills: Sequence[SequenceState],
+        may_enter: Callable[[SequenceState], bool],
+        plan: int,
+        now: float,
+    ) -> list[PromptWork]:
+        """Return the work of the prompts in prefill and of those that wait, up to a window."""
+        waiting = itertools.islice(self._waiting(may_enter, plan), WINDOW)
+        return [self._prompt(each, plan, now) for each in (*prefills, *waiting)]
+
     def _prompt(self, seq_state: SequenceState, plan: int, now: float) -> PromptWork:
         request = seq_state.sequence.request
         waited = max(now - request.times.arrived, 0.0)

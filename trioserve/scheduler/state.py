@@ -16,6 +16,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.adapter_residency import Residency
+from trioserve.scheduler.decode_hold import DecodeHold
 from trioserve.scheduler.fault_isolation import FaultIsolation
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import SchedulerLimits
@@ -63,6 +64,8 @@ class SchedulerState:
         """Number of requests ever submitted, which is the newest request's arrival number."""
         self.step_times = StepTimeModel()
         """Model of the time of the worker's steps."""
+        self.decode_hold = DecodeHold()
+        """Holds of decodes while a burst of prompts is computed."""
         self.now = 0.0
         """Time of the last call that gave one."""
         self.fault_isolation = FaultIsolation()
