@@ -221,9 +221,25 @@ async def test_a_reader_that_keeps_up_is_not_refused_for_what_others_left() -> N
                 stream.push(Chunk("y" * 100, index=index))
     assert len(taken) == 12
     assert all(stream.closed for stream in slow)
-    with pytest.raises(SlowReader, match="max_stream_bytes is 1000"):
-        Stream(budget).push(Chunk("x" * 1000))
     assert budget.waiting == 0
+
+
+async def test_what_one_step_brings_may_be_more_than_the_limit() -> None:
+    stream = Stream(StreamBudget(per_stream=100, total=10_000))
+    taken: list[Chunk] = []
+
+    async def read() -> None:
+        taken.extend(await stream.take())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        for index in range(3):  # The reader doesn't run in between.
+            stream.push(Chunk("x" * 200, index=index))
+    assert len(taken) == 3
+    stream.push(Chunk("x" * 200))
+    with pytest.raises(SlowReader, match="left 264 bytes unread; max_stream_bytes is 100"):
+        stream.push(Chunk("x"))
 
 
 @given(

@@ -150,15 +150,21 @@ class Stream:
         """Bytes that wait for the reader."""
         return self._pending_bytes
 
+    @property
+    def _lags(self) -> bool:
+        """True if the reader has left something unread, and not because it hasn't run yet."""
+        return bool(self._pending) and not self._woken
+
     def push(self, chunk: Chunk) -> None:
         """Hand over a chunk without blocking. Does nothing on a closed stream.
 
         Other streams may be cut off for it. That calls their ``on_evicted``.
 
         Raises:
-            SlowReader: the bytes that wait, this chunk's included, are past the budget, and too
-                many of them wait here. The chunk isn't taken; the caller is to end the request and
-                close the stream with the error.
+            SlowReader: the reader lags, the bytes that wait, this chunk's included, are past the
+                budget, and too many of them wait here. The chunk isn't taken; the caller is to end
+                the request and close the stream with the error. What one step brings may be more
+                than the budget of a stream.
         """
         if self._closed:
             return
@@ -167,7 +173,7 @@ class Stream:
         if offered and self.sink is not None and self._offer(chunk, self.sink):
             return
         size = chunk.size
-        if self._pending_bytes + size > self.budget.per_stream:
+        if self._lags and self._pending_bytes + size > self.budget.per_stream:
             raise SlowReader(
                 f"the reader left {self._pending_bytes} bytes unread; "
                 f"max_stream_bytes is {self.budget.per_stream}"
@@ -192,12 +198,11 @@ class Stream:
 
     def _make_room(self, size: int) -> None:
         budget = self.budget
-        lags = bool(self._pending) and not self._woken
         while budget.waiting + size > budget.total:
             victim = budget.largest()
             if victim is None:
                 return
-            if lags and self._pending_bytes >= victim.pending_bytes:
+            if self._lags and self._pending_bytes >= victim.pending_bytes:
                 victim = self
             error = SlowReader(
                 f"slow readers together left {budget.waiting} bytes unread, this one "
