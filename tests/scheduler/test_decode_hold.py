@@ -27,37 +27,38 @@ def burst(seconds: float = 1.0, *, size: int = 8, waited: float = 0.0) -> list[P
 
 def test_a_hold_begins_with_a_burst_alone() -> None:
     hold = DecodeHold()
-    assert hold.is_due(MODEL, burst())
-    assert hold.is_due(MODEL, burst(size=int(BURST)))
-    assert not hold.is_due(MODEL, burst(size=int(BURST) - 1))
-    assert not hold.is_due(MODEL, [])
-    assert not hold.is_due(StepTimeModel(), burst())
+    assert hold.is_due(MODEL, burst(), 4)
+    assert hold.is_due(MODEL, burst(size=int(BURST)), 4)
+    assert not hold.is_due(MODEL, burst(size=int(BURST) - 1), 4)
+    assert not hold.is_due(MODEL, [], 4)
+    assert not hold.is_due(StepTimeModel(), burst(), 4)
 
 
 def test_a_burst_that_takes_too_long_holds_nothing() -> None:
     hold = DecodeHold()
-    assert not hold.is_due(MODEL, burst(1.1 * LONGEST))
-    assert not hold.is_due(MODEL, burst(0.6 * LONGEST, waited=0.5 * LONGEST))
+    assert not hold.is_due(MODEL, burst(1.1 * LONGEST), 4)
+    assert not hold.is_due(MODEL, burst(0.6 * LONGEST, waited=0.5 * LONGEST), 4)
 
 
 def test_a_hold_goes_on_until_the_prompts_are_computed_or_it_is_too_long() -> None:
     hold = DecodeHold()
     hold.note(MODEL, PROMPTS, holds=True)
     held = MODEL.predict(PROMPTS)
-    assert hold.is_due(MODEL, burst(LONGEST - held - 0.1, size=1))
-    assert not hold.is_due(MODEL, burst(LONGEST - held + 0.1, size=1))
-    assert not hold.is_due(MODEL, [])
+    assert hold.is_due(MODEL, burst(LONGEST - held - 0.1, size=1), 4)
+    assert not hold.is_due(MODEL, burst(LONGEST - held + 0.1, size=1), 4)
+    assert not hold.is_due(MODEL, [], 4)
 
 
-def test_the_next_hold_comes_after_many_steps_and_is_as_long_as_they_were() -> None:
+def test_the_next_hold_comes_after_many_gaps_and_is_as_long_as_they_were() -> None:
     hold = DecodeHold()
     hold.note(MODEL, PROMPTS, holds=True)
-    for step in range(1, EVERY + 1):
+    for step in range(1, 3 * EVERY + 1):  # there are four streams, and eight more will be held
         hold.note(MODEL, DECODES, holds=False)
-        assert hold.is_possible == (step == EVERY)
-    passed = EVERY * MODEL.predict(DECODES)
-    assert hold.is_due(MODEL, burst(0.95 * passed))
-    assert not hold.is_due(MODEL, burst(1.05 * passed))
+        assert hold.is_due(MODEL, burst(0.1), 4) == (step == 3 * EVERY)
+    passed = 3 * EVERY * MODEL.predict(DECODES)
+    longest = min(passed, LONGEST)
+    assert hold.is_due(MODEL, burst(0.95 * longest), 4)
+    assert not hold.is_due(MODEL, burst(1.05 * longest), 4)
 
 
 @given(
@@ -71,7 +72,7 @@ def test_holds_are_rare_and_short_whatever_comes(
     decodes = StepLoad(decodes=streams)
     steps: list[bool] = []
     for seconds, size, waited in arrivals * 3:
-        holds = hold.is_due(MODEL, burst(seconds, size=size, waited=waited))
+        holds = hold.is_due(MODEL, burst(seconds, size=size, waited=waited), streams)
         hold.note(MODEL, PROMPTS if holds else decodes, holds=holds)
         steps.append(holds)
     groups = [(key, len(list(group))) for key, group in itertools.groupby(steps)]
@@ -80,7 +81,7 @@ def test_holds_are_rare_and_short_whatever_comes(
         if holds:
             assert number * own <= LONGEST + own
         if not holds and 0 < place < len(groups) - 1:
-            assert number >= EVERY
+            assert number * streams >= EVERY * streams
             following = groups[place + 1][1]
             assert (following - 1) * own <= number * other
 

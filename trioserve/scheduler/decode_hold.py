@@ -6,14 +6,14 @@ all prompts of a burst can be computed within :data:`LONGEST` seconds of its beg
 held meanwhile. Each stream then has one long gap instead of many middling ones. It ends no later,
 because the prompts have to be computed in any case, and the prompts' first tokens come sooner.
 
-Holds are rare and short. Between two of them are at least :data:`EVERY` steps with decodes, so no
-stream has more than one long gap in so many tokens, and the 99th percentile of its gaps doesn't
-show it. And a hold takes at most as long as all steps since the last one, so a long load of prompts
-halves the rate of streams at most.
+Holds are rare and short. At most one in :data:`EVERY` of the gaps since the last hold becomes long,
+so the 99th percentile doesn't show it. And a hold takes at most as long as all steps since the last
+one, so a long load of prompts halves the rate of streams at most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -26,7 +26,7 @@ BURST = 4.0
 LONGEST = 2.0
 """Most seconds of a hold, and from the first prompt's arrival to the hold's end."""
 EVERY = 100
-"""Steps with decodes between two holds."""
+"""Gaps of streams of which one may become long."""
 
 
 @attrs.define(eq=False)
@@ -37,27 +37,26 @@ class DecodeHold:
     """Time of the present hold so far; None without one."""
     _longest: float = attrs.field(init=False, default=LONGEST)
     """Most time of the present hold or the next one."""
-    _steps: int = attrs.field(init=False, default=EVERY)
-    """Steps with decodes since the last hold."""
+    _gaps: float = attrs.field(init=False, default=math.inf)
+    """Gaps of streams since the last hold: rows of decodes."""
 
-    @property
-    def is_possible(self) -> bool:
-        """True if there is a hold, or one could begin."""
-        return self._held is not None or self._steps >= EVERY
-
-    def is_due(self, model: StepTimeModel, prompts: Sequence[PromptWork]) -> bool:
+    def is_due(self, model: StepTimeModel, prompts: Sequence[PromptWork], num_decodes: int) -> bool:
         """Return True if the next step should hold the decodes.
 
         Args:
             model: Model of the step's time.
-            prompts: All prompts that wait or are being computed.
+            prompts: All prompts that wait or are being computed; they are streams soon.
+            num_decodes: Number of streams that decode.
         """
-        if not (prompts and model.is_known and self.is_possible):
+        if not (prompts and model.is_known):
             return False
         begun = max(self._held or 0.0, *(prompt.waited for prompt in prompts))
         if begun + sum(prompt.seconds(model) for prompt in prompts) > self._longest:
             return False
-        return self._held is not None or stretch_of(model, prompts) >= BURST
+        if self._held is not None:
+            return True
+        num_held = num_decodes + len(prompts)
+        return self._gaps >= EVERY * num_held and stretch_of(model, prompts) >= BURST
 
     def note(self, model: StepTimeModel, load: StepLoad, *, holds: bool) -> None:
         """Note a planned step, and whether decodes were held for it."""
@@ -66,6 +65,6 @@ class DecodeHold:
             self._held = (self._held or 0.0) + seconds
             return
         if self._held is not None:
-            self._held, self._longest, self._steps = None, 0.0, 0
+            self._held, self._longest, self._gaps = None, 0.0, 0
         self._longest = min(self._longest + seconds, LONGEST)
-        self._steps += load.decodes > 0
+        self._gaps += load.decodes
