@@ -89,7 +89,7 @@ def longest_step(decode: float, stretch: float, target: float | None) -> float:
         target: Target for the gap between two tokens in seconds; None derives it from ``decode``.
     """
     if target is None:
-        return decode * (1 + stretch ** (2 / 3))
+        return decode * (1 + math.pow(stretch, 2 / 3))
     return max(target, max(target, decode) * stretch / PATIENCE)
 
 
