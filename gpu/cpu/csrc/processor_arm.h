@@ -9,8 +9,9 @@ namespace trioserve::TRIOSERVE_ISA {
 // instruction empties the pipeline, which takes about as long as x86's pause.
 inline void pause() { asm volatile("isb"); }
 
-// Asks for a line of memory, into all caches or from the second one on.
-inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
-inline void prefetch_to_second(const void* at) { __builtin_prefetch(at, 0, 2); }
+// Ask for a line of memory, into all caches or from the second one on. gcc drops the calls of a function that
+// does nothing else, unless it has inlined them before it looks for such functions.
+[[gnu::always_inline]] inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+[[gnu::always_inline]] inline void prefetch_to_second(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 }  // namespace trioserve::TRIOSERVE_ISA
