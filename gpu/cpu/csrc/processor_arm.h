@@ -14,4 +14,7 @@ inline void pause() { asm volatile("isb"); }
 [[gnu::always_inline]] inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 [[gnu::always_inline]] inline void prefetch_to_second(const void* at) { __builtin_prefetch(at, 0, 2); }
 
+// Asks for a line that will be written.
+inline void prefetch_to_write(const void* at) { asm volatile("prfm pstl1keep, [%0]" ::"r"(at)); }
+
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -37,6 +37,20 @@ struct Ahead {
   int64_t stride, lines;
 };
 
+// Asks for the lines that write_totals() will write. A tile's are in as many places as it has rows, and
+// would be waited for one after the other.
+void prefetch_results(const Work& work, const Segment& segment, int64_t strip, int strips, Share rows) {
+  const int64_t size = work.to_float ? sizeof(float) : sizeof(bf16), stride = work.product.outputs * size;
+  const int64_t outputs = std::min(strips * kStrip, segment.outputs - strip * kStrip);
+  const char* first = static_cast<const char*>(work.y) + (segment.first + strip * kStrip) * size;
+  for (int64_t row = rows.first; row < rows.last; ++row) {
+    const char* begin = first + row * stride;
+    const char* last = begin + outputs * size - 1;
+    for (const char* at = begin; at < last; at += 64) prefetch_to_write(at);
+    prefetch_to_write(last);
+  }
+}
+
 class Cutter {
  public:
   Cutter(const Work& work, const Segment& segment, Region upcoming)
@@ -113,6 +127,7 @@ class Cutter {
       tile.totals =
           work_.totals + (in_pieces ? group * chunk.most_rows() * piece.strips * kStrip : 0);
       tile.ahead = ahead.first + group * lines_each * 64;
+      if (last) prefetch_results(work_, segment_, piece.strip, piece.strips, rows);
       tiles_.compute(segment_.kind, tile, plan, piece.strips);
       if (last)
         write_totals(work_, segment_, piece.strip, piece.strips, rows.first, tile.rows, tile.totals);
