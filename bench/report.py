@@ -243,11 +243,10 @@ def run_script(
 
 
 def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of options.
+    """Return a parser with an option of its default's type for each of ``defaults``.
 
-    Each of ``defaults`` is an option of the default's type. A sequence takes several values; an
-    empty list is a text that may be given several times. False is a switch, None is a text that may
-    be missing.
+    A sequence takes several values; an empty list is a text that may be given several times. False
+    is a switch, None is a text that may be missing.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,8 @@ class Target:
         return Verdict(against=against, reached=reached, rounds=rounds or None, **shown, **bounds)
 
 
+# llama.cpp alone is beside the kernels for AVX2: vLLM has none.
+_ONE, _MANY = (1.0, 1.5) if os.environ.get("TRIOSERVE_CPU_ISA") == "avx2" else (1.1, 1.6)
 _RATE, _TTFT, _GAPS = "tokens_per_second", "ttft_p50_ms", "itl_p99_ms"
 _WIDTHS, _PREFIX = "throughput", "shared_prefix"
 _SHARED = "1,000-token shared prefix"
@@ -62,7 +65,7 @@ _LEFT, _BURNT = "CPU burnt after 16 clients leave", "burnt_cpu_seconds"
 _STARTED, _FIRST = "start to first token, default model", "first_token_seconds"
 _PSS = ("memory (PSS), MiB", "memory", "")
 TARGETS = [
-    Target("1 stream, tokens/s", _WIDTHS, "1 stream", "bf16", _RATE, 1.1, "llama.cpp"),
+    Target("1 stream, tokens/s", _WIDTHS, "1 stream", "bf16", _RATE, _ONE, "llama.cpp"),
     Target("1 stream, tokens/s", _WIDTHS, "1 stream", "q8_0", _RATE, 1.6, "llama.cpp"),
     Target("1 stream, tokens/s", _WIDTHS, "1 stream", "q4_1", _RATE, 1.6, "llama.cpp"),
     Target("1 stream, TTFT p50", _WIDTHS, "1 stream", "bf16", _TTFT, 1.0, at_most=True),
@@ -70,7 +73,7 @@ TARGETS = [
         Target(f"{streams}, {what}", _WIDTHS, streams, "bf16", figure, bound, at_most=bound == 1.0)
         for streams in ("8 streams", "32 streams")
         for what, figure, bound in (
-            ("tokens/s", _RATE, 1.6),
+            ("tokens/s", _RATE, _MANY),
             ("TTFT p50", _TTFT, 1.0),
             ("TTFT p99", "ttft_p99_ms", 1.0),
             ("ITL p99", _GAPS, 1.0),
@@ -84,7 +87,7 @@ TARGETS = [
     Target(_LEFT, "cpu_after_leave", "", "bf16", _BURNT, 0.2, "vllm", at_most=True, unit="s"),
     Target(*_PSS, "q4_1", "pss_mib", 1.0, "llama.cpp", at_most=True),
     Target(*_PSS, "bf16", "pss_mib", 1.0, "llama.cpp", at_most=True),
-    Target(_STARTED, "start", "", "q4_1", _FIRST, 3.0, at_most=True, unit="s"),
+    Target(_STARTED, "start", "", "q4_1", _FIRST, 1.5, at_most=True, unit="s"),
 ]
 
 

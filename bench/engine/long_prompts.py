@@ -1,9 +1,9 @@
 """Running streams beside long prompts: ``python -m bench.engine.long_prompts``.
 
-Streams decode, and long prompts arrive among them, one after the other. For each target of
-``--itl-target-ms`` (0 for none): the gaps between the streams' tokens while a prompt is computed,
-beside those while none is, and how long the prompt takes to its first token. Engines take turns,
-each by itself.
+Streams decode, and long prompts arrive among them: single ones, and a burst. For each target of
+``--itl-target-ms`` (0 for none): the gaps between the streams' tokens while prompts are computed,
+beside those while none is, and how long the prompts take until all have their first token. Engines
+take turns, each by itself.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def gaps_within(times: Sequence[Sequence[float]], begin: float, end: float) -> l
 
 
 async def measure(
-    engine: Engine, lengths: Sequence[int], streams: int, seed: str
-) -> list[tuple[int, float, list[float]]]:
-    """Return each prompt's length, seconds to its first token, and gaps; length 0 is no prompt."""
+    engine: Engine, bursts: Sequence[tuple[int, int]], streams: int, seed: str
+) -> list[tuple[tuple[int, int], float, list[float]]]:
+    """Return each burst's number and length of prompts, seconds to all first tokens, and gaps."""
     rng = random.Random(seed)
     target = EmbeddedTarget(engine=engine, fields={"temperature": 0.0, "ignore_eos": True})
     times, calm = list[list[float]](), list[float]()
-    found = [(0, 0.0, calm)]
+    found = [((0, 0), 0.0, calm)]
 
     async def ask(length: int, max_tokens: int, record: Record) -> None:
         await target.ask({"prompt": random_ids(rng, length), "max_tokens": max_tokens}, record)
@@ -67,13 +67,14 @@ async def measure(
         while sum(map(bool, times)) < streams:
             await trio.sleep(0.01)
         await calm_down()
-        for length in lengths:
-            prompt = Record(started=trio.current_time())
-            await ask(length, 1, prompt)
-            gaps = gaps_within(times, prompt.started, prompt.chunks[0])
-            if not gaps:
-                raise ValueError(f"no stream got a token during a prompt of {length} tokens")
-            found.append((length, prompt.chunks[0] - prompt.started, gaps))
+        for number, length in bursts:
+            began = trio.current_time()
+            prompts = [Record(started=began) for _ in range(number)]
+            async with trio.open_nursery() as burst:
+                for prompt in prompts:
+                    burst.start_soon(ask, length, 1, prompt)
+            end = max(prompt.chunks[0] for prompt in prompts)
+            found.append(((number, length), end - began, gaps_within(times, began, end)))
             await calm_down()
         nursery.cancel_scope.cancel()
     return found
@@ -85,22 +86,25 @@ async def compare(
     model: str = MODEL,
     targets: Sequence[float] = (0.0, 20.0, 50.0, 100.0, 200.0),
     lengths: Sequence[int] = (1000, 4000),
-    streams: int = 8,
+    burst: int = 16,
+    streams: int = 16,
     rounds: int = 3,
 ) -> str:
     """Return a table of medians over the rounds."""
     all_of_it = Rounds()
+    bursts = [*((1, length) for length in lengths), (burst, lengths[0])]
     for number, target in in_turns(rounds, targets):
         async with open_engine(model, itl_target_ms=target or None) as engine:
-            for length, ttft, gaps in await measure(engine, lengths, streams, f"{target} {number}"):
+            for case, ttft, gaps in await measure(engine, bursts, streams, f"{target} {number}"):
                 spread = spread_of(gaps)
-                all_of_it.add((target, length), ttft=ttft, p50=spread.p50, p99=spread.p99)
+                all_of_it.add((target, *case), ttft=ttft, p50=spread.p50, p99=spread.p99)
     lines = []
-    for (target, length), of in sorted(all_of_it.medians().items()):
-        prompt = ["none", "", ""]
-        if length:
-            prompt = [f"{length:,}", f"{of['ttft']:.2f}", f"{length / of['ttft']:.0f}"]
-        name = f"{target:g} ms" if target else "none"
-        lines.append([name, *prompt, f"{of['p50']:.1f} · {of['p99']:.1f}"])
-    heads = ["target", "prompt", "TTFT s", "prompt tokens/s", "gap p50 · p99 ms"]
+    for (target, number, length), of in sorted(all_of_it.medians().items()):
+        prompts = ["none", "", ""]
+        if number:
+            name, rate = f"{number} x {length:,}", number * length / of["ttft"]
+            prompts = [name, f"{of['ttft']:.2f}", f"{rate:.0f}"]
+        gaps = f"{of['p50']:.1f} · {of['p99']:.1f}"
+        lines.append([f"{target:g} ms" if target else "none", *prompts, gaps])
+    heads = ["target", "prompts", "all first tokens s", "prompt tokens/s", "gap p50 · p99 ms"]
     return markdown(heads, lines)

@@ -11,9 +11,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 
-from bench.report import Rounds, in_turns, machine, markdown, script
+from bench.report import Made, Rounds, Verdict, in_turns, machine, markdown, script
 from gpu.cpu.library import load_library
 from gpu.cpu.products import Kind, PackedProduct, Pool, pack
 
@@ -25,6 +26,8 @@ Step = Callable[[torch.Tensor, torch.Tensor], None]
 def packed_step(weights: Sequence[torch.Tensor], kind: Kind, pool: Pool, most: int) -> Step:
     """Return a step of the compiled kernels for up to ``most`` rows."""
     products = [PackedProduct([pack(weight, kind, pool)]) for weight in weights]
+    for one, following in itertools.pairwise(products):
+        one.precedes(following)
     scratch = max((each.scratch(most, pool.threads) for each in products), key=len)
     out = torch.empty(most * 49152, dtype=torch.bfloat16)
 
@@ -51,7 +54,7 @@ def onednn_step(weights: Sequence[torch.Tensor]) -> Step:
 
 
 @script
-def measure(*, rows: Sequence[int] = (1, 8, 32, 128, 512), rounds: int = 7) -> str:
+def measure(*, rows: Sequence[int] = (1, 8, 32, 128, 512), rounds: int = 7) -> Made:
     """Return a table of rates in GFLOP/s, and of bf16's by oneDNN's."""
     load_library(os.environ.get("TRIOSERVE_CPU_ISA", "auto"))
     threads, found = machine()["cores"], Rounds()
@@ -67,10 +70,13 @@ def measure(*, rows: Sequence[int] = (1, 8, 32, 128, 512), rounds: int = 7) -> s
             began = time.perf_counter()
             steps[name](*inputs)
             found.add((count, name), rate=count * work / (time.perf_counter() - began))
-    rates = found.medians()
-    lines = []
+    rates, lines, verdicts = found.medians(), [], []
     for count in rows:
         ratio = found.ratio((count, "bf16"), (count, "oneDNN bf16"), "rate")
-        lines.append([count, *(f"{rates[count, name]['rate']:.0f}" for name in steps)])
-        lines[-1].append(f"{ratio:.2f}")
-    return markdown(["rows", *(f"{name}, GFLOP/s" for name in steps), "bf16 / oneDNN"], lines)
+        each = (f"{rates[count, name]['rate']:.0f}" for name in steps)
+        lines.append([count, *each, f"{ratio:.2f}"])
+        what, bound = f"bf16 products, {count} rows", 1.2 if count <= 32 else 0.9
+        one = Verdict(what=what, against="oneDNN bf16", bound=bound, reached=ratio, rounds=rounds)
+        verdicts.append(attrs.asdict(one))
+    heads = ["rows", *(f"{name}, GFLOP/s" for name in steps), "bf16 / oneDNN"]
+    return Made(markdown(heads, lines), {"verdicts": verdicts})

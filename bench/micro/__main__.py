@@ -24,8 +24,6 @@ _STEP_TARGETS = {256: 1.0, 4096: 4.0}
 CASES: dict[str, plain.Case] = {
     "pages": plain.pages,
     "prefix tree": plain.prefix_tree,
-    "plan message": plain.plan_message,
-    "result message": plain.result_message,
     "scheduler and wire": plain.scheduler_and_wire,
     "worker's slots": plain.worker_side,
     "detokenizer": plain.detokenizer,

@@ -34,7 +34,6 @@ from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
-from trioserve.scheduler.result_validation import Results
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer import Tokenizer
 
@@ -164,35 +163,6 @@ def prefix_tree(rows: int) -> Prepared:
     def run() -> None:
         for prompt in prompts:
             assert len(tree.match(("",), prompt, 2).nodes) == pages_each // 2
-
-    return Prepared(run)
-
-
-@plain
-def plan_message(rows: int) -> Prepared:
-    """Encode a plan of as many decodes, and decode it as the worker does."""
-    plan = Loop.of(rows).next_plan()
-
-    def run() -> None:
-        message = wire.decode(wire.encode(plan))
-        assert isinstance(message, wire.Plan)
-        wire.ints(message.row_slots).tolist()
-        wire.ints(message.row_counts).tolist()
-
-    return Prepared(run)
-
-
-@plain
-def result_message(rows: int) -> Prepared:
-    """Encode its result, decode it, and check it against the plan."""
-    loop = Loop.of(rows)
-    result = loop.answer_to(loop.next_plan().number)
-    plan = loop.core.in_flight[0]
-
-    def run() -> None:
-        message = wire.decode(wire.encode(result))
-        assert isinstance(message, wire.StepResult)
-        Results.read(message, plan, VOCAB_SIZE)
 
     return Prepared(run)
 

@@ -372,7 +372,7 @@ def test_a_verdict_says_how_many_rounds_it_is_from() -> None:
     assert verdict(judged, "start to first token, default model").rounds == 2
     assert verdict(judged, "CPU burnt after 16 clients leave").rounds == 2
     assert verdict(judged, "32 streams, tokens/s").rounds is None
-    assert "| ≤ 3 s | 3.75 s | 2 | **missed** |" in verdict_table(judged)
+    assert "| ≤ 1.5 s | 3.75 s | 2 | **missed** |" in verdict_table(judged)
 
 
 def test_a_case_that_was_disturbed_shows_among_many_that_were_not() -> None:

@@ -127,20 +127,25 @@ def seconds_of(plan: wire.Plan) -> float:
 async def test_gaps_while_a_long_prompt_is_computed(autojump_clock: MockClock) -> None:
     worker = FakeWorker(step_time=seconds_of, num_pages=1024, max_num_batched_tokens=96)
     async with open_fake_engine(lambda: worker) as engine:
-        calm, busy = await long_prompts.measure(engine, [640], 4, "seed")
-    assert (calm[0], busy[0]) == (0, 640)
+        calm, one, two = await long_prompts.measure(engine, [(1, 640), (2, 640)], 4, "seed")
+    assert (calm[0], one[0], two[0]) == ((0, 0), (1, 640), (2, 640))
     assert sorted(calm[2])[len(calm[2]) // 2] == pytest.approx(0.04)
     # A prompt may double the gaps, and takes twice as long as by itself.
-    assert sorted(busy[2])[len(busy[2]) // 2] == pytest.approx(0.08, rel=0.15)
-    assert busy[1] == pytest.approx(2 * 6.4, rel=0.15)
+    assert sorted(one[2])[len(one[2]) // 2] == pytest.approx(0.08, rel=0.15)
+    assert one[1] == pytest.approx(2 * 6.4, rel=0.15)
+    # Two of them are delayed more, and get more.
+    assert sorted(two[2])[len(two[2]) // 2] == pytest.approx(0.04 * (1 + 2 ** (2 / 3)), rel=0.15)
+    assert 2 * 6.4 < two[1] < 2 * one[1]
 
 
 def test_products_beside_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SHAPES", [(64, 576), (32, 1536)])
-    heads, _, one, two = products.measure(rows=(1, 3), rounds=1).splitlines()
+    made = products.measure(rows=(1, 3), rounds=1)
+    heads, _, one, two = made.table.splitlines()
     assert heads.startswith("| rows | oneDNN bf16, GFLOP/s | bf16, GFLOP/s | q8_0, GFLOP/s |")
     assert one.startswith("| 1 |")
     assert two.startswith("| 3 |")
+    assert [each["bound"] for each in made.facts["verdicts"]] == [1.2, 1.2]
 
 
 def test_gaps_are_counted_where_they_end() -> None:
