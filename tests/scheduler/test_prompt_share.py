@@ -81,7 +81,7 @@ def test_waiting_only_adds_to_the_stretch(queue: list[PromptWork], seconds: floa
 
 def test_a_target_holds_until_prompts_starve() -> None:
     assert longest_step(0.01, 1.0, None) == pytest.approx(0.02)
-    assert longest_step(0.01, 8.0, None) == pytest.approx(0.05)
+    assert longest_step(0.01, 4.0, None) == pytest.approx(0.05)
     assert longest_step(0.01, PATIENCE, 0.03) == pytest.approx(0.03)
     assert longest_step(0.01, 3 * PATIENCE, 0.03) == pytest.approx(0.09)
     assert longest_step(0.01, 1.0, 0.005) == pytest.approx(0.005)

@@ -23,7 +23,7 @@ from trioserve.scheduler.step_time import StepLoad, StepTimeModel
 
 BURST = 4.0
 """Stretch of a prompt from which prompts count as a burst."""
-LONGEST = 2.0
+LONGEST = 3.0
 """Most seconds of a hold, and from the first prompt's arrival to the hold's end."""
 EVERY = 100
 """Gaps of streams of which one may become long."""

@@ -3,12 +3,12 @@
 Every token of a prompt that a step computes delays the next token of all streams. The share follows
 from what a step costs (:mod:`~trioserve.scheduler.step_time`):
 
-- A step without prompts takes ``d`` seconds. With prompts it may take ``d * (1 + s ** (2 / 3))``,
-  where ``s`` is the stretch of the prompt that is delayed most: the time from its arrival to its
-  end, if prompts had the machine to themselves, by the time that it would take alone. If a step
-  takes ``d * y``, streams are stretched by ``y``, and this prompt by ``s * y / (y - 1)``. The sum
-  of the squares of both is smallest for this ``y``. So a single prompt doubles the gap between two
-  tokens, and a burst of 8 equal prompts makes it five times as long.
+- A step without prompts takes ``d`` seconds. With prompts it may take ``d * (1 + s)``, where ``s``
+  is the stretch of the prompt that is delayed most: the time from its arrival to its end, if
+  prompts had the machine to themselves, by the time that it would take alone. If a step takes
+  ``d * y``, streams are stretched by ``y``, and this prompt by ``s * y / (y - 1)``. The larger of
+  both is smallest for this ``y``. So a single prompt doubles the gap between two tokens, and a
+  burst of 4 equal prompts makes it five times as long.
 - A given target takes the place of this bound. Once the stretch exceeds :data:`PATIENCE`, the
   bound grows in proportion, so that prompts don't starve.
 - Without decodes, a step has so many tokens that its fixed cost is a small part of it. More would
@@ -89,7 +89,7 @@ def longest_step(decode: float, stretch: float, target: float | None) -> float:
         target: Target for the gap between two tokens in seconds; None derives it from ``decode``.
     """
     if target is None:
-        return decode * (1 + math.pow(stretch, 2 / 3))
+        return decode * (1 + stretch)
     return max(target, max(target, decode) * stretch / PATIENCE)
 
 
