@@ -134,7 +134,7 @@ async def test_gaps_while_a_long_prompt_is_computed(autojump_clock: MockClock) -
     assert sorted(one[2])[len(one[2]) // 2] == pytest.approx(0.08, rel=0.15)
     assert one[1] == pytest.approx(2 * 6.4, rel=0.15)
     # Two of them are delayed more, and get more.
-    assert sorted(two[2])[len(two[2]) // 2] == pytest.approx(0.04 * (1 + 2), rel=0.15)
+    assert sorted(two[2])[len(two[2]) // 2] == pytest.approx(0.04 * (1 + 2 ** (2 / 3)), rel=0.15)
     assert 2 * 6.4 < two[1] < 2 * one[1]
 
 

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.scheduler.prompt_share import (
+    FULL_RATE,
     OVERHEAD,
     PATIENCE,
+    SHORT,
     PromptWork,
     longest_step,
     response_ratio,
@@ -81,7 +83,7 @@ def test_waiting_only_adds_to_the_stretch(queue: list[PromptWork], seconds: floa
 
 def test_a_target_holds_until_prompts_starve() -> None:
     assert longest_step(0.01, 1.0, None) == pytest.approx(0.02)
-    assert longest_step(0.01, 4.0, None) == pytest.approx(0.05)
+    assert longest_step(0.01, 8.0, None) == pytest.approx(0.05)
     assert longest_step(0.01, PATIENCE, 0.03) == pytest.approx(0.03)
     assert longest_step(0.01, 3 * PATIENCE, 0.03) == pytest.approx(0.09)
     assert longest_step(0.01, 1.0, 0.005) == pytest.approx(0.005)
@@ -113,9 +115,19 @@ def test_the_step_is_as_long_as_it_may_be(
 
 
 def test_a_step_without_decodes_is_as_long_as_its_fixed_cost_suggests() -> None:
-    count = tokens_alone(MODEL, [PromptWork(remaining=8000)])
-    fixed = MODEL.coefficients[0]
-    assert fixed / (fixed + MODEL.seconds_of(int(count), 0)) == pytest.approx(OVERHEAD, rel=0.02)
+    model = known_model()
+    model.coefficients[0] = fixed = 4 * FIXED
+    count = tokens_alone(model, [PromptWork(remaining=8000)])
+    assert fixed / (fixed + model.seconds_of(int(count), 0)) == pytest.approx(OVERHEAD, rel=0.02)
+
+
+def test_a_step_without_decodes_has_products_at_their_full_rate_if_it_stays_short() -> None:
+    prompts = [PromptWork(remaining=8000)]
+    model = StepTimeModel()
+    for cost, expected in ((1e-4, FULL_RATE), (5e-3, SHORT / 5e-3)):
+        model.coefficients = [1e-6, DECODE, cost, 0.0]
+        model._num_with_decodes = model._kinds[True].number = 1
+        assert tokens_alone(model, prompts) == pytest.approx(expected)
 
 
 def test_a_step_without_decodes_has_no_limit_while_nothing_is_known() -> None:

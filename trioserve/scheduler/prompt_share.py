@@ -3,16 +3,16 @@
 Every token of a prompt that a step computes delays the next token of all streams. The share follows
 from what a step costs (:mod:`~trioserve.scheduler.step_time`):
 
-- A step without prompts takes ``d`` seconds. With prompts it may take ``d * (1 + s)``, where ``s``
-  is the stretch of the prompt that is delayed most: the time from its arrival to its end, if
-  prompts had the machine to themselves, by the time that it would take alone. If a step takes
-  ``d * y``, streams are stretched by ``y``, and this prompt by ``s * y / (y - 1)``. The larger of
-  both is smallest for this ``y``. So a single prompt doubles the gap between two tokens, and a
-  burst of 4 equal prompts makes it five times as long.
+- A step without prompts takes ``d`` seconds. With prompts it may take ``d * (1 + s ** (2 / 3))``,
+  where ``s`` is the stretch of the prompt that is delayed most: the time from its arrival to its
+  end, if prompts had the machine to themselves, by the time that it would take alone. If a step
+  takes ``d * y``, streams are stretched by ``y``, and this prompt by ``s * y / (y - 1)``. The sum
+  of the squares of both is smallest for this ``y``. So a single prompt doubles the gap between two
+  tokens, and a burst of 8 equal prompts makes it five times as long.
 - A given target takes the place of this bound. Once the stretch exceeds :data:`PATIENCE`, the
   bound grows in proportion, so that prompts don't starve.
-- Without decodes, a step has so many tokens that its fixed cost is a small part of it. More would
-  only make a new request wait longer for the next step.
+- Without decodes, a step has so many tokens that its fixed cost is a small part of it, and products
+  have their full rate. More would only make a new request wait longer for the next step.
 
 Prompts are computed in the order of the time that they have waited by the time that they still
 take: highest response ratio next (Brinch Hansen, 1971), with preemption at each step. Of two
@@ -34,6 +34,12 @@ PATIENCE = 10.0
 """Stretch of a prompt from which a given target grows."""
 OVERHEAD = 0.05
 """Part of a step without decodes that its fixed cost may be, if the tokens' limit allows it."""
+FULL_RATE = 256
+"""Tokens with which a step's products have their full rate. The fixed cost doesn't show it: reading
+the weights is hidden behind the arithmetic of many tokens, and determines the time of few.
+"""
+SHORT = 0.25
+"""Seconds that a step without decodes may take for the sake of that rate."""
 _GUESS = 1e-3
 """Seconds for a token, if nothing is known."""
 
@@ -89,7 +95,7 @@ def longest_step(decode: float, stretch: float, target: float | None) -> float:
         target: Target for the gap between two tokens in seconds; None derives it from ``decode``.
     """
     if target is None:
-        return decode * (1 + stretch)
+        return decode * (1 + math.pow(stretch, 2 / 3))
     return max(target, max(target, decode) * stretch / PATIENCE)
 
 
@@ -117,4 +123,6 @@ def tokens_alone(model: StepTimeModel, prompts: Sequence[PromptWork]) -> float:
     seconds = model.coefficients[FIXED] * (1 / OVERHEAD - 1)
     if not model.is_known or not seconds or not prompts:
         return math.inf
-    return max(model.tokens_within(seconds, prompts[0].context), 1.0)
+    context = prompts[0].context
+    least = min(model.tokens_within(SHORT, context), FULL_RATE)
+    return max(model.tokens_within(seconds, context), least, 1.0)
