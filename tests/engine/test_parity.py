@@ -73,7 +73,7 @@ def check_against(reference: Any, prompt_ids: list[int], output_ids: list[int]) 
 
 
 def compare_with(reference: Any, prompt_ids: list[int], output_ids: list[int]) -> int:
-    """As :func:`check_against`, always with the reference."""
+    """Compare as :func:`check_against` does, always with the reference."""
     near_ties = 0
     with torch.inference_mode():
         ids = torch.tensor([prompt_ids + output_ids])
