@@ -2,10 +2,12 @@
 
 They are cross-compiled, and QEMU runs them on a processor that has their instructions and no later
 ones. NEON's results have the bits of AVX2's. Nothing relies on that, but it is the sharpest test.
+With TRIOSERVE_WHEEL_KERNELS the kernels of a wheel for ARM are tested in place of g++'s.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import struct
@@ -35,12 +37,15 @@ from tests.gpu.cpu.test_elementwise import check_rounded
 from tests.gpu.cpu.test_products import activations, blocks_of, check, meant, random
 from tests.gpu.cpu.test_symbols import shared_names
 from trioserve.protocol.machine import ARCHITECTURES, Machine
+from trioserve.protocol.shipped_kernels import library_name
 
 ARM = ARCHITECTURES["AArch64"]
 COMPILER = "aarch64-linux-gnu-g++"
 PROCESSORS = {"neon": "neoverse-n1", "neon_bf16": "max"}
 """Processors that QEMU plays; the first has neither products of bfloat16 nor i8mm."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+WHEEL_KERNELS = os.environ.get("TRIOSERVE_WHEEL_KERNELS")
+"""The folder of a wheel's kernels, as for :file:`.ci/wheel_hook.py`; None to test g++'s."""
 NATIVE = "avx2"
 SHAPES = {
     (17, 64): (1, 2, 3, 4, 5, 6, 7, 32, 33, 130, 600),
@@ -91,11 +96,20 @@ def emulated(isa: str, program: Path, library: Path) -> Program:
 
 
 @pytest.fixture(scope="module")
-def arm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
-    """Return a program for each instruction set of ARM, with one library that has both."""
+def cross_compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the program for ARM, and one library that has both instruction sets."""
     emulator()
-    program, library = compiled(COMPILER, ARM, tmp_path_factory.mktemp("arm"))
-    return {isa: emulated(isa, program, library) for isa in ARM}
+    return compiled(COMPILER, ARM, tmp_path_factory.mktemp("arm"))
+
+
+@pytest.fixture(scope="module")
+def arm(cross_compiled: tuple[Path, Path]) -> dict[str, Program]:
+    """Return a program for each instruction set of ARM, with the library that is tested."""
+    program, library = cross_compiled
+    libraries = dict.fromkeys(ARM, library)
+    if WHEEL_KERNELS is not None:
+        libraries = {isa: Path(WHEEL_KERNELS) / library_name(isa) for isa in ARM}
+    return {isa: emulated(isa, program, libraries[isa]) for isa in ARM}
 
 
 @pytest.fixture(scope="module", params=ARM)
@@ -348,9 +362,9 @@ def test_the_library_finds_what_an_arm_processor_has(
         assert kernels.call_shared("detected_instructions") & 0xFFFFFFFF == found
 
 
-def test_all_symbols_name_their_instruction_set(arm: dict[str, Program]) -> None:
+def test_all_symbols_name_their_instruction_set(cross_compiled: tuple[Path, Path]) -> None:
     """No function of one instruction set is the other's, as in test_symbols."""
-    library = arm["neon"].library
+    _, library = cross_compiled
     shared = set.intersection(*(shared_names(library, ISAS[isa].kernels) for isa in ARM))
     assert {name for name in shared if "9trioserve9detection" not in name} <= {
         *("detected_instructions", "_init", "_fini"),
