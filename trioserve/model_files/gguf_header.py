@@ -245,11 +245,32 @@ class _Reader:
         if kind == _STRING:
             if length > _MAX_TEXTS:
                 raise self.damaged(f"an array of {length} texts; at most {_MAX_TEXTS} are read")
-            return [self.text() for _ in range(length)]
+            return self.texts(length)
         dtype = _SCALARS.get(kind)
         if dtype is None:
             raise self.damaged(f"an array in its header has the unknown type {kind}")
         return np.frombuffer(self.raw(dtype.itemsize * length), dtype)
+
+    def texts(self, length: int) -> list[str]:
+        """Read texts like :meth:`text`, in half the time: a tokenizer may have 100,000."""
+        read, unpack = self.file.read, _U64.unpack
+        most = min(self.size, _MAX_HEADER_BYTES)
+        texts: list[str] = []
+        position = self.position
+        for _ in range(length):
+            head = read(_U64.size)
+            size = unpack(head)[0] if len(head) == _U64.size else most
+            end = position + _U64.size + size
+            value = read(size) if end <= most else b""
+            if end > most or len(value) < size:
+                self.position = self.file.seek(position)
+                texts.append(self.text())  # It raises the error.
+                end = self.position
+            else:
+                texts.append(value.decode("utf-8"))
+            position = end
+        self.position = position
+        return texts
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return a tensor's name, shape (rows first), type number, and offset in the data."""
