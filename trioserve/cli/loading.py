@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import attrs
-import rich.console
-import rich.progress
 
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+
+if TYPE_CHECKING:
+    import rich.progress
 
 _log = get_logger("trioserve.cli.loading")
 
@@ -34,6 +36,9 @@ class LoadingReport:
 
     def __enter__(self) -> LoadingReport:
         if sys.stderr.isatty():
+            import rich.console
+            import rich.progress
+
             self._bars = rich.progress.Progress(
                 rich.progress.TextColumn("{task.description}"),
                 rich.progress.BarColumn(),
