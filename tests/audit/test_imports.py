@@ -80,7 +80,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
         "front_ends/__main__",
         "front_ends/processes/process",
         "observability/signals",
-        "workers/supervisor",
+        "workers/process",
     ]
     assert sorted(handlers) == sorted([
         *(f"trioserve/cli/{name}.py" for name in commands),

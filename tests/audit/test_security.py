@@ -43,7 +43,7 @@ ALLOWED = {
     "gpu/loading/devices.py ctypes.CDLL": "NVIDIA's driver, to learn whether there is one",
     "trioserve/protocol/gc_tuning.py ctypes.CDLL": "the C library, to give memory back",
     "gpu/constraints/grammar_trial.py ctypes.CDLL": "the C library, to measure memory",
-    "trioserve/workers/supervisor.py trio.lowlevel.open_process": "the worker",
+    "trioserve/workers/process.py trio.lowlevel.open_process": "the worker",
     "trioserve/front_ends/processes/process.py trio.lowlevel.open_process": "a front end",
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
     "trioserve/text/template_processes.py trio.lowlevel.open_process": (

@@ -12,7 +12,7 @@ from trioserve.front_ends.processes.pool import END_GRACE
 from trioserve.front_ends.processes.process import STOP_GRACE
 from trioserve.http.server.server import FINAL_GRACE
 from trioserve.observability.tracing import FLUSH_SECONDS
-from trioserve.workers.supervisor import QUIT_GRACE
+from trioserve.workers.process import QUIT_GRACE
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = " ".join((DOCS / "shutdown.md").read_text(encoding="utf-8").split())

@@ -30,7 +30,7 @@ from trioserve._util.child_process import KILL_GRACE
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError, WorkerLost
 from trioserve.protocol.grammar import Grammar
-from trioserve.workers import supervisor
+from trioserve.workers import process as worker_process
 from trioserve.workers.command import worker_command
 from trioserve.workers.link import NngLink
 from trioserve.workers.supervisor import Supervisor
@@ -217,7 +217,7 @@ async def test_a_poisoned_context_costs_the_process_and_missing_memory_does_not(
         program = FAILING.format(error=error)
         return [sys.executable, "-P", "-c", program, str(once), url], worker_command(url)[1]
 
-    monkeypatch.setattr(supervisor, "worker_command", failing_command)
+    monkeypatch.setattr(worker_process, "worker_command", failing_command)
     async with open_tiny_engine(tiny, max_plans_in_flight=2, max_num_batched_tokens=64) as engine:
         calm, disturbed = Answers(), Answers()
         await calm.ask_all(engine)
@@ -260,8 +260,8 @@ async def test_a_process_that_can_not_be_killed_holds_nobody_up(
     # There is no group of this number: process ids end before it.
     undead = Undead(pid=(1 << 31) - 1)
     with trio.fail_after(60):
-        await supervisor._stop(cast(trio.Process, undead), cast(NngLink, DeafLink()))
-    assert trio.current_time() == supervisor.QUIT_GRACE + KILL_GRACE
+        await worker_process._stop(cast(trio.Process, undead), cast(NngLink, DeafLink()))
+    assert trio.current_time() == worker_process.QUIT_GRACE + KILL_GRACE
     assert "worker can't be killed" in caplog.text
 
 
@@ -275,7 +275,7 @@ async def test_a_group_that_may_not_be_killed_holds_nobody_up(
 
     monkeypatch.setattr(os, "killpg", refuse)
     ended = Undead(pid=(1 << 31) - 1, returncode=1)
-    await supervisor._stop(cast(trio.Process, ended), cast(NngLink, DeafLink()))
+    await worker_process._stop(cast(trio.Process, ended), cast(NngLink, DeafLink()))
     assert trio.current_time() == KILL_GRACE
 
 
@@ -298,7 +298,7 @@ async def test_what_a_worker_has_started_ends_with_it() -> None:
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     assert child.is_running()
-    await supervisor._stop(process, cast(NngLink, DeafLink()))
+    await worker_process._stop(process, cast(NngLink, DeafLink()))
     with trio.fail_after(30):
         while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
             await trio.sleep(0.01)

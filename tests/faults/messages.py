@@ -33,7 +33,7 @@ from tests.faults.leftovers import (
 from tests.faults.load import Steady
 from tests.faults.stage import engine_over, model_named, sole_worker
 from trioserve import Engine
-from trioserve.workers import supervisor
+from trioserve.workers import process as worker_process
 from trioserve.workers.command import worker_command
 
 _STEPS_AFTER = 40
@@ -69,7 +69,7 @@ def damaged_worker(harm: Harm) -> Iterator[None]:
     def damaged_command(url: str) -> tuple[list[str], dict[str, str]]:
         return command(url, **attrs.asdict(harms.pop())) if harms else worker_command(url)
 
-    with mock.patch.object(supervisor, "worker_command", damaged_command):
+    with mock.patch.object(worker_process, "worker_command", damaged_command):
         yield
 
 

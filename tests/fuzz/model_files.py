@@ -22,7 +22,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.values import JSON, NUMBERS, TEXTS
 from trioserve.config import EngineConfig
 from trioserve.engine.loaded_model import LoadedModel
-from trioserve.engine.nursery import start_message
+from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.requests.request import ChatPrompt

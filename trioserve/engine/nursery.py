@@ -17,7 +17,6 @@ import functools
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
@@ -33,9 +32,8 @@ from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks, open_tasks
-from trioserve.model_files import locate
+from trioserve.engine.worker_start import locate_model, log_loaded, make_workers
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
-from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
 from trioserve.observability.tracing import open_tracing
@@ -49,10 +47,9 @@ from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer_task import TokenizerTask
 from trioserve.text.worker_validation import WorkerValidation
-from trioserve.workers.socket_folder import sweep_socket_folders
-from trioserve.workers.supervisor import OnProgress, Supervisor, Workers
+from trioserve.workers.process import OnProgress, Workers
+from trioserve.workers.supervisor import Supervisor
 
-_log = get_logger("trioserve.engine")
 _Engine = TypeVar("_Engine", bound=RequestEngine)
 
 
@@ -62,6 +59,7 @@ async def open_engine(
     *,
     on_progress: OnProgress | None = None,
     mock: wire.MockSteps | None = None,
+    while_loading: Callable[[], None] | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """Run an engine that serves ``model`` for as long as the block lasts.
@@ -70,6 +68,7 @@ async def open_engine(
         model: a known name, a folder, a GGUF file, a Hub id, or a whole configuration.
         on_progress: called while the model is loaded.
         mock: use a worker that computes nothing, and takes that long for a step: for measuring.
+        while_loading: called in a thread while the worker loads the model, such as for imports.
         options: fields of :class:`~trioserve.config.EngineConfig`, over those of a configuration.
 
     Raises:
@@ -82,7 +81,7 @@ async def open_engine(
     """
     config = EngineConfig.of(model, options)
     async with open_tracing(config.otlp_traces_endpoint) as tracing:
-        async with _open_worker(config, on_progress, mock) as engine:
+        async with _open_worker(config, on_progress, mock, while_loading) as engine:
             tracing.model_name = engine.model_name
             engine.on_request_end = tracing.request_ended
             engine.pooling.on_end = tracing.texts_ended
@@ -91,47 +90,40 @@ async def open_engine(
 
 @contextlib.asynccontextmanager
 async def _open_worker(
-    config: EngineConfig, on_progress: OnProgress | None, mock: wire.MockSteps | None
+    config: EngineConfig,
+    on_progress: OnProgress | None,
+    mock: wire.MockSteps | None,
+    while_loading: Callable[[], None] | None,
 ) -> AsyncIterator[Engine]:
     """Run the engine over a worker process of its own."""
     path = await locate_model(config)
-    loaded = await LoadedModel.read(config, path)
-    metrics = Metrics(loaded.name, config.metrics_prefix)
-    scheduler, supervisor = open_scheduler(config, path, metrics, on_progress, mock)
-    async with run_engine(
-        config, loaded, scheduler, metrics, supervisor, asks_idle_worker=True
-    ) as engine:
-        log_loaded(loaded.name, engine.ready)
-        loaded.log_defaults()
-        yield engine
-
-
-async def locate_model(config: EngineConfig) -> Path:
-    """Return the path of the model, fetched if need be. Socket folders of dead engines are removed.
-
-    Raises:
-        ModelLoadError: it can't be found.
-    """
-    await in_thread(sweep_socket_folders)
-    return await in_thread(lambda: locate(config.model, revision=config.revision))
+    workers = make_workers(config, path, on_progress, mock)
+    async with workers.process_ahead():
+        loaded = await LoadedModel.read(config, path)
+        metrics = Metrics(loaded.name, config.metrics_prefix)
+        scheduler, supervisor = open_scheduler(config, metrics, workers)
+        async with run_engine(
+            config,
+            loaded,
+            scheduler,
+            metrics,
+            supervisor,
+            asks_idle_worker=True,
+            while_loading=while_loading,
+        ) as engine:
+            log_loaded(loaded.name, engine.ready)
+            loaded.log_defaults()
+            yield engine
 
 
 def open_scheduler(
-    config: EngineConfig,
-    path: Path,
-    metrics: Metrics,
-    on_progress: OnProgress | None,
-    mock: wire.MockSteps | None,
+    config: EngineConfig, metrics: Metrics, workers: Workers
 ) -> tuple[Scheduler, Supervisor]:
-    """Return a scheduler, and the supervisor of the worker processes to be attached to it."""
+    """Return a scheduler, and the supervisor of the ``workers`` to be attached to it."""
     scheduler = Scheduler(config, metrics)
+    workers.weights = lambda: scheduler.weights.path
     supervisor = Supervisor(
-        open_worker=Workers(
-            start=start_message(config, path, mock),
-            start_timeout=config.worker_start_timeout,
-            on_progress=on_progress or (lambda _: None),
-            weights=lambda: scheduler.weights.path,
-        ).open,
+        open_worker=workers.open,
         max_restarts=config.max_worker_restarts,
         judge=scheduler.judge,
         worker_power=scheduler.worker_power,
@@ -139,55 +131,6 @@ def open_scheduler(
         on_replaced=metrics.worker_replaced,
     )
     return scheduler, supervisor
-
-
-def log_loaded(name: str, ready: wire.Ready) -> None:
-    """Log what a worker has loaded, and why it is slow, if it is."""
-    _log.info(
-        "model loaded",
-        model=name,
-        device=ready.device_name,
-        computing=ready.computing,
-        dtype=ready.dtype,
-        max_model_len=ready.max_model_len,
-        kv_cache_tokens=ready.num_pages * ready.page_size,
-        **({"host_tokens": ready.num_host_pages * ready.page_size} if ready.num_host_pages else {}),
-    )
-    if ready.warning:
-        _log.warning(ready.warning)
-
-
-def start_message(
-    config: EngineConfig, path: Path, mock: wire.MockSteps | None = None
-) -> wire.Start:
-    """Return the message that tells a worker what to load, with the options for workers."""
-    return wire.Start(
-        model=str(path.resolve()),
-        model_impl=config.model_impl,
-        device=config.device,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len or 0,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or 0,
-        page_size=config.block_size,
-        num_pages=config.num_gpu_blocks_override or 0,
-        kv_cache_dtype=config.kv_cache_dtype,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes or 0,
-        kv_offloading_bytes=config.kv_offloading_bytes or 0,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        num_threads=config.num_threads or 0,
-        cpu_isa=config.cpu_isa,
-        logprobs_mode=config.logprobs_mode,
-        max_logprobs=config.max_logprobs,
-        enforce_eager=config.enforce_eager,
-        deterministic=config.deterministic,
-        quantization=config.quantization,
-        tokenizer="" if config.tokenizer is None else str(Path(config.tokenizer).resolve()),
-        logits_processors=list(config.logits_processors),
-        max_lora_rank=config.max_lora_rank if config.serves_adapters else 0,
-        max_loras=config.max_loras,
-        mock=mock,
-    )
 
 
 @contextlib.asynccontextmanager
@@ -199,10 +142,12 @@ async def run_engine(
     supervisor: Supervisor,
     *,
     asks_idle_worker: bool = False,
+    while_loading: Callable[[], None] | None = None,
 ) -> AsyncIterator[Engine]:
     """Run an engine over any kind of worker; :func:`open_engine` gives it the real one.
 
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
+    ``while_loading`` is called in a thread, and done when the block begins.
     """
 
     schedulers = join_schedulers(
@@ -217,7 +162,17 @@ async def run_engine(
     async def start(tasks: EngineTasks) -> wire.Ready:
         nonlocal start_task
         start_task = tasks.start_soon
-        return await start_worker(tasks, config, schedulers, supervisor)
+        called = trio.Event()
+
+        async def call_meanwhile() -> None:
+            if while_loading is not None:
+                await in_thread(while_loading)
+            called.set()
+
+        tasks.start_soon(call_meanwhile)
+        ready = await start_worker(tasks, config, schedulers, supervisor)
+        await called.wait()
+        return ready
 
     async with run_tasks(
         config,

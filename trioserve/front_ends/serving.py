@@ -12,21 +12,23 @@ the command line's business.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import trio
 
+from trioserve import http
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.engine.nursery import open_engine
 from trioserve.engine.request_engine import RequestEngine
-from trioserve.front_ends.processes.serving import serve_with_front_ends
-from trioserve.http import create_app
-from trioserve.http.api.app import App
 from trioserve.http.server.listeners import OpenListeners, check_address
-from trioserve.http.server.server import serve_app
 from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown
-from trioserve.workers.supervisor import OnProgress
+from trioserve.workers.process import OnProgress
+
+if TYPE_CHECKING:
+    from trioserve.http.api.app import App
 
 
 async def serve(
@@ -62,6 +64,8 @@ async def serve(
     # Loading takes a while: an address in use should be told before it.
     await check_address(config)
     if config.api_server_count > 1:
+        from trioserve.front_ends.processes.serving import serve_with_front_ends
+
         return await serve_with_front_ends(
             config,
             shutdown=trio.Event() if shutdown is None else shutdown,
@@ -69,12 +73,14 @@ async def serve(
             mock=mock,
             task_status=task_status,
         )
-    async with open_engine(config.engine, on_progress=on_progress, mock=mock) as engine:
+    async with open_engine(
+        config.engine, on_progress=on_progress, mock=mock, while_loading=http.load
+    ) as engine:
         if config.served_model_name:
             engine.metrics.model_name = config.served_model_name[0]
         return await serve_engine(
             engine,
-            create_app(engine, config),
+            http.create_app(engine, config),
             config,
             shutdown=shutdown,
             task_status=task_status,
@@ -111,7 +117,7 @@ async def serve_engine(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(measure_loop_lag, engine.metrics.loop_lag)
-            num_cut = await serve_app(
+            num_cut = await http.serve_app(
                 app,
                 config,
                 listening=listening,

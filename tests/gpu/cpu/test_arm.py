@@ -2,7 +2,7 @@
 
 They are cross-compiled, and QEMU runs them on a processor that has their instructions and no later
 ones. NEON's results have the bits of AVX2's. Nothing relies on that, but it is the sharpest test.
-With TRIOSERVE_WHEEL_KERNELS the kernels of a wheel for ARM are tested in place of g++'s.
+With WHEEL_KERNELS the kernels of a wheel for ARM are tested in place of g++'s.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ COMPILER = "aarch64-linux-gnu-g++"
 PROCESSORS = {"neon": "neoverse-n1", "neon_bf16": "max"}
 """Processors that QEMU plays; the first has neither products of bfloat16 nor i8mm."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-WHEEL_KERNELS = os.environ.get("TRIOSERVE_WHEEL_KERNELS")
-"""The folder of a wheel's kernels, as for :file:`.ci/wheel_hook.py`; None to test g++'s."""
+WHEEL_KERNELS = os.environ.get("WHEEL_KERNELS")
+"""The folder of a wheel's kernels for ARM; None to test g++'s."""
 NATIVE = "avx2"
 SHAPES = {
     (17, 64): (1, 2, 3, 4, 5, 6, 7, 32, 33, 130, 600),

@@ -19,7 +19,7 @@ from tests.support.kernels import isas, kernels_of_each_isa
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import make_tiny
 from trioserve import EngineConfig
-from trioserve.engine.nursery import start_message
+from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import KERNEL_FEATURES, Machine

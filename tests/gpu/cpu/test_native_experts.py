@@ -37,7 +37,7 @@ from tests.support.plans import PlanMaker
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import EXPERT_FAMILIES, make_tiny
 from trioserve import EngineConfig
-from trioserve.engine.nursery import start_message
+from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 
 try:

@@ -15,7 +15,7 @@ from trioserve import EngineConfig, ModelLoadError
 from trioserve.cli import loading as cli_loading
 from trioserve.cli.loading import LoadingReport
 from trioserve.engine.loaded_model import LoadedModel
-from trioserve.engine.nursery import start_message
+from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol import wire
 from trioserve.requests.request import ChatPrompt

@@ -32,8 +32,8 @@ from trioserve.observability.task_dump import reporting
 from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
 from trioserve.protocol.version import __version__
 from trioserve.workers.command import package_environment
+from trioserve.workers.process import describe_exit
 from trioserve.workers.socket_folder import SocketFolder
-from trioserve.workers.supervisor import describe_exit
 
 START_TIMEOUT = 120.0
 """Seconds for the process to start, import its libraries and read the tokenizer."""

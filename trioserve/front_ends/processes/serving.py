@@ -10,14 +10,15 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.engine.nursery import locate_model, log_loaded, open_scheduler
+from trioserve.engine.nursery import open_scheduler
+from trioserve.engine.worker_start import locate_model, log_loaded, make_workers
 from trioserve.front_ends.processes.pool import ProcessPool
 from trioserve.front_ends.server.engine_server import open_host
 from trioserve.http.server.listeners import open_shared_listening, removing_socket_file
 from trioserve.model_files import task_of
 from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire
-from trioserve.workers.supervisor import OnProgress
+from trioserve.workers.process import OnProgress
 
 
 async def serve_with_front_ends(
@@ -33,7 +34,8 @@ async def serve_with_front_ends(
     task = await trio.to_thread.run_sync(task_of, path)
     name = (config.served_model_name or (_name_of(config, path),))[0]
     metrics = Metrics(name, config.engine.metrics_prefix)
-    scheduler, supervisor = open_scheduler(config.engine, path, metrics, on_progress, mock)
+    workers = make_workers(config.engine, path, on_progress, mock)
+    scheduler, supervisor = open_scheduler(config.engine, metrics, workers)
     async with open_host(config, scheduler, supervisor, metrics, task=task) as engine_server:
         log_loaded(name, engine_server.ready)
         listening = await open_shared_listening(config, config.api_server_count)

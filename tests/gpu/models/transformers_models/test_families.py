@@ -18,7 +18,7 @@ from tests.support.plans import GREEDY, PlanMaker, RecordingSampler, outputs_ove
 from tests.support.rounding import apart, terms_of_folder
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny
 from trioserve import EngineConfig
-from trioserve.engine.nursery import start_message
+from trioserve.engine.worker_start import start_message
 
 PAGE_SIZE, NUM_PAGES = 4, 64
 

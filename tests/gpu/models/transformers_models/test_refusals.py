@@ -25,7 +25,7 @@ from tests.gpu.models.transformers_models.models import FAMILIES, UNSERVED, make
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import make_tiny
 from trioserve import EngineConfig
-from trioserve.engine.nursery import start_message
+from trioserve.engine.worker_start import start_message
 from trioserve.model_files import TransformersConfig, open_model
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import extra_advice
