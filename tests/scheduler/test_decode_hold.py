@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.test_prompt_pace import MACHINES, Life
-from trioserve.scheduler.decode_hold import BURST, EVERY, LONGEST, DecodeHold
+from trioserve.scheduler.decode_hold import BURST, EVERY, LONGEST, MOST, DecodeHold
 from trioserve.scheduler.prompt_share import PromptWork
 from trioserve.scheduler.step_time import StepLoad, StepTimeModel
 
@@ -18,72 +18,89 @@ MODEL.observe(StepLoad(decodes=4), 0.01)
 MODEL.observe(StepLoad(decodes=4, prompt_tokens=100), 0.06)
 SECOND = round(1 / MODEL.seconds_of(1, 0))
 """Tokens of prompts that take a second."""
-DECODES, PROMPTS = StepLoad(decodes=4), StepLoad(prompt_tokens=SECOND // 10)
 
 
 def burst(seconds: float = 1.0, *, size: int = 8, waited: float = 0.0) -> list[PromptWork]:
     return [PromptWork(remaining=int(seconds * SECOND / size), waited=waited)] * size
 
 
+def is_due(hold: DecodeHold, prompts: list[PromptWork], streams: int = 4, now: float = 0) -> bool:
+    return hold.is_due(MODEL, prompts, streams, now)
+
+
 def test_a_hold_begins_with_a_burst_alone() -> None:
     hold = DecodeHold()
-    assert hold.is_due(MODEL, burst(), 4)
-    assert hold.is_due(MODEL, burst(size=int(BURST)), 4)
-    assert not hold.is_due(MODEL, burst(size=int(BURST) - 1), 4)
-    assert not hold.is_due(MODEL, [], 4)
-    assert not hold.is_due(StepTimeModel(), burst(), 4)
+    assert is_due(hold, burst())
+    assert is_due(hold, burst(size=int(BURST)))
+    assert not is_due(hold, burst(size=int(BURST) - 1))
+    assert not is_due(hold, [])
+    assert not hold.is_due(StepTimeModel(), burst(), 4, 0.0)
 
 
 def test_a_burst_that_takes_too_long_holds_nothing() -> None:
     hold = DecodeHold()
-    assert not hold.is_due(MODEL, burst(1.1 * LONGEST), 4)
-    assert not hold.is_due(MODEL, burst(0.6 * LONGEST, waited=0.5 * LONGEST), 4)
+    assert not is_due(hold, burst(1.1 * LONGEST))
+    assert not is_due(hold, burst(0.6 * LONGEST, waited=0.5 * LONGEST))
 
 
 def test_a_hold_goes_on_until_the_prompts_are_computed_or_it_is_too_long() -> None:
     hold = DecodeHold()
-    hold.note(MODEL, PROMPTS, holds=True)
-    held = MODEL.predict(PROMPTS)
-    assert hold.is_due(MODEL, burst(LONGEST - held - 0.1, size=1), 4)
-    assert not hold.is_due(MODEL, burst(LONGEST - held + 0.1, size=1), 4)
-    assert not hold.is_due(MODEL, [], 4)
+    hold.note(0, 4, now=10.0)
+    assert is_due(hold, burst(LONGEST - 1.1, size=1), now=11.0)
+    assert not is_due(hold, burst(LONGEST - 0.9, size=1), now=11.0)
+    assert not is_due(hold, [], now=11.0)
 
 
-def test_the_next_hold_comes_after_many_gaps_and_is_as_long_as_they_were() -> None:
+def test_the_next_hold_comes_after_many_steps_and_is_as_long_as_the_time_between() -> None:
     hold = DecodeHold()
-    hold.note(MODEL, PROMPTS, holds=True)
-    for step in range(1, 3 * EVERY + 1):  # there are four streams, and eight more will be held
-        hold.note(MODEL, DECODES, holds=False)
-        assert hold.is_due(MODEL, burst(0.1), 4) == (step == 3 * EVERY)
-    passed = 3 * EVERY * MODEL.predict(DECODES)
-    longest = min(passed, LONGEST)
-    assert hold.is_due(MODEL, burst(0.95 * longest), 4)
-    assert not hold.is_due(MODEL, burst(1.05 * longest), 4)
+    hold.note(0, 4, now=10.0)
+    hold.note(4, 0, now=11.0)
+    for step in range(1, EVERY + 1):
+        assert is_due(hold, burst(0.5), now=12.0) == (step == EVERY)
+        hold.note(4, 0, now=12.0)
+    assert is_due(hold, burst(0.95), now=12.0)
+    assert not is_due(hold, burst(1.05), now=12.0)
+    hold.note(0, 4, now=12.0)
+    assert is_due(hold, burst(0.4), now=12.5)
+    assert not is_due(hold, burst(0.6), now=12.5)
+
+
+def test_a_hold_of_many_streams_comes_after_as_many_gaps() -> None:
+    """It may hold all that decode, and all whose prompts it computes."""
+    hold = DecodeHold()
+    assert not is_due(hold, burst(), MOST - 7)
+    assert is_due(hold, burst(), MOST - 8)
+    hold.note(0, MOST, now=10.0)
+    for step in range(3 * EVERY + 1):
+        hold.note(4, 0, now=20.0)
+        assert is_due(hold, burst(0.1), now=30.0) == (step >= 3 * EVERY - 1)
 
 
 @given(
     st.lists(st.tuples(st.floats(0.01, 3), st.integers(1, 20), st.floats(0, 2)), max_size=300),
-    st.integers(1, 64),
+    st.integers(1, MOST),
 )
 def test_holds_are_rare_and_short_whatever_comes(
     arrivals: list[tuple[float, int, float]], streams: int
 ) -> None:
     hold = DecodeHold()
-    decodes = StepLoad(decodes=streams)
-    steps: list[bool] = []
-    for seconds, size, waited in arrivals * 3:
-        holds = hold.is_due(MODEL, burst(seconds, size=size, waited=waited), streams)
-        hold.note(MODEL, PROMPTS if holds else decodes, holds=holds)
+    seconds = {True: 0.1, False: 0.03}
+    steps, now = list[bool](), 0.0
+    for size in arrivals * 3:
+        holds = is_due(hold, burst(size[0], size=size[1], waited=size[2]), streams, now)
+        hold.note(0 if holds else streams, streams if holds else 0, now)
         steps.append(holds)
+        now += seconds[holds]
     groups = [(key, len(list(group))) for key, group in itertools.groupby(steps)]
-    own, other = MODEL.predict(PROMPTS), MODEL.predict(decodes)
     for place, (holds, number) in enumerate(groups):
         if holds:
-            assert number * own <= LONGEST + own
+            assert (number - 1) * seconds[True] <= LONGEST
         if not holds and 0 < place < len(groups) - 1:
-            assert number * streams >= EVERY * streams
+            assert number >= EVERY
             following = groups[place + 1][1]
-            assert (following - 1) * own <= number * other
+            assert (following - 1) * seconds[True] <= number * seconds[False]
+    gaps = streams * steps.count(False)
+    assert EVERY * streams * [key for key, _ in groups].count(True) <= gaps + MOST * EVERY
 
 
 @pytest.mark.parametrize("limits", [{"itl_target": 0.03}, {"scheduling_policy": "priority"}])

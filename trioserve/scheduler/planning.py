@@ -86,7 +86,8 @@ class Planner:
             self._plan_decodes(decodes, builder)
             prefills = [each for each in prefills if each.holds_slot]
             self._prompts.plan(prefills, may_enter, builder, now)
-        self._state.decode_hold.note(self._state.step_times, builder.load, holds=holds)
+        num_held = len(decodes) if holds else 0
+        self._state.decode_hold.note(builder.load.decodes, num_held, now)
 
     def _split_running(self) -> tuple[Ints, list[SequenceState]]:
         """Return the places of the sequences that decode, and the sequences in prefill."""
@@ -118,7 +119,7 @@ class Planner:
         if state.fault_isolation.restricts or not len(decodes):
             return False
         prompts = self._prompts.works(prefills, may_enter, plan, now)
-        return state.decode_hold.is_due(state.step_times, prompts, len(decodes))
+        return state.decode_hold.is_due(state.step_times, prompts, len(decodes), now)
 
     def _plan_decodes(self, decodes: Ints, builder: PlanBuilder) -> None:
         """Give each decoding sequence its row."""
