@@ -74,6 +74,13 @@ def load_library(isa: str = "auto", on_progress: OnProgress | None = None) -> Li
     raise LibraryBuildError(f"the processor or its system doesn't allow {wanted[-1].name}")
 
 
+def prefer(isa: Isa | None) -> Isa | None:
+    """Let ``auto`` stand for ``isa``; return what it stood for. None: the fastest there is."""
+    global _preferred
+    before, _preferred = _preferred, isa
+    return before
+
+
 def _open(isa: Isa, on_progress: OnProgress | None) -> Library:
     library = _libraries.get(isa.name)
     if library is None:

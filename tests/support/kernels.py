@@ -42,9 +42,8 @@ def kernels_of_each_isa(names: Sequence[str]) -> list[object]:
 @contextmanager
 def computing_with(name: str) -> Iterator[Library]:
     """Have ``auto`` stand for an instruction set, or for one of :data:`OTHERS`."""
-    before = libraries._preferred
-    libraries._preferred = OTHERS.get(name) or ISAS[name]
+    before = libraries.prefer(OTHERS.get(name) or ISAS[name])
     try:
         yield load_library()
     finally:
-        libraries._preferred = before
+        libraries.prefer(before)
