@@ -155,12 +155,12 @@ def readme_figures(folder: Path = RESULTS / README_MACHINE) -> str:
     lines.append(["CPU time after 16 clients left", *burnt])
     events = json.loads((folder / "sse.json").read_text())
     (ratio,) = [v["reached"] for v in events["verdicts"] if "SSE event, 256" in v["what"]]
-    ours, theirs = (figure("1 stream", f"{name} q4_1") for name in ("trioserve", "llama.cpp"))
+    four_bits = table_cells(folder / "throughput_q4_1.json")["1 stream", "llama.cpp q4_1"]
     return (
         f"{markdown(['', 'trioserve', 'vLLM', 'llama.cpp'], lines)}\n\n"
-        f"With the 4-bit weights of the model's own file one stream gets {ours} tokens/s "
-        f"(llama.cpp {theirs}).\nAn event of a stream costs {ratio:.2f} times the CPU time "
-        f"that it costs under uvicorn."
+        f"With the 4-bit weights of the model's own file one stream gets "
+        f"{four_bits['tokens/s: trioserve / this']} times llama.cpp's tokens/s.\n"
+        f"An event of a stream costs {ratio:.2f} times the CPU time that it costs under uvicorn."
     )
 
 

@@ -19,7 +19,7 @@ from functools import partial
 import attrs
 import trio
 
-from bench.compare.contest import Notes, busy_cases, contest, table
+from bench.compare.contest import Notes, Row, busy_cases, contest, table
 from bench.compare.scenarios import (
     PROMPTS,
     SHARED_PREFIX,
@@ -150,12 +150,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if notes.failures else 0
 
 
+def table_name(row: Row) -> str:
+    """Return the name of a row's table: formats of the weights are measured one after the other."""
+    apart = row.scenario == THROUGHPUT.name and row.format != "bf16"
+    return f"{row.scenario}_{row.format}" if apart else row.scenario
+
+
 def report(notes: Notes, options: argparse.Namespace) -> None:
     """Print tables, targets and failures; save a file for each table if asked."""
-    for scenario in dict.fromkeys(row.scenario for row in notes.rows):
-        rows = [row for row in notes.rows if row.scenario == scenario]
+    for name in dict.fromkeys(map(table_name, notes.rows)):
+        rows = [row for row in notes.rows if table_name(row) == name]
         verdicts = [verdict for verdict in judge(rows) if verdict.met is not None]
-        print(f"\n### {scenario.replace('_', ' ')}\n\n{table(rows)}")
+        print(f"\n### {name.replace('_', ' ')}\n\n{table(rows)}")
         if verdicts:
             print(f"\n{verdict_table(verdicts)}")
         busy = busy_cases(rows)
@@ -163,13 +169,13 @@ def report(notes: Notes, options: argparse.Namespace) -> None:
             print(f"\nthe machine wasn't quiet: {max(busy.values()):.2f} cores were busy elsewhere")
         if options.save:
             facts = {
-                "servers": notes.servers[scenario],
+                "servers": notes.servers[rows[0].scenario],
                 "options": asked(options),
                 "failures": notes.failures,
                 "busy": busy,
                 "verdicts": [attrs.asdict(verdict) for verdict in verdicts],
             }
-            print(f"\nsaved to {save(options.save, scenario, table(rows), **facts)}")
+            print(f"\nsaved to {save(options.save, name, table(rows), **facts)}")
     for failure in notes.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ import trio
 
 from bench.compare import __main__ as compare
 from bench.compare import contest, scenarios
-from bench.compare.__main__ import parts_of
+from bench.compare.__main__ import parts_of, table_name
 from bench.compare.contest import Notes, Row, busy_cases, ratios, table
 from bench.compare.scenarios import (
     PROMPTS,
@@ -499,3 +499,18 @@ def test_no_scenario_asks_what_another_has_asked(monkeypatch: pytest.MonkeyPatch
         for round in range(3):
             scenario.turns(round)
     assert len(asked) == len(set(asked)) == 44
+
+
+@pytest.mark.parametrize(
+    ("scenario", "format", "name"),
+    [
+        ("throughput", "bf16", "throughput"),
+        ("throughput", "q4_1", "throughput_q4_1"),
+        ("memory", "q4_1", "memory"),
+    ],
+)
+def test_formats_of_throughput_have_tables_of_their_own(
+    scenario: str, format: str, name: str
+) -> None:
+    row = Row(scenario=scenario, case="", server="ours", format=format, round=0, values={})
+    assert table_name(row) == name
