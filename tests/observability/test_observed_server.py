@@ -106,6 +106,6 @@ async def test_an_error_of_the_server_comes_out_as_it_is(monkeypatch: pytest.Mon
         raise TrioserveError("no place to listen")
 
     monkeypatch.setattr(serving, "open_engine", lambda *_, **__: open_fake_engine())
-    monkeypatch.setattr(serving, "serve_app", fail)
+    monkeypatch.setattr("trioserve.http.serve_app", fail)
     with pytest.raises(TrioserveError, match="no place to listen"):
         await serve(ServerConfig(engine=EngineConfig("m"), port=0))

@@ -25,9 +25,19 @@ def workers_of(path: Path) -> Workers:
     return make_workers(EngineConfig(str(path)), path, None, None)
 
 
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Note the processes that other tests have started."""
+    _others.clear()
+    _others.update(each.pid for each in psutil.Process().children())
+
+
+_others: set[int] = set()
+
+
 def started() -> list[int]:
-    """Return the processes that this one has started."""
-    return [each.pid for each in psutil.Process().children()]
+    """Return the processes that this one has started since the test began."""
+    return [each.pid for each in psutil.Process().children() if each.pid not in _others]
 
 
 async def test_the_first_worker_takes_the_process_and_the_next_has_its_own(tiny: Path) -> None:
