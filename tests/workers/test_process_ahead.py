@@ -25,14 +25,15 @@ def workers_of(path: Path) -> Workers:
     return make_workers(EngineConfig(str(path)), path, None, None)
 
 
+_others: set[int] = set()
+"""Processes that other tests have started."""
+
+
 @pytest.fixture(autouse=True)
 def others() -> None:
     """Note the processes that other tests have started."""
     _others.clear()
     _others.update(each.pid for each in psutil.Process().children())
-
-
-_others: set[int] = set()
 
 
 def started() -> list[int]:

@@ -46,6 +46,11 @@ class DecodeHold:
     _steps: int = attrs.field(init=False, default=EVERY)
     """Steps with decodes since the last hold."""
 
+    @property
+    def is_possible(self) -> bool:
+        """True if there is a hold, or one could begin."""
+        return self._began is not None or self._steps >= EVERY
+
     def is_due(
         self, model: StepTimeModel, prompts: Sequence[PromptWork], num_decodes: int, now: float
     ) -> bool:
@@ -57,7 +62,7 @@ class DecodeHold:
             num_decodes: Number of streams that decode.
             now: Time.
         """
-        if not (prompts and model.is_known):
+        if not (prompts and model.is_known and self.is_possible):
             return False
         began = now if self._began is None else self._began
         passed = max(now - began, *(prompt.waited for prompt in prompts))
@@ -66,8 +71,8 @@ class DecodeHold:
             return False
         if self._began is not None:
             return True
-        is_allowed = self._steps >= EVERY and self._gaps >= EVERY * (num_decodes + len(prompts))
-        return is_allowed and stretch_of(model, prompts) >= BURST
+        has_gaps = self._gaps >= EVERY * (num_decodes + len(prompts))
+        return has_gaps and stretch_of(model, prompts) >= BURST
 
     def note(self, num_decodes: int, num_held: int, now: float) -> None:
         """Note a planned step: its decodes, and the number of streams that are held for it."""

@@ -116,7 +116,7 @@ class Planner:
         state, limits = self._state, self._state.limits
         if limits.itl_target is not None or limits.scheduling_policy == "priority":
             return False
-        if state.fault_isolation.restricts or not len(decodes):
+        if not state.decode_hold.is_possible or state.fault_isolation.restricts or not len(decodes):
             return False
         prompts = self._prompts.works(prefills, may_enter, plan, now)
         return state.decode_hold.is_due(state.step_times, prompts, len(decodes), now)
