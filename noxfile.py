@@ -22,6 +22,10 @@ nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "docs", "tests"]
 nox.options.default_venv_backend = "none"
 
+# Bytecode is kept, whatever the machine says: each process would compile its sources again. It is
+# written at a module's first import, because packages hold far more than is ever imported.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+
 # nox looks for uv, which no task here uses; that it found none reads like an error.
 logging.getLogger("nox").addFilter(lambda record: "uv binary" not in str(record.msg))
 
@@ -51,7 +55,7 @@ def environment(
     if note.exists() and note.read_text() == wanted:
         return python
     session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder))
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
     session.log(f"installing into {folder.relative_to(ROOT)}, torch included: a minute or more")
     # On stderr, which shows pip's progress and keeps stdout for what a task itself prints.
     session.run(
@@ -96,14 +100,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, in one process per core; what follows ``--`` goes to pytest."""
+    """Run the tests, in three processes for two cores; what follows ``--`` goes to pytest."""
     python = development(session)
-    # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
-    # another test on two cores would wait for each other in turns, so each has one.
-    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadscope")
-    # Bytecode is kept, whatever the machine says: many tests start a server, which would compile
-    # its sources each time.
-    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    # Many tests wait for a process that starts. Tests of one module share what takes long to set
+    # up. Two OpenMP threads of one test beside another test on two cores would wait for each other
+    # in turns, so each has one.
+    processes = min((os.cpu_count() or 1) * 3 // 2, 8)
+    parallel = ("-n", str(max(processes, 1)), "--dist", "loadscope")
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     session.run(python, "-m", "pytest", *parallel, *session.posargs, env=env)
 
 

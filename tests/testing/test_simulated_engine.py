@@ -34,7 +34,7 @@ from trioserve.testing.simulation.command import Totals, main, run_seeds
 from trioserve.testing.simulation.expected import expected_outputs, ids_of
 from trioserve.testing.simulation.scenario import AdapterChange, seed_of
 
-SECONDS = 60.0
+SECONDS = 30.0
 FEWEST_SEEDS, MOST_SEEDS = 120, 1500
 """Run however slow the machine is, so that the time can't be over before anything happened; and
 however fast it is, so that it tries no life that others can't."""
@@ -42,7 +42,7 @@ however fast it is, so that it tries no life that others can't."""
 
 def test_nothing_goes_wrong_in_many_lives_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
     totals, started = Totals(), time.monotonic()
-    for report in run_seeds(itertools.count(), seconds=30 * SECONDS):
+    for report in run_seeds(itertools.count(), seconds=60 * SECONDS):
         totals.add(report)
         totals.seconds = time.monotonic() - started
         assert report.violation is None, (
