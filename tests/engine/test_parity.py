@@ -44,7 +44,7 @@ def prompts() -> list[str]:
     shared = _TEXT[:1200]
     begin_alike = [shared + ending for ending in ("", " Therefore", "\n\nIn short,", " 1.")]
     slices = [_TEXT[start : start + 40 * (start // 500 + 1)] for start in range(0, 3500, 500)]
-    long = [_TEXT[:6500], _TEXT[3000:8000]]
+    long = [_TEXT[:6500], _TEXT[3000:9000]]
     return short + begin_alike + slices + long
 
 

@@ -92,10 +92,11 @@ async def test_tokens_are_those_without_the_pause(tiny: Path, mode: str, depth: 
             assert held.num_running == (0 if mode == "retract" else len(running))
             for number in late:
                 nursery.start_soon(answers.ask, engine, number)
+            num_waiting = len(late) + (len(running) if mode == "retract" else 0)
+            while engine.statistics().scheduler.num_waiting < num_waiting:
+                await trio.sleep(0.01)
             assert await steps_in(engine, 0.1) == 0
-            assert engine.statistics().scheduler.num_waiting == len(late) + (
-                len(running) if mode == "retract" else 0
-            )
+            assert engine.statistics().scheduler.num_waiting == num_waiting
             assert engine.healthy
             engine.check_integrity()
             assert all(len(answers.tokens[number]) < LENGTH for number in running)

@@ -1,4 +1,4 @@
-"""Every planted defect is caught, and the script that says so can say otherwise."""
+"""Planted defects are caught, and the script that says so can say otherwise."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from tests.kernels.planted_defects import DEFECTS, Defect
 TESTS = "test_combine_partials.py -k log_sums_far"
 
 
-def test_every_planted_defect_is_caught() -> None:
-    """Without defects the same tests are run by their own files, and by test_sanitizers.py."""
-    outcomes = run_all(DEFECTS)
+def test_planted_defects_are_caught() -> None:
+    """Try every fourth; ``python -m tests.kernels.mutations`` tries all, for some minutes.
+
+    Without defects the same tests are run by their own files, and by test_sanitizers.py.
+    """
+    outcomes = run_all(DEFECTS[::4])
     assert [outcome for outcome in outcomes if outcome.problem or not outcome.caught] == []
 
 
