@@ -124,16 +124,12 @@ class Attending {
         part_softmax_(static_cast<Softmax*>(parts)),
         part_sums_(reinterpret_cast<float*>(part_softmax_ + kMaxParts)) {}
 
-  // `next` is the ticket that this thread will probably take next.
-  void compute(int64_t ticket, int64_t next) {
+  void compute(int64_t ticket) {
     // Item by item for one unit, so that those that see the same keys find them in the cache.
     const int64_t items = plan_.num_tickets / tiling_.units;
     item_ = plan_.items[ticket % items];
     begin_unit(static_cast<int>(ticket / items));
     load_queries();
-    const bool is_last = next >= plan_.num_tickets;
-    next_item_ = is_last ? nullptr : &plan_.items[next % items];
-    next_kv_head_ = is_last ? 0 : kv_head_of(static_cast<int>(next / items));
     if (item_.split >= 0) return compute_split();
     for (int block = item_.first_block; block < item_.end_block; ++block) {
       const bool first = block == item_.first_block;
@@ -148,15 +144,13 @@ class Attending {
  private:
   void begin_unit(int unit) {
     unit_ = unit;
-    const int first_of_group = unit % pieces() * tiling_.heads;
-    kv_head_ = kv_head_of(unit);
+    const int pieces = tiling_.units / shape_.num_kv_heads;
+    const int first_of_group = unit % pieces * tiling_.heads;
+    kv_head_ = unit / pieces;
     first_head_ = kv_head_ * shape_.group() + first_of_group;
     heads_ = std::min(tiling_.heads, shape_.group() - first_of_group);
     set_queries(item_.first_query, item_.num_queries);
   }
-
-  int pieces() const { return tiling_.units / shape_.num_kv_heads; }
-  int kv_head_of(int unit) const { return unit / pieces(); }
 
   void set_queries(int first, int count) {
     queries_ = plan_.queries + first;
@@ -304,38 +298,31 @@ class Attending {
           keys = work_.keys + at;
           values = work_.values + at;
         } else {
-          const int64_t at = group_offset(query, kv_head_, base + key);
+          const int64_t at = group_offset(query, base + key);
           keys = keys_ + at;
           values = values_ + at;
         }
       }
     }
+    const AttentionQuery& newest = queries_[item_.num_queries - 1];
     const bf16** ahead = read.groups + 2 * read.num_groups;
-    std::fill_n(ahead, kAhead, ahead[-1]);
-    if (gathers) return;
-    if (block + 1 < item_.end_block)
-      find_ahead(item_, kv_head_, base + kKeyBlock, ahead);
-    else if (next_item_)
-      find_ahead(*next_item_, next_kv_head_, int64_t{next_item_->first_block} * kKeyBlock, ahead);
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t next = base + kKeyBlock + i * kGroup;
+      const bool there = !gathers && block + 1 < item_.end_block && next <= newest.position;
+      ahead[i] = there ? keys_ + group_offset(newest, next) : ahead[-1];
+    }
   }
 
-  // The groups of keys from position `first` on of what the newest query of an item sees.
-  void find_ahead(const AttentionItem& item, int kv_head, int64_t first, const bf16** ahead) const {
-    const AttentionQuery& newest = plan_.queries[item.first_query + item.num_queries - 1];
-    for (int i = 0; i < kAhead && first + i * kGroup <= newest.position; ++i)
-      ahead[i] = keys_ + group_offset(newest, kv_head, first + i * kGroup);
-  }
-
-  // Where a page has a head's numbers of the token at `position`.
-  int64_t head_offset(const AttentionQuery& query, int kv_head, int64_t position) const {
+  // Where a page has this head's numbers of the token at `position`.
+  int64_t head_offset(const AttentionQuery& query, int64_t position) const {
     const int32_t* table = step_.block_tables + query.row * step_.table_stride;
     return table[position / shape_.page_size] * shape_.page_stride() +
-           int64_t{kv_head} * shape_.page_size * shape_.head_dim;
+           int64_t{kv_head_} * shape_.page_size * shape_.head_dim;
   }
 
   // Of pages with whole groups, where one begins.
-  int64_t group_offset(const AttentionQuery& query, int kv_head, int64_t position) const {
-    return head_offset(query, kv_head, position) + position % shape_.page_size * shape_.head_dim;
+  int64_t group_offset(const AttentionQuery& query, int64_t position) const {
+    return head_offset(query, position) + position % shape_.page_size * shape_.head_dim;
   }
 
   // Copies `count` tokens from `first` on into the form that a group has in large pages.
@@ -343,8 +330,8 @@ class Attending {
                     bf16* values) const {
     for (int i = 0; i < count; ++i) {
       const int slot = static_cast<int>((first + i) % shape_.page_size);
-      const bf16* key = keys_ + head_offset(query, kv_head_, first + i) + layout_.key(slot);
-      const bf16* value = values_ + head_offset(query, kv_head_, first + i) + layout_.value(slot);
+      const bf16* key = keys_ + head_offset(query, first + i) + layout_.key(slot);
+      const bf16* value = values_ + head_offset(query, first + i) + layout_.value(slot);
       for (int pair = 0; pair < shape_.head_dim / 2; ++pair)
         std::memcpy(keys + (pair * kGroup + i) * 2, key + pair * layout_.key_step(),
                     2 * sizeof(bf16));
@@ -380,8 +367,6 @@ class Attending {
   float* part_sums_;
 
   AttentionItem item_;
-  const AttentionItem* next_item_;  // null if there is none
-  int next_kv_head_;
   const AttentionQuery* queries_;
   int unit_, kv_head_, first_head_, heads_, rows_;
 };
@@ -402,7 +387,7 @@ void attend(const Team& team, const AttentionShape& shape, const AttentionStep& 
   auto* spaces = static_cast<Workspace*>(scratch);
   Attending attending(shape, step, plan, keys, values, q, q_stride, out, spaces[team.rank()],
                       spaces + team.size());
-  for (int64_t ticket; (ticket = plan.take(team)) >= 0;) attending.compute(ticket, ticket + team.size());
+  for (int64_t ticket; (ticket = plan.take(team)) >= 0;) attending.compute(ticket);
 }
 
 }  // namespace trioserve::TRIOSERVE_ISA
