@@ -100,15 +100,25 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, in three processes for two cores; what follows ``--`` goes to pytest."""
+    """Run the tests, in one process per core; what follows ``--`` goes to pytest."""
+    run_tests(session, *session.posargs)
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """Run the tests that only a change of kernels can break, and note what passed them."""
+    run_tests(session, "--thorough")
+    session.run(development(session), "-m", "tests.thorough")
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest with ``arguments``, in one process per core."""
     python = development(session)
-    # Many tests wait for a process that starts. Tests of one module share what takes long to set
-    # up. Two OpenMP threads of one test beside another test on two cores would wait for each other
-    # in turns, so each has one.
-    processes = min((os.cpu_count() or 1) * 3 // 2, 8)
-    parallel = ("-n", str(max(processes, 1)), "--dist", "loadscope")
+    # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
+    # another test on two cores would wait for each other in turns, so each has one.
+    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadscope")
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    session.run(python, "-m", "pytest", *parallel, *session.posargs, env=env)
+    session.run(python, "-m", "pytest", *parallel, *arguments, env=env)
 
 
 @nox.session

@@ -46,6 +46,11 @@ def server() -> Iterator[Server]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run the tests marked as thorough, and no others (python -m nox -s thorough)",
+    )
     kernels = parser.getgroup("kernels", "the worker's CUDA kernels")
     kernels.addoption(
         "--kernels-on",
@@ -75,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "time_limit(seconds): a test that may take longer than the others"
     )
+    config.addinivalue_line(
+        "markers", "thorough: a test that only a change of kernels can break; see tests/thorough.py"
+    )
 
 
 def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[..., None]:
@@ -92,7 +100,12 @@ def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[...,
     return wrapper
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("thorough")
+    others = [item for item in items if (item.get_closest_marker("thorough") is None) == wanted]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             marker = item.get_closest_marker("time_limit")

@@ -29,6 +29,7 @@ SESSIONS = {
     "serve",
     "wheel",
     "tests",
+    "thorough",
     "lint",
     "bench",
     "bench_peers",

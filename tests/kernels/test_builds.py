@@ -29,6 +29,7 @@ def drawn(name: str) -> dict[str, KernelSource]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
     """Check one variant for each target, others after each change of the kernel.
@@ -45,6 +46,7 @@ def test_a_kernel_keeps_its_budget_on_every_target(name: str) -> None:
         assert (one.instructions is not None) == (name in budget.instructions)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_the_machine_code_is_what_the_source_says(name: str) -> None:
     """Check the same variants: parameters, products, barriers, waits, and no local memory."""

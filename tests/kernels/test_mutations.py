@@ -1,4 +1,4 @@
-"""Planted defects are caught, and the script that says so can say otherwise."""
+"""Every planted defect is caught, and the script that says so can say otherwise."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from tests.kernels.planted_defects import DEFECTS, Defect
 TESTS = "test_combine_partials.py -k log_sums_far"
 
 
-def test_planted_defects_are_caught() -> None:
-    """Try every fourth; ``python -m tests.kernels.mutations`` tries all, for some minutes.
-
-    Without defects the same tests are run by their own files, and by test_sanitizers.py.
-    """
-    outcomes = run_all(DEFECTS[::4])
+@pytest.mark.thorough
+def test_every_planted_defect_is_caught() -> None:
+    """Without defects the same tests are run by their own files, and by test_sanitizers.py."""
+    outcomes = run_all(DEFECTS)
     assert [outcome for outcome in outcomes if outcome.problem or not outcome.caught] == []
 
 
+@pytest.mark.thorough
 def test_what_no_test_notices_survives() -> None:
     file, what = "combine_partials.cu", "BATCH = 16"
     harmless = Defect("another batch size", file, what, "BATCH = 8", TESTS)

@@ -16,6 +16,8 @@ import pytest
 from tests.kernels.fork_server import ForkServer
 from tests.kernels.sanitized_rules import BROKEN, WHOLE
 
+pytestmark = pytest.mark.thorough
+
 HERE = Path(__file__).parent
 RULES = HERE / "sanitized_rules.py"
 

@@ -1,0 +1,33 @@
+"""The digest of all that the thorough tests depend on: ``python -m tests.thorough`` notes it.
+
+Tests that are marked as thorough take a quarter of the suite's time, and only a change of kernels
+or of their tests can break them: sanitizers over the kernels, planted defects, and compilation for
+every GPU. So the suite leaves them out. ``python -m nox -s thorough`` runs them and notes the
+digest, and ``tests/audit/test_thorough.py`` fails if the noted digest is another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NOTE = Path(__file__).with_name("thorough.sha256")
+SOURCES = (
+    *("gpu/kernels/*", "gpu/kernels/emulation/*", "gpu/cpu/csrc/*"),
+    *("tests/kernels/*.py", "tests/gpu/cpu/*.py", "tests/gpu/cpu/*.cpp"),
+)
+
+
+def digest(root: Path = ROOT) -> str:
+    """Return the digest of the names and contents of all :data:`SOURCES` under ``root``."""
+    files = {file for pattern in SOURCES for file in root.glob(pattern) if file.is_file()}
+    key = hashlib.sha256()
+    for file in sorted(files):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        key.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+    return key.hexdigest()
+
+
+if __name__ == "__main__":
+    NOTE.write_text(digest() + "\n")
