@@ -101,11 +101,13 @@ def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[...,
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = config.getoption("thorough")
-    others = [item for item in items if (item.get_closest_marker("thorough") is None) == wanted]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        is_thorough = item.get_closest_marker("thorough") is not None
+        chosen[is_thorough == config.getoption("thorough")].append(item)
+    items[:] = chosen[True]
+    if chosen[False]:
+        config.hook.pytest_deselected(items=chosen[False])
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             marker = item.get_closest_marker("time_limit")

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NOTE = Path(__file__).with_name("thorough.sha256")
 SOURCES = (
-    *("gpu/kernels/*", "gpu/kernels/emulation/*", "gpu/cpu/csrc/*"),
+    *("gpu/kernels/*", "gpu/kernels/emulation/*", "gpu/cpu/*.py", "gpu/cpu/csrc/*"),
     *("tests/kernels/*.py", "tests/gpu/cpu/*.py", "tests/gpu/cpu/*.cpp"),
 )
 

@@ -43,12 +43,7 @@ ARM = ARCHITECTURES["AArch64"]
 COMPILER = "aarch64-linux-gnu-g++"
 PROCESSORS = {"neon": "neoverse-n1", "neon_bf16": "max"}
 """Processors that QEMU plays; the first has neither products of bfloat16 nor i8mm."""
-SANITIZERS = (
-    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    # Both halve the time to compile. The address sanitizer finds null pointers, and calls are
-    # compiled sooner than its checks in place.
-    *("-fno-sanitize=null", "--param", "asan-instrumentation-with-call-threshold=0"),
-)
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 WHEEL_KERNELS = os.environ.get("WHEEL_KERNELS")
 """The folder of a wheel's kernels for ARM; None to test g++'s."""
 NATIVE = "avx2"
