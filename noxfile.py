@@ -106,9 +106,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def thorough(session: nox.Session) -> None:
-    """Run the tests that only a change of kernels can break, and note what passed them."""
-    run_tests(session, "--thorough")
-    session.run(development(session), "-m", "tests.thorough")
+    """Run the tests that only a change of kernels can break, and note what passed them.
+
+    With tests named after ``--`` it runs those and notes nothing.
+    """
+    run_tests(session, "--thorough", *session.posargs)
+    if not session.posargs:
+        session.run(development(session), "-m", "tests.thorough")
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:

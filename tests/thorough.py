@@ -1,9 +1,10 @@
 """The digest of all that the thorough tests depend on: ``python -m tests.thorough`` notes it.
 
 Tests that are marked as thorough take a quarter of the suite's time, and only a change of kernels
-or of their tests can break them: sanitizers over the kernels, planted defects, and compilation for
-every GPU. So the suite leaves them out. ``python -m nox -s thorough`` runs them and notes the
-digest, and ``tests/audit/test_thorough.py`` fails if the noted digest is another one.
+or of their tests can break them: sanitizers over the kernels, planted defects, compilation for
+every GPU, and ARM's kernels under an emulator. So the suite leaves them out.
+``python -m nox -s thorough`` runs them and notes the digest, and ``tests/audit/test_thorough.py``
+fails if the noted digest is another one.
 """
 
 from __future__ import annotations

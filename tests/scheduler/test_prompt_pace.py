@@ -65,6 +65,8 @@ class Life:
             max_num_batched_tokens=1024,
         )
         bench = Bench.make(worker, **limits)
+        # A life has thousands of steps and hundreds of pages.
+        bench.check_interval = 20
         if oracle:
             bench.core.step_times = Oracle(costs)
         return cls(costs, bench)

@@ -61,6 +61,8 @@ CASES = (
 EPS = 1e-5
 Results = dict[str, torch.Tensor]
 
+pytestmark = pytest.mark.thorough
+
 
 def emulator() -> str:
     """Return the command that runs ARM's programs; fail where something is missing."""
@@ -329,14 +331,12 @@ def test_sums_of_whole_numbers_are_the_same_everywhere(
         assert not any(name.startswith(Kind.W8A8.name) for name in changed)
 
 
-@pytest.mark.thorough
 def test_sanitizers_find_nothing_and_change_no_result(
     sanitized: Program, results: dict[str, Results]
 ) -> None:
     assert different(everything(sanitized), results[sanitized.isa]) == []
 
 
-@pytest.mark.thorough
 def test_a_sanitizer_would_say_so(sanitized: Program) -> None:
     """Have a norm read more than there is."""
     with (
