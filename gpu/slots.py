@@ -71,6 +71,23 @@ class Slot:
         """Return the token at ``position``; cheaper than indexing :attr:`tokens`."""
         return int(self._buffer[position])
 
+    def span(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Return the tokens from ``start`` to ``stop``, drafts included: a view."""
+        return self._buffer[start:stop]
+
+    def draft(self, tokens: Sequence[int]) -> None:
+        """Write draft tokens behind the tokens, to be read by :meth:`span` and :meth:`drafted`.
+
+        They don't count as the slot's tokens, and the next :meth:`extend` overwrites them.
+        """
+        stop = self._length + len(tokens)
+        self._make_room(stop)
+        self._buffer[self._length : stop] = tokens
+
+    def drafted(self, count: int) -> Slot:
+        """Return the slot as it will be if its first ``count`` drafts are accepted."""
+        return attrs.evolve(self, length=self._length + count) if count else self
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens, including unknown ones."""
@@ -78,11 +95,16 @@ class Slot:
 
     def extend(self) -> int:
         """Append an unknown token and return its position."""
-        if self._length == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
+        self._make_room(self._length + 1)
         self._buffer[self._length] = UNKNOWN_TOKEN
         self._length += 1
         return self._length - 1
+
+    def _make_room(self, length: int) -> None:
+        if length > len(self._buffer):
+            larger = np.zeros(max(length, 2 * len(self._buffer)), dtype=np.int32)
+            larger[: self._length] = self._buffer[: self._length]
+            self._buffer = larger
 
     def take(self, position: int, tokens: Sequence[int]) -> int:
         """Set the token at ``position`` to the first of ``tokens`` and append the others.
@@ -121,12 +143,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     count: int
     samples: bool
     drafts: int = 0
-    """Draft tokens that the step computes and verifies after these."""
+    """Draft tokens that the step computes and verifies after these; in a plan, how many it may."""
 
     @property
     def end(self) -> int:
         """Position after the last token computed, without draft tokens."""
         return self.start + self.count
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token computed, with draft tokens."""
+        return self.start + self.count + self.drafts
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens computed, with draft tokens."""
+        return self.count + self.drafts
 
 
 class SlotTable:
@@ -162,6 +194,11 @@ class SlotTable:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the KV cache."""
+        return self._num_pages
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())

@@ -238,6 +238,9 @@ class SamplingParams:
     """Classes ``module:Class`` for this request's logits, in addition to the server's. The worker
     imports them; no HTTP request can name one.
     """
+    speculative: bool = attrs.field(default=True, validator=boolean)
+    """False for an output without draft tokens, if the engine drafts any. The tokens are the same.
+    """
     truncate_prompt_tokens: int | None = attrs.field(default=None, validator=_optional(_truncation))
     """The number of tokens to keep of a longer prompt; -1 for as many as the model's context
     leaves.
@@ -303,6 +306,8 @@ class SamplerParams:
     grammar: Grammar | None = None
     extra_args: dict[str, Any] = attrs.field(factory=dict)
     logits_processors: list[str] = attrs.field(factory=list)
+    speculative: bool = True
+    """False for no draft tokens."""
     pooling: str = ""
     """Pooling of the prompt's hidden states: ``last`` or ``mean``; empty for none."""
 

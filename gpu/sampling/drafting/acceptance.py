@@ -1,0 +1,72 @@
+"""The probability that a draft token is accepted, by the length of its match and by sequence."""
+
+from __future__ import annotations
+
+import attrs
+
+_DECAY = 0.97
+"""Weight of what came before one more draft."""
+_PRIOR_WEIGHT = 4.0
+_FIRST_GUESS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+"""Shares accepted after matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens."""
+
+
+@attrs.define
+class Share:
+    """A share with a prior; later observations count more."""
+
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def add(self, accepted: int, tried: int) -> None:
+        """Add that ``accepted`` of ``tried`` draft tokens were accepted."""
+        self.fade()
+        self.accepted += accepted
+        self.tried += tried
+
+    def fade(self) -> None:
+        """Let earlier observations count less."""
+        self.accepted *= _DECAY
+        self.tried *= _DECAY
+
+    def estimate(self, prior: float) -> float:
+        """Return the expected share, near ``prior`` while little has been tried."""
+        return (self.accepted + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
+
+
+class Acceptance:
+    """Shares of accepted draft tokens, over all sequences and of each slot."""
+
+    def __init__(self) -> None:
+        self._by_length = [Share() for _ in _FIRST_GUESS]
+        self._by_slot: dict[int, Share] = {}
+
+    def open(self, slot: int) -> None:
+        """Forget what is known of a slot."""
+        self._by_slot.pop(slot, None)
+
+    def probability(self, slot: int, match_length: int) -> float:
+        """Return the probability that the next draft token of ``slot`` is accepted."""
+        place = _place(match_length)
+        prior = self._by_length[place].estimate(_FIRST_GUESS[place])
+        share = self._by_slot.get(slot)
+        return prior if share is None else share.estimate(prior)
+
+    def skip(self, slot: int) -> None:
+        """Note a step without drafts, so that a slot that was hard to draft for gets new tries."""
+        share = self._by_slot.get(slot)
+        if share is not None:
+            share.fade()
+
+    def add(self, slot: int, match_length: int, accepted: int, drafted: int) -> None:
+        """Note how many of the ``drafted`` tokens of ``slot`` were accepted.
+
+        The first token that isn't accepted ends the trial; those behind it say nothing.
+        """
+        tried = min(accepted + 1, drafted)
+        self._by_slot.setdefault(slot, Share()).add(accepted, tried)
+        self._by_length[_place(match_length)].add(accepted, tried)
+
+
+def _place(match_length: int) -> int:
+    return min(max(match_length, 1).bit_length(), len(_FIRST_GUESS)) - 1

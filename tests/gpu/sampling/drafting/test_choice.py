@@ -1,0 +1,110 @@
+"""The choice of drafts against all choices, and the measured times that it is made from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from gpu.sampling.drafting.acceptance import Acceptance
+from gpu.sampling.drafting.choice import LEAST_GAIN, choose_drafts
+from gpu.sampling.drafting.step_times import StepTimes
+
+CANDIDATES = strategies.lists(
+    strategies.tuples(strategies.integers(1, 4), strategies.floats(0.01, 1.0)), max_size=4
+)
+
+
+def rate_of(
+    num_rows: int,
+    candidates: list[tuple[int, float]],
+    chosen: tuple[int, ...],
+    seconds: Callable[[int, int], float],
+) -> float:
+    gains = (
+        sum(probability**depth for depth in range(1, count + 1))
+        for (_, probability), count in zip(candidates, chosen, strict=True)
+    )
+    return (num_rows + sum(gains)) / seconds(num_rows, sum(chosen))
+
+
+@hypothesis.given(
+    strategies.integers(1, 8), CANDIDATES, strategies.floats(0.0, 2.0), strategies.floats(0.0, 0.2)
+)
+def test_no_other_choice_gives_more_tokens_a_second(
+    num_rows: int, candidates: list[tuple[int, float]], slope: float, bend: float
+) -> None:
+    def seconds(num_tokens: int, num_drafts: int) -> float:
+        return 10 + slope * num_tokens + bend * num_tokens**2 + 0.5 * num_drafts
+
+    chosen = tuple(choose_drafts(num_rows, candidates, seconds))
+    every = list(itertools.product(*(range(count + 1) for count, _ in candidates)))
+    assert chosen in every
+    best = max(rate_of(num_rows, candidates, other, seconds) for other in every)
+    without = num_rows / seconds(num_rows, 0)
+    if any(chosen):
+        assert rate_of(num_rows, candidates, chosen, seconds) == pytest.approx(best)
+    else:
+        assert best <= LEAST_GAIN * without * (1 + 1e-9)
+
+
+def test_drafts_fade_where_rows_cost_time() -> None:
+    """Two rows use what the weights' reading leaves free; at 32 each row costs its share."""
+    times = StepTimes({1: 8.0, 8: 9.0, 16: 12.0, 32: 24.0, 64: 48.0})
+    few = choose_drafts(2, [(7, 0.8), (7, 0.8)], times.seconds)
+    many = choose_drafts(32, [(7, 0.8)] * 32, times.seconds)
+    assert sum(few) >= 6
+    assert many == [0] * 32
+
+
+def test_times_between_and_beyond_the_measured() -> None:
+    times = StepTimes({4: 5.0, 1: 2.0, 2: 9.0, 8: 9.0})
+    assert [times.seconds(count) for count in (1, 2, 3, 6, 10)] == [2.0, 5.0, 5.0, 7.0, 11.0]
+
+
+def test_a_long_context_takes_its_time_with_drafts_and_without() -> None:
+    times = StepTimes({1: 2.0, 8: 4.0})
+    for _ in range(200):
+        times.observe(8, 0, 10.0)
+    assert times.seconds(1) == pytest.approx(8.0, rel=1e-3)
+    assert times.seconds(8) == pytest.approx(10.0, rel=1e-3)
+    assert times.seconds(1, 7) == pytest.approx(10.0, rel=1e-3)
+
+
+def test_what_a_draft_costs_is_learned() -> None:
+    times = StepTimes({1: 2.0, 8: 4.0})
+    for _ in range(200):
+        times.observe(1, 7, 11.0)
+    assert times.seconds(1) == 2.0
+    assert times.seconds(1, 7) == pytest.approx(11.0, rel=1e-3)
+
+
+def test_acceptance_is_learned_by_slot_and_by_match() -> None:
+    acceptance = Acceptance()
+    first = acceptance.probability(0, 20)
+    for _ in range(40):
+        acceptance.add(0, 20, 0, 5)
+        acceptance.add(1, 2, 5, 5)
+    assert acceptance.probability(0, 20) < 0.1 < first
+    assert acceptance.probability(1, 2) > 0.9
+    # A slot of which nothing is known has the share of all.
+    assert 0.1 < acceptance.probability(7, 2) < 1.0
+    acceptance.open(0)
+    before = acceptance.probability(0, 20)
+    assert before < 0.3
+    assert acceptance.probability(0, 2) > 0.9
+
+
+def test_a_slot_that_is_skipped_gets_new_tries() -> None:
+    acceptance = Acceptance()
+    for _ in range(20):
+        acceptance.add(0, 20, 0, 1)
+    for _ in range(40):
+        acceptance.add(1, 20, 5, 5)
+    low = acceptance.probability(0, 20)
+    for _ in range(100):
+        acceptance.skip(0)
+    assert acceptance.probability(0, 20) > 2 * low
