@@ -54,6 +54,8 @@ class Drawn:
 
     ``tokens``, ``logprobs``, ``top`` and ``named`` then have one entry for each token.
     """
+    drafted: npt.NDArray[np.int32] | None = None
+    """[S], draft tokens that each row verified; None if none did."""
     logprobs: npt.NDArray[np.float32] | None = None
     """[S], NaN where not requested; None if no row requested any."""
     top: list[TopLogprobs] | None = None

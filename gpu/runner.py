@@ -220,6 +220,14 @@ def _starts(pending: _Pending, drawn: Drawn) -> dict[int, tuple[int, int]]:
     return dict(zip(pending.positions, itertools.pairwise(ends), strict=True))
 
 
+def _drafted(pending: _Pending, drawn: Drawn) -> bytes:
+    """Return the column of verified drafts, in the order of the plan's rows."""
+    if drawn.drafted is None:
+        return b""
+    verified = dict(zip(pending.positions, drawn.drafted.tolist(), strict=True))
+    return from_ints([verified.get(row.slot.number, 0) for row in pending.rows])
+
+
 def _result(pending: _Pending, taken: Sequence[int], drawn: Drawn) -> StepResult:
     """Return the result of a plan, with columns in the order of the plan's rows."""
     rows = pending.rows
@@ -242,6 +250,7 @@ def _result(pending: _Pending, taken: Sequence[int], drawn: Drawn) -> StepResult
         ),
         prompts=drawn.prompts,
         pooled=drawn.pooled,
+        drafted=_drafted(pending, drawn),
         step_us=drawn.times.step_us,
         gap_us=drawn.times.gap_us,
         idle_us=drawn.times.idle_us,

@@ -12,12 +12,12 @@ from gpu.slots import Row, SlotTable
 
 def in_layout_order(rows: Sequence[Row]) -> list[Row]:
     """Return rows in the order of :class:`~gpu.attention.StepLayout`."""
-    return sorted(rows, key=lambda row: (row.count > 1, -row.end))
+    return sorted(rows, key=lambda row: (row.num_computed > 1, -row.stop))
 
 
 def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
     """Return the layout of at least one row; ``rows`` are in the order of the layout."""
-    counts = np.array([row.count for row in rows])
+    counts = np.array([row.num_computed for row in rows])
     query_start = np.concatenate([[0], counts.cumsum()])
     starts = np.array([row.start for row in rows])
     numbers = np.array([row.slot.number for row in rows])

@@ -180,16 +180,16 @@ class CompiledModel:
     ) -> tuple[Numbers, npt.NDArray[np.integer]]:
         """See :meth:`gpu.cpu.model.CpuModel.forward`."""
         arrays, count = self._arrays, len(rows)
-        arrays.context_lens[:count] = [row.end for row in rows]
-        if all(row.count == 1 for row in rows):
+        arrays.context_lens[:count] = [row.stop for row in rows]
+        if all(row.num_computed == 1 for row in rows):
             num_tokens = count
             arrays.tokens[:count] = [row.slot.token(row.start) for row in rows]
             query_start = arrays.numbers
         else:
             query_start = arrays.query_start
-            np.cumsum([row.count for row in rows], out=query_start[1 : count + 1])
+            np.cumsum([row.num_computed for row in rows], out=query_start[1 : count + 1])
             num_tokens = int(query_start[count])
-            tokens = [row.slot.tokens[row.start : row.end] for row in rows]
+            tokens = [row.slot.span(row.start, row.stop) for row in rows]
             np.concatenate(tokens, out=arrays.tokens[:num_tokens])
         width = max(row.slot.num_pages for row in rows)
         tables = slots.block_tables[[row.slot.number for row in rows], :width]
@@ -205,7 +205,10 @@ class CompiledModel:
             self._step_pointer,
             None if adapters is None else ctypes.byref(adapters.step),
         )
-        return self._hidden[:num_tokens], query_start[1 : count + 1] - 1
+        last = query_start[1 : count + 1] - 1
+        if num_tokens > count:
+            last -= np.array([row.drafts for row in rows])
+        return self._hidden[:num_tokens], last
 
     def floats(self, hidden: Numbers) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.floats`."""

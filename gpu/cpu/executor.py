@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
+from gpu.cpu.verification import Verification
 from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
+from gpu.sampling.drafting.drafter import Draft, Drafter
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.sampling.sampler_io import SamplerRow, is_plainly_greedy
@@ -23,7 +26,10 @@ _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class CpuExecutor:
-    """:class:`gpu.executor.Executor` over a model with its KV cache, and a sampler."""
+    """:class:`gpu.executor.Executor` over a model with its KV cache, and a sampler.
+
+    With a ``drafter``, rows that may draft tokens do; :attr:`drafter` may be set later.
+    """
 
     def __init__(
         self,
@@ -39,6 +45,7 @@ class CpuExecutor:
         self._choosy: set[int] = set()
         """Slots that don't always get their most probable token."""
         self._step_ended_ns = time.perf_counter_ns()
+        self.drafter: Drafter | None = None
 
     @property
     def completions(self) -> None:
@@ -56,11 +63,15 @@ class CpuExecutor:
             self._choosy.discard(slot.number)
         else:
             self._choosy.add(slot.number)
+        if self.drafter is not None:
+            self.drafter.open(slot)
 
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
         self._choosy.discard(number)
         self._slot_options.close(number)
+        if self.drafter is not None:
+            self.drafter.close(number)
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
@@ -78,11 +89,46 @@ class CpuExecutor:
     def _compute(self, rows: Sequence[Row]) -> Drawn:
         if not rows:
             return Drawn(tokens=_NO_TOKENS)
+        began = time.perf_counter()
+        rows, drafts = self._add_drafts(rows)
         hidden, ends = self._model.forward(rows, self._slots)
         pooled = self._pool(self._slot_options.pooled.spans(rows, ends), hidden)
         drawn = self._draw(rows, hidden, ends)
         drawn.pooled = pooled
+        if self.drafter is not None:
+            self._teach(self.drafter, rows, drafts, drawn, time.perf_counter() - began)
         return drawn
+
+    def _add_drafts(self, rows: Sequence[Row]) -> tuple[Sequence[Row], dict[int, Draft]]:
+        """Return the rows with as many drafts as are to be verified, and these by index."""
+        if self.drafter is None:
+            return rows, {}
+        drafts = self.drafter.propose(rows)
+        added: list[Row] = []
+        for i, row in enumerate(rows):
+            count = 0
+            if i in drafts:
+                row.slot.draft(drafts[i].tokens)
+                count = len(drafts[i].tokens)
+            added.append(msgspec.structs.replace(row, drafts=count) if row.drafts else row)
+        return added, drafts
+
+    def _teach(
+        self,
+        drafter: Drafter,
+        rows: Sequence[Row],
+        drafts: dict[int, Draft],
+        drawn: Drawn,
+        seconds: float,
+    ) -> None:
+        """Tell the drafter how long a step took, and how many of its drafts were accepted."""
+        if drafts:
+            assert drawn.counts is not None
+            sampling = [i for i, row in enumerate(rows) if row.samples]
+            accepted = dict(zip(sampling, (drawn.counts - 1).tolist(), strict=True))
+            drafter.observe(rows, drafts, accepted)
+        if all(row.count == 1 for row in rows):
+            drafter.observe_time(len(rows), sum(row.drafts for row in rows), seconds)
 
     def _pool(self, spans: list[PooledSpan], hidden: Hidden) -> list[PooledPrompt]:
         """Return the vectors of the prompts that the step completes."""
@@ -102,6 +148,30 @@ class CpuExecutor:
             return Drawn(tokens=_NO_TOKENS, prompts=prompts)
         if len(sampling) < len(rows):
             ends = ends[[row.samples for row in rows]]
+        if not any(row.drafts for row in sampling):
+            return self._sample_all(sampling, hidden, ends, prompts)
+        stepwise = {i for i, row in enumerate(sampling) if self._adjusts(row)}
+        verification = Verification(sampling, stepwise)
+        while verification.places:
+            where = [ends[index] + depth for index, depth in verification.places]
+            verification.take(
+                self._sample_all(verification.sampling_rows, hidden, np.array(where), [])
+            )
+        drawn = verification.result()
+        drawn.prompts = prompts
+        return drawn
+
+    def _adjusts(self, row: Row) -> bool:
+        return self._slot_options.adjusts_slot(row.slot.number)
+
+    def _sample_all(
+        self,
+        sampling: list[Row],
+        hidden: Hidden,
+        ends: npt.NDArray[np.integer],
+        prompts: list[PromptPiece],
+    ) -> Drawn:
+        """Sample a token for each of ``sampling``, from the hidden states ``ends``."""
         if not self._choosy or all(row.slot.number not in self._choosy for row in sampling):
             best = self._model.most_probable(hidden, ends)
             if best is not None:

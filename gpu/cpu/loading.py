@@ -14,6 +14,7 @@ import attrs
 
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
+from gpu.cpu.draft_loading import make_drafter
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
@@ -70,17 +71,21 @@ def load_on_cpu(
         whole = _by_torch(start, files, dtype, threads, on_progress, reason)
     else:
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress)
+    max_row_tokens = 1 if start.speculative is None else start.speculative.max_row_tokens
     slots = SlotTable(
         num_pages=whole.num_pages,
         page_size=start.page_size,
         max_model_len=start.max_model_len,
         vocab_size=files.native.vocab_size,
         num_host_pages=whole.num_host_pages,
+        max_row_tokens=max_row_tokens,
     )
     adapters = whole.model.adapters
     if adapters is not None:
         slots.adapters = adapters
     executor = CpuExecutor(whole.model, whole.sampler, slots, adjuster)
+    if start.speculative is not None:
+        executor.drafter = make_drafter(start.speculative, executor, slots, start)
     return Loaded(
         executor=executor,
         slots=slots,
@@ -91,6 +96,7 @@ def load_on_cpu(
         read_weights=whole.exchange(executor),
         warning=whole.warning,
         adapters=adapters,
+        max_row_tokens=max_row_tokens,
     )
 
 
@@ -236,6 +242,8 @@ def _check_torch_will_do(start: Start, reason: str) -> None:
         raise ModelLoadError(f"--quantization {start.quantization} can't be had: {reason}")
     if start.deterministic:
         raise ModelLoadError(f"--deterministic can't be had: {reason}")
+    if start.speculative is not None:
+        raise ModelLoadError(f"--speculative-config can't be had: {reason}")
     if start.cpu_isa != "auto":
         raise ModelLoadError(f"--cpu-isa {start.cpu_isa} can't be had: {reason}")
 

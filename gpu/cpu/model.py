@@ -42,8 +42,8 @@ class CpuModel(Protocol):
         """Compute the hidden states of the tokens of ``rows``, at least one, and fill the KV cache.
 
         ``slots`` has the rows' block tables. Returns the states that the head takes
-        (:data:`Hidden`), in which a row's tokens stand together, and for each row which of them is
-        its last token's.
+        (:data:`Hidden`), in which a row's tokens stand together, its drafts behind them, and for
+        each row which of them is its last token's, before the drafts.
         """
         ...
 

@@ -84,7 +84,7 @@ class TorchModel(Generic[A]):
         """See :meth:`gpu.cpu.model.CpuModel.forward`."""
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, slots)
-        tokens = np.concatenate([row.slot.tokens[row.start : row.end] for row in ordered])
+        tokens = np.concatenate([row.slot.span(row.start, row.stop) for row in ordered])
         self._attention.begin(layout)
         hidden = self._decoder.forward(
             torch.from_numpy(tokens.astype(np.int64)),
@@ -92,7 +92,7 @@ class TorchModel(Generic[A]):
             [] if self._adapters is None else self._adapters.groups(ordered),
         )
         ends = zip(ordered, layout.query_start[1:].tolist(), strict=True)
-        last = {row.slot.number: end - 1 for row, end in ends}
+        last = {row.slot.number: end - 1 - row.drafts for row, end in ends}
         return hidden, np.array([last[row.slot.number] for row in rows])
 
     def floats(self, hidden: torch.Tensor) -> Floats:

@@ -51,6 +51,8 @@ class Loaded:
     """The loaded adapters; None if the model can't serve any."""
     num_host_pages: int = 0
     """Number of KV pages in host memory."""
+    max_row_tokens: int = 1
+    """See :class:`~trioserve.protocol.wire.Ready`."""
     free_memory: int = 0
     """Bytes of GPU memory that were free before loading."""
 

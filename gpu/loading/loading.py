@@ -56,10 +56,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_model_len=choose_max_model_len(start.max_model_len, files.config),
         max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[kind],
     )
-    if device != "cpu" and start.quantization not in ("auto", "none"):
-        raise ModelLoadError(
-            f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
-        )
+    _refuse_options(start, kind, files)
     constraints = _load_constraints(start, files, device)
     loaded = _load_on(device, start, files, dtype, on_progress, constraints)
     _run_a_prompt(loaded, start, on_progress)
@@ -79,6 +76,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_num_seqs=start.max_num_seqs,
         max_num_batched_tokens=start.max_num_batched_tokens,
         num_host_pages=loaded.num_host_pages,
+        max_row_tokens=loaded.max_row_tokens,
         free_memory=loaded.free_memory,
         warning=loaded.warning,
     )
@@ -90,6 +88,19 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         adapters=loaded.adapters,
         ready=ready,
     )
+
+
+def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
+    """Refuse options that only the compiled kernels of a CPU have."""
+    if kind == "cuda" and start.quantization not in ("auto", "none"):
+        raise ModelLoadError(
+            f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
+        )
+    by_kernels = kind == "cpu" and not isinstance(files.config, TransformersConfig)
+    if start.speculative is not None and not by_kernels:
+        raise ModelLoadError(
+            "--speculative-config is for the compiled kernels of a CPU: leave it out"
+        )
 
 
 def _load_on(

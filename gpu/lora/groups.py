@@ -20,8 +20,8 @@ def tokens_by_adapter(rows: Sequence[Row]) -> dict[int, npt.NDArray[np.int32]]:
     place = 0
     for row in rows:
         if row.slot.adapter:
-            ranges.setdefault(row.slot.adapter, []).append((place, place + row.count))
-        place += row.count
+            ranges.setdefault(row.slot.adapter, []).append((place, place + row.num_computed))
+        place += row.num_computed
     return {
         adapter: np.concatenate([np.arange(*each, dtype=np.int32) for each in own])
         for adapter, own in ranges.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -33,6 +34,13 @@ class Observer(Protocol):
         """
 
 
+class PerPosition(tuple[int, ...]):
+    """Counts by position, from 0 up; a shorter one has zeros behind it."""
+
+    def __add__(self, other: tuple[int, ...]) -> PerPosition:  # type: ignore[override]
+        return PerPosition(map(sum, itertools.zip_longest(self, other, fillvalue=0)))
+
+
 @attrs.define(kw_only=True)
 class Counters:
     """Totals since the start of the scheduler; they only grow."""
@@ -45,6 +53,14 @@ class Counters:
     """The part of them that wasn't the newest token of an output."""
     num_tokens_sampled: int = 0
     """Tokens accepted into outputs."""
+    num_drafts: int = 0
+    """Rows that verified draft tokens."""
+    num_draft_tokens: int = 0
+    """Draft tokens verified."""
+    num_accepted_drafts: int = 0
+    """Draft tokens accepted."""
+    accepted_by_position: PerPosition = attrs.field(factory=PerPosition)
+    """Draft tokens accepted, by their position in a row."""
     num_corrupted: int = 0
     """Requests that ended because their logits held NaN."""
     num_preemptions: int = 0
@@ -118,6 +134,8 @@ def sum_of(statistics: Iterable[SchedulerStatistics]) -> SchedulerStatistics:
 
 def _sum(values: list[Any]) -> Any:
     """Return the sum of numbers, or the union of tuples of names in order."""
+    if isinstance(values[0], PerPosition):
+        return sum(values, start=PerPosition())
     if isinstance(values[0], tuple):
         return tuple(sorted({name for names in values for name in names}))
     return sum(values)

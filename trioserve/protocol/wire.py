@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.speculation import SpeculativeConfig
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
@@ -109,7 +110,7 @@ class Start:
     model_impl: str = "auto"
     """Implementation of the model: ``auto``, ``native`` or ``transformers``."""
     cpu_isa: str = "auto"
-    """Instruction set of a CPU's compiled kernels: ``auto`` or one of ``KERNEL_ISAS``."""
+    """Instruction set of a CPU's kernels: ``auto`` or one of ``KERNEL_ISAS``."""
     weights: str = ""
     """Path of the weights if they aren't the model's own any more: a folder or a file."""
     max_lora_rank: int = 0
@@ -123,6 +124,8 @@ class Start:
 
     The memory of a process that has ended may come back a little later.
     """
+    speculative: SpeculativeConfig | None = None
+    """Options of speculative decoding; None for none."""
     mock: MockSteps | None = None
     """Set for a worker that loads no weights and computes nothing; None for a real one."""
 
@@ -144,9 +147,7 @@ class Ready:
     device: str
     device_name: str
     computing: str
-    """Short description of the implementation and the weights; on a CPU with torch, also the
-    reason.
-    """
+    """The implementation and the weights in short; on a CPU with torch, also the reason."""
     dtype: str
     num_pages: int
     page_size: int
@@ -200,11 +201,10 @@ class Plan:
     slot i. ``copies`` are pairs: whole pages are copied from the first to the second, one after the
     other. Numbers from :attr:`Ready.num_pages` on are pages in the host's memory.
 
-    A row of more tokens than the slot holds computes the slot's last token and drafts the tokens
-    that are missing; the worker proposes them itself. A row of ``n`` tokens, of which one is known,
-    brings 1 to ``n`` tokens: one, and another for each draft that is accepted. The block table has
-    pages for all ``n``. What a rejected draft wrote there counts as not computed. The slot has no
-    row in the plans after this one until the result has come. Only a worker with a
+    A row of more tokens than the slot holds computes the slot's last token, and the worker drafts
+    as many of the missing ones as it likes. Such a row brings one token, and another for each draft
+    that is accepted. The block table has pages for all. What a rejected draft wrote there counts as
+    not computed. The slot has no row in later plans until the result has come. Only a worker with a
     :attr:`Ready.max_row_tokens` above 1 gets such rows.
     """
 
@@ -253,14 +253,14 @@ class StepResult:
     ``tokens[offsets[i]:offsets[i+1]]``: none for a chunk of a prompt or for a sequence that had
     already stopped, otherwise one, and another for each draft that was accepted (:class:`Plan`).
     Tokens that come after a stop id in its row are dropped. ``logprobs`` is parallel to ``tokens``
-    (NaN where not asked for). The k-th token's most probable alternatives are
-    ``top_ids[top_offsets[k]:top_offsets[k+1]]``, most probable first, with ``top_logprobs`` beside
-    them; ``top_offsets`` is empty when no row of the plan asked for any. Likewise, the raw
-    log-probabilities of its slot's ``logprob_token_ids``, in their order, are
-    ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A negative token means that none could be
-    drawn, and is the last of its row: the logits hold NaN, or the request's masks leave no token.
-    ``prompts`` has a piece for each row that computed prompt tokens with log-probabilities.
-    ``pooled`` has a vector for each row that completed a prompt to be pooled.
+    (NaN where not asked for). The k-th token's alternatives, most probable first, are
+    ``top_ids[top_offsets[k]:top_offsets[k+1]]``, with ``top_logprobs`` beside them; ``top_offsets``
+    is empty when no row asked for any. Likewise, the raw log-probabilities of its slot's
+    ``logprob_token_ids`` are ``ids_logprobs[ids_offsets[k]:ids_offsets[k+1]]``. A negative token
+    means that none could be drawn, and is the last of its row: the logits hold NaN, or the
+    request's masks leave no token. ``drafted`` has for each row how many drafts it verified, and is
+    empty if none did. ``prompts`` has a piece for each row that computed prompt tokens with
+    log-probabilities, ``pooled`` a vector for each row that completed a prompt to be pooled.
 
     Times are microseconds: in ``step_us`` the device ran kernels of this step, in ``gap_us`` of the
     step it ran none, ``idle_us`` lie between the last step's end and this one's start, and the
@@ -278,6 +278,7 @@ class StepResult:
     top_logprobs: bytes = b""
     ids_offsets: bytes = b""
     ids_logprobs: bytes = b""
+    drafted: bytes = b""
     prompts: list[PromptPiece] = attrs.field(factory=list)
     pooled: list[PooledPrompt] = attrs.field(factory=list)
     step_us: int = 0

@@ -21,7 +21,10 @@ One sequence of a request computes the prompt for all of them
 
 from __future__ import annotations
 
-from trioserve.observability.scheduler_statistics import Observer
+import attrs
+import numpy as np
+
+from trioserve.observability.scheduler_statistics import Observer, PerPosition
 from trioserve.protocol import wire
 from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
@@ -34,6 +37,7 @@ from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.result_validation import Results
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.state import SchedulerState, end_of
+from trioserve.scheduler.token_counts import Ints
 
 
 class SchedulerCore(SchedulerState):
@@ -116,7 +120,11 @@ class SchedulerCore(SchedulerState):
         self.in_flight.popleft()
         self.memory.acknowledge(plan.number)
         self.counters.count_step(result, plan.num_tokens, plan.num_decodes, had_work=self._has_work)
-        self.step_times.observe(plan.load, (result.step_us + result.gap_us) / 1e6)
+        load = plan.load
+        if results.drafted is not None:
+            self._count_drafts(results.drafted, results.offsets)
+            load = attrs.evolve(load, decodes=load.decodes + int(results.drafted.sum()))
+        self.step_times.observe(load, (result.step_us + result.gap_us) / 1e6)
         sampled_before = self.counters.num_tokens_sampled
         for logprobs, piece in results.pieces:
             logprobs.add(piece)
@@ -130,6 +138,17 @@ class SchedulerCore(SchedulerState):
         if self.feeds.iterations.feed.is_wanted:
             self.feeds.iterations.note(self.statistics(), plan, result, now)
         return outputs
+
+    def _count_drafts(self, drafted: Ints, offsets: Ints) -> None:
+        """Count the drafts that rows verified, and those that gave tokens."""
+        rows = drafted > 0
+        self.counters.num_drafts += int(rows.sum())
+        self.counters.num_draft_tokens += int(drafted.sum())
+        accepted = np.maximum(offsets[1:] - offsets[:-1] - 1, 0)[rows]
+        self.counters.num_accepted_drafts += int(accepted.sum())
+        # Row by row, positions 0 to one less than the accepted.
+        places = [int((accepted > place).sum()) for place in range(accepted.max(initial=0))]
+        self.counters.accepted_by_position += PerPosition(places)
 
     def check_integrity(self) -> None:
         """Assert the invariants that :mod:`trioserve.scheduler.invariants` lists."""

@@ -79,7 +79,7 @@ class InFlight:
     num_decodes: int = 0
     """Number of rows of sequences that have got a token in their slot before."""
     load: StepLoad = attrs.field(factory=StepLoad)
-    """Work of the step, with drafted tokens."""
+    """Work of the step, without drafted tokens: the worker may draft fewer than it is allowed."""
     size: float = 0.0
 
     @property
@@ -98,6 +98,8 @@ class PlanBuilder:
     _num_decodes: int = attrs.field(init=False, default=0)
     _num_tokens: int = attrs.field(init=False, default=0)
     """Number of tokens, with drafted ones."""
+    _num_drafts: int = attrs.field(init=False, default=0)
+    """Number of draft tokens that rows may bring."""
     _context: float = attrs.field(init=False, default=0.0)
     """Tokens before each of these tokens, together."""
     _opened_bytes: int = attrs.field(init=False, default=0)
@@ -168,7 +170,8 @@ class PlanBuilder:
     def draft(self, extra: Ints) -> None:
         """Let the row of each of :attr:`decodes` return up to ``extra`` more tokens."""
         self._limits = 1 + extra
-        self._take(int(extra.sum()))
+        self._num_drafts = int(extra.sum())
+        self._take(self._num_drafts)
 
     def add_row(self, seq_state: SequenceState, count: int, samples: bool) -> None:
         """Add a row that computes the next ``count`` tokens, and samples one if ``samples``."""
@@ -184,7 +187,7 @@ class PlanBuilder:
         """Work of the rows so far."""
         return StepLoad(
             decodes=self._num_decodes,
-            prompt_tokens=self._num_tokens - self._num_decodes,
+            prompt_tokens=self._num_tokens - self._num_decodes - self._num_drafts,
             context=self._context,
         )
 

@@ -26,6 +26,8 @@ class Results:
     """Log-probabilities of prompts, and the records that collect them."""
     vectors: dict[int, bytes]
     """Pooled vector of a prompt, by slot."""
+    drafted: Ints | None
+    """Draft tokens that each row verified; None if none did."""
     _message: wire.StepResult
 
     @classmethod
@@ -82,7 +84,8 @@ class Results:
             _check_logprobs(message, len(tokens), vocab_size)
         pieces = _check_pieces(message, plan, vocab_size) if plan.pieces or message.prompts else []
         vectors = _check_vectors(message, plan)
-        return cls(offsets, tokens, pieces, vectors, message)
+        drafted = _check_drafted(message, plan) if message.drafted else None
+        return cls(offsets, tokens, pieces, vectors, drafted, message)
 
     def row(self, index: int) -> list[int]:
         """Return the tokens that row ``index`` gave."""
@@ -110,6 +113,15 @@ class Results:
             asked = tuple((token, logprob, "") for token, logprob in named)
         logprob = float(wire.floats(message.logprobs)[index])
         return TokenLogprob(int(self.tokens[index]), logprob, "", top, asked)
+
+
+def _check_drafted(message: wire.StepResult, plan: InFlight) -> Ints:
+    """Return how many drafts each row verified; demand no more than the plan allows."""
+    drafted = wire.ints(message.drafted).astype(np.int64)
+    allowed = np.zeros(len(plan.slots)) if plan.limits is None else plan.limits - 1
+    if len(drafted) != len(allowed) or (drafted < 0).any() or (drafted > allowed).any():
+        raise ValueError("its numbers of drafts fit no plan")
+    return drafted
 
 
 def _due(plan: InFlight, index: int) -> str:

@@ -191,9 +191,13 @@ class FakeWorker:
         assert singles == sorted(singles, reverse=True), "rows of one token don't come first"
         pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
         pooled = [each for slot, count in rows if (each := self._pool(slot, count)) is not None]
-        given = [self._compute(self.slots[slot], count) for slot, count in rows]
+        computing = [(self.slots[slot], count) for slot, count in rows]
+        drafted = [max(each.computed + n - len(each.tokens), 0) for each, n in computing]
+        given = [self._compute(slot, count) for slot, count in computing]
         self.num_steps += 1
-        return attrs.evolve(self._result(plan, given, pieces), pooled=pooled)
+        result = self._result(plan, given, pieces)
+        column = wire.from_ints(drafted) if any(drafted) else b""
+        return attrs.evolve(result, pooled=pooled, drafted=column)
 
     def _apply(self, plan: wire.Plan) -> None:
         for number in _list(plan.closed):

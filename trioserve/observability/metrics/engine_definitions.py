@@ -133,6 +133,36 @@ WORKER = (
         "Time that the worker took to queue steps on a GPU; if it is as long as the steps, the "
         "GPU waits for kernel launches",
     ),
+    engine_counter(
+        "worker",
+        "spec_decode_num_drafts",
+        lambda s: s.scheduler.num_drafts,
+        "Steps of sequences that verified draft tokens",
+    ),
+    engine_counter(
+        "worker",
+        "spec_decode_num_draft_tokens",
+        lambda s: s.scheduler.num_draft_tokens,
+        "Draft tokens verified",
+    ),
+    engine_counter(
+        "worker",
+        "spec_decode_num_accepted_tokens",
+        lambda s: s.scheduler.num_accepted_drafts,
+        "Draft tokens accepted",
+    ),
+    Definition(
+        name="spec_decode_num_accepted_tokens_per_pos",
+        kind="counter",
+        help="Draft tokens accepted, by their position among their row's drafts, from 0",
+        group="worker",
+        labels=("position",),
+        watching=True,
+        read=lambda s: [
+            ((str(position),), count)
+            for position, count in enumerate(s.scheduler.accepted_by_position)
+        ],
+    ),
     engine_gauge(
         "worker",
         "worker_plans_in_flight",

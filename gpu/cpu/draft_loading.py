@@ -1,0 +1,34 @@
+"""A drafter for a model on the CPU: measures steps of several sizes first."""
+
+from __future__ import annotations
+
+import time
+
+from gpu.executor import Executor
+from gpu.loading.loaded_model import warm_up
+from gpu.sampling.drafting.drafter import Drafter
+from gpu.sampling.drafting.step_times import SIZES, StepTimes
+from gpu.slots import SlotTable
+from trioserve.protocol.speculation import SpeculativeConfig
+from trioserve.protocol.wire import Start
+
+_MEASUREMENTS = 3
+
+
+def make_drafter(
+    config: SpeculativeConfig, executor: Executor, slots: SlotTable, start: Start
+) -> Drafter:
+    """Return a drafter that knows the time of the executor's steps; ``slots`` are empty.
+
+    The time of each size is that of the quickest of a few steps.
+    """
+    most = min(slots.num_pages, start.max_num_batched_tokens)
+    measured: dict[int, float] = {}
+    for size in [size for size in SIZES if size <= most]:
+        times: list[float] = []
+        for _ in range(_MEASUREMENTS):
+            began = time.perf_counter()
+            warm_up(executor, slots, [1] * size, start.page_size)
+            times.append(time.perf_counter() - began)
+        measured[size] = min(times)
+    return Drafter(config, StepTimes(measured))
