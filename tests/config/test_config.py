@@ -42,6 +42,7 @@ def sample(option: Option) -> tuple[str, Any]:
     if option.kind is str:
         texts = {
             "JSON": '{"top_k": 5}',
+            "OBJECT": '{"method": "ngram"}',
             "HOST": "a.example",
             "WORD": "word",
             "URL": "http://x:1/y",

@@ -11,6 +11,7 @@ from trioserve.config.adapter_paths import named_paths
 from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
 from trioserve.config.override import parse_override
+from trioserve.config.speculation import parse_speculative
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import KERNEL_ISAS
 
@@ -111,6 +112,16 @@ class EngineConfig(ModelOptions):
         page="architecture#The step",
         kind=int,
         low=1,
+    )
+
+    speculative_config: str | None = option(
+        None,
+        "speculative decoding on a CPU: a JSON object with method (suffix or ngram), "
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max and adaptive",
+        unset="none",
+        group="scheduling",
+        page="speculation#Options",
+        metavar="OBJECT",
     )
 
     block_size: int = option(
@@ -302,6 +313,7 @@ class EngineConfig(ModelOptions):
     def __attrs_post_init__(self) -> None:
         named_paths(self.lora_modules)
         parse_override(self.override_generation_config)
+        parse_speculative(self.speculative_config)
         if self.kv_offloading_bytes is not None and not self.enable_prefix_caching:
             raise InvalidRequest(
                 "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",

@@ -180,4 +180,5 @@ def sampler_params(
         grammar=params.grammar,
         extra_args=params.extra_args,
         logits_processors=list(params.logits_processors),
+        speculative=params.speculative,
     )

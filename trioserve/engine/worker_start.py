@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trioserve.config import EngineConfig
+from trioserve.config.speculation import parse_speculative
 from trioserve.engine.loaded_model import in_thread
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
@@ -68,6 +69,7 @@ def start_message(
         logits_processors=list(config.logits_processors),
         max_lora_rank=config.max_lora_rank if config.serves_adapters else 0,
         max_loras=config.max_loras,
+        speculative=parse_speculative(config.speculative_config),
         mock=mock,
     )
 

@@ -17,6 +17,7 @@ from trioserve.http.api.schema.reading import struct_classes
 from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.protocol.wire import OpenSlot
 from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import TokenLogprob
 
@@ -78,7 +79,9 @@ CAN: dict[Refusal, Callable[[], bool]] = {
     Refusal.SAMPLING_MASKS: lambda: told("sampling_mask"),
     Refusal.MODERATION: lambda: route("moderations"),
     Refusal.CONVERSATIONS: lambda: route("/v1/conversations"),
-    Refusal.PREDICTED_OUTPUTS: lambda: option("speculative"),
+    Refusal.PREDICTED_OUTPUTS: lambda: any(
+        "predict" in field.name for field in attrs.fields(OpenSlot)
+    ),
     Refusal.SPARSE_ATTENTION: lambda: any(
         "indexer" in field.name for field in attrs.fields(ModelConfig)
     ),

@@ -1,0 +1,158 @@
+"""Draft tokens change no token and no bit of a log-probability, whatever a request asks for."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.tiny_models import make_tiny
+from trioserve import Completion, Engine, Grammar, ModelLoadError
+
+SUFFIX = '{"method": "suffix", "adaptive": false, "prompt_lookup_min": 1}'
+NGRAM = """{"method": "ngram", "adaptive": false, "num_speculative_tokens": 4,
+            "prompt_lookup_min": 1, "prompt_lookup_max": 3}"""
+ADAPTIVE = '{"method": "suffix"}'
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "logprobs": {"temperature": 0, "logprobs": 3, "logprob_token_ids": [5, 6]},
+    "sampled": {"temperature": 0.3, "top_p": 0.9, "seed": 1, "logprobs": 1},
+    "min_p": {"temperature": 0.5, "min_p": 0.2, "top_k": 20, "seed": 2},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.05, "frequency_penalty": 0.2},
+    "bias": {"temperature": 0, "logit_bias": {7: 2.0, 8: -5.0}},
+    "bad words": {"temperature": 0, "bad_words": ["ab", "c"]},
+    "grammar": {"temperature": 0.7, "seed": 3, "grammar": Grammar("regex", "(ab|cd|e){20,40}")},
+    "min tokens": {"temperature": 0, "min_tokens": 30, "stop_token_ids": list(range(3, 60))},
+    "stop": {"temperature": 0, "stop": ["a", "e"]},
+    "stop ids": {"temperature": 0, "stop_token_ids": list(range(40, 60))},
+    "several": {"temperature": 0.4, "n": 3, "seed": 4},
+    "length": {"temperature": 0, "max_tokens": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def prompt(number: int) -> list[int]:
+    """Return a prompt that repeats itself, so that there is something to draft from its start."""
+    piece = [3 + (number * 11 + place * place) % 290 for place in range(6 + number)]
+    return piece * 3
+
+
+def facts_of(completion: Completion) -> list[Any]:
+    """Return the tokens, the bits of their log-probabilities and the ends of all outputs."""
+    facts: list[Any] = []
+    for output in completion.outputs:
+        facts.append((output.token_ids, output.finish_reason, output.stop_reason, output.text))
+        for each in output.logprobs or ():
+            values = [
+                (token, struct.pack("f", value)) for token, value, _ in (*each.top, *each.asked)
+            ]
+            facts.append((each.token_id, struct.pack("f", each.logprob), values))
+    return facts
+
+
+async def run_all(engine: Engine, *, together: bool) -> list[list[Any]]:
+    """Run every request of :data:`REQUESTS` on two prompts; return their facts."""
+    jobs = [(number, params) for number in (0, 5) for params in REQUESTS.values()]
+    found: dict[int, list[Any]] = {}
+
+    async def run(place: int) -> None:
+        number, params = jobs[place]
+        params = {"max_tokens": 48, "ignore_eos": True, **params}
+        found[place] = facts_of(await engine.complete(prompt(number), **params))
+
+    if together:
+        async with trio.open_nursery() as nursery:
+            for place in range(len(jobs)):
+                nursery.start_soon(run, place)
+    else:
+        for place in range(len(jobs)):
+            await run(place)
+    return [found[place] for place in range(len(jobs))]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[Any]]:
+    """Return the facts without drafts, of requests that run alone."""
+
+    async def run() -> list[list[Any]]:
+        async with open_tiny_engine(tiny, dtype="bfloat16") as engine:
+            return await run_all(engine, together=False)
+
+    return trio.run(run)
+
+
+@pytest.mark.parametrize("config", [SUFFIX, NGRAM, ADAPTIVE], ids=["suffix", "ngram", "adaptive"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_plans_in_flight": 2},
+        {"num_threads": 2, "max_num_batched_tokens": 24},
+        {"num_gpu_blocks_override": 16, "enable_prefix_caching": False},
+    ],
+    ids=["plain", "two plans", "chunks", "preempted"],
+)
+async def test_nothing_differs(
+    tiny: Path, plain: list[list[Any]], config: str, options: dict[str, Any]
+) -> None:
+    options = {"dtype": "bfloat16", "speculative_config": config, **options}
+    async with open_tiny_engine(tiny, **options) as engine:
+        assert await run_all(engine, together=False) == plain
+        assert await run_all(engine, together=True) == plain
+        counted = engine.statistics().scheduler
+        await assert_idle(engine)
+    # How many are worth their time depends on the machine.
+    assert config == ADAPTIVE or counted.num_accepted_drafts > 200
+    assert counted.num_accepted_drafts <= counted.num_draft_tokens
+    assert counted.num_drafts <= counted.num_draft_tokens
+    assert sum(counted.accepted_by_position) == counted.num_accepted_drafts
+    assert list(counted.accepted_by_position) == sorted(counted.accepted_by_position)[::-1]
+
+
+async def test_a_killed_worker_changes_nothing(tiny: Path, plain: list[list[Any]]) -> None:
+    """The next worker indexes the tokens so far, and goes on."""
+    options = {"dtype": "bfloat16", "speculative_config": SUFFIX, "max_worker_restarts": 20}
+    found: list[list[Any]] = []
+    async with open_tiny_engine(tiny, **options) as engine, trio.open_nursery() as nursery:
+
+        async def kill_now_and_then() -> None:
+            for kills in range(2):
+                due = engine.statistics().scheduler.num_tokens_sampled + 200
+                while engine.statistics().scheduler.num_tokens_sampled < due:
+                    await trio.sleep(0.001)
+                (await worker_of(engine)).kill()
+                while engine.statistics().worker_restarts == kills:
+                    await trio.sleep(0.001)
+
+        nursery.start_soon(kill_now_and_then)
+        found = await run_all(engine, together=True)
+        nursery.cancel_scope.cancel()
+        assert engine.statistics().worker_restarts == 2
+        assert engine.statistics().scheduler.num_accepted_drafts > 0
+    assert found == plain
+
+
+async def test_a_request_may_do_without(tiny: Path) -> None:
+    """A request without drafts has the same output, and nothing is counted."""
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    options = {"dtype": "bfloat16", "speculative_config": SUFFIX}
+    async with open_tiny_engine(tiny, **options) as engine:
+        without = await engine.complete(prompt(0), speculative=False, **params)
+        assert engine.statistics().scheduler.num_draft_tokens == 0
+        drafted = await engine.complete(prompt(0), **params)
+        assert engine.statistics().scheduler.num_accepted_drafts > 0
+    assert facts_of(without) == facts_of(drafted)
+
+
+async def test_torch_drafts_nothing_and_says_so(tiny: Path) -> None:
+    with pytest.raises(ModelLoadError, match="--speculative-config can't be had"):
+        async with open_tiny_engine(tiny, dtype="float32", speculative_config=SUFFIX):
+            pass
