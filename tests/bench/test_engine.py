@@ -18,13 +18,10 @@ from bench.engine import (
     long_prompts,
     offloading,
     products,
+    speculation,
 )
-from bench.engine import grammar_masks as masks
-from gpu.constraints.adjuster import Constraints
-from gpu.constraints.grammar_cache import GrammarCache
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
-from tests.support.grammar_vocabularies import EOS, VOCABULARY
 from trioserve.protocol import wire
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_encoder, open_fake_engine
@@ -90,16 +87,6 @@ async def test_what_being_watched_costs(monkeypatch: pytest.MonkeyPatch) -> None
     assert not live.live.monitor_of(engine).departures.is_wanted
 
 
-def test_every_grammar_is_measured() -> None:
-    cache = GrammarCache(VOCABULARY)
-    constraints = Constraints(VOCABULARY.vocab_size, cache)
-    for grammar in masks.GRAMMARS.values():
-        times = masks.measure(constraints, grammar, EOS, rows=2, steps=30)
-        assert len(times) == 30
-        assert min(times) > 0
-    cache.close()
-
-
 LOAD = offloading.Load(length=64, turn=16, output=2, conversations=4, fit=2)
 
 
@@ -152,3 +139,17 @@ def test_gaps_are_counted_where_they_end() -> None:
     times = [[0.0, 1.0, 2.5], [], [2.0], [0.5, 3.0]]
     assert long_prompts.gaps_within(times, 0.5, 2.5) == [1.0, 1.5]
     assert long_prompts.gaps_within(times, 3.0, 9.0) == []
+
+
+def test_loops_are_told_from_other_outputs() -> None:
+    assert speculation.loops([1, 2, 3, 9, 9, 9])
+    assert speculation.loops([0, 1, 2, 1, 2, 1, 2])
+    assert not speculation.loops([1, 2, 3, 4, 1, 2, 3, 4, 5])
+    assert not speculation.loops([])
+
+
+async def test_answers_with_so_many_at_a_time(autojump_clock: MockClock) -> None:
+    async with open_fake_engine(lambda: FakeWorker(step_time=0.01)) as engine:
+        _, tokens = await speculation.answer(engine, ["one", "two", "three"], 2, 5)
+    assert [len(each) for each in tokens] == [5, 5, 5]
+    assert len(speculation.paragraphs()) > 30
