@@ -17,6 +17,8 @@ from trioserve.protocol.speculation import SpeculativeConfig
 
 MAX_INDEXED = 1 << 15
 """Most tokens of a sequence that are indexed; of a longer one, the last."""
+MAX_INDEXED_AT_ONCE = 1024
+"""Most tokens that are indexed before a step, so that a long prompt holds up no other sequence."""
 
 
 @attrs.define(eq=False)
@@ -64,7 +66,14 @@ class Drafter:
         asking = [i for i, row in enumerate(rows) if row.drafts and row.slot.sampler.speculative]
         if not asking or not self._can_pay(num_tokens, sum(rows[i].drafts for i in asking)):
             return {}
-        found = {i: draft for i in asking if (draft := self._look_up(rows[i])) is not None}
+        room = MAX_INDEXED_AT_ONCE
+        found: dict[int, Draft] = {}
+        for i in asking:
+            indexed, added = self._up_to_date(rows[i].slot, room)
+            room -= added
+            draft = self._look_up(rows[i], indexed)
+            if draft is not None:
+                found[i] = draft
         return self._worth_their_time(rows, num_tokens, found) if self._config.adaptive else found
 
     def _worth_their_time(
@@ -108,12 +117,14 @@ class Drafter:
         sizes = (1 << bit for bit in range(num_drafts.bit_length()))
         return any((num_tokens + size) / seconds(num_tokens, size) > rate for size in sizes)
 
-    def _look_up(self, row: Row) -> Draft | None:
-        """Return what followed the longest earlier occurrence of the slot's last tokens."""
-        slot = row.slot
-        indexed = self._up_to_date(slot)
-        match = indexed.index.match
-        if match.length < self._config.prompt_lookup_min:
+    def _look_up(self, row: Row, indexed: _Indexed) -> Draft | None:
+        """Return what followed the longest earlier occurrence of the slot's last tokens.
+
+        None if there is none, or not all tokens are indexed yet.
+        """
+        slot, match = row.slot, indexed.index.match
+        is_behind = indexed.begin + indexed.size < slot.num_tokens
+        if is_behind or match.length < self._config.prompt_lookup_min:
             return None
         most = min(row.drafts, self._config.num_speculative_tokens)
         begin = indexed.begin + match.end
@@ -128,13 +139,15 @@ class Drafter:
             return NgramIndex(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
         return SuffixAutomaton()
 
-    def _up_to_date(self, slot: Slot) -> _Indexed:
+    def _up_to_date(self, slot: Slot, room: int) -> tuple[_Indexed, int]:
+        """Index up to ``room`` tokens of a slot more; return the index, and how many these were."""
         indexed = self._slots.get(slot.number)
         if indexed is None or indexed.size > 2 * MAX_INDEXED:
             begin = max(slot.num_tokens - MAX_INDEXED, 0)
             indexed = self._slots[slot.number] = _Indexed(self._make_index(), begin)
-        new = slot.tokens[indexed.begin + indexed.size :].tolist()
+        first = indexed.begin + indexed.size
+        new = slot.tokens[first : first + room].tolist()
         for token in new:
             indexed.index.append(token)
         indexed.size += len(new)
-        return indexed
+        return indexed, len(new)
