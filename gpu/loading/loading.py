@@ -41,6 +41,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         ModelLoadError: the model can't be loaded or served; one line says why and what to do.
     """
     if task_of(Path(start.model)) != "generate":
+        if start.speculative is not None:
+            raise ModelLoadError("--speculative-config is for models that generate: leave it out")
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
 from trioserve import Completion, Engine, Grammar, ModelLoadError
 
@@ -155,4 +156,11 @@ async def test_a_request_may_do_without(tiny: Path) -> None:
 async def test_torch_drafts_nothing_and_says_so(tiny: Path) -> None:
     with pytest.raises(ModelLoadError, match="--speculative-config can't be had"):
         async with open_tiny_engine(tiny, dtype="float32", speculative_config=SUFFIX):
+            pass
+
+
+async def test_an_encoder_drafts_nothing_and_says_so(tmp_path: Path) -> None:
+    folder = make_encoder("bert", tmp_path)
+    with pytest.raises(ModelLoadError, match="for models that generate"):
+        async with open_tiny_engine(folder, speculative_config=SUFFIX):
             pass

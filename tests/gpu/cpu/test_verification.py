@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import strategies
 
 from gpu.cpu.verification import Verification
@@ -112,3 +113,45 @@ def test_drafts_are_no_tokens_of_the_slot() -> None:
     assert row.slot.drafted(1).tokens.tolist() == [1, 2, 3, 4]
     assert row.slot.extend() == 3
     assert row.slot.tokens.tolist() == [1, 2, 3, -1]
+
+
+def matches(cases: Sequence[tuple[list[int], list[int]]]) -> bool:
+    """Return whether rows of known tokens and drafts get what is sampled one by one."""
+    rows = [make_row(i, known, drafts) for i, (known, drafts) in enumerate(cases)]
+    wanted = [token for known, drafts in cases for token in expected(known, drafts)]
+    return verify(rows, ()).result().tokens.tolist() == wanted
+
+
+def ends_with_a_stop(known: list[int]) -> list[int]:
+    """Return right drafts, the first of which ends the sequence."""
+    assert target(known) == STOP
+    return some_drafts(known, 3, [])
+
+
+STOPPING = next([1, 1, x] for x in range(10) if target([1, 1, x]) == STOP)
+CASES_FOR_DEFECTS = [
+    ([1, 2], some_drafts([1, 2], 2, [99])),
+    ([3, 4, 5], some_drafts([3, 4, 5], 3, [])),
+    (STOPPING, ends_with_a_stop(STOPPING)),
+]
+
+
+def test_planted_defects_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft accepted one too far, one that goes on past the end, and places that are off."""
+    assert matches(CASES_FOR_DEFECTS)
+    right = Verification._goes_on
+
+    def too_far(self: Verification, index: int, depth: int, token: int) -> bool:
+        return depth < self._rows[index].drafts
+
+    def past_the_end(self: Verification, index: int, depth: int, token: int) -> bool:
+        row = self._rows[index]
+        position = row.slot.num_tokens + depth
+        return depth < row.drafts and row.slot.token(position) == token
+
+    def one_off(self: Verification, index: int, depth: int, token: int) -> bool:
+        return depth > 0 and right(self, index, depth - 1, token)
+
+    for defect in (too_far, past_the_end, one_off):
+        monkeypatch.setattr(Verification, "_goes_on", defect)
+        assert not matches(CASES_FOR_DEFECTS), defect.__name__
