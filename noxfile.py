@@ -120,7 +120,11 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     python = development(session)
     # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
     # another test on two cores would wait for each other in turns, so each has one.
-    parallel = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadscope")
+    # They begin in tests/conftest.py's order.
+    parallel = (
+        *("-n", "auto", "--maxprocesses", "8"),
+        *("--dist", "loadscope", "--no-loadscope-reorder"),
+    )
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     session.run(python, "-m", "pytest", *parallel, *arguments, env=env)
 

@@ -20,6 +20,25 @@ import trio.testing
 from tests.support.model_server import Server, serving
 
 TEST_TIMEOUT = 180.0
+SLOW_MODULES = {
+    "tests/attacks/test_tenants.py",
+    "tests/bench/test_lease.py",
+    "tests/clients/test_clients.py",
+    "tests/docs/test_docs.py",
+    "tests/engine/test_adapters.py",
+    "tests/engine/test_parity.py",
+    "tests/engine/test_pause.py",
+    "tests/engine/test_real_engine.py",
+    "tests/engine/test_worker_death.py",
+    "tests/faults/test_faults_in_short.py",
+    "tests/front_ends/test_server.py",
+    "tests/gpu/weights/test_weights.py",
+    "tests/http/test_schemathesis.py",
+    "tests/pooling/test_server.py",
+    "tests/testing/test_simulated_engine.py",
+    "tests/testing/test_simulated_faults.py",
+}
+"""Modules that take from half a minute to three minutes."""
 
 # The same examples every time and everywhere; and none fails because it took long once.
 # Others are found by the fuzzer and by the simulation.
@@ -100,12 +119,20 @@ def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[...,
     return wrapper
 
 
+def _is_quick(item: pytest.Item) -> bool:
+    """Return whether a test's module may run after those that take minutes.
+
+    Begun last, such a module would leave all processes but its own without work.
+    """
+    return item.path.relative_to(item.config.rootpath).as_posix() not in SLOW_MODULES
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         is_thorough = item.get_closest_marker("thorough") is not None
         chosen[is_thorough == config.getoption("thorough")].append(item)
-    items[:] = chosen[True]
+    items[:] = sorted(chosen[True], key=_is_quick)
     if chosen[False]:
         config.hook.pytest_deselected(items=chosen[False])
     for item in items:

@@ -147,9 +147,10 @@ def start(tmp_path: Path) -> Any:
     for server in servers:
         server.children()
         server.process.kill()
-        server.process.communicate()
+        # A child that is stopped keeps the pipes open.
         for child in server.children():
             child.kill()
+        server.process.communicate()
 
 
 def last_event(answer: bytes) -> dict[str, Any]:
