@@ -34,11 +34,9 @@ class Observer(Protocol):
         """
 
 
-class PerPosition(tuple[int, ...]):
-    """Counts by position, from 0 up; a shorter one has zeros behind it."""
-
-    def __add__(self, other: tuple[int, ...]) -> PerPosition:  # type: ignore[override]
-        return PerPosition(map(sum, itertools.zip_longest(self, other, fillvalue=0)))
+def sum_by_position(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sums of counts by position; a shorter one has zeros behind it."""
+    return tuple(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
 
 
 @attrs.define(kw_only=True)
@@ -59,7 +57,7 @@ class Counters:
     """Draft tokens verified."""
     num_accepted_drafts: int = 0
     """Draft tokens accepted."""
-    accepted_by_position: PerPosition = attrs.field(factory=PerPosition)
+    accepted_by_position: tuple[int, ...] = ()
     """Draft tokens accepted, by their position in a row."""
     num_corrupted: int = 0
     """Requests that ended because their logits held NaN."""
@@ -129,13 +127,13 @@ def sum_of(statistics: Iterable[SchedulerStatistics]) -> SchedulerStatistics:
     """Return the sums of the numbers of several schedulers, and the names of all adapters."""
     rows = list(statistics)
     names = [field.name for field in attrs.fields(SchedulerStatistics)]
-    return SchedulerStatistics(**{name: _sum([getattr(r, name) for r in rows]) for name in names})
+    sums = {name: _sum([getattr(row, name) for row in rows]) for name in names}
+    sums["accepted_by_position"] = sum_by_position(row.accepted_by_position for row in rows)
+    return SchedulerStatistics(**sums)
 
 
 def _sum(values: list[Any]) -> Any:
     """Return the sum of numbers, or the union of tuples of names in order."""
-    if isinstance(values[0], PerPosition):
-        return sum(values, start=PerPosition())
     if isinstance(values[0], tuple):
         return tuple(sorted({name for names in values for name in names}))
     return sum(values)

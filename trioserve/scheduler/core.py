@@ -24,7 +24,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from trioserve.observability.scheduler_statistics import Observer, PerPosition
+from trioserve.observability.scheduler_statistics import Observer, sum_by_position
 from trioserve.protocol import wire
 from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
@@ -148,7 +148,8 @@ class SchedulerCore(SchedulerState):
         self.counters.num_accepted_drafts += int(accepted.sum())
         # Row by row, positions 0 to one less than the accepted.
         places = [int((accepted > place).sum()) for place in range(accepted.max(initial=0))]
-        self.counters.accepted_by_position += PerPosition(places)
+        so_far = self.counters.accepted_by_position
+        self.counters.accepted_by_position = sum_by_position([so_far, tuple(places)])
 
     def check_integrity(self) -> None:
         """Assert the invariants that :mod:`trioserve.scheduler.invariants` lists."""

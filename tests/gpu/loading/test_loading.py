@@ -111,6 +111,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         tokenizer="/tokenizers/t",
         logits_processors=("m:A", "m:B"),
         enable_lora=True,
+        speculative_config='{"method": "ngram", "prompt_lookup_min": 3}',
         **options,
     )
     start = start_message(config, Path("/models/m"))
@@ -122,6 +123,13 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "tokenizer": "/tokenizers/t",
         "logits_processors": ["m:A", "m:B"],
         "weights": "",
+        "speculative": {
+            "method": "ngram",
+            "num_speculative_tokens": 15,
+            "prompt_lookup_min": 3,
+            "prompt_lookup_max": 5,
+            "adaptive": True,
+        },
         "free_memory": 0,
         "mock": None,
     }

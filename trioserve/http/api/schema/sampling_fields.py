@@ -41,13 +41,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "tokenizers put none. True by default."
         ),
     ] = None
-    speculative: Annotated[
-        bool | None,
-        about(
-            "Verify draft tokens, if the server drafts any. The output is the same without. True "
-            "by default."
-        ),
-    ] = None
 
 
 SHARED_NAMES = SamplingFields.__struct_fields__
