@@ -95,7 +95,7 @@ class City(pydantic.BaseModel):
 
 
 def test_formats(client: ollama.Client) -> None:
-    reply = client.chat(MODEL, CAPITAL, format=City.model_json_schema())
+    reply = client.chat(MODEL, CAPITAL, format=City.model_json_schema(), options=GREEDY)
     assert City.model_validate_json(reply.message.content or "")
     with pytest.raises(ollama.ResponseError, match="format") as bad:
         client.chat(MODEL, CAPITAL, format={"type": "nonsense"})

@@ -88,7 +88,8 @@ async def test_a_thousand_schemas(folder: Path) -> None:
         completions = await complete_all(engine, grammars)
         await assert_idle(engine)
     check(wanted, completions)
-    assert len({completion.text for completion in completions}) > NUM_SCHEMAS / 2
+    # About half differ. Near-ties of rounding make it a few more or fewer from batch to batch.
+    assert len({completion.text for completion in completions}) > 0.45 * NUM_SCHEMAS
 
 
 async def test_grammars_through_preemption(folder: Path) -> None:
