@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from trioserve.config.json_object import parse_json_object
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS, SamplingParams
 
@@ -20,21 +20,8 @@ def parse_override(text: str | None) -> dict[str, Any]:
     """
     if text is None:
         return {}
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise InvalidRequest(
-            f'{_OPTION} must be a JSON object, as in {{"temperature": 0.5}}; got {text!r}',
-            param=_OPTION,
-        )
     allowed = (*GENERATION_CONFIG_FIELDS, _LENGTH)
-    unknown = sorted(set(values) - set(allowed))
-    if unknown:
-        raise InvalidRequest(
-            f"{_OPTION} has {', '.join(unknown)}; it takes {', '.join(allowed)}", param=_OPTION
-        )
+    values = parse_json_object(_OPTION, text, allowed, '{"temperature": 0.5}')
     _check({name: value for name, value in values.items() if value is not None})
     return values
 

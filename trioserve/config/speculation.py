@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 
+from trioserve.config.json_object import parse_json_object
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.speculation import SpeculativeConfig
 
@@ -20,21 +19,8 @@ def parse_speculative(text: str | None) -> SpeculativeConfig | None:
     """
     if text is None:
         return None
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise InvalidRequest(
-            f'{_OPTION} must be a JSON object, as in {{"method": "suffix"}}; got {text!r}',
-            param=_OPTION,
-        )
     allowed = [field.name for field in attrs.fields(SpeculativeConfig)]
-    unknown = sorted(set(values) - set(allowed))
-    if unknown:
-        raise InvalidRequest(
-            f"{_OPTION} has {', '.join(unknown)}; it takes {', '.join(allowed)}", param=_OPTION
-        )
+    values = parse_json_object(_OPTION, text, allowed, '{"method": "suffix"}')
     try:
         return SpeculativeConfig(**values)
     except InvalidRequest as error:

@@ -126,10 +126,11 @@ class SchedulerStatistics(Counters):
 def sum_of(statistics: Iterable[SchedulerStatistics]) -> SchedulerStatistics:
     """Return the sums of the numbers of several schedulers, and the names of all adapters."""
     rows = list(statistics)
-    names = [field.name for field in attrs.fields(SchedulerStatistics)]
-    sums = {name: _sum([getattr(row, name) for row in rows]) for name in names}
-    sums["accepted_by_position"] = sum_by_position(row.accepted_by_position for row in rows)
-    return SchedulerStatistics(**sums)
+    names = {field.name for field in attrs.fields(SchedulerStatistics)} - {"accepted_by_position"}
+    return SchedulerStatistics(
+        accepted_by_position=sum_by_position(row.accepted_by_position for row in rows),
+        **{name: _sum([getattr(row, name) for row in rows]) for name in names},
+    )
 
 
 def _sum(values: list[Any]) -> Any:

@@ -126,8 +126,7 @@ class Drafter:
         is_behind = indexed.begin + indexed.size < slot.num_tokens
         if is_behind or match.length < self._config.prompt_lookup_min:
             return None
-        most = min(row.drafts, self._config.num_speculative_tokens)
-        begin = indexed.begin + match.end
+        most, begin = row.drafts, indexed.begin + match.end
         tokens = slot.tokens[begin : begin + most].tolist()
         while tokens and len(tokens) < most:
             # The occurrence overlaps the suffix, so what follows repeats.
