@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.test_prompt_pace import MACHINES, Life
-from trioserve.scheduler.decode_hold import BURST, EVERY, LONGEST, MOST, DecodeHold
+from trioserve.scheduler.decode_hold import BURST, EVERY, LONGEST, MOST, NOBODY, DecodeHold
 from trioserve.scheduler.prompt_share import PromptWork
 from trioserve.scheduler.step_time import StepLoad, StepTimeModel
+from trioserve.scheduler.token_counts import Ints
 
 MODEL = StepTimeModel()
 MODEL.observe(StepLoad(decodes=4), 0.01)
@@ -24,8 +26,19 @@ def burst(seconds: float = 1.0, *, size: int = 8, waited: float = 0.0) -> list[P
     return [PromptWork(remaining=int(seconds * SECOND / size), waited=waited)] * size
 
 
-def is_due(hold: DecodeHold, prompts: list[PromptWork], streams: int = 4, now: float = 0) -> bool:
-    return hold.is_due(MODEL, prompts, streams, now)
+def streams_of(count: int, first: int = 0) -> Ints:
+    return np.arange(first, first + count)
+
+
+def is_due(
+    hold: DecodeHold, prompts: list[PromptWork], streams: int = 4, now: float = 0, first: int = 0
+) -> bool:
+    return hold.is_due(MODEL, prompts, streams_of(streams, first), now)
+
+
+def hold_for(hold: DecodeHold, streams: int, now: float) -> None:
+    """Note a step that holds so many streams."""
+    hold.note(0, streams_of(streams), now)
 
 
 def test_a_hold_begins_with_a_burst_alone() -> None:
@@ -34,7 +47,7 @@ def test_a_hold_begins_with_a_burst_alone() -> None:
     assert is_due(hold, burst(size=int(BURST)))
     assert not is_due(hold, burst(size=int(BURST) - 1))
     assert not is_due(hold, [])
-    assert not hold.is_due(StepTimeModel(), burst(), 4, 0.0)
+    assert not hold.is_due(StepTimeModel(), burst(), streams_of(4), 0.0)
 
 
 def test_a_burst_that_takes_too_long_holds_nothing() -> None:
@@ -45,7 +58,7 @@ def test_a_burst_that_takes_too_long_holds_nothing() -> None:
 
 def test_a_hold_goes_on_until_the_prompts_are_computed_or_it_is_too_long() -> None:
     hold = DecodeHold()
-    hold.note(0, 4, now=10.0)
+    hold_for(hold, 4, now=10.0)
     assert is_due(hold, burst(LONGEST - 1.1, size=1), now=11.0)
     assert not is_due(hold, burst(LONGEST - 0.9, size=1), now=11.0)
     assert not is_due(hold, [], now=11.0)
@@ -53,16 +66,29 @@ def test_a_hold_goes_on_until_the_prompts_are_computed_or_it_is_too_long() -> No
 
 def test_the_next_hold_comes_after_many_steps_and_is_as_long_as_the_time_between() -> None:
     hold = DecodeHold()
-    hold.note(0, 4, now=10.0)
-    hold.note(4, 0, now=11.0)
+    hold_for(hold, 4, now=10.0)
+    hold.note(4, NOBODY, now=11.0)
     for step in range(1, EVERY + 1):
         assert is_due(hold, burst(0.5), now=12.0) == (step == EVERY)
-        hold.note(4, 0, now=12.0)
+        hold.note(4, NOBODY, now=12.0)
     assert is_due(hold, burst(0.95), now=12.0)
     assert not is_due(hold, burst(1.05), now=12.0)
-    hold.note(0, 4, now=12.0)
+    hold_for(hold, 4, now=12.0)
     assert is_due(hold, burst(0.4), now=12.5)
     assert not is_due(hold, burst(0.6), now=12.5)
+
+
+def test_streams_that_were_not_held_may_be_at_once() -> None:
+    hold = DecodeHold()
+    hold_for(hold, 4, now=10.0)
+    hold.note(4, NOBODY, now=11.0)
+    assert is_due(hold, burst(), now=11.5, first=4)
+    assert not is_due(hold, burst(), now=11.5, first=3)
+    hold.note(0, streams_of(4, first=4), now=11.5)
+    assert is_due(hold, burst(LONGEST - 1.1), now=12.5, first=4)
+    assert not is_due(hold, burst(LONGEST - 0.9), now=12.5, first=4)
+    hold.note(4, NOBODY, now=13.0)
+    assert not is_due(hold, burst(), now=14.0, first=4)
 
 
 def test_a_hold_of_many_streams_comes_after_as_many_gaps() -> None:
@@ -70,9 +96,9 @@ def test_a_hold_of_many_streams_comes_after_as_many_gaps() -> None:
     hold = DecodeHold()
     assert not is_due(hold, burst(), MOST - 7)
     assert is_due(hold, burst(), MOST - 8)
-    hold.note(0, MOST, now=10.0)
+    hold_for(hold, MOST, now=10.0)
     for step in range(3 * EVERY + 1):
-        hold.note(4, 0, now=20.0)
+        hold.note(4, NOBODY, now=20.0)
         assert is_due(hold, burst(0.1), now=30.0) == (step >= 3 * EVERY - 1)
 
 
@@ -88,7 +114,7 @@ def test_holds_are_rare_and_short_whatever_comes(
     steps, now = list[bool](), 0.0
     for size in arrivals * 3:
         holds = is_due(hold, burst(size[0], size=size[1], waited=size[2]), streams, now)
-        hold.note(0 if holds else streams, streams if holds else 0, now)
+        hold.note(0 if holds else streams, streams_of(streams if holds else 0), now)
         steps.append(holds)
         now += seconds[holds]
     groups = [(key, len(list(group))) for key, group in itertools.groupby(steps)]

@@ -184,7 +184,7 @@ def test_a_long_burst_stretches_gaps_by_a_power_of_its_size(costs: Costs) -> Non
     streams = life.decoding(16)
     calm = life.gaps(streams, life.bench.now * 0.9, life.bench.now)[-1]
     began, seconds = life.bench.now, life.seconds(StepLoad(prompt_tokens=1000, context=1000 * 500))
-    length = round(1000 * max(1, 0.25 / seconds))  # too long for a hold
+    length = round(1000 * max(1, LONGEST / 12 / seconds))  # too long for a hold
     gaps = burst_beside(life, streams, 16, length)
     alone = life.seconds(StepLoad(prompt_tokens=16 * length, context=16 * length * length / 2))
     assert life.bench.now - began < 1.4 * alone

@@ -6,9 +6,10 @@ all prompts of a burst can be computed within :data:`LONGEST` seconds of its beg
 held meanwhile. Each stream then has one long gap instead of many middling ones. It ends no later,
 because the prompts have to be computed in any case, and the prompts' first tokens come sooner.
 
-Holds are rare and short. In the long run at most one gap in :data:`EVERY` becomes long, and between
-two holds are as many steps, so the 99th percentile doesn't show it. And a hold takes at most as
-long as the time since the last one, so a long load of prompts halves the rate of streams at most.
+Holds are rare and short. In the long run at most one gap in :data:`EVERY` becomes long, and a stream
+that was held gets as many tokens before the next hold, so the 99th percentile doesn't show it. And
+a stream isn't held longer than it went on since its last hold, so a long load of prompts halves its
+rate at most.
 """
 
 from __future__ import annotations
@@ -17,71 +18,92 @@ import math
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
 from trioserve.scheduler.prompt_share import PromptWork, stretch_of
 from trioserve.scheduler.step_time import StepTimeModel
+from trioserve.scheduler.token_counts import Ints
 
 BURST = 4.0
 """Stretch of a prompt from which prompts count as a burst."""
-LONGEST = 3.0
+LONGEST = 5.0
 """Most seconds of a hold, and from the first prompt's arrival to the hold's end."""
 EVERY = 100
-"""Gaps of streams of which one may become long, and steps with decodes between two holds."""
+"""Gaps of streams of which one may become long, and steps between two holds of a stream."""
 MOST = 64
 """Streams that may be held before there were any gaps."""
 
 
+NOBODY = np.empty(0, dtype=np.int64)
+
+
 @attrs.define(eq=False)
 class DecodeHold:
-    """The holds of one scheduler's decodes. Times are in seconds on trio's clock."""
+    """The holds of one scheduler's decodes.
+
+    Times are in seconds on trio's clock. Streams are numbers, no two of which are ever the same.
+    """
 
     _began: float | None = attrs.field(init=False, default=None)
     """Time of the present hold's beginning; None without one."""
     _ended: float = attrs.field(init=False, default=-math.inf)
     """Time of the last hold's end."""
-    _num_held: int = attrs.field(init=False, default=0)
-    """Streams of the present hold."""
+    _longest: float = attrs.field(init=False, default=LONGEST)
+    """Most seconds of the present hold."""
+    _held: Ints = attrs.field(init=False, default=NOBODY)
+    """Streams of the present hold, or of the last one."""
     _gaps: int = attrs.field(init=False, default=MOST * EVERY)
     """Gaps of streams, but for :data:`EVERY` for each that holds have made long."""
     _steps: int = attrs.field(init=False, default=EVERY)
     """Steps with decodes since the last hold."""
 
-    @property
-    def is_possible(self) -> bool:
-        """True if there is a hold, or one could begin."""
-        return self._began is not None or self._steps >= EVERY
+    def is_possible(self, streams: Ints) -> bool:
+        """Return True if there is a hold, or one of ``streams`` could begin."""
+        return self._began is not None or self._steps >= EVERY or self._are_new(streams)
 
     def is_due(
-        self, model: StepTimeModel, prompts: Sequence[PromptWork], num_decodes: int, now: float
+        self, model: StepTimeModel, prompts: Sequence[PromptWork], streams: Ints, now: float
     ) -> bool:
         """Return True if the next step should hold the decodes.
 
         Args:
             model: Model of the step's time.
             prompts: All prompts that wait or are being computed; they are streams soon.
-            num_decodes: Number of streams that decode.
+            streams: Streams that decode.
             now: Time.
         """
-        if not (prompts and model.is_known and self.is_possible):
+        if not (prompts and model.is_known and self.is_possible(streams)):
             return False
-        began = now if self._began is None else self._began
+        began, longest = self._began, self._longest
+        if began is None:
+            began, longest = now, self._longest_of(streams, now)
         passed = max(now - began, *(prompt.waited for prompt in prompts))
         seconds = passed + sum(prompt.seconds(model) for prompt in prompts)
-        if seconds > min(began - self._ended, LONGEST):
+        if seconds > longest:
             return False
         if self._began is not None:
             return True
-        has_gaps = self._gaps >= EVERY * (num_decodes + len(prompts))
+        has_gaps = self._gaps >= EVERY * (len(streams) + len(prompts))
         return has_gaps and stretch_of(model, prompts) >= BURST
 
-    def note(self, num_decodes: int, num_held: int, now: float) -> None:
-        """Note a planned step: its decodes, and the number of streams that are held for it."""
-        if num_held:
-            self._began = now if self._began is None else self._began
-            self._num_held = max(self._num_held, num_held)
+    def note(self, num_decodes: int, held: Ints, now: float) -> None:
+        """Note a planned step: its decodes, and the streams that are held for it."""
+        if len(held):
+            if self._began is None:
+                self._longest = self._longest_of(held, now)
+                self._began = now
+            self._held = held
             return
         if self._began is not None:
-            self._gaps -= EVERY * self._num_held
-            self._began, self._ended, self._num_held, self._steps = None, now, 0, 0
+            self._gaps -= EVERY * len(self._held)
+            self._began, self._ended, self._steps = None, now, 0
         self._gaps = min(self._gaps + num_decodes, MOST * EVERY)
         self._steps += num_decodes > 0
+
+    def _are_new(self, streams: Ints) -> bool:
+        """Return True if none of ``streams`` was held by the last hold."""
+        return not np.isin(streams, self._held).any()
+
+    def _longest_of(self, streams: Ints, now: float) -> float:
+        """Return the most seconds of a hold of ``streams`` that begins now."""
+        return LONGEST if self._are_new(streams) else min(now - self._ended, LONGEST)

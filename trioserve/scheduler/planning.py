@@ -9,6 +9,7 @@ import attrs
 from trioserve.protocol import wire
 from trioserve.requests.request import Request
 from trioserve.scheduler import policy
+from trioserve.scheduler.decode_hold import NOBODY
 from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.plan_builder import PlanBuilder
 from trioserve.scheduler.prompt_planning import PromptPlanner
@@ -86,8 +87,8 @@ class Planner:
             self._plan_decodes(decodes, builder)
             prefills = [each for each in prefills if each.holds_slot]
             self._prompts.plan(prefills, may_enter, builder, now)
-        num_held = len(decodes) if holds else 0
-        self._state.decode_hold.note(builder.load.decodes, num_held, now)
+        held = self._streams(decodes) if holds else NOBODY
+        self._state.decode_hold.note(builder.load.decodes, held, now)
 
     def _split_running(self) -> tuple[Ints, list[SequenceState]]:
         """Return the places of the sequences that decode, and the sequences in prefill."""
@@ -116,10 +117,19 @@ class Planner:
         state, limits = self._state, self._state.limits
         if limits.itl_target is not None or limits.scheduling_policy == "priority":
             return False
-        if not state.decode_hold.is_possible or state.fault_isolation.restricts or not len(decodes):
+        if state.fault_isolation.restricts or not len(decodes):
+            return False
+        streams = self._streams(decodes)
+        if not state.decode_hold.is_possible(streams):
             return False
         prompts = self._prompts.works(prefills, may_enter, plan, now)
-        return state.decode_hold.is_due(state.step_times, prompts, len(decodes), now)
+        return state.decode_hold.is_due(state.step_times, prompts, streams, now)
+
+    def _streams(self, decodes: Ints) -> Ints:
+        """Return numbers of the sequences at places ``decodes``, which no others ever have."""
+        slots = self._state.running.slots[decodes]
+        generations: Ints = self._state.memory.counts.generation[slots]
+        return generations * self._state.limits.max_num_seqs + slots
 
     def _plan_decodes(self, decodes: Ints, builder: PlanBuilder) -> None:
         """Give each decoding sequence its row."""

@@ -30,10 +30,28 @@ inline Operand byte_part(const uint8_t* pairs, int part) {
   return to_floats(shift_right(part == 0 ? shift_left(both, 24) : both, part == 0 ? 24 : 8));
 }
 
+#if defined(__AVX512F__)
+// What numbers of 4 bits stand for. The instruction takes an index's low four bits.
+template <int Zero>
+struct NibbleTable {
+  alignas(64) float numbers[16];
+  constexpr NibbleTable() : numbers() {
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<float>(i - Zero);
+  }
+};
+template <int Zero>
+inline constexpr NibbleTable<Zero> kNibbleTable;
+#endif
+
 template <int Zero>
 inline Operand nibble_part(const uint8_t* words, int p, int part) {
-  const Ints numbers = and_of(shift_right(load_ints(words), part * 16 + p * 4), broadcast(15));
+  const Ints shifted = shift_right(load_ints(words), part * 16 + p * 4);
+#if defined(__AVX512F__)
+  return _mm512_permutexvar_ps(shifted, _mm512_load_ps(kNibbleTable<Zero>.numbers));
+#else
+  const Ints numbers = and_of(shifted, broadcast(15));
   return to_floats(Zero == 0 ? numbers : add(numbers, broadcast(-Zero)));
+#endif
 }
 
 // Widens activations. `count` is a multiple of 16.

@@ -25,9 +25,9 @@ needs_kernels = pytest.mark.skipif(not isas(), reason="no compiled kernels")
 X86, ARM = ARCHITECTURES["x86-64"], ARCHITECTURES["AArch64"]
 
 
-def machine_with(tmp_path: Path, flags: str) -> Machine:
+def machine_with(tmp_path: Path, flags: str, vendor: str = "AuthenticAMD") -> Machine:
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}\n")
+    (tmp_path / "proc/cpuinfo").write_text(f"vendor_id : {vendor}\nflags : {flags}\n")
     return Machine(tmp_path)
 
 
@@ -52,6 +52,19 @@ def test_a_machine_has_the_instruction_sets_below_its_own(tmp_path: Path, isa: s
     machine = machine_with(tmp_path, " ".join(KERNEL_FEATURES[isa]))
     assert machine.kernel_isas() == list(X86[: X86.index(isa) + 1])
     assert machine.obstacle_to_kernels() is None
+
+
+def test_intels_pairs_of_bf16_are_slower_than_float32(tmp_path: Path) -> None:
+    """Unless it has AMX, whose tiles are the fastest."""
+    without, with_tiles = tmp_path / "without", tmp_path / "with"
+    for folder in (without, with_tiles):
+        folder.mkdir()
+    features = " ".join(KERNEL_FEATURES["avx512_bf16"])
+    machine = machine_with(without, features, vendor="GenuineIntel")
+    assert machine.kernel_isas() == ["avx2", "avx512_bf16", "avx512"]
+    features = " ".join(KERNEL_FEATURES["amx"])
+    machine = machine_with(with_tiles, features, vendor="GenuineIntel")
+    assert machine.kernel_isas()[-1] == "amx"
 
 
 @pytest.mark.parametrize("isa", ARM)
