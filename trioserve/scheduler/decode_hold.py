@@ -6,9 +6,9 @@ all prompts of a burst can be computed within :data:`LONGEST` seconds of its beg
 held meanwhile. Each stream then has one long gap instead of many middling ones. It ends no later,
 because the prompts have to be computed in any case, and the prompts' first tokens come sooner.
 
-Holds are rare and short. In the long run at most one gap in :data:`EVERY` becomes long, and a stream
-that was held gets as many tokens before the next hold, so the 99th percentile doesn't show it. And
-a stream isn't held longer than it went on since its last hold, so a long load of prompts halves its
+Holds are rare and short. In the long run at most one gap in :data:`EVERY` becomes long, and as many
+steps come between two holds of the same stream, so the 99th percentile doesn't show it. Nor is a
+stream held longer than it has gone on since its last hold, so a long load of prompts halves its
 rate at most.
 """
 
