@@ -32,6 +32,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.engine.experts": (),
     "bench.engine.long_prompts": (),
     "bench.engine.products": (),
+    "bench.engine.speculation": (),
 }
 """The scripts of single parts, and their options."""
 _PEERS = ("--compare", "llama.cpp", "--compare", "vllm")
@@ -134,25 +135,24 @@ def _versions(results: Results) -> str:
     return f"{markdown(heads, lines)}\n\n{table}".rstrip()
 
 
-README_MACHINE = "amd-epyc.avx512_bf16"
-"""Machine of the README's figures."""
+README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor.avx512": "Xeon"}
+"""Machines of the README's figures, and their names there; all of the first one's are shown."""
 
 
-def readme_figures(folder: Path = RESULTS / README_MACHINE) -> str:
+def readme_figures(results: Path = RESULTS) -> str:
     """Return the README's block, of the same results."""
-    throughput = table_cells(folder / "throughput.json")
+    folder, lines = results / next(iter(README_MACHINES)), []
     leaving = table_cells(folder / "cpu_after_leave.json")
     servers = [f"{name} bf16" for name in ("trioserve", "vllm", "llama.cpp")]
-
-    def figure(case: str, server: str, name: str = "tokens/s") -> str:
-        return f"{float(throughput[case, server][name]):,.0f}"
-
-    lines = []
-    for case in ("1 stream", "8 streams", "32 streams"):
-        pairs = [(figure(case, each), figure(case, each, "TTFT p50 ms")) for each in servers]
-        lines.append([case, *(f"{rate} tokens/s, {first} ms" for rate, first in pairs)])
+    for machine, shown in README_MACHINES.items():
+        rows = table_cells(results / machine / "throughput.json")
+        for case in ("1 stream", "8 streams", "32 streams"):
+            own = [rows[case, server] for server in servers]
+            pairs = [(float(each["tokens/s"]), float(each["TTFT p50 ms"])) for each in own]
+            cells = [f"{rate:,.0f} tokens/s, {first:,.0f} ms" for rate, first in pairs]
+            lines.append([f"{shown}, {case}", *cells])
     burnt = [f"{leaving['', server]['CPU burnt s']} s" for server in servers]
-    lines.append(["CPU time after 16 clients left", *burnt])
+    lines.append(["AMD EPYC, CPU time after 16 clients left", *burnt])
     events = json.loads((folder / "sse.json").read_text())
     (ratio,) = [v["reached"] for v in events["verdicts"] if "SSE event, 256" in v["what"]]
     four_bits = table_cells(folder / "throughput_q4_1.json")["1 stream", "llama.cpp q4_1"]

@@ -299,7 +299,7 @@ class SlotTable:
         last, self._last_sampler = self._last_sampler, sampler
         shared = {
             name: getattr(last, name)
-            for name in ("stop_ids", "allowed_token_ids")
+            for name in ("stop_ids", "allowed_token_ids", "prediction")
             if len(getattr(sampler, name)) > _SHORT_COLUMN
             and getattr(sampler, name) == getattr(last, name)
         }

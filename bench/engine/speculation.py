@@ -1,12 +1,12 @@
 """Speculative decoding: ``python -m bench.engine.speculation``.
 
 Four tasks on paragraphs of this documentation, with drafts and without, in turns. Outputs must be
-the same. Prompts whose output ends in a loop are left out: small models loop, to drafts' advantage.
+the same. Outputs of other tasks and rounds aren't drafted from, and prompts whose output ends in a
+loop are left out: small models loop, to drafts' advantage.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -49,16 +49,15 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 async def answer(
-    engine: Engine, prompts: Sequence[str], streams: int, max_tokens: int
+    engine: Engine, prompts: Sequence[str], streams: int, **params: Any
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Return the seconds that all answers took, so many at a time, and their tokens."""
-    found: dict[int, tuple[int, ...]] = {}
-    waiting = iter(enumerate(prompts))
+    found, waiting = dict[int, tuple[int, ...]](), iter(enumerate(prompts))
 
     async def ask() -> None:
         for place, text in waiting:
             prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-            completion = await engine.complete(prompt, temperature=0, max_tokens=max_tokens)
+            completion = await engine.complete(prompt, temperature=0, **params)
             found[place] = completion.token_ids
 
     began = time.perf_counter()
@@ -84,15 +83,16 @@ async def compare(
     async with open_engine(model, **options) as plain, drafts as drafting:
         for task, words in TASKS.items():
             asked = [words.format(text) for text in texts]
-            _, answers = await answer(plain, asked, 32, max_tokens)
+            _, answers = await answer(plain, asked, 32, max_tokens=max_tokens)
             prompts[task] = [p for p, a in zip(asked, answers, strict=True) if not loops(a)]
         cases = [(task, count) for count in streams for task in TASKS]
         for number, (task, count) in in_turns(rounds, cases):
-            cycle, wanted = itertools.cycle(prompts[task]), max(2 * count, 4)
-            chosen = list(itertools.islice(cycle, number * wanted, (number + 1) * wanted))
+            own, wanted = prompts[task], min(max(2 * count, 4), len(prompts[task]))
+            chosen = [own[(number * wanted + place) % len(own)] for place in range(wanted)]
+            params = {"max_tokens": max_tokens, "cache_salt": f"{number} {task} {count}"}
             sides, results = [("none", plain), ("drafts", drafting)], []
             for side, engine in sides[:: 1 if number % 2 else -1]:
-                seconds, answers = await answer(engine, chosen, count, max_tokens)
+                seconds, answers = await answer(engine, chosen, count, **params)
                 found.add((task, count, side), rate=sum(map(len, answers)) / seconds)
                 results.append(answers)
             if results[0] != results[1]:
@@ -100,8 +100,8 @@ async def compare(
     rates, lines, verdicts = found.medians(), [], []
     for task, count in cases:
         none, drafted = (task, count, "none"), (task, count, "drafts")
-        ratio = found.ratio(drafted, none, "rate")
-        shown = [f"{rates[side]['rate']:.0f}" for side in (none, drafted)]
+        ratio, both = found.ratio(drafted, none, "rate"), (none, drafted)
+        shown = [f"{rates[side]['rate']:.0f}" for side in both]
         lines.append([task, len(prompts[task]), count, *shown, f"{ratio:.2f}"])
         bound = BOUNDS[count][task == "chat"] if count in BOUNDS else 0.98
         of = {"what": f"{task}, {count} streams", "against": "no drafts", "rounds": rounds}

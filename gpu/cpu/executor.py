@@ -14,7 +14,8 @@ from gpu.cpu.scores import logprobs_of, score_prompt
 from gpu.cpu.verification import Verification
 from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
-from gpu.sampling.drafting.drafter import Draft, Drafter
+from gpu.sampling.drafting.drafter import Drafter
+from gpu.sampling.drafting.sources import Draft
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.sampling.sampler_io import SamplerRow, is_plainly_greedy
@@ -78,8 +79,11 @@ class CpuExecutor:
         began = time.perf_counter_ns()
         if len(copies):
             self._model.copy_pages(copies)
+        rows, drafts = self._add_drafts(rows)
         drawn = self._compute(rows)
         ended = time.perf_counter_ns()
+        if self.drafter is not None:
+            self._teach(self.drafter, rows, drafts, drawn, (ended - began) / 1e9)
         drawn.times = DeviceTimes(
             step_us=(ended - began) // 1000, idle_us=(began - self._step_ended_ns) // 1000
         )
@@ -89,14 +93,10 @@ class CpuExecutor:
     def _compute(self, rows: Sequence[Row]) -> Drawn:
         if not rows:
             return Drawn(tokens=_NO_TOKENS)
-        began = time.perf_counter()
-        rows, drafts = self._add_drafts(rows)
         hidden, ends = self._model.forward(rows, self._slots)
         pooled = self._pool(self._slot_options.pooled.spans(rows, ends), hidden)
         drawn = self._draw(rows, hidden, ends)
         drawn.pooled = pooled
-        if self.drafter is not None:
-            self._teach(self.drafter, rows, drafts, drawn, time.perf_counter() - began)
         return drawn
 
     def _add_drafts(self, rows: Sequence[Row]) -> tuple[Sequence[Row], dict[int, Draft]]:
@@ -127,7 +127,7 @@ class CpuExecutor:
             sampling = [i for i, row in enumerate(rows) if row.samples]
             accepted = dict(zip(sampling, (drawn.counts - 1).tolist(), strict=True))
             drafter.observe(rows, drafts, accepted)
-        if all(row.count == 1 for row in rows):
+        if rows and all(row.count == 1 for row in rows):
             drafter.observe_time(len(rows), sum(row.drafts for row in rows), seconds)
 
     def _pool(self, spans: list[PooledSpan], hidden: Hidden) -> list[PooledPrompt]:

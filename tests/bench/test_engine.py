@@ -150,6 +150,6 @@ def test_loops_are_told_from_other_outputs() -> None:
 
 async def test_answers_with_so_many_at_a_time(autojump_clock: MockClock) -> None:
     async with open_fake_engine(lambda: FakeWorker(step_time=0.01)) as engine:
-        _, tokens = await speculation.answer(engine, ["one", "two", "three"], 2, 5)
+        _, tokens = await speculation.answer(engine, ["one", "two", "three"], 2, max_tokens=5)
     assert [len(each) for each in tokens] == [5, 5, 5]
     assert len(speculation.paragraphs()) > 30

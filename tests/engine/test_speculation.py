@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import trio
 
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
-from trioserve import Completion, Engine, Grammar, ModelLoadError
+from trioserve import Completion, Engine, Grammar, InvalidRequest, ModelLoadError
 
 SUFFIX = '{"method": "suffix", "adaptive": false, "prompt_lookup_min": 1}'
 NGRAM = """{"method": "ngram", "adaptive": false, "num_speculative_tokens": 4,
@@ -32,12 +35,27 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "stop ids": {"temperature": 0, "stop_token_ids": list(range(40, 60))},
     "several": {"temperature": 0.4, "n": 3, "seed": 4},
     "length": {"temperature": 0, "max_tokens": 7},
+    "prediction": {"temperature": 0, "prediction": "ab" * 20},
+    "adapter": {"temperature": 0, "adapter": "own"},
 }
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tiny, tmp_path_factory.mktemp("adapter"))
+
+
+@asynccontextmanager
+async def open_engine(tiny: Path, adapter: Path, **options: Any) -> AsyncIterator[Engine]:
+    """Open an engine in bfloat16 with the adapter ``own``."""
+    async with open_tiny_engine(tiny, dtype="bfloat16", enable_lora=True, **options) as engine:
+        await engine.load_adapter("own", adapter)
+        yield engine
 
 
 def prompt(number: int) -> list[int]:
@@ -80,11 +98,11 @@ async def run_all(engine: Engine, *, together: bool) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path) -> list[list[Any]]:
+def plain(tiny: Path, adapter: Path) -> list[list[Any]]:
     """Return the facts without drafts, of requests that run alone."""
 
     async def run() -> list[list[Any]]:
-        async with open_tiny_engine(tiny, dtype="bfloat16") as engine:
+        async with open_engine(tiny, adapter) as engine:
             return await run_all(engine, together=False)
 
     return trio.run(run)
@@ -102,10 +120,9 @@ def plain(tiny: Path) -> list[list[Any]]:
     ids=["plain", "two plans", "chunks", "preempted"],
 )
 async def test_nothing_differs(
-    tiny: Path, plain: list[list[Any]], config: str, options: dict[str, Any]
+    tiny: Path, adapter: Path, plain: list[list[Any]], config: str, options: dict[str, Any]
 ) -> None:
-    options = {"dtype": "bfloat16", "speculative_config": config, **options}
-    async with open_tiny_engine(tiny, **options) as engine:
+    async with open_engine(tiny, adapter, speculative_config=config, **options) as engine:
         assert await run_all(engine, together=False) == plain
         assert await run_all(engine, together=True) == plain
         counted = engine.statistics().scheduler
@@ -118,11 +135,13 @@ async def test_nothing_differs(
     assert list(counted.accepted_by_position) == sorted(counted.accepted_by_position)[::-1]
 
 
-async def test_a_killed_worker_changes_nothing(tiny: Path, plain: list[list[Any]]) -> None:
+async def test_a_killed_worker_changes_nothing(
+    tiny: Path, adapter: Path, plain: list[list[Any]]
+) -> None:
     """The next worker indexes the tokens so far, and goes on."""
-    options = {"dtype": "bfloat16", "speculative_config": SUFFIX, "max_worker_restarts": 20}
+    options = {"speculative_config": SUFFIX, "max_worker_restarts": 20}
     found: list[list[Any]] = []
-    async with open_tiny_engine(tiny, **options) as engine, trio.open_nursery() as nursery:
+    async with open_engine(tiny, adapter, **options) as engine, trio.open_nursery() as nursery:
 
         async def kill_now_and_then() -> None:
             for kills in range(2):
@@ -151,6 +170,54 @@ async def test_a_request_may_do_without(tiny: Path) -> None:
         drafted = await engine.complete(prompt(0), **params)
         assert engine.statistics().scheduler.num_accepted_drafts > 0
     assert facts_of(without) == facts_of(drafted)
+
+
+async def test_a_prediction_is_drafted_from(tiny: Path) -> None:
+    """A right one saves steps from the first token on, and usage has what became of it."""
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    options = {"dtype": "bfloat16", "speculative_config": SUFFIX, "enable_prefix_caching": False}
+    async with open_tiny_engine(tiny, **options) as engine:
+        tokens = list(range(3, 20))
+        # Letters that are tokens by themselves, whatever stands beside them.
+        params["allowed_token_ids"] = engine.tokenizer.encode("bkpqvxz", add_special_tokens=False)
+        expected = await engine.complete(tokens, speculative=False, **params)
+        assert expected.usage.draft_tokens == expected.usage.accepted_draft_tokens == 0
+        text = expected.text
+        steps = engine.statistics().scheduler.num_steps
+        right = await engine.complete(tokens, prediction=text, cache_salt="1", **params)
+        steps = engine.statistics().scheduler.num_steps - steps
+        wrong = await engine.complete(
+            tokens, prediction="no such text" * 9, cache_salt="2", **params
+        )
+    assert facts_of(right) == facts_of(wrong) == facts_of(expected)
+    assert right.usage.accepted_draft_tokens >= 8
+    assert steps <= 24 - right.usage.accepted_draft_tokens + 3
+    assert wrong.usage.accepted_draft_tokens < wrong.usage.draft_tokens
+
+
+async def test_outputs_are_drafted_from_by_requests_of_their_kind(
+    tiny: Path, adapter: Path
+) -> None:
+    """Salt, tenant and adapter keep outputs apart, whatever is in the prefix cache."""
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    tokens = list(range(3, 40))  # nothing occurs twice
+    kinds: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"tenant": "b"}, {"adapter": "own"}]
+    async with open_engine(tiny, adapter, speculative_config=SUFFIX) as engine:
+        for kind in kinds:
+            first = await engine.complete(tokens, **params, **kind)
+            again = await engine.complete(tokens, **params, **kind)
+            assert facts_of(again) == facts_of(first)
+            assert again.usage.accepted_draft_tokens > first.usage.accepted_draft_tokens + 8
+
+
+@pytest.mark.parametrize("prediction", [7, "x" * 10_000_000])
+async def test_a_prediction_that_is_no_text_or_too_long_is_refused(
+    tiny: Path, prediction: Any
+) -> None:
+    async with open_tiny_engine(tiny, dtype="bfloat16") as engine:
+        with pytest.raises(InvalidRequest, match="prediction must") as refused:
+            await engine.complete([3, 4], prediction=prediction)
+    assert refused.value.param == "prediction"
 
 
 async def test_torch_drafts_nothing_and_says_so(tiny: Path) -> None:

@@ -86,6 +86,19 @@ async def test_the_answers_are_those_of_one_process(tmp_path: Path) -> None:
         await server.wait_nothing_held()
 
 
+async def test_usage_counts_drafts_as_in_one_process(tmp_path: Path) -> None:
+    def make_worker() -> FakeWorker:
+        return FakeWorker(max_row_tokens=4, accepted=lambda context: len(context) % 3)
+
+    params: dict[str, Any] = {"seed": 1, "max_tokens": 30, "n": 2}
+    async with open_fake_engine(make_worker) as engine:
+        expected = (await engine.complete(PROMPT, **params)).usage
+    assert 0 < expected.accepted_draft_tokens < expected.draft_tokens
+    async with open_server(tmp_path, make_worker) as server:
+        given = (await server.front_ends[0].engine.complete(PROMPT, **params)).usage
+    assert given == expected
+
+
 async def test_many_at_a_time_through_both(tmp_path: Path) -> None:
     prompts = [f"{index} is the beginning of what is said" for index in range(60)]
     async with open_fake_engine() as engine:

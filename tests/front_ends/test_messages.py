@@ -12,6 +12,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scheduling import make_request
 from trioserve import EngineConfig, Grammar, SamplingParams, ServerConfig
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.coalesce import merged
@@ -69,6 +70,9 @@ endings = st.builds(
     st.none() | faults,
     st.none() | floats,
     st.none() | floats,
+    st.binary(max_size=8),
+    tokens,
+    tokens,
 )
 
 
@@ -270,7 +274,12 @@ def test_any_other_error_is_the_engines() -> None:
 
 def test_an_ending_is_the_finish_it_tells_of() -> None:
     finish = Finish(FinishReason.STOP, stop_reason=7)
-    assert SequenceEnd.of(finish, None, 1.0, 2.0, b"").finish(None) == finish
+    request = make_request([1, 2], max_tokens=3)
+    (sequence,) = request.sequences
+    sequence.num_draft_tokens, sequence.num_accepted_drafts = 7, 3
+    ending = SequenceEnd.of(finish, None, 1.0, 2.0, sequence)
+    assert ending.finish(None) == finish
+    assert (ending.num_draft_tokens, ending.num_accepted_drafts) == (7, 3)
 
 
 async def test_times_go_there_and_back(autojump_clock: trio.testing.MockClock) -> None:

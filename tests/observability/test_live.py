@@ -604,6 +604,20 @@ async def test_rates_are_those_between_two_pictures(autojump_clock: trio.testing
     assert later.latency == snapshot.latency
 
 
+async def test_the_share_of_accepted_drafts(autojump_clock: trio.testing.MockClock) -> None:
+    def drafting() -> FakeWorker:
+        return FakeWorker(step_time=1, max_row_tokens=3, accepted=lambda context: 1)
+
+    async with open_fake_engine(drafting) as engine:
+        with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:
+            assert watcher.take().rates.draft_acceptance_share is None
+            await engine.complete("abc", max_tokens=20)
+            share = watcher.take().rates.draft_acceptance_share
+            counted = engine.statistics().scheduler
+    assert share == counted.num_accepted_drafts / counted.num_draft_tokens
+    assert 0.4 < share <= 0.5
+
+
 async def test_latencies_are_of_the_last_minute(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(one_second) as engine:
         with live.monitor_of(engine).watched(requests=10, nodes=10) as watcher:

@@ -11,6 +11,7 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine.validation import (
     check_params,
+    check_prediction,
     check_prompt,
     check_without_text,
     limit_output,
@@ -70,6 +71,10 @@ class RequestMaker:
         check_params(params, self.config, vocab_size=self.vocab_size)
         if not self.tokenizer.has_text:
             check_without_text(params)
+        if params.prediction:
+            check_prediction(params.prediction, self.tokenizer)
+            if self.config.speculative_config is None:
+                params = attrs.evolve(params, prediction="")  # it needn't be encoded
         params = limit_output(params, self.generation.most_tokens)
         keep = max_prompt_tokens(params, self.max_model_len)
         fewest_tokens = self._fewest_tokens(prompt, keep)
@@ -95,7 +100,8 @@ class RequestMaker:
             prefix_ids=prefix_ids,
         )
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        sampler = sampler_params(params, seed, self.eos_token_ids, self.tokenizer)
+        scope = self._draft_scope(options, adapter)
+        sampler = sampler_params(params, seed, self.eos_token_ids, self.tokenizer, scope)
         request.sequences += [
             Sequence(request=request, index=index, sampler=_with_index(sampler, index))
             for index in range(params.n)
@@ -106,6 +112,15 @@ class RequestMaker:
         """Return the salt under which this tenant's requests of ``salt`` share cached prefixes."""
         by_tenant = tenant and self.config.prefix_cache_scope == "key"
         return f"{tenant}\0{salt}" if by_tenant else salt
+
+    def _draft_scope(self, options: RequestOptions, adapter: int) -> str:
+        """Return the name under which outputs may be drafted from each other.
+
+        Each tenant's are apart, whatever shares the prefix cache.
+        """
+        if self.config.speculative_config is None:
+            return ""
+        return _digest(f"{options.tenant}\0{options.cache_salt}\0{adapter}")
 
     def _fewest_tokens(self, prompt: Prompt, keep: int | None = None) -> int:
         """Check a prompt, and return a lower bound of its tokens."""

@@ -129,13 +129,31 @@ def check_without_text(params: SamplingParams) -> None:
     Raises:
         InvalidRequest: a field asks for it; ``param`` names it.
     """
-    for name in ("stop", "stop_regex"):
+    for name, instead in (
+        ("stop", "give stop_token_ids"),
+        ("stop_regex", "give stop_token_ids"),
+        ("prediction", "leave it out"),
+    ):
         if getattr(params, name):
             raise InvalidRequest(
                 f"{name} needs text, and the server has no tokenizer (--skip-tokenizer-init): "
-                "give stop_token_ids",
+                f"{instead}",
                 param=name,
             )
+
+
+def check_prediction(prediction: str, tokenizer: Tokenizer) -> None:
+    """Refuse a prediction that is longer than any output.
+
+    Raises:
+        InvalidRequest: it has more characters than the tokenizer encodes.
+    """
+    if len(prediction) > tokenizer.max_characters:
+        raise InvalidRequest(
+            f"prediction must have at most {tokenizer.max_characters} characters, "
+            f"got {len(prediction)}",
+            param="prediction",
+        )
 
 
 def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
@@ -149,7 +167,11 @@ def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
 
 
 def sampler_params(
-    params: SamplingParams, seed: int, eos_token_ids: Collection[int], tokenizer: Tokenizer
+    params: SamplingParams,
+    seed: int,
+    eos_token_ids: Collection[int],
+    tokenizer: Tokenizer,
+    draft_scope: str = "",
 ) -> SamplerParams:
     """Return the worker's sampling parameters for the first of the request's sequences.
 
@@ -181,4 +203,5 @@ def sampler_params(
         extra_args=params.extra_args,
         logits_processors=list(params.logits_processors),
         speculative=params.speculative,
+        draft_scope=draft_scope,
     )

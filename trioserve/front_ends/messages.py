@@ -26,7 +26,7 @@ from trioserve.front_ends.wire_errors import ErrorMessage
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import Adapter
-from trioserve.requests.request import Finish, FinishReason, State
+from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import TokenLogprob
 
@@ -189,8 +189,10 @@ class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
     """Time of the request's first token."""
     last_token: float | None
     """Time of the sequence's last token."""
-    vector: bytes = b""
+    vector: bytes
     """The pooled hidden states of the prompt, where asked for."""
+    num_draft_tokens: int
+    num_accepted_drafts: int
 
     @classmethod
     def of(
@@ -199,10 +201,13 @@ class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
         fault: ErrorMessage | None,
         first_token: float | None,
         last_token: float | None,
-        vector: bytes,
+        sequence: Sequence,
     ) -> SequenceEnd:
-        """Return the message's form of ``finish``."""
-        return cls(finish.reason.value, finish.stop_reason, fault, first_token, last_token, vector)
+        """Return the message's form of ``finish``, the end of ``sequence``."""
+        return cls(
+            *(finish.reason.value, finish.stop_reason, fault, first_token, last_token),
+            *(sequence.request.vector, sequence.num_draft_tokens, sequence.num_accepted_drafts),
+        )
 
     def finish(self, error: Exception | None) -> Finish:
         """Return the end as the scheduler has it, with ``error``, which ``fault`` describes."""

@@ -130,6 +130,11 @@ def _check_grammar(_: object, __: object, value: Grammar | None) -> None:
         raise refuse("grammar", value, "a trioserve.Grammar")
 
 
+def _check_prediction(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if not isinstance(value, str):
+        raise refuse(attribute.name, value, "a string")
+
+
 def _truncation(_: object, attribute: attrs.Attribute[int], value: int) -> None:
     integer(-1, "a number of tokens of at least 1, or -1 for the model's context")(
         _, attribute, value
@@ -241,6 +246,10 @@ class SamplingParams:
     speculative: bool = attrs.field(default=True, validator=boolean)
     """False for an output without draft tokens, if the engine drafts any. The tokens are the same.
     """
+    prediction: str = attrs.field(default="", validator=_check_prediction)
+    """Text that the output is expected to repeat in part, such as a file to be changed. An engine
+    that drafts tokens drafts from it; the output doesn't depend on it.
+    """
     truncate_prompt_tokens: int | None = attrs.field(default=None, validator=_optional(_truncation))
     """The number of tokens to keep of a longer prompt; -1 for as many as the model's context
     leaves.
@@ -308,6 +317,10 @@ class SamplerParams:
     logits_processors: list[str] = attrs.field(factory=list)
     speculative: bool = True
     """False for no draft tokens."""
+    draft_scope: str = ""
+    """Recent outputs of requests with the same scope are drafted from."""
+    prediction: bytes = b""
+    """Tokens that the output may repeat: an int32 column, in their order."""
     pooling: str = ""
     """Pooling of the prompt's hidden states: ``last`` or ``mean``; empty for none."""
 

@@ -361,7 +361,7 @@ Message = (
 )
 
 _CLASSES: tuple[type, ...] = typing.get_args(Message)
-_PARTS = (OpenSlot, PromptPiece, PooledPrompt, MockSteps, SamplerParams, Grammar)
+_PARTS = (OpenSlot, PromptPiece, PooledPrompt, MockSteps, SamplerParams, Grammar, SpeculativeConfig)
 """The classes of the messages' fields."""
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,13 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    draft_tokens: int = 0
+    """Tokens that were drafted and verified; completion_tokens doesn't count those refused."""
+    accepted_draft_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Return the tokens of both."""
+        return Usage(*map(operator.add, attrs.astuple(self), attrs.astuple(other)))
 
     @property
     def total_tokens(self) -> int:
@@ -157,6 +165,8 @@ class GenerationStream:
             prompt_tokens=len(self._request.prompt_ids),
             completion_tokens=self._completion_tokens,
             cached_tokens=self._request.num_cached_tokens,
+            draft_tokens=sum(each.num_draft_tokens for each in self._request.sequences),
+            accepted_draft_tokens=sum(each.num_accepted_drafts for each in self._request.sequences),
         )
 
     def __aiter__(self) -> GenerationStream:

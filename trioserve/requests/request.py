@@ -36,6 +36,7 @@ import trio
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.protocol.wire import from_ints
 from trioserve.requests.adapters import NO_ADAPTER
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.retention import Retention
@@ -220,13 +221,17 @@ class Request:
         """True if nothing more is to be computed for it."""
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
-    def tokenized(self, prompt_ids: list[int]) -> None:
-        """Set the prompt's ids, after those of the prefix.
+    def tokenized(self, prompt_ids: list[int], prediction_ids: list[int] | None = None) -> None:
+        """Set the ids of the prompt, after those of the prefix, and of the predicted output.
 
         Raises:
             QueueFull: The queue has no room for them, so the request must be rejected.
         """
         self.prompt_ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
+        if prediction_ids:
+            prediction = from_ints(prediction_ids)
+            for sequence in self.sequences:
+                sequence.sampler = attrs.evolve(sequence.sampler, prediction=prediction)
         if self.on_tokenized is not None:
             self.on_tokenized()
 
@@ -269,6 +274,10 @@ class Sequence:
     finish: Finish | None = None
     finished_in: State | None = None
     """The state in which it finished."""
+    num_draft_tokens: int = 0
+    """Number of draft tokens that were verified for it."""
+    num_accepted_drafts: int = 0
+    """Number of those that were accepted."""
     last_token: float | None = None
     """Time of its newest token, in seconds on trio's clock."""
     history: deque[tuple[State, float]] | None = None

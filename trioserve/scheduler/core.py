@@ -31,6 +31,7 @@ from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.invariants import check_state
 from trioserve.scheduler.limits import SchedulerLimits, prompt_logprobs_for, resolve_max_tokens
+from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.planning import Planner
 from trioserve.scheduler.recovery import Recovery
 from trioserve.scheduler.result_processing import ResultProcessor
@@ -122,7 +123,7 @@ class SchedulerCore(SchedulerState):
         self.counters.count_step(result, plan.num_tokens, plan.num_decodes, had_work=self._has_work)
         load = plan.load
         if results.drafted is not None:
-            self._count_drafts(results.drafted, results.offsets)
+            self._count_drafts(plan, results.drafted, results.offsets)
             load = attrs.evolve(load, decodes=load.decodes + int(results.drafted.sum()))
         self.step_times.observe(load, (result.step_us + result.gap_us) / 1e6)
         sampled_before = self.counters.num_tokens_sampled
@@ -139,13 +140,17 @@ class SchedulerCore(SchedulerState):
             self.feeds.iterations.note(self.statistics(), plan, result, now)
         return outputs
 
-    def _count_drafts(self, drafted: Ints, offsets: Ints) -> None:
+    def _count_drafts(self, plan: InFlight, drafted: Ints, offsets: Ints) -> None:
         """Count the drafts that rows verified, and those that gave tokens."""
         rows = drafted > 0
         self.counters.num_drafts += int(rows.sum())
         self.counters.num_draft_tokens += int(drafted.sum())
         accepted = np.maximum(offsets[1:] - offsets[:-1] - 1, 0)[rows]
         self.counters.num_accepted_drafts += int(accepted.sum())
+        for index, count in zip(rows.nonzero()[0].tolist(), accepted.tolist(), strict=True):
+            sequence = plan.seq_states[index].sequence
+            sequence.num_draft_tokens += int(drafted[index])
+            sequence.num_accepted_drafts += count
         # Row by row, positions 0 to one less than the accepted.
         places = [int((accepted > place).sum()) for place in range(accepted.max(initial=0))]
         so_far = self.counters.accepted_by_position

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import trio
 
@@ -34,6 +35,13 @@ too.
 """
 
 IdsOrError = list[int] | InvalidRequest | BeyondBounds
+
+
+class _Encoded(NamedTuple):
+    """The ids of a request's prompt, and of the output that it predicts."""
+
+    prompt: IdsOrError
+    prediction: list[int]
 
 
 class TokenizerTask:
@@ -63,11 +71,12 @@ class TokenizerTask:
                     for group in groups:
                         nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
                     for request in here:
-                        result = self._ids_or_error(request)
-                        if isinstance(result, BeyondBounds):
-                            nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                        encoded = self._with_prediction(request, self._ids_or_error(request))
+                        if isinstance(encoded.prompt, BeyondBounds):
+                            beyond = (request, encoded.prediction, submit, limiter)
+                            nursery.start_soon(self._prepare_beyond, *beyond)
                         else:
-                            await _forward(request, result, submit)
+                            await _forward(request, encoded.prompt, encoded.prediction, submit)
             owner.cancel_scope.cancel()
 
     async def _prepare_in_thread(
@@ -79,18 +88,19 @@ class TokenizerTask:
         async with limiter:
             wanted = [request for request in requests if not request.ended]
             results = await trio.to_thread.run_sync(
-                self._all_ids_or_errors, wanted, abandon_on_cancel=True
+                self._encode_all, wanted, abandon_on_cancel=True
             )
         async with trio.open_nursery() as nursery:
-            for request, result in zip(wanted, results, strict=True):
-                if isinstance(result, BeyondBounds):
-                    nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+            for request, (prompt, prediction) in zip(wanted, results, strict=True):
+                if isinstance(prompt, BeyondBounds):
+                    nursery.start_soon(self._prepare_beyond, request, prediction, submit, limiter)
                 else:
-                    await _forward(request, result, submit)
+                    await _forward(request, prompt, prediction, submit)
 
     async def _prepare_beyond(
         self,
         request: Request,
+        prediction: list[int],
         submit: trio.MemorySendChannel[Request],
         limiter: trio.CapacityLimiter,
     ) -> None:
@@ -111,12 +121,25 @@ class TokenizerTask:
             except (InvalidRequest, EngineError) as error:
                 request.reject(error)
             else:
-                await _forward(request, ids, submit)
+                await _forward(request, ids, prediction, submit)
             nursery.cancel_scope.cancel()
 
-    def _all_ids_or_errors(self, requests: Sequence[Request]) -> list[IdsOrError]:
+    def _encode_all(self, requests: Sequence[Request]) -> list[_Encoded]:
         together = self._ids_of_batch(requests) if len(requests) > 1 else {}
-        return [together.get(request) or self._ids_or_error(request) for request in requests]
+        return [
+            self._with_prediction(request, together.get(request) or self._ids_or_error(request))
+            for request in requests
+        ]
+
+    def _with_prediction(self, request: Request, prompt: IdsOrError) -> _Encoded:
+        """Return the prompt's ids with those of the output that the request predicts, if any."""
+        text = request.params.prediction
+        if not text or isinstance(prompt, InvalidRequest):
+            return _Encoded(prompt, [])
+        try:
+            return _Encoded(prompt, self._tokenizer.encode(text, add_special_tokens=False))
+        except InvalidRequest as error:
+            return _Encoded(InvalidRequest(f"prediction: {error}", param="prediction"), [])
 
     def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         """Return the ids of the requests that can be encoded as one batch, on all cores.
@@ -164,16 +187,17 @@ async def _cancel_when_ended(request: Request, scope: trio.CancelScope) -> None:
 
 async def _forward(
     request: Request,
-    result: list[int] | InvalidRequest,
+    prompt: list[int] | InvalidRequest,
+    prediction: list[int],
     submit: trio.MemorySendChannel[Request],
 ) -> None:
     if request.ended:
         return
-    if isinstance(result, InvalidRequest):
-        request.reject(result)
+    if isinstance(prompt, InvalidRequest):
+        request.reject(prompt)
         return
     try:
-        request.tokenized(result)
+        request.tokenized(prompt, prediction)
     except QueueFull as error:
         request.reject(error)
         return
@@ -187,7 +211,7 @@ def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
     alone: list[list[Request]] = []
     room = INLINE_CHARACTERS
     for request in requests:
-        weight = characters_of(request.prompt)
+        weight = _characters_of(request)
         if weight <= room:
             room -= weight
             here.append(request)
@@ -198,12 +222,16 @@ def _sort(requests: list[Request]) -> tuple[list[Request], list[list[Request]]]:
     return here, [*_batches(together), *alone]
 
 
+def _characters_of(request: Request) -> int:
+    return characters_of(request.prompt) + len(request.params.prediction)
+
+
 def _batches(requests: list[Request]) -> list[list[Request]]:
     """Split ``requests`` into batches, so that requests don't wait long for each other."""
     batches: list[list[Request]] = []
     room = 0
     for request in requests:
-        weight = characters_of(request.prompt)
+        weight = _characters_of(request)
         if weight > room:
             batches.append([])
             room = BATCH_CHARACTERS

@@ -1,8 +1,10 @@
-"""The probability that a draft token is accepted, by the length of its match and by sequence."""
+"""The probability that a draft token is accepted, by its match and by sequence."""
 
 from __future__ import annotations
 
 import attrs
+
+from gpu.sampling.drafting.sources import Draft, DraftKind
 
 _DECAY = 0.97
 """Weight of what came before one more draft."""
@@ -35,20 +37,20 @@ class Share:
 
 
 class Acceptance:
-    """Shares of accepted draft tokens, over all sequences and of each slot."""
+    """Shares of accepted draft tokens: by kind and match over all sequences, and of each slot."""
 
     def __init__(self) -> None:
-        self._by_length = [Share() for _ in _FIRST_GUESS]
+        self._by_length = {kind: [Share() for _ in _FIRST_GUESS] for kind in DraftKind}
         self._by_slot: dict[int, Share] = {}
 
     def open(self, slot: int) -> None:
         """Forget what is known of a slot."""
         self._by_slot.pop(slot, None)
 
-    def probability(self, slot: int, match_length: int) -> float:
-        """Return the probability that the next draft token of ``slot`` is accepted."""
-        place = _place(match_length)
-        prior = self._by_length[place].estimate(_FIRST_GUESS[place])
+    def probability(self, slot: int, draft: Draft) -> float:
+        """Return the probability that the next token of a draft for ``slot`` is accepted."""
+        place = _place(draft.match_length)
+        prior = self._by_length[draft.kind][place].estimate(_FIRST_GUESS[place])
         share = self._by_slot.get(slot)
         return prior if share is None else share.estimate(prior)
 
@@ -58,14 +60,14 @@ class Acceptance:
         if share is not None:
             share.fade()
 
-    def add(self, slot: int, match_length: int, accepted: int, drafted: int) -> None:
-        """Note how many of the ``drafted`` tokens of ``slot`` were accepted.
+    def add(self, slot: int, draft: Draft, accepted: int) -> None:
+        """Note how many tokens of a draft for ``slot`` were accepted.
 
         The first token that isn't accepted ends the trial; those behind it say nothing.
         """
-        tried = min(accepted + 1, drafted)
+        tried = min(accepted + 1, len(draft.tokens))
         self._by_slot.setdefault(slot, Share()).add(accepted, tried)
-        self._by_length[_place(match_length)].add(accepted, tried)
+        self._by_length[draft.kind][_place(draft.match_length)].add(accepted, tried)
 
 
 def _place(match_length: int) -> int:

@@ -8,40 +8,30 @@ import attrs
 
 from gpu.sampling.drafting.acceptance import Acceptance
 from gpu.sampling.drafting.choice import LEAST_GAIN, choose_drafts
-from gpu.sampling.drafting.ngram_index import NgramIndex
-from gpu.sampling.drafting.occurrence import SuffixIndex
+from gpu.sampling.drafting.recent_outputs import RecentOutputs
+from gpu.sampling.drafting.sources import Draft, Source, make_sources
 from gpu.sampling.drafting.step_times import StepTimes
-from gpu.sampling.drafting.suffix_automaton import SuffixAutomaton
 from gpu.slots import Row, Slot
 from trioserve.protocol.speculation import SpeculativeConfig
 
-MAX_INDEXED = 1 << 15
-"""Most tokens of a sequence that are indexed; of a longer one, the last."""
 MAX_INDEXED_AT_ONCE = 1024
 """Most tokens that are indexed before a step, so that a long prompt holds up no other sequence."""
 
 
 @attrs.define(eq=False)
-class _Indexed:
-    """The index of a slot's tokens from ``begin`` on, of which ``size`` are in it."""
+class _OpenSlot:
+    """An open slot, and its sources once drafts were looked up."""
 
-    index: SuffixIndex
-    begin: int
-    size: int = 0
-
-
-@attrs.frozen
-class Draft:
-    """Draft tokens of one row, and the length of the match that they come from."""
-
-    tokens: list[int]
-    match_length: int
+    slot: Slot
+    num_tokens: int
+    """Number of its tokens when it was opened."""
+    sources: list[Source] = attrs.field(factory=list)
 
 
 class Drafter:
     """Drafts tokens by the method of ``config``.
 
-    A slot's index is brought up to date when drafts are asked for, so that slots without drafts
+    A slot's sources are brought up to date when drafts are asked for, so that slots without drafts
     cost nothing.
     """
 
@@ -49,16 +39,25 @@ class Drafter:
         self._config = config
         self._step_times = step_times
         self._acceptance = Acceptance()
-        self._slots: dict[int, _Indexed] = {}
+        self._recent = RecentOutputs()
+        self._slots: dict[int, _OpenSlot] = {}
 
     def open(self, slot: Slot) -> None:
-        """Forget what was indexed of an earlier sequence in the slot."""
-        self.close(slot.number)
+        """Begin with a sequence; forget an earlier one in the slot."""
+        self._slots[slot.number] = _OpenSlot(slot, slot.num_tokens)
         self._acceptance.open(slot.number)
 
     def close(self, number: int) -> None:
-        """Forget a slot."""
-        self._slots.pop(number, None)
+        """Forget a slot, but keep what was generated in it for drafts of others of its scope."""
+        opened = self._slots.pop(number, None)
+        if opened is None or not opened.slot.sampler.speculative:
+            return
+        slot = opened.slot
+        # What had been generated before it was opened is there already.
+        tokens = slot.tokens[max(slot.prompt_length, opened.num_tokens) :].tolist()
+        output = [token for token in tokens if token >= 0]
+        if output and self._config.method == "suffix":
+            self._recent.add(slot.sampler.draft_scope, output)
 
     def propose(self, rows: Sequence[Row]) -> dict[int, Draft]:
         """Return drafts for some of ``rows``, by index, no more than ``Row.drafts`` each."""
@@ -69,29 +68,38 @@ class Drafter:
         room = MAX_INDEXED_AT_ONCE
         found: dict[int, Draft] = {}
         for i in asking:
-            indexed, added = self._up_to_date(rows[i].slot, room)
-            room -= added
-            draft = self._look_up(rows[i], indexed)
-            if draft is not None:
-                found[i] = draft
+            slot = rows[i].slot
+            sources = self._sources(slot)
+            for source in sources:
+                room -= source.update(slot, room)
+            drafts = filter(None, [source.look_up(slot, rows[i].drafts) for source in sources])
+            best = max(drafts, key=lambda draft: self._probability(slot, draft), default=None)
+            if best is not None:
+                found[i] = best
         return self._worth_their_time(rows, num_tokens, found) if self._config.adaptive else found
+
+    def _sources(self, slot: Slot) -> list[Source]:
+        opened = self._slots[slot.number]
+        if not opened.sources:
+            opened.sources = make_sources(self._config, slot, self._recent)
+        return opened.sources
+
+    def _probability(self, slot: Slot, draft: Draft) -> float:
+        return self._acceptance.probability(slot.number, draft)
 
     def _worth_their_time(
         self, rows: Sequence[Row], num_tokens: int, found: Mapping[int, Draft]
     ) -> dict[int, Draft]:
         """Return as much of the drafts ``found`` as gives the most tokens per second."""
         candidates = [
-            (
-                len(draft.tokens),
-                self._acceptance.probability(rows[i].slot.number, draft.match_length),
-            )
+            (len(draft.tokens), self._probability(rows[i].slot, draft))
             for i, draft in found.items()
         ]
         chosen = choose_drafts(num_tokens, candidates, self._step_times.seconds)
         drafts: dict[int, Draft] = {}
         for (i, draft), count in zip(found.items(), chosen, strict=True):
             if count:
-                drafts[i] = Draft(draft.tokens[:count], draft.match_length)
+                drafts[i] = attrs.evolve(draft, tokens=draft.tokens[:count])
             else:
                 self._acceptance.skip(rows[i].slot.number)
         return drafts
@@ -101,8 +109,7 @@ class Drafter:
     ) -> None:
         """Note how many of the drafts of a row were accepted; all are by the row's index."""
         for i, draft in drafts.items():
-            number = rows[i].slot.number
-            self._acceptance.add(number, draft.match_length, accepted[i], len(draft.tokens))
+            self._acceptance.add(rows[i].slot.number, draft, accepted[i])
 
     def observe_time(self, num_tokens: int, num_drafts: int, seconds: float) -> None:
         """Note the time of a step without prompts."""
@@ -116,37 +123,3 @@ class Drafter:
         rate = LEAST_GAIN * num_tokens / seconds(num_tokens)
         sizes = (1 << bit for bit in range(num_drafts.bit_length()))
         return any((num_tokens + size) / seconds(num_tokens, size) > rate for size in sizes)
-
-    def _look_up(self, row: Row, indexed: _Indexed) -> Draft | None:
-        """Return what followed the longest earlier occurrence of the slot's last tokens.
-
-        None if there is none, or not all tokens are indexed yet.
-        """
-        slot, match = row.slot, indexed.index.match
-        is_behind = indexed.begin + indexed.size < slot.num_tokens
-        if is_behind or match.length < self._config.prompt_lookup_min:
-            return None
-        most, begin = row.drafts, indexed.begin + match.end
-        tokens = slot.tokens[begin : begin + most].tolist()
-        while tokens and len(tokens) < most:
-            # The occurrence overlaps the suffix, so what follows repeats.
-            tokens += tokens[: most - len(tokens)]
-        return Draft(tokens, match.length)
-
-    def _make_index(self) -> SuffixIndex:
-        if self._config.method == "ngram":
-            return NgramIndex(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
-        return SuffixAutomaton()
-
-    def _up_to_date(self, slot: Slot, room: int) -> tuple[_Indexed, int]:
-        """Index up to ``room`` tokens of a slot more; return the index, and how many these were."""
-        indexed = self._slots.get(slot.number)
-        if indexed is None or indexed.size > 2 * MAX_INDEXED:
-            begin = max(slot.num_tokens - MAX_INDEXED, 0)
-            indexed = self._slots[slot.number] = _Indexed(self._make_index(), begin)
-        first = indexed.begin + indexed.size
-        new = slot.tokens[first : first + room].tolist()
-        for token in new:
-            indexed.index.append(token)
-        indexed.size += len(new)
-        return indexed, len(new)

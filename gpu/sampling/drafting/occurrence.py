@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class Occurrence(NamedTuple):
-    """A substring that is also the sequence's suffix."""
+    """A substring of indexed tokens that is also a sequence's suffix."""
 
     length: int
     """Number of its tokens; 0 if there is none."""

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 from gpu.sampling.drafting.occurrence import NOWHERE, Occurrence
 
 _NONE = -1
+
+
+class MatchPlace(NamedTuple):
+    """A place in an automaton: a substring that is also the suffix of another sequence."""
+
+    state: int
+    length: int
+    """Number of the substring's tokens."""
+
+
+NO_PLACE = MatchPlace(0, 0)
+"""The place of the empty substring."""
 
 
 class SuffixAutomaton:
@@ -52,6 +65,25 @@ class SuffixAutomaton:
         self._last = new
         self._match = Occurrence(self._length[found], self._end[found]) if found else NOWHERE
         self._end[found] = self._size
+
+    def follow(self, place: MatchPlace, token: int) -> MatchPlace:
+        """Return the place of the longest suffix after ``token``, which follows that of ``place``.
+
+        The automaton may have grown since it gave ``place``.
+        """
+        state, length = place
+        while state and self._length[self._link[state]] >= length:
+            # The state was split, and its link stands for the shorter substrings now.
+            state = self._link[state]
+        while state and self._following(state, token) == _NONE:
+            state = self._link[state]
+            length = self._length[state]
+        following = self._following(state, token)
+        return NO_PLACE if following == _NONE else MatchPlace(following, length + 1)
+
+    def occurrence(self, place: MatchPlace) -> Occurrence:
+        """Return an occurrence of the substring at ``place``."""
+        return Occurrence(place.length, self._end[place.state]) if place.length else NOWHERE
 
     def _suffix(self, state: int, token: int) -> int:
         """Return the state of the tokens of ``state`` followed by ``token``, split off if need be.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.chats import (
@@ -23,6 +24,8 @@ from tests.support.chats import (
     whole_message,
 )
 from tests.support.http_stub import Step, StubEngine, StubTokenizer, post, with_logprobs
+from trioserve.http.api.openai.writer import usage_reply
+from trioserve.requests.generation import Usage
 from trioserve.requests.request import ChatPrompt
 from trioserve.requests.stream import Chunk, TokenLogprob
 
@@ -304,3 +307,38 @@ class TestWhatElseIsTold:
         options = {"continuous_usage_stats": True, "include_usage": True}
         chunks = await events(engine("Yes"), messages=MESSAGES, stream_options=options)
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 3, 3, 3]
+
+
+class TestDrafts:
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [("abc", "abc"), ([{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}], "abc")],
+    )
+    async def test_a_prediction_is_handed_on(self, content: Any, text: str) -> None:
+        stub = engine("Hello")
+        prediction = {"type": "content", "content": content}
+        await post(stub, CHAT, messages=MESSAGES, prediction=prediction, speculative=False)
+        assert stub.calls[0].params.prediction == text
+        assert stub.calls[0].params.speculative is False
+
+    @pytest.mark.parametrize(
+        ("prediction", "field"),
+        [
+            ("abc", "prediction"),
+            ({"type": "tokens", "content": "abc"}, "prediction.type"),
+            ({"type": "content", "content": 7}, "prediction.content"),
+            ({"type": "content"}, "prediction.content"),
+        ],
+    )
+    async def test_what_is_no_prediction_is_refused(self, prediction: Any, field: str) -> None:
+        error = await refusal(engine("Hello"), prediction=prediction)
+        assert error["param"] == field
+
+    def test_usage_has_what_became_of_drafts(self) -> None:
+        reply = usage_reply(Usage(5, 6, 0, draft_tokens=7, accepted_draft_tokens=3))
+        assert msgspec.to_builtins(reply.completion_tokens_details) == {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 3,
+            "rejected_prediction_tokens": 4,
+        }
+        assert usage_reply(Usage(5, 6, 0)).completion_tokens_details is msgspec.UNSET

@@ -64,7 +64,8 @@ class TestReasoning:
         for include in (True, False):
             body = {"messages": MESSAGES, "include_reasoning": include}
             reply = await post(stub(THINKS), CHAT, **body)
-            details = {"reasoning_tokens": expected}
+            drafts = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+            details = {"reasoning_tokens": expected, **drafts}
             assert reply["usage"]["completion_tokens_details"] == details
             *_, last = await events(stub(THINKS), stream_options=usage, **body)
             assert last["usage"]["completion_tokens_details"] == details

@@ -79,9 +79,7 @@ CAN: dict[Refusal, Callable[[], bool]] = {
     Refusal.SAMPLING_MASKS: lambda: told("sampling_mask"),
     Refusal.MODERATION: lambda: route("moderations"),
     Refusal.CONVERSATIONS: lambda: route("/v1/conversations"),
-    Refusal.PREDICTED_OUTPUTS: lambda: any(
-        "predict" in field.name for field in attrs.fields(OpenSlot)
-    ),
+    Refusal.DRAFT_CORPORA: lambda: any("corpus" in field.name for field in attrs.fields(OpenSlot)),
     Refusal.SPARSE_ATTENTION: lambda: any(
         "indexer" in field.name for field in attrs.fields(ModelConfig)
     ),

@@ -178,6 +178,8 @@ def _steps(snapshot: Snapshot) -> str:
         facts.append(f"{rates.step_ms:.1f} ms")
     if rates.batch_rows is not None:
         facts.append(f"{rates.batch_rows:.1f} rows")
+    if rates.draft_acceptance_share is not None:
+        facts.append(f"{rates.draft_acceptance_share:.0%} of drafts")
     return "  ".join(facts)
 
 

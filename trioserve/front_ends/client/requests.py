@@ -173,6 +173,8 @@ class SentRequests:
             if ending.last_token is not None:
                 sequence.last_token = self._clock.own(ending.last_token)
             sequence.request.vector = ending.vector
+            sequence.num_draft_tokens = ending.num_draft_tokens
+            sequence.num_accepted_drafts = ending.num_accepted_drafts
             self._let_go(sequence)
             _finish(sequence, finish)
         return SequenceOutput(sequence, row.tokens, logprobs, finish)

@@ -172,7 +172,7 @@ class FrontEndRequests:
             None if finish.error is None else fault_of(finish.error),
             None if first is None else shared(first),
             None if last is None else shared(last),
-            sequence.request.vector,
+            sequence,
         )
 
     def _tell_prompt(self, request: HostedRequest, number: int) -> None:

@@ -85,16 +85,7 @@ def open_generations(engine: RequestEngine, jobs: Sequence[PromptJob]) -> Genera
 
 def total_usage(usages: Iterable[Usage]) -> Usage:
     """Return the usage of several prompts together."""
-    prompt_tokens = completion_tokens = cached_tokens = 0
-    for usage in usages:
-        prompt_tokens += usage.prompt_tokens
-        completion_tokens += usage.completion_tokens
-        cached_tokens += usage.cached_tokens
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        cached_tokens=cached_tokens,
-    )
+    return sum(usages, start=Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0))
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:

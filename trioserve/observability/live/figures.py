@@ -94,6 +94,10 @@ def rates_of(before: Look, after: Look, iterations: Sequence[Iteration]) -> Rate
             is_.prefix_cache_hits - was.prefix_cache_hits,
             is_.prefix_cache_queries - was.prefix_cache_queries,
         ),
+        draft_acceptance_share=_share(
+            is_.num_accepted_drafts - was.num_accepted_drafts,
+            is_.num_draft_tokens - was.num_draft_tokens,
+        ),
     )
 
 

@@ -117,6 +117,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Average number of sequences in a step."""
     cache_hit_share: float | None = None
     """Share of the tokens of sequences that got a slot which the prefix cache had."""
+    draft_acceptance_share: float | None = None
+    """Share of the verified draft tokens that were accepted."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):

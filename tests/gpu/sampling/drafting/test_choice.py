@@ -11,6 +11,7 @@ from hypothesis import strategies
 
 from gpu.sampling.drafting.acceptance import Acceptance
 from gpu.sampling.drafting.choice import LEAST_GAIN, choose_drafts
+from gpu.sampling.drafting.sources import Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 
 CANDIDATES = strategies.lists(
@@ -82,29 +83,34 @@ def test_what_a_draft_costs_is_learned() -> None:
     assert times.seconds(1, 7) == pytest.approx(11.0, rel=1e-3)
 
 
+def draft(match_length: int, count: int = 1, kind: DraftKind = DraftKind.OWN) -> Draft:
+    return Draft([0] * count, match_length, kind)
+
+
 def test_acceptance_is_learned_by_slot_and_by_match() -> None:
     acceptance = Acceptance()
-    first = acceptance.probability(0, 20)
+    first = acceptance.probability(0, draft(20))
     for _ in range(40):
-        acceptance.add(0, 20, 0, 5)
-        acceptance.add(1, 2, 5, 5)
-    assert acceptance.probability(0, 20) < 0.1 < first
-    assert acceptance.probability(1, 2) > 0.9
+        acceptance.add(0, draft(20, 5), 0)
+        acceptance.add(1, draft(2, 5), 5)
+    assert acceptance.probability(0, draft(20)) < 0.1 < first
+    assert acceptance.probability(1, draft(2)) > 0.9
     # A slot of which nothing is known has the share of all.
-    assert 0.1 < acceptance.probability(7, 2) < 1.0
+    assert 0.1 < acceptance.probability(7, draft(2)) < 1.0
     acceptance.open(0)
-    before = acceptance.probability(0, 20)
+    before = acceptance.probability(0, draft(20))
     assert before < 0.3
-    assert acceptance.probability(0, 2) > 0.9
+    assert acceptance.probability(0, draft(20, kind=DraftKind.PREDICTION)) == first
+    assert acceptance.probability(0, draft(2)) > 0.9
 
 
 def test_a_slot_that_is_skipped_gets_new_tries() -> None:
     acceptance = Acceptance()
     for _ in range(20):
-        acceptance.add(0, 20, 0, 1)
+        acceptance.add(0, draft(20, 1), 0)
     for _ in range(40):
-        acceptance.add(1, 20, 5, 5)
-    low = acceptance.probability(0, 20)
+        acceptance.add(1, draft(20, 5), 5)
+    low = acceptance.probability(0, draft(20))
     for _ in range(100):
         acceptance.skip(0)
-    assert acceptance.probability(0, 20) > 2 * low
+    assert acceptance.probability(0, draft(20)) > 2 * low

@@ -8,21 +8,26 @@ import numpy as np
 import pytest
 
 from gpu.sampling.drafting import drafter as drafter_module
+from gpu.sampling.drafting import sources as sources_module
 from gpu.sampling.drafting.drafter import Drafter
+from gpu.sampling.drafting.sources import Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import Row, Slot
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.speculation import SpeculativeConfig
+from trioserve.protocol.wire import from_ints
 
 
-def make_row(number: int, tokens: Sequence[int], room: int = 8, **sampler: bool) -> Row:
+def make_row(
+    number: int, tokens: Sequence[int], room: int = 8, **sampler: bool | bytes | str
+) -> Row:
     buffer = np.array(tokens, dtype=np.int32)
     slot = Slot(
         number=number,
         generation=0,
         prompt_length=1,
         computed=len(tokens) - 1,
-        sampler=SamplerParams(**sampler),
+        sampler=SamplerParams(**sampler),  # type: ignore[arg-type]
         buffer=buffer,
         length=len(tokens),
     )
@@ -35,12 +40,19 @@ def make_drafter(**fields: bool | int | str) -> Drafter:
     return Drafter(config, StepTimes({1: 1.0, 8: 1.0}))
 
 
+def propose(drafter: Drafter, *rows: Row) -> dict[int, Draft]:
+    """Open the rows' slots, and return the drafts for them."""
+    for row in rows:
+        drafter.open(row.slot)
+    return drafter.propose(rows)
+
+
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
 def test_what_followed_is_drafted(method: str) -> None:
     drafter = make_drafter(method=method)
     row = make_row(0, [1, 2, 3, 4, 5, 9, 1, 2, 3])
-    assert drafter.propose([row])[0].tokens == [4, 5, 9, 1, 2, 3, 4, 5]
-    assert drafter.propose([make_row(1, [1, 2, 3, 4, 5, 9, 1, 2, 3], room=2)])[0].tokens == [4, 5]
+    assert propose(drafter, row)[0].tokens == [4, 5, 9, 1, 2, 3, 4, 5]
+    assert propose(drafter, make_row(1, [1, 2, 3, 4, 5, 9, 1, 2, 3], room=2))[0].tokens == [4, 5]
 
 
 def test_rows_without_room_a_match_or_the_wish_have_no_drafts() -> None:
@@ -51,41 +63,105 @@ def test_rows_without_room_a_match_or_the_wish_have_no_drafts() -> None:
         make_row(2, repeated, speculative=False),
         make_row(3, repeated),
     ]
-    assert list(make_drafter().propose(rows)) == [3]
-    assert make_drafter(prompt_lookup_min=3).propose(rows) == {}
+    assert list(propose(make_drafter(), *rows)) == [3]
+    assert propose(make_drafter(prompt_lookup_min=3), *rows) == {}
 
 
 def test_a_slot_that_is_opened_again_is_indexed_anew() -> None:
     drafter = make_drafter()
-    assert drafter.propose([make_row(0, [1, 2, 3, 1, 2])])[0].tokens[0] == 3
-    other = make_row(0, [7, 8, 9, 7, 8])
-    drafter.open(other.slot)
-    assert drafter.propose([other])[0].tokens[0] == 9
+    assert propose(drafter, make_row(0, [1, 2, 3, 1, 2]))[0].tokens[0] == 3
+    assert propose(drafter, make_row(0, [7, 8, 9, 7, 8]))[0].tokens[0] == 9
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_module, "MAX_INDEXED_AT_ONCE", 10)
     drafter = make_drafter()
     rows = [make_row(0, [*range(20), 0, 1]), make_row(1, [1, 2, 1, 2])]
+    for row in rows:
+        drafter.open(row.slot)
     assert [sorted(drafter.propose(rows)) for _ in range(4)] == [[], [], [0, 1], [0, 1]]
 
 
 def test_of_a_very_long_sequence_the_last_tokens_are_indexed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafter_module, "MAX_INDEXED", 6)
+    monkeypatch.setattr(sources_module, "MAX_INDEXED", 6)
     drafter = make_drafter()
-    found = drafter.propose([make_row(0, [5, 6, 8, 1, 2, 3, 4, 1, 2])])
+    found = propose(drafter, make_row(0, [5, 6, 8, 1, 2, 3, 4, 1, 2]))
     assert found[0].tokens[:2] == [3, 4]
-    assert drafter.propose([make_row(1, [5, 6, 8, 1, 2, 3, 4, 5, 6])]) == {}
+    assert propose(drafter, make_row(1, [5, 6, 8, 1, 2, 3, 4, 5, 6])) == {}
 
 
 def test_drafts_that_are_never_accepted_are_given_up() -> None:
     drafter = Drafter(SpeculativeConfig(), StepTimes({1: 1.0, 8: 1.5}))
     row = make_row(0, [1, 2, 3, 1, 2])
+    drafter.open(row.slot)
     tried = 0
     for _ in range(100):
         drafts = drafter.propose([row])
         tried += bool(drafts)
         drafter.observe([row], drafts, dict.fromkeys(drafts, 0))
     assert 0 < tried < 60
+
+
+def predicted(*tokens: int) -> bytes:
+    return from_ints(tokens)
+
+
+def test_a_prediction_is_drafted_from_its_beginning_and_where_it_is_met_again() -> None:
+    drafter, prediction = make_drafter(), predicted(5, 6, 7, 8)
+    found = propose(
+        drafter,
+        make_row(0, [1], prediction=prediction),
+        make_row(1, [1, 5, 6], prediction=prediction),
+        make_row(2, [1, 9, 7], prediction=prediction),
+        make_row(3, [1, 9, 9], prediction=prediction),
+        make_row(4, [1, 5, 6, 7, 8], prediction=prediction),
+    )
+    assert {index: draft.tokens for index, draft in found.items()} == {
+        0: [5, 6, 7, 8],
+        1: [7, 8],
+        2: [8],
+    }
+    assert {draft.kind for draft in found.values()} == {DraftKind.PREDICTION}
+    assert [found[index].match_length for index in range(3)] == [1, 3, 1]
+
+
+def test_a_prediction_may_be_for_a_prompt_that_ends_like_it() -> None:
+    """The prompt, here 5, is no part of the output."""
+    drafter = make_drafter()
+    found = propose(drafter, make_row(0, [5], prediction=predicted(5, 6)))
+    assert found[0].tokens == [5, 6]
+
+
+def test_outputs_are_drafted_from_in_their_scope() -> None:
+    drafter = make_drafter()
+    for number, scope in ((0, "a"), (1, "b")):
+        drafter.open(make_row(number, [9], draft_scope=scope).slot)
+    ended = make_row(0, [9, 1, 2, 3, 4, -1], draft_scope="a")
+    drafter.open(make_row(0, [9], draft_scope="a").slot)
+    drafter._slots[0].slot = ended.slot
+    drafter.close(0)
+    rows = [
+        make_row(number, [9, 2, 3], draft_scope=scope) for number, scope in ((2, "a"), (3, "b"))
+    ]
+    found = propose(drafter, *rows)
+    assert {index: (draft.tokens, draft.kind) for index, draft in found.items()} == {
+        0: ([4], DraftKind.RECENT)
+    }
+
+
+def test_what_was_generated_before_a_slot_was_opened_is_not_kept_twice() -> None:
+    drafter = make_drafter()
+    row = make_row(0, [9, 1, 2, 3])
+    drafter.open(row.slot)
+    drafter.close(0)
+    assert propose(drafter, make_row(1, [9, 1, 2])) == {}
+
+
+def test_ngrams_know_the_sequence_alone() -> None:
+    drafter = make_drafter(method="ngram")
+    drafter.open(make_row(0, [9]).slot)
+    drafter._slots[0].slot = make_row(0, [9, 1, 2, 3, 4]).slot
+    drafter.close(0)
+    assert propose(drafter, make_row(1, [9, 2, 3])) == {}

@@ -243,10 +243,18 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
 
 
-class CompletionTokensDetails(msgspec.Struct):
-    """The purposes of the tokens that were produced."""
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """The purposes of the tokens that were produced, and the fate of drafts of them."""
 
-    reasoning_tokens: Annotated[int, about("Tokens of reasoning, returned or not, with its marks.")]
+    reasoning_tokens: Annotated[
+        int, about("Tokens of reasoning, returned or not, with its marks.")
+    ] = 0
+    accepted_prediction_tokens: Annotated[
+        int, about("Tokens that were drafted, and are part of the output.")
+    ] = 0
+    rejected_prediction_tokens: Annotated[
+        int, about("Tokens that were drafted and computed, and aren't part of the output.")
+    ] = 0
 
 
 class UsageReply(msgspec.Struct):
@@ -258,7 +266,7 @@ class UsageReply(msgspec.Struct):
     prompt_tokens_details: Annotated[PromptTokensDetails, about("Parts of the prompt's tokens.")]
     completion_tokens_details: Annotated[
         CompletionTokensDetails | UnsetType,
-        about("Parts of the output's tokens, in chats with a model that reasons."),
+        about("Parts of the output's tokens, if the model reasons or tokens were drafted."),
     ] = UNSET
 
 

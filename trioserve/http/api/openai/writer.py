@@ -28,15 +28,22 @@ MIN_LOGPROB = -9999.0
 
 
 def usage_reply(usage: Usage, reasoning_tokens: int | None = None) -> UsageReply:
-    """Return usage in the OpenAI API's form; ``reasoning_tokens`` are included if known."""
+    """Return usage in the OpenAI API's form; ``reasoning_tokens`` are included if known.
+
+    OpenAI drafts from a request's ``prediction``. Here a draft counts wherever it comes from.
+    """
     reply = UsageReply(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
     )
-    if reasoning_tokens is not None:
-        reply.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+    if reasoning_tokens is not None or usage.draft_tokens:
+        reply.completion_tokens_details = CompletionTokensDetails(
+            reasoning_tokens=reasoning_tokens or 0,
+            accepted_prediction_tokens=usage.accepted_draft_tokens,
+            rejected_prediction_tokens=usage.draft_tokens - usage.accepted_draft_tokens,
+        )
     return reply
 
 

@@ -56,7 +56,7 @@ class Refusal(enum.Enum):
     WEB_SEARCH = "there is no web search"
     PROMPT_PARTS = "a chat is given whole, and the prefix cache finds its beginning"
     STORED_CHATS = "nothing is stored"
-    PREDICTED_OUTPUTS = "drafts come from the prompt and the output alone"
+    DRAFT_CORPORA = "drafts come from the request and from recent outputs"
     HELD_BACK_REASONING = "reasoning is sent as it comes; see include_reasoning"
     ADDED_SPECIAL_TOKENS = "the chat template writes all special tokens"
     CHATS_OF_IDS = "messages are the prompt; see /v1/completions for token ids"

@@ -41,6 +41,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "tokenizers put none. True by default."
         ),
     ] = None
+    speculative: Annotated[
+        bool | None,
+        about("False to compute this output without draft tokens. The output is the same."),
+    ] = None
 
 
 SHARED_NAMES = SamplingFields.__struct_fields__

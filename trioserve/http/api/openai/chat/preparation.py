@@ -150,6 +150,8 @@ def chat_sampling(request: ChatCompletionRequest) -> tuple[dict[str, Any], dict[
             )
         fields["max_tokens"] = request.max_completion_tokens
         renames["max_tokens"] = "max_completion_tokens"
+    if request.prediction is not None:
+        fields["prediction"] = request.prediction.text
     if request.logprobs:
         # Tokens that are asked for by id take the place of the most probable ones.
         fields["logprobs"] = 0 if request.logprob_token_ids else request.top_logprobs or 0

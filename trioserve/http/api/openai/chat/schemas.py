@@ -8,19 +8,38 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.openai.chat.messages import (
+    MAX_PARTS,
     MAX_TOOLS,
     ChosenFunction,
     FunctionDefinition,
     Messages,
+    TextPart,
     ToolChoice,
     Tools,
 )
 from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
 from trioserve.http.api.schema import fields
+from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Count, about, hint, only
 from trioserve.http.api.schema.refused_fields import Refusal
 
 MAX_DOCUMENTS = 1024
+
+
+class PredictedContent(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A text that the answer is expected to repeat in part."""
+
+    type: Annotated[Literal["content"], about("Always `content`.")]
+    content: Annotated[
+        Text | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)],
+        about("The text, or parts that are put together."),
+    ]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
@@ -89,6 +108,14 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         bool | None, about("Return the prompt as the chat template has written it.")
     ] = None
 
+    prediction: Annotated[
+        PredictedContent | None,
+        about(
+            "Text that the answer is expected to repeat in part. A server that drafts tokens "
+            "drafts from it; the answer doesn't depend on it."
+        ),
+    ] = None
+
     session_params: Annotated[Any, only({}, refusal=Refusal.PROMPT_PARTS)] = None
     store: Annotated[Any, only(False, refusal=Refusal.STORED_CHATS)] = None
     modalities: Annotated[Any, only(["text"], refusal=Refusal.MEDIA)] = None
@@ -98,7 +125,6 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
     min_dynamic_patch: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
     media_io_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
     mm_processor_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
-    prediction: Annotated[Any, only(refusal=Refusal.PREDICTED_OUTPUTS)] = None
     web_search_options: Annotated[Any, only(refusal=Refusal.WEB_SEARCH)] = None
     verbosity: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None
     task: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None

@@ -238,7 +238,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     mm_processor_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
     enable_response_messages: Annotated[Any, only(False, refusal=Refusal.INCLUDED_INPUT)] = None
     previous_input_messages: Annotated[Any, only([], refusal=Refusal.PREVIOUS_MESSAGES)] = None
-    ngram_corpus_id: Annotated[Any, only(refusal=Refusal.PREDICTED_OUTPUTS)] = None
+    ngram_corpus_id: Annotated[Any, only(refusal=Refusal.DRAFT_CORPORA)] = None
     kv_transfer_params: Annotated[Any, one_worker()] = None
     ec_transfer_params: Annotated[Any, one_worker()] = None
 

@@ -10,6 +10,8 @@ const WIDTH = 180;
 const HEIGHT = 36;
 
 const rate = (unit) => (value) => [figure(value), unit];
+const drafts = ({ draft_acceptance_share: accepted }) =>
+  accepted === null ? "" : `, ${percent(accepted)} of drafts`;
 const share = (value) => [percent(value).replace("\u202f%", ""), value === null ? "" : "%"];
 
 /**
@@ -21,7 +23,7 @@ const FIGURES = [
     label: "Generated",
     of: ({ rates }) => rates.generated_tokens_per_s,
     parts: rate("tokens/s"),
-    aside: ({ rates }) => `${figure(rates.batch_rows)} rows a step`,
+    aside: ({ rates }) => `${figure(rates.batch_rows)} rows a step${drafts(rates)}`,
   },
   {
     label: "Prompts",
