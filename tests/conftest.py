@@ -30,6 +30,7 @@ SLOW_MODULES = {
     "tests/engine/test_pause.py",
     "tests/engine/test_real_engine.py",
     "tests/engine/test_worker_death.py",
+    "tests/exactness/test_matrix.py",
     "tests/faults/test_faults_in_short.py",
     "tests/front_ends/test_server.py",
     "tests/gpu/weights/test_weights.py",

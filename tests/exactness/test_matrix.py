@@ -1,0 +1,51 @@
+"""Outputs have the same bits in every configuration of the matrix, on a small random model."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from tests.exactness.dimensions import DIMENSIONS, Configuration, covering, pairs_of, plainest
+from tests.exactness.run import run
+from tests.support.kernels import isas
+from tests.support.tiny_models import make_tiny
+
+CHOSEN = covering(DIMENSIONS)
+
+pytestmark = pytest.mark.skipif(not isas(), reason="no compiled kernels")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("qwen3", tmp_path_factory.mktemp("qwen3")))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> dict[str, list[str]]:
+    """Return the facts of the plainest configurations, by quantization."""
+    return {name: run(plainest(name), model) for name in DIMENSIONS["quantization"]}
+
+
+@pytest.mark.parametrize("configuration", CHOSEN, ids=map(str, range(len(CHOSEN))))
+def test_no_bit_differs(
+    configuration: Configuration, model: str, expected: dict[str, list[str]]
+) -> None:
+    assert run(configuration, model) == expected[configuration.quantization]
+
+
+def test_weights_of_another_format_have_other_outputs(expected: dict[str, list[str]]) -> None:
+    """The comparison does show differences."""
+    assert len({tuple(facts) for facts in expected.values()}) == len(expected)
+
+
+def test_every_possible_pair_of_values_occurs() -> None:
+    found = {pair for each in CHOSEN for pair in pairs_of(each)}
+    names = list(DIMENSIONS)
+    possible = sum(
+        len(DIMENSIONS[one]) * len(DIMENSIONS[other])
+        for place, one in enumerate(names)
+        for other in names[place + 1 :]
+    )
+    assert len(found) == possible - 1  # nothing is preempted alone
+    assert all(each.is_possible for each in CHOSEN)
+    assert attrs.fields_dict(Configuration).keys() == DIMENSIONS.keys()
