@@ -73,7 +73,7 @@ from trioserve.http.api.sglang.schemas import GenerateRequest, NativeSampling
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api.md").read_text()
 OWN = {
-    *("pooling", "timeout", "new_requests", "UpdateWeightsRequest.mode"),
+    *("pooling", "timeout", "new_requests", "speculative", "UpdateWeightsRequest.mode"),
     *("UpdateTensorsRequest.mode", "UpdateTensorsRequest.model_path"),
     *("LiveQuery.interval", "LiveQuery.requests", "LiveQuery.nodes"),
     *("LiveQuery.pictures", "ApplyTemplateRequest.continue_final_message"),

@@ -99,10 +99,10 @@ def stuck_threads(engine: Engine) -> Iterator[None]:
 
     def encode(_task: TokenizerTask, requests: Any) -> Any:
         release.wait(30)
-        return [[1] for _ in requests]
+        return [([1], []) for _ in requests]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenizerTask, "_all_ids_or_errors", encode)
+        patch.setattr(TokenizerTask, "_encode_all", encode)
         try:
             yield
         finally:

@@ -129,11 +129,11 @@ def test_a_tool_that_has_to_be_called(choice: str) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(method: Any) -> None:
-    model = chat(max_tokens=80).with_structured_output(Verdict, method=method, include_raw=True)
+    model = chat(max_tokens=200).with_structured_output(Verdict, method=method, include_raw=True)
     answer = model.invoke("Is it warm in Rome?")
     assert isinstance(answer, dict)
     assert isinstance(answer["parsed"], Verdict), answer
-    plain = chat(max_tokens=80).with_structured_output(Verdict, method=method)
+    plain = chat(max_tokens=200).with_structured_output(Verdict, method=method)
     *_, last = plain.stream("Is it warm in Rome?")
     assert last == answer["parsed"]
 
