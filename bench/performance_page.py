@@ -141,9 +141,10 @@ README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor
 
 def readme_figures(results: Path = RESULTS) -> str:
     """Return the README's block, of the same results."""
-    folder, lines = results / next(iter(README_MACHINES)), []
+    (first, name), lines = next(iter(README_MACHINES.items())), []
+    folder = results / first
     leaving = table_cells(folder / "cpu_after_leave.json")
-    servers = [f"{name} bf16" for name in ("trioserve", "vllm", "llama.cpp")]
+    servers = [f"{each} bf16" for each in ("trioserve", "vllm", "llama.cpp")]
     for machine, shown in README_MACHINES.items():
         rows = table_cells(results / machine / "throughput.json")
         for case in ("1 stream", "8 streams", "32 streams"):
@@ -152,7 +153,7 @@ def readme_figures(results: Path = RESULTS) -> str:
             cells = [f"{rate:,.0f} tokens/s, {first:,.0f} ms" for rate, first in pairs]
             lines.append([f"{shown}, {case}", *cells])
     burnt = [f"{leaving['', server]['CPU burnt s']} s" for server in servers]
-    lines.append(["AMD EPYC, CPU time after 16 clients left", *burnt])
+    lines.append([f"{name}, CPU time after 16 clients left", *burnt])
     events = json.loads((folder / "sse.json").read_text())
     (ratio,) = [v["reached"] for v in events["verdicts"] if "SSE event, 256" in v["what"]]
     four_bits = table_cells(folder / "throughput_q4_1.json")["1 stream", "llama.cpp q4_1"]

@@ -100,8 +100,8 @@ async def compare(
     rates, lines, verdicts = found.medians(), [], []
     for task, count in cases:
         none, drafted = (task, count, "none"), (task, count, "drafts")
-        ratio, both = found.ratio(drafted, none, "rate"), (none, drafted)
-        shown = [f"{rates[side]['rate']:.0f}" for side in both]
+        ratio = found.ratio(drafted, none, "rate")
+        shown = [f"{rates[side]['rate']:.0f}" for side in (none, drafted)]
         lines.append([task, len(prompts[task]), count, *shown, f"{ratio:.2f}"])
         bound = BOUNDS[count][task == "chat"] if count in BOUNDS else 0.98
         of = {"what": f"{task}, {count} streams", "against": "no drafts", "rounds": rounds}

@@ -32,9 +32,8 @@ EVERY = 100
 """Gaps of streams of which one may become long, and steps between two holds of a stream."""
 MOST = 64
 """Streams that may be held before there were any gaps."""
-
-
 NOBODY = np.empty(0, dtype=np.int64)
+"""No streams."""
 
 
 @attrs.define(eq=False)
@@ -58,7 +57,7 @@ class DecodeHold:
     """Steps with decodes since the last hold."""
 
     def is_possible(self, streams: Ints) -> bool:
-        """Return True if there is a hold, or one of ``streams`` could begin."""
+        """Return True if there is a hold, or ``streams`` may be held."""
         return self._began is not None or self._steps >= EVERY or self._are_new(streams)
 
     def is_due(

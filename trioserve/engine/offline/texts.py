@@ -83,8 +83,5 @@ def _parts_of_pairs(
 
 def _usage_of(parts: Sequence[Embeddings | Scores | Classifications]) -> Usage:
     """Add up the usage of all parts."""
-    return Usage(
-        prompt_tokens=sum(part.usage.prompt_tokens for part in parts),
-        completion_tokens=0,
-        cached_tokens=sum(part.usage.cached_tokens for part in parts),
-    )
+    nothing = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+    return sum((part.usage for part in parts), start=nothing)
