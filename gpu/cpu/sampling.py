@@ -121,7 +121,7 @@ class CompiledSampler:
                     len(row.tokens),
                     p.sequence_index,
                     _add_change(row, changes, kept),
-                    self._processed_logprobs and p.logprobs >= 0,
+                    (self._processed_logprobs or p.processed_logprobs) and p.logprobs >= 0,
                 )
                 for row in rows
                 for p in (row.params,)

@@ -90,6 +90,7 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self._max_rows = max_rows
         self._device = loader.device
+        self._processed_logprobs = processed_logprobs
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=loader.device)
@@ -124,7 +125,6 @@ class DeviceSampler:
                 top_values=self.outputs.top_values,
             ),
             vocab_size=vocab_size,
-            processed_logprobs=processed_logprobs,
         )
 
     def open(self, slot: int, params: SamplerParams, prompt_length: int) -> None:
@@ -158,6 +158,7 @@ class DeviceSampler:
         record["prompt_length"] = prompt_length
         record["sequence_index"] = params.sequence_index
         record["logprobs"] = params.logprobs
+        record["processed_logprobs"] = self._processed_logprobs or params.processed_logprobs
         record["num_bias"] = len(bias)
         record["num_stop"] = len(stop)
         record_bytes = staged(record.view(np.uint8), self._device)

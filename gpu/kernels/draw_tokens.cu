@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) draw_tokens(const P
     report.count = min(min(record.logprobs, p.max_logprobs), p.vocab_size);
     float logit;
     double total;
-    if (reports_raw(p, record)) {
+    if (reports_raw(record)) {
       const float2* raw_stats = p.raw_stats + static_cast<i64>(row) * p.num_blocks;
       const Adjustments done(record, length);
       report.peak = find_peak(raw_stats, p.num_blocks, scratch).logit;

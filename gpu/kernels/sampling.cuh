@@ -32,6 +32,7 @@ struct SlotRecord {
   int min_tokens, prompt_length;
   u32 sequence_index;
   int logprobs;  // -1: none; n: the chosen token's, and those of the n most probable
+  int processed_logprobs;  // 1: they are of the distribution drawn from; 0: the model's own
   int num_bias, num_stop;
 };
 static_assert(sizeof(SlotRecord) == SLOT_RECORD_BYTES);
@@ -63,7 +64,6 @@ struct Parameters {
   float* top_values;          // [rows, max_logprobs]
   i64 logits_stride, history_stride, marks_stride;
   int vocab_size, num_blocks, max_logprobs;
-  int processed_logprobs;  // 1: report the distribution drawn from; 0: the model's own
 };
 static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 
@@ -121,8 +121,8 @@ DEVICE void for_each_touched(const Parameters& p, const SlotRecord& record, cons
 
 // ---- logits -------------------------------------------------------------------------------------
 
-DEVICE bool reports_raw(const Parameters& p, const SlotRecord& record) {
-  return record.logprobs >= 0 && !p.processed_logprobs;
+DEVICE bool reports_raw(const SlotRecord& record) {
+  return record.logprobs >= 0 && !record.processed_logprobs;
 }
 
 // One row's logits: unmodified, or adjusted and with the row's bias and bitmask.

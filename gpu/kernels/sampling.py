@@ -34,6 +34,7 @@ SLOT_RECORD = parameters(
     ("prompt_length", "i4"),
     ("sequence_index", "u4"),
     ("logprobs", "i4"),
+    ("processed_logprobs", "i4"),
     ("num_bias", "i4"),
     ("num_stop", "i4"),
 )
@@ -69,7 +70,6 @@ PARAMETERS = parameters(
     ("vocab_size", "i4"),
     ("num_blocks", "i4"),
     ("max_logprobs", "i4"),
-    ("processed_logprobs", "i4"),
 )
 
 WALK_THREADS = 256
@@ -178,7 +178,6 @@ class SamplingKernels:
         memory: SamplingMemory,
         *,
         vocab_size: int,
-        processed_logprobs: bool,
     ) -> None:
         tiling = Tiling.of(vocab_size)
         self._kernels = {
@@ -199,7 +198,6 @@ class SamplingKernels:
         filled["vocab_size"] = vocab_size
         filled["num_blocks"] = tiling.num_blocks
         filled["max_logprobs"] = memory.top_ids.shape[1]
-        filled["processed_logprobs"] = processed_logprobs
         self._parameters = filled
 
     def launch(

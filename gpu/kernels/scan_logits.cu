@@ -100,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) scan_logits(const Para
   for (int i = 0; i < PER_WARP; i++) logits.load4((first_block + i) * BLOCK + lane * 4, x[i]);
 
   const Adjustments todo(record, p.lengths[row]);
-  const bool greedy = record.temperature == 0.f, raw_wanted = reports_raw(p, record);
-  const bool want_sum = !greedy || (record.logprobs >= 0 && p.processed_logprobs);
+  const bool greedy = record.temperature == 0.f, raw_wanted = reports_raw(record);
+  const bool want_sum = !greedy || (record.logprobs >= 0 && record.processed_logprobs);
   const float scale = greedy ? LOG2_E : LOG2_E / record.temperature;
   const i64 stats = static_cast<i64>(row) * p.num_blocks + first_block;
 #pragma unroll

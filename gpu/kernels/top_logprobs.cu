@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) top_logprobs(const 
   const SharedParts parts(shared, p.num_blocks);
   const RowReport report = p.reports[row];
   const Adjustments done(record, p.lengths[row]);
-  const bool raw = reports_raw(p, record);
+  const bool raw = reports_raw(record);
   if (report.count == 0) {  // none asked for, or no token could be drawn
     for (int i = threadIdx.x; i < p.max_logprobs; i += NUM_THREADS) {
       p.top_ids[static_cast<i64>(row) * p.max_logprobs + i] = -1;

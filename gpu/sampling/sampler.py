@@ -70,8 +70,9 @@ class Sampler:
         """
         params = [row.params for row in rows]
         asking = [i for i, p in enumerate(params) if p.logprobs >= 0]
+        processed = {i for i in asking if self.processed_logprobs or params[i].processed_logprobs}
         logits = logits.float().contiguous()
-        reported = logits[asking] if asking and not self.processed_logprobs else None
+        reported = logits[asking] if len(processed) < len(asking) else None
         self._adjust(logits, rows)
         if adjustment is not None:
             _apply(logits, adjustment)
@@ -79,8 +80,12 @@ class Sampler:
         peaks = logits.gather(1, best[:, None])
         unusable = _handle_infinite_peaks(logits, peaks)
         random = [i for i, p in enumerate(params) if p.temperature > 0]
-        if asking and reported is None:
-            reported = logits[asking]
+        if processed:
+            adjusted = logits[asking]
+            if reported is not None:
+                raw = [k for k, i in enumerate(asking) if i not in processed]
+                adjusted[raw] = reported[raw]
+            reported = adjusted
         tokens = best
         if random:
             whole = len(random) == len(rows)
@@ -90,12 +95,11 @@ class Sampler:
             )
             drawn = _draw(weights, [rows[i] for i in random])
             tokens = drawn if whole else best.index_copy(0, self._index(random), drawn)
-            if asking and self.processed_logprobs:
-                assert reported is not None
-                of_random = {i: k for k, i in enumerate(random)}
-                for k, i in enumerate(asking):
-                    if i in of_random:
-                        reported[k] = weights[of_random[i]].log()
+            of_random = {i: k for k, i in enumerate(random)}
+            for k, i in enumerate(asking):
+                if i in processed and i in of_random:
+                    assert reported is not None
+                    reported[k] = weights[of_random[i]].log()
         if unusable:
             reasons = torch.tensor(list(unusable.values()), device=tokens.device)
             tokens = tokens.index_copy(0, self._index(list(unusable)), reasons)

@@ -14,6 +14,8 @@ _FIELDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5, "logprobs": 1},
     {"temperature": 0.6, "min_p": 0.05, "n": 2, "seed": 6, "logprobs": 0},
     {"temperature": 0.7, "seed": 7, "guided_regex": "(ab|cd|e[0-9]){30,60}", "logprobs": 2},
+    {"use_beam_search": True, "beam_width": 3, "n": 2, "repetition_penalty": 1.2, "logprobs": 1},
+    {"use_beam_search": True, "n": 2, "guided_regex": "(ab|cd|e[0-9]){30,60}", "logprobs": 0},
 )
 
 
@@ -48,7 +50,11 @@ def facts_of(answer: dict[str, Any]) -> str:
     A float32 in JSON has all of its digits.
     """
     choices = [
-        (choice["token_ids"], choice["logprobs"], choice["finish_reason"])
+        [
+            choice[name]
+            for name in ("token_ids", "logprobs", "finish_reason", "cumulative_logprob")
+            if name in choice
+        ]
         for choice in answer["choices"]
     ]
     return json.dumps(choices, sort_keys=True)

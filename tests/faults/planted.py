@@ -37,6 +37,7 @@ from trioserve.requests.request import (
 from trioserve.requests.stream import Chunk
 from trioserve.scheduler import drafts, planning, result_processing, sequence_state
 from trioserve.scheduler.adapter_residency import Residency
+from trioserve.scheduler.beams import BeamGroup, Beams
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
@@ -49,7 +50,7 @@ from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.state import SchedulerState
 from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
-from trioserve.testing.simulation.draw import FIRST_RAGGED
+from trioserve.testing.simulation.draw import FIRST_BEAMS, FIRST_RAGGED
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor
 
@@ -494,6 +495,59 @@ def _logprobs_of_the_first(original: Any) -> Any:
         return original(self, int(self.offsets[row]), params)
 
     return logprob
+
+
+@plants(
+    "a fork's last page isn't copied",
+    "xLLM-AI/xllm#1984",
+    *(Memory, "enter", FIRST_BEAMS),
+)
+def _fork_without_a_copy(original: Any) -> Any:
+    """Give a fork a page for the last tokens of its beam, without their content."""
+
+    def enter(self: Memory, seq_state: Any, match: Any, copied_from: Any = None) -> None:
+        before = list(self.prefix.copies)
+        original(self, seq_state, match, copied_from)
+        if copied_from is not None:
+            self.prefix.copies[:] = before
+
+    return enter
+
+
+@plants(
+    "beams write to the page that they share",
+    "ggml-org/llama.cpp#3802",
+    *(Memory, "enter", FIRST_BEAMS),
+)
+def _fork_shares_the_last_page(original: Any) -> Any:
+    """Let a fork go on in the last page of the beam that it continues."""
+
+    def enter(self: Memory, seq_state: Any, match: Any, copied_from: Any = None) -> None:
+        original(self, seq_state, match, copied_from)
+        if copied_from is not None and seq_state.computed % self.limits.page_size:
+            seq_state.pages[-1] = copied_from.pages[len(seq_state.pages) - 1]
+
+    return enter
+
+
+@plants(
+    "a beam goes on with another token than the worker's cache",
+    "huggingface/transformers#46612",
+    *(Beams, "_go_on", FIRST_BEAMS),
+)
+def _goes_on_untold(original: Any) -> Any:
+    """Don't tell the worker that a beam goes on with another token than it has drawn."""
+    return lambda self, sequence, token, drawn: original(self, sequence, token, token)
+
+
+@plants(
+    "a beam that has lost its slot counts with its old continuations",
+    "xLLM-AI/xllm#1984",
+    *(BeamGroup, "waits", FIRST_BEAMS),
+)
+def _old_continuations(original: Any) -> Any:
+    """Choose among continuations of a slot that the beam has left."""
+    return lambda self, sequence: sequence in self._found and sequence.seq_state.holds_slot
 
 
 def find(fault: PlantedFault, *, most_seeds: int = 3000) -> Find:

@@ -166,7 +166,8 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
     stays = {
         *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
-        *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids"),
+        *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
+        "beams",
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
     assert {field.name for field in attrs.fields(Request)} - stays == travels

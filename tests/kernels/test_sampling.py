@@ -109,6 +109,7 @@ PARAMS = st.fixed_dictionaries(
         "seed": st.integers(0, 2**64 - 1),
         "sequence_index": st.integers(0, 5),
         "logprobs": st.integers(-1, 8),
+        "processed_logprobs": st.booleans(),
     }
 )
 
@@ -148,6 +149,7 @@ def test_any_combination_draws_the_reference_token(
 
 def _cut_is_close(logits: torch.Tensor, each: SamplerRow, processed: bool) -> bool:
     """Return whether rounding may decide how many tokens are kept."""
+    processed = processed or each.params.processed_logprobs
     return processed and (each.params.top_p < 1 or each.params.min_p > 0)
 
 

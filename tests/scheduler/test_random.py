@@ -19,10 +19,12 @@ from hypothesis.stateful import (
 
 from tests.support.scheduling import (
     ABORT,
+    MAX_STEPS,
     Bench,
     make_limits,
     make_request,
     reference,
+    reference_beams,
     reference_logprobs,
     sometimes_nothing,
 )
@@ -51,6 +53,19 @@ logprobs_wanted = st.one_of(
             "prompt_logprobs_start": st.integers(0, 8),
             "logprobs": st.sampled_from([None, 0, 2]),
             "logprob_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        }
+    ),
+)
+
+
+beams_wanted = st.one_of(
+    st.just({}),
+    st.just({}),
+    st.fixed_dictionaries(
+        {
+            "beam_width": st.integers(1, 4),
+            "length_penalty": st.sampled_from([0.0, 1.0, -1.0]),
+            "early_stopping": st.sampled_from([False, True, "never"]),
         }
     ),
 )
@@ -116,6 +131,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "salt"]),
         tenant=st.sampled_from(["", "a", "b"]),
+        beams=beams_wanted,
     )
     def submit(
         self,
@@ -123,18 +139,25 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens: int | None,
         logprobs: dict[str, Any],
         allowed: list[int] | None,
+        beams: dict[str, Any],
         **options: Any,
     ) -> None:
+        if beams:
+            options["n"] = min(options["n"], beams["beam_width"])
         request = make_request(
-            prompt, max_tokens=max_tokens, allowed_token_ids=allowed, **options, **logprobs
+            prompt, max_tokens=max_tokens, allowed_token_ids=allowed, **options, **logprobs, **beams
         )
         try:
             self.bench.core.submit(request, 0.0)
         except ContextTooLong:
             pool = self.bench.worker.num_pages * self.bench.worker.page_size
-            assert len(prompt) + (max_tokens or 1) > pool
-        except InvalidRequest:
-            assert logprobs["prompt_logprobs_start"] > len(prompt)
+            assert (len(prompt) + (max_tokens or 1)) * beams.get("beam_width", 1) > pool
+        except InvalidRequest as error:
+            if error.param == "beam_width":
+                most = self.bench.worker.max_num_seqs, self.bench.worker.max_num_batched_tokens
+                assert beams["beam_width"] > min(most)
+            else:
+                assert logprobs["prompt_logprobs_start"] > len(prompt)
         else:
             self.requests.append(request)
 
@@ -142,6 +165,8 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(data.draw(st.sampled_from(self.requests)).sequences))
+        if sequence.request.beams is not None:
+            return  # its outputs end together
         output = self.bench.core.abort(sequence, ABORT)
         assert (output is None) == (self.ends[id(sequence)] > 0)
         self.note([] if output is None else [output])
@@ -213,15 +238,20 @@ class CoreMachine(RuleBasedStateMachine):
         if core.limits.capacity_policy == "guaranteed_no_evict":
             assert core.counters.num_preemptions == 0
         for sequence in itertools.chain.from_iterable(r.sequences for r in self.requests):
-            assert self.delivered[id(sequence)] == sequence.output_ids
+            if sequence.request.beams is None or self.ends[id(sequence)]:
+                assert self.delivered[id(sequence)] == sequence.output_ids or was_aborted(sequence)
             assert (sequence.state is State.FINISHED) == self.ends[id(sequence)]
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
         bench = self.bench
-        while bench.plan() is not None or bench.results:
+        for _ in range(MAX_STEPS):
+            if bench.plan() is None and not bench.results:
+                break
             self.note(bench.step())
+        else:
+            raise AssertionError("the sequences don't come to an end")
         self.sound()
         statistics = bench.core.statistics()
         assert statistics.pages_free + statistics.pages_cached == statistics.pages_total
@@ -243,7 +273,22 @@ class CoreMachine(RuleBasedStateMachine):
             expected = fake_logprobs(context, VOCAB)[list(request.params.logprob_token_ids)]
             assert [logprob for _, logprob, _ in entry.asked] == expected.tolist()
 
+    def check_beam(self, sequence: Sequence) -> None:
+        request, finish = sequence.request, sequence.finish
+        assert finish is not None
+        expected = reference_beams(self.bench.worker, request, sequence.max_tokens)
+        if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert tuple(sequence.output_ids) == expected[sequence.index].tokens
+            assert finish.beam_logprob == float(expected[sequence.index].total)
+        elif isinstance(finish.error, InvalidRequest):
+            assert len(expected) < request.params.n
+            assert finish.error.param == "n"
+
     def check_end(self, sequence: Sequence) -> None:
+        if sequence.request.beams is not None and sequence.max_tokens:
+            assert self.ends[id(sequence)] == 1
+            self.check_beam(sequence)
+            return
         expected = reference(self.bench.worker, sequence)
         assert self.ends[id(sequence)] == 1
         assert sequence.finish is not None
@@ -274,6 +319,13 @@ class CoreMachine(RuleBasedStateMachine):
         ends = [each.finish.reason for each in request.sequences if each.finish is not None]
         if FinishReason.LENGTH in ends or FinishReason.STOP in ends:
             assert entries == expected
+
+
+def was_aborted(sequence: Sequence) -> bool:
+    """Return True for an aborted beam, which had tokens that nothing is delivered of."""
+    is_beam = sequence.request.beams is not None
+    ends = (FinishReason.STOP, FinishReason.LENGTH)
+    return is_beam and sequence.finish is not None and sequence.finish.reason not in ends
 
 
 def ended_by_error(sequence: Sequence) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import attrs
+import numpy as np
 
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
@@ -21,24 +22,35 @@ from trioserve.requests.request import (
     TokensPrompt,
 )
 from trioserve.requests.stream import Stream, StreamBudget, TokenLogprob
+from trioserve.scheduler.beam_search import num_continuations
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.testing import FakeWorker
-from trioserve.testing.fake_model import TokenFunction, draw, hashed_token, prompt_piece
+from trioserve.testing.fake_model import (
+    TokenFunction,
+    beam_logprobs,
+    draw,
+    hashed_token,
+    prompt_piece,
+)
 
 __all__ = [
     "ABORT",
+    "MAX_STEPS",
     "Bench",
     "counting",
     "crowd",
     "make_limits",
     "make_request",
     "reference",
+    "reference_beams",
     "reference_logprobs",
     "sometimes_nothing",
     "worker",
 ]
 
+MAX_STEPS = 3_000
+"""Steps after which :meth:`Bench.drain` gives up."""
 ABORT = Finish(FinishReason.ABORT)
 
 _ids = itertools.count()
@@ -80,6 +92,9 @@ def make_request(
             logprob_token_ids=list(params.logprob_token_ids),
             allowed_token_ids=list(params.allowed_token_ids or ()),
         )
+        if params.beam_width:
+            count = num_continuations(params, sampler)
+            sampler = attrs.evolve(sampler, processed_logprobs=True, logprobs=count)
         request.sequences.append(Sequence(request=request, index=index, sampler=sampler))
     return request
 
@@ -119,6 +134,49 @@ def reference(worker: FakeWorker, sequence: Sequence) -> list[int]:
         if sequence.sampler.is_stop(token, len(output)):
             break
     return output
+
+
+@attrs.frozen
+class ExpectedBeam:
+    """An output of :func:`reference_beams`."""
+
+    score: np.float32
+    total: np.float32
+    tokens: tuple[int, ...]
+
+
+def reference_beams(worker: FakeWorker, request: Request, max_tokens: int) -> list[ExpectedBeam]:
+    """Return the outputs of a beam search, from all continuations of all beams in each step."""
+    params, sampler = request.params, request.sequences[0].sampler
+    width, penalty = params.beam_width, params.length_penalty
+    beams: list[tuple[tuple[int, ...], np.float32]] = [((), np.float32(0))]
+    done: list[ExpectedBeam] = []
+    for length in range(1, max_tokens + 1):
+        every = [
+            (-(total + logprob), place, token)
+            for place, (tokens, total) in enumerate(beams)
+            for token, logprob in enumerate(
+                beam_logprobs([*request.prompt_ids, *tokens], sampler, worker.vocab_size)
+            )
+            if logprob > -np.inf
+        ]
+        before, beams = beams, []
+        for rank, (negative, place, token) in enumerate(sorted(every)):
+            tokens, total = (*before[place][0], token), np.float32(-negative)
+            if length < max_tokens and not sampler.is_stop(token, length):
+                beams.append((tokens, total))
+            elif rank < width:
+                done.append(ExpectedBeam(total / np.float32(length**penalty), total, tokens))
+        beams = beams[:width]
+        done = sorted(done, key=lambda each: -each.score)[:width]
+        if not beams:
+            break
+        if len(done) == width:
+            at_most = max_tokens if params.early_stopping == "never" and penalty > 0 else length
+            reachable = beams[0][1] / np.float32(at_most**penalty)
+            if params.early_stopping is True or reachable <= done[-1].score:
+                break
+    return done[: params.n]
 
 
 def reference_logprobs(worker: FakeWorker, request: Request) -> list[TokenLogprob]:
@@ -197,7 +255,8 @@ class Bench:
         """
         opened = {slot.slot for slot in plan.opened}
         for seq_state, _, _ in self.core.in_flight[-1].rows:
-            if seq_state.slot in opened:
+            # A beam that goes on with another token is opened again, with the pages that it had.
+            if seq_state.slot in opened and seq_state.sequence.request.beams is None:
                 match = self.core.memory.match(seq_state, plan.number + 1)
                 found = [node.page for node in match.nodes]
                 assert found == seq_state.pages[: len(found)], "a page is computed twice"
@@ -217,8 +276,11 @@ class Bench:
 
     def drain(self) -> None:
         """Until there is nothing to do."""
-        while self.plan() is not None or self.results:
+        for _ in range(MAX_STEPS):
+            if self.plan() is None and not self.results:
+                return
             self.step()
+        raise AssertionError("the sequences don't come to an end")
 
     def rows(self, plan: wire.Plan | None) -> list[tuple[int, int]]:
         """(slot, tokens) of every row of ``plan``."""

@@ -31,7 +31,7 @@ from trioserve.requests.request import (
     Times,
 )
 from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob
-from trioserve.text.detokenizer import Detokenizer
+from trioserve.text.detokenizer import Detokenizer, SequenceText, stop_string_at_end
 from trioserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(text_tokenizers.byte_level())
@@ -474,3 +474,31 @@ def test_deltas_join_to_the_whole_text_up_to_the_stop_string(
         expected.token_ids,
         expected.end,
     )
+
+
+@given(
+    words=st.lists(st.sampled_from(["a", "b", "é", "ab", "日", " ba", "c" * 9]), max_size=40),
+    stop=st.lists(st.sampled_from(["ab", "ba", "éa", "日b", "aba", "cca"]), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 30),
+    in_bytes=st.booleans(),
+)
+def test_a_stop_string_is_found_at_the_end_of_any_output(
+    words: list[str], stop: list[str], min_tokens: int, in_bytes: bool
+) -> None:
+    found = delivery(stop=stop, min_tokens=min_tokens).request
+    text = "".join(words)
+    ids = letters(text) if in_bytes else ids_of(text)
+    whole = SequenceText.all_of(found, TOKENIZER)[0]
+    for place, token in enumerate(ids, 1):
+        _, _, finish = whole.take((token,), None)
+        at_end = stop_string_at_end(TOKENIZER, found, list(ids[:place]))
+        assert at_end == (None if finish is None else finish.stop_reason)
+        if finish is not None:
+            return
+
+
+def test_a_beam_that_ended_by_a_stop_string_keeps_its_score() -> None:
+    made = delivery(stop=["lo"])
+    made.give(ids_of("hello"), Finish(FinishReason.STOP, stop_reason="lo", beam_logprob=-2.5))
+    (chunk,) = made.chunks()
+    assert (chunk.text, chunk.stop_reason, chunk.beam_logprob) == ("hel", "lo", -2.5)

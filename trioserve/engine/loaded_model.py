@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +28,10 @@ from trioserve.observability.logs import get_logger
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.sampling import GENERATION_CONFIG_FIELDS
+from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.text.absent_tokenizer import AbsentTokenizer
 from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.detokenizer import stop_string_at_end
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 
@@ -49,6 +52,13 @@ class LoadedModel:
     """Turns texts into ids for an encoder."""
     embedding: DecoderEmbedding | None = None
     """The pooling of a decoder that was trained to embed texts."""
+
+    @property
+    def stop_string_at_end(self) -> StopStringAtEnd | None:
+        """The function that finds the stop strings of beams; None if there is no text."""
+        if not self.tokenizer.has_text:
+            return None
+        return functools.partial(stop_string_at_end, self.tokenizer)
 
     def log_defaults(self) -> None:
         """Log the default sampling parameters, if there are any."""

@@ -149,7 +149,7 @@ async def run_engine(
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     ``while_loading`` is called in a thread, and done when the block begins.
     """
-
+    scheduler.stop_string_at_end = model.stop_string_at_end
     schedulers = join_schedulers(
         config, scheduler, supervisor, metrics, encodes=model.encoder is not None
     )

@@ -15,6 +15,7 @@ from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.prompt_size import characters_of_contents
 from trioserve.requests.request import Prompt, TokensPrompt
+from trioserve.scheduler.beam_search import MAX_CONTINUATIONS, num_continuations
 from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
 
@@ -182,7 +183,7 @@ def sampler_params(
         InvalidRequest: one of ``bad_words`` can't be spelled in tokens.
     """
     eos = () if params.ignore_eos else eos_token_ids
-    return SamplerParams(
+    sampler = SamplerParams(
         temperature=float(params.temperature),
         top_k=int(max(params.top_k, 0)),
         top_p=float(params.top_p),
@@ -204,4 +205,24 @@ def sampler_params(
         logits_processors=list(params.logits_processors),
         speculative=params.speculative,
         draft_scope=draft_scope,
+    )
+    return _for_beams(params, sampler) if params.beam_width else sampler
+
+
+def _for_beams(params: SamplingParams, sampler: SamplerParams) -> SamplerParams:
+    """Return ``sampler`` for rows that give the continuations of beams."""
+    count = num_continuations(params, sampler)
+    if count > MAX_CONTINUATIONS:
+        most = MAX_CONTINUATIONS - params.beam_width
+        raise InvalidRequest(
+            f"a beam search of width {params.beam_width} takes at most {most} stop ids, the "
+            f"model's included, got {count - params.beam_width}",
+            param="stop_token_ids",
+        )
+    return attrs.evolve(
+        sampler,
+        temperature=0.0,
+        logprobs=max(count, sampler.logprobs),
+        processed_logprobs=True,
+        speculative=False,
     )

@@ -10,6 +10,7 @@ from trioserve.engine.loaded_model import in_thread
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
 from trioserve.workers.process import OnProgress, Workers
 from trioserve.workers.socket_folder import sweep_socket_folders
 
@@ -61,7 +62,7 @@ def start_message(
         num_threads=config.num_threads or 0,
         cpu_isa=config.cpu_isa,
         logprobs_mode=config.logprobs_mode,
-        max_logprobs=config.max_logprobs,
+        max_logprobs=max(config.max_logprobs, MAX_CONTINUATIONS),
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         quantization=config.quantization,

@@ -193,6 +193,8 @@ class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
     """The pooled hidden states of the prompt, where asked for."""
     num_draft_tokens: int
     num_accepted_drafts: int
+    beam_logprob: float | None
+    """The sum of the tokens' log-probabilities, of an output of a beam search."""
 
     @classmethod
     def of(
@@ -207,11 +209,17 @@ class SequenceEnd(msgspec.Struct, frozen=True, array_like=True):
         return cls(
             *(finish.reason.value, finish.stop_reason, fault, first_token, last_token),
             *(sequence.request.vector, sequence.num_draft_tokens, sequence.num_accepted_drafts),
+            finish.beam_logprob,
         )
 
     def finish(self, error: Exception | None) -> Finish:
         """Return the end as the scheduler has it, with ``error``, which ``fault`` describes."""
-        return Finish(FinishReason(self.reason), stop_reason=self.stop_reason, error=error)
+        return Finish(
+            FinishReason(self.reason),
+            stop_reason=self.stop_reason,
+            error=error,
+            beam_logprob=self.beam_logprob,
+        )
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):

@@ -64,6 +64,7 @@ from trioserve.protocol.token_ids import as_column, has_id
 MAX_SEED = 2**63 - 1
 MAX_SEQUENCES = 128
 """The most outputs that one request may ask for."""
+MAX_BEAM_WIDTH = 32
 MAX_STOP_STRINGS = 64
 MAX_STRING_CHARACTERS = 1024
 MAX_BAD_WORDS = 256
@@ -135,6 +136,11 @@ def _check_prediction(_: object, attribute: attrs.Attribute[str], value: str) ->
         raise refuse(attribute.name, value, "a string")
 
 
+def _check_early_stopping(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value != "never" and not isinstance(value, bool):
+        raise refuse(attribute.name, value, 'true, false or "never"')
+
+
 def _truncation(_: object, attribute: attrs.Attribute[int], value: int) -> None:
     integer(-1, "a number of tokens of at least 1, or -1 for the model's context")(
         _, attribute, value
@@ -161,6 +167,22 @@ class SamplingParams:
         validator=integer(1, f"an integer from 1 to {MAX_SEQUENCES}", high=MAX_SEQUENCES),
     )
     """Number of outputs for the prompt, which is computed once."""
+    beam_width: int = attrs.field(
+        default=0,
+        validator=integer(0, f"an integer from 0 to {MAX_BEAM_WIDTH}", high=MAX_BEAM_WIDTH),
+    )
+    """Number of beams of a beam search (:mod:`trioserve.scheduler.beam_search`), which returns the
+    best ``n`` outputs. 0 samples.
+    """
+    length_penalty: float = attrs.field(
+        default=1.0, validator=number(-100.0, 100.0, "a number from -100 to 100")
+    )
+    """Exponent of an output's length by which a beam search divides its log-probability."""
+    early_stopping: bool | str = attrs.field(default=False, validator=_check_early_stopping)
+    """The end of a beam search. True: when ``beam_width`` outputs are complete. False: when they
+    are, and the best beam is worse than all of them at its present length. ``"never"``: when no
+    beam can become better than one of them.
+    """
     max_tokens: int | None = attrs.field(
         default=None, validator=_optional(integer(0, "an integer of at least 0"))
     )
@@ -260,6 +282,10 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if 0 < self.beam_width < self.n:
+            raise refuse("n", self.n, f"at most beam_width ({self.beam_width})")
+        if self.beam_width and self.stop_regex:
+            raise refuse("stop_regex", list(self.stop_regex), "left out with beam_width")
         if self.top_p == 0.0:
             raise refuse("top_p", self.top_p, "a number above 0 and up to 1")
         if self.allowed_token_ids == ():
@@ -310,6 +336,8 @@ class SamplerParams:
     logprobs: int = -1
     prompt_logprobs: int = -1
     logprob_token_ids: list[int] = attrs.field(factory=list)
+    processed_logprobs: bool = False
+    """True to report processed log-probabilities, whatever the engine's mode."""
     allowed_token_ids: bytes = attrs.field(default=b"", converter=as_column)
     bad_words: list[list[int]] = attrs.field(factory=list)
     grammar: Grammar | None = None

@@ -17,6 +17,11 @@ def as_column(ids: Iterable[int] | bytes) -> bytes:
     return ids if isinstance(ids, bytes) else array.array("i", sorted(set(ids))).tobytes()
 
 
+def count_ids(column: bytes) -> int:
+    """Return the number of ids in the set."""
+    return len(column) // 4
+
+
 def has_id(column: bytes, token: int) -> bool:
     """Return True if ``token`` is in the set."""
     ids = memoryview(column).cast("i")

@@ -59,10 +59,17 @@ class Output:
     finish_reason: str
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...] | None
+    beam_logprob: float | None = None
+    """The sum of the log-probabilities of a beam's tokens."""
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of its tokens' log-probabilities; None where they weren't asked for."""
+        """The sum of its tokens' log-probabilities.
+
+        It is None where they weren't asked for, except for an output of a beam search.
+        """
+        if self.beam_logprob is not None:
+            return self.beam_logprob
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
     @property
@@ -286,4 +293,5 @@ def _output(index: int, chunks: list[Chunk]) -> Output:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in chunks) else None,
+        beam_logprob=last.beam_logprob,
     )

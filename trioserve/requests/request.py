@@ -89,6 +89,8 @@ class Finish:
     reason: FinishReason
     stop_reason: int | str | None = None
     error: Exception | None = None
+    beam_logprob: float | None = None
+    """Sum of the tokens' processed log-probabilities, of an output of a beam search."""
 
 
 def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -203,6 +205,11 @@ class Request:
     """Tokens that come before those of ``prompt``."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
+    """Its outputs."""
+    spare_sequences: list[Sequence] = attrs.field(factory=list)
+    """Sequences that hold beams besides ``sequences``; nothing of them is delivered."""
+    beams: Any = None
+    """The scheduler's own record of its beam search."""
     admitted: trio.Event = attrs.field(factory=trio.Event)
     on_tokenized: Callable[[], None] | None = None
     """Called when ``prompt_ids`` are there; may raise ``QueueFull``."""
@@ -215,6 +222,11 @@ class Request:
     """The pooled hidden states of the prompt, a float32 column, where asked for."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache when it first ran."""
+
+    @property
+    def all_sequences(self) -> list[Sequence]:
+        """The sequences that are computed: those of its outputs, and spare ones."""
+        return self.sequences + self.spare_sequences
 
     @property
     def ended(self) -> bool:
@@ -260,9 +272,9 @@ class Request:
 class Sequence:
     """One continuation of a request's prompt.
 
-    ``output_ids`` are the tokens that the scheduler has accepted, in order; it never shrinks. The
-    delivered part is a prefix of it. ``max_tokens`` and ``sampler`` are resolved (defaults,
-    model length) before the scheduler sees the sequence.
+    ``output_ids`` are the tokens that the scheduler has accepted, in order. It never shrinks,
+    except that a beam search may replace it. The delivered part is a prefix of it. ``max_tokens``
+    and ``sampler`` are resolved (defaults, model length) before the scheduler sees the sequence.
     """
 
     request: Request

@@ -55,6 +55,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """``stop``, ``length`` or ``abort`` on the last chunk, else None."""
     stop_reason: int | str | None = None
     """The stop id or stop string that ended it, None for the model's own end of sequence."""
+    beam_logprob: float | None = None
+    """The sum of all its tokens' log-probabilities, on the last chunk of a beam."""
 
     @property
     def size(self) -> int:
@@ -90,6 +92,7 @@ def _join(run: list[Chunk]) -> Chunk:
         else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        beam_logprob=last.beam_logprob,
     )
 
 

@@ -28,9 +28,15 @@ from trioserve.observability.scheduler_statistics import Observer, sum_by_positi
 from trioserve.protocol import wire
 from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.scheduler.beams import BeamGroup, Beams, StopStringAtEnd
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.invariants import check_state
-from trioserve.scheduler.limits import SchedulerLimits, prompt_logprobs_for, resolve_max_tokens
+from trioserve.scheduler.limits import (
+    SchedulerLimits,
+    check_beams,
+    prompt_logprobs_for,
+    resolve_max_tokens,
+)
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.planning import Planner
 from trioserve.scheduler.recovery import Recovery
@@ -49,15 +55,20 @@ class SchedulerCore(SchedulerState):
     ) -> None:
         super().__init__(limits, feeds or Feeds())
         self._observer = observer
-        self._planner = Planner(self)
-        self._results = ResultProcessor(self, observer)
+        beams = Beams(self, observer)
+        self._planner = Planner(self, beams)
+        self._results = ResultProcessor(self, beams, observer)
         self.recovery = Recovery(self)
         """Handles failed plans and lost workers."""
         self._has_work = False
         """True if a sequence could be computed when the newest result had been taken."""
 
-    def submit(self, request: Request, now: float) -> None:
+    def submit(
+        self, request: Request, now: float, stop_string_at_end: StopStringAtEnd | None = None
+    ) -> None:
         """Queue the sequences of ``request`` that have not finished.
+
+        Beams end by a stop string if ``stop_string_at_end`` finds it.
 
         Raises:
             InvalidRequest: The request can't be served.
@@ -67,11 +78,14 @@ class SchedulerCore(SchedulerState):
         if request.adapter and request.adapter not in self.residency.known:
             raise AdapterNotFound("the request's adapter was unloaded")
         self.now = now
+        check_beams(self.limits, request)
         max_tokens = resolve_max_tokens(self.limits, request)
         request.prompt_logprobs = prompt_logprobs_for(self.limits, request)
         self.num_arrivals += 1
         request.times.queued = now
-        for sequence in request.sequences:
+        if request.params.beam_width:
+            _add_beams(request, max_tokens, stop_string_at_end)
+        for sequence in request.all_sequences:
             if sequence.state is State.FINISHED:
                 continue
             sequence.max_tokens = max_tokens
@@ -82,7 +96,7 @@ class SchedulerCore(SchedulerState):
         """End ``sequence``, whatever its state; return None if it has already finished.
 
         The next plan closes its slot. Its rows in flight are computed, and their tokens are
-        dropped.
+        dropped. The outputs of a beam search have to be aborted together.
         """
         if sequence.state is State.FINISHED:
             return None
@@ -159,3 +173,19 @@ class SchedulerCore(SchedulerState):
     def check_integrity(self) -> None:
         """Assert the invariants that :mod:`trioserve.scheduler.invariants` lists."""
         check_state(self)
+
+
+def _add_beams(
+    request: Request, max_tokens: int, stop_string_at_end: StopStringAtEnd | None
+) -> None:
+    """Add the record of a beam search, and the spare sequences that it needs."""
+    first = request.sequences[0]
+    request.beams = BeamGroup.of(request, max_tokens, stop_string_at_end)
+    request.spare_sequences = [
+        Sequence(
+            request=request,
+            index=index,
+            sampler=attrs.evolve(first.sampler, sequence_index=index),
+        )
+        for index in range(len(request.sequences), request.params.beam_width)
+    ]

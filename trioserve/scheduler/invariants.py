@@ -3,7 +3,7 @@
 1. A sequence is queued, or held back for its leader's prompt, exactly while it waits. It is running
    exactly while it holds a slot. It is neither only while it is preempted and a plan in flight
    names it. A held-back sequence has a leader that isn't held back and that has a prompt to
-   compute.
+   compute, or it has no beam.
 2. Every page is free, idle, retiring or held. The holders of a page are exactly the sequences that
    have it in their block tables. A page with several holders is published and at the same position
    in each table.
@@ -79,9 +79,13 @@ def _check_held(state: SchedulerState) -> None:
         assert not seq_state.holds_slot
         leader = leader_of(seq_state.sequence.request)
         assert leader is not None, "a sequence is held back without a leader"
-        assert not leader.seq_state.is_held, "a leader is held back"
+        if leader.request.beams is None:
+            assert not leader.seq_state.is_held, "a leader is held back"
         waits = leader.state in (State.WAITING, State.PREFILL, State.PREEMPTED)
-        assert waits or leader.max_tokens == 0, "a sequence is held back for a computed prompt"
+        is_beam = leader.request.beams is not None
+        assert waits or is_beam or leader.max_tokens == 0, (
+            "a sequence is held back for a computed prompt"
+        )
 
 
 def _check_counts(state: SchedulerState, seq_state: SequenceState) -> None:
@@ -93,8 +97,15 @@ def _check_counts(state: SchedulerState, seq_state: SequenceState) -> None:
     in_flight = sum(
         samples for plan in state.in_flight for row, _, samples in plan.rows if row is seq_state
     )
-    assert seq_state.length == known + in_flight, "a token is counted twice or not at all"
+    group = seq_state.sequence.request.beams
+    waits = group is not None and group.waits(seq_state.sequence)
+    assert seq_state.length == known + in_flight + waits, "a token is counted twice or not at all"
     unsettled = bool(state.memory.counts.unsettled[seq_state.slot])
+    if group is not None:
+        assert unsettled or not (in_flight or waits), (
+            "a beam goes on before its next token is known"
+        )
+        return
     ragged = [plan for plan in state.in_flight if _may_bring_several(plan, seq_state)]
     assert unsettled == bool(ragged), "an unsettled length isn't told from others"
     if ragged:

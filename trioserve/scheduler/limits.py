@@ -93,11 +93,14 @@ def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
             f"{limits.max_model_len} tokens",
             param="max_tokens",
         )
-    pool = limits.num_pages * limits.page_size
+    pool = most_tokens(limits, num_prompt, request.params.beam_width)
     if num_prompt + (asked or 1) > pool:
+        beams = (
+            f" for each of {request.params.beam_width} beams" if request.params.beam_width else ""
+        )
         raise ContextTooLong(
             f"the request needs room for {num_prompt + (asked or 1)} tokens, prompt and output: "
-            f"the KV cache holds {pool} ({limits.num_pages} pages of {limits.page_size})",
+            f"the KV cache holds {pool}{beams} ({limits.num_pages} pages of {limits.page_size})",
             param="max_tokens" if asked else "prompt",
         )
     if asked is not None:
@@ -105,6 +108,30 @@ def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
     fit = min(limits.max_model_len, pool) - num_prompt
     default = request.default_max_tokens
     return fit if default is None else min(max(default, request.params.min_tokens), fit)
+
+
+def most_tokens(limits: SchedulerLimits, num_prompt: int, beam_width: int) -> int:
+    """Return the tokens of one sequence that the KV cache holds; beams share the prompt's pages."""
+    shared = num_prompt // limits.page_size if beam_width else 0
+    own = max(limits.num_pages - shared, 0) // max(beam_width, 1)
+    return (shared + own) * limits.page_size
+
+
+def check_beams(limits: SchedulerLimits, request: Request) -> None:
+    """Refuse a beam search that can never run.
+
+    Raises:
+        InvalidRequest: It has more beams than sequences can run at once.
+    """
+    width = request.params.beam_width
+    for most, option in (
+        (limits.max_num_seqs, "--max-num-seqs"),
+        (limits.max_num_batched_tokens, "--max-num-batched-tokens"),
+    ):
+        if width > most:
+            raise InvalidRequest(
+                f"beam_width must be at most {most} ({option}), got {width}", param="beam_width"
+            )
 
 
 def prompt_logprobs_for(limits: SchedulerLimits, request: Request) -> PromptLogprobs | None:

@@ -65,8 +65,33 @@ class Memory:
             running_growth=self._growth(running),
         )
 
-    def enter(self, seq_state: SequenceState, match: PrefixMatch) -> None:
-        """Give the sequence, which must fit, a slot and pages for all its known tokens."""
+    def match_fork(self, child: SequenceState, parent: SequenceState, plan: int) -> PrefixMatch:
+        """Publish the full pages of ``parent``; return those that ``child`` can begin with.
+
+        The tokens of the child are those of the parent's pages, and one more.
+        """
+        child.namespace = parent.namespace
+        if parent.namespace is not None:
+            parent.cursor = self.prefix.publish(
+                parent.namespace,
+                parent.cursor,
+                parent.known_tokens(),
+                parent.pages,
+                parent.computed // self.limits.page_size,
+                plan=0,
+            )
+        return self.match(child, plan)
+
+    def enter(
+        self,
+        seq_state: SequenceState,
+        match: PrefixMatch,
+        copied_from: SequenceState | None = None,
+    ) -> None:
+        """Give the sequence, which must fit, a slot and pages for all its known tokens.
+
+        A fork shares the matched pages, and gets copies of the other pages of ``copied_from``.
+        """
         shared, on_host = match.pages, match.on_host
         self.pool.share(shared)
         self.prefix.pin(on_host)
@@ -79,9 +104,18 @@ class Memory:
         seq_state.cursor = match.nodes[-1] if match.nodes else None
         slot, generation = self.slots.open()
         computed = len(match.nodes) * self.limits.page_size
+        if copied_from is not None:
+            computed = copied_from.computed
+            for place in range(len(match.nodes), self.limits.pages_for(computed)):
+                self.prefix.copies.append((copied_from.pages[place], seq_state.pages[place]))
         seq_state.enter_slot(self.counts, slot, generation, computed)
         self.counts.room[slot] = len(seq_state.pages) * self.limits.page_size
         seq_state.prompt_logprobs_from = first_logprob(seq_state.sequence)
+
+    def change_slot(self, seq_state: SequenceState) -> None:
+        """Move the sequence, which no plan in flight names, to a slot that is opened anew."""
+        self.slots.close(seq_state.slot, seq_state.last_plan)
+        seq_state.change_slot(self.counts, *self.slots.open())
 
     @property
     def num_available(self) -> int:

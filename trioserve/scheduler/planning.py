@@ -9,6 +9,7 @@ import attrs
 from trioserve.protocol import wire
 from trioserve.requests.request import Request
 from trioserve.scheduler import policy
+from trioserve.scheduler.beams import Beams
 from trioserve.scheduler.decode_hold import NOBODY
 from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.plan_builder import PlanBuilder
@@ -23,6 +24,7 @@ class Planner:
     """The planning of a scheduler's steps."""
 
     _state: SchedulerState
+    _beams: Beams
     _prompts: PromptPlanner = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Planner:
 
     def _plan_rows(self, builder: PlanBuilder, now: float) -> None:
         """Add the rows of decodes and of prompts, or of prompts alone while decodes are held."""
+        self._make_pages_for_stale()
         decodes, prefills = self._split_running()
         may_enter = self._entry_rule()
         holds = self._holds(decodes, prefills, may_enter, builder.number, now)
@@ -85,19 +88,20 @@ class Planner:
             holds = builder.num_rows > 0  # false if no prompt can be computed yet
         if not holds:
             self._plan_decodes(decodes, builder)
+            self._plan_beams(builder, may_enter)
             prefills = [each for each in prefills if each.holds_slot]
             self._prompts.plan(prefills, may_enter, builder, now)
         held = self._streams(decodes) if holds else NOBODY
         self._state.decode_hold.note(builder.load.decodes, held, now)
+        if not (builder.num_rows or self._state.in_flight) and self._state.running:
+            self._beams.make_room()
 
     def _split_running(self) -> tuple[Ints, list[SequenceState]]:
         """Return the places of the sequences that decode, and the sequences in prefill."""
         counts, running = self._state.memory.counts, self._state.running
         slots = running.slots
         length, planned = counts.length[slots], counts.planned[slots]
-        may_run = length < counts.limit[slots]
-        if self._state.limits.max_row_tokens > 1:
-            may_run &= ~counts.unsettled[slots]
+        may_run = (length < counts.limit[slots]) & ~counts.unsettled[slots]
         decodes, prefills = policy.split_running(length - planned, may_run)
         return decodes, running.at(prefills)
 
@@ -140,7 +144,7 @@ class Planner:
         need_page = decodes[planned[decodes] >= counts.room[slots[decodes]]]
         if len(need_page) <= self._state.memory.num_available:
             for seq_state in running.at(need_page):
-                self._allocate_page(seq_state, builder)
+                self._append_page(seq_state, builder)
             steady = counts.decodes[slots[decodes]]
             last_of_prompt = running.at(decodes[~steady])
             self._decode(decodes[steady], builder)
@@ -165,25 +169,51 @@ class Planner:
         for seq_state in decodes:
             if seq_state.holds_slot and (
                 self._state.memory.has_page_for_next(seq_state)
-                or self._allocate_page(seq_state, builder)
+                or self._append_page(seq_state, builder)
             ):
                 self._prompts.compute(seq_state, 1, builder)
 
-    def _allocate_page(self, seq_state: SequenceState, builder: PlanBuilder) -> bool:
+    def _make_pages_for_stale(self) -> None:
+        """Append the pages that beams with another last token than the worker's need.
+
+        It comes first in a plan: a slot that has a row, or that is opened, can't be preempted.
+        """
+        for seq_state in self._beams.stale():
+            if seq_state.holds_slot and not self._state.memory.has_page_for_next(seq_state):
+                self._allocate_page(seq_state)
+
+    def _plan_beams(self, builder: PlanBuilder, may_enter: Callable[[SequenceState], bool]) -> None:
+        """Add the rows of beams that the worker must be told of: forks, and those with another last
+        token than it has drawn.
+        """
+        for seq_state in self._beams.enter_forks(builder, may_enter):
+            self._prompts.compute(seq_state, 1, builder)
+        for seq_state in self._beams.stale():
+            if self._state.memory.has_page_for_next(seq_state):
+                self._beams.reopen(seq_state, builder)
+                self._prompts.compute(seq_state, 1, builder)
+
+    def _append_page(self, seq_state: SequenceState, builder: PlanBuilder) -> bool:
+        """Append a page to the block table, as :meth:`_allocate_page` does, and tell the worker."""
+        page = self._allocate_page(seq_state)
+        if page is not None:
+            builder.append_page(seq_state, page)
+        return page is not None
+
+    def _allocate_page(self, seq_state: SequenceState) -> int | None:
         """Append a page to the block table, preempting the youngest sequences if necessary.
 
-        Return False if the sequence gets no row in this plan: either results in flight will free
+        Return None if the sequence gets no row in this plan: either results in flight will free
         enough pages, or it was the youngest itself and has been preempted.
         """
         while (page := self._state.memory.append_page(seq_state)) is None:
             if self._state.memory.pool.num_retiring:
-                return False
+                return None
             victim = policy.choose_victim(list(self._state.running))
             self._preempt_for_pages(victim)
             if victim is seq_state:
-                return False
-        builder.append_page(seq_state, page)
-        return True
+                return None
+        return page
 
     def _entry_rule(self) -> Callable[[SequenceState], bool]:
         """Return a predicate for the waiting sequences that may be admitted now."""

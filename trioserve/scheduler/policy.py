@@ -122,7 +122,7 @@ def may_admit(
 
     ``guaranteed_no_evict`` never promises more pages than there are, so every running sequence gets
     its pages until its end. ``max_utilization`` keeps one page in reserve for each running
-    sequence, so that the next page that one of them needs doesn't undo the admission.
+    sequence that may need more, so that the next page of one of them doesn't undo the admission.
 
     Args:
         policy: Capacity policy, one of the two.
@@ -136,7 +136,7 @@ def may_admit(
         return False
     if policy == "guaranteed_no_evict":
         return need + growth + int(np.sum(running_growth)) <= available + retiring
-    return len(running_growth) == 0 or need + len(running_growth) <= available
+    return need + int(np.count_nonzero(running_growth)) <= available
 
 
 def choose_victim(running: Sequence[T]) -> T:

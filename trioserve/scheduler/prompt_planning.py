@@ -211,10 +211,7 @@ class PromptPlanner:
         self._state.memory.enter(seq_state, match)
         self._state.counters.prefix_cache_queries += seq_state.length
         self._state.counters.prefix_cache_hits += seq_state.computed
-        self._state.waiting.admit(seq_state, self._state.running)
-        self._state.count_waiting(seq_state.sequence, -1)
-        self._state.running.add(seq_state)
-        self._state.move(seq_state.sequence, State.PREFILL)
+        self._state.admit(seq_state)
         request = seq_state.sequence.request
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now

@@ -18,9 +18,10 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput, State
 from trioserve.scheduler.fault_isolation import Flight, Verdict
-from trioserve.scheduler.limits import SchedulerLimits
+from trioserve.scheduler.limits import SchedulerLimits, most_tokens
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.plan_builder import InFlight
+from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.state import SchedulerState
 
 MAX_FAILURES = 3
@@ -121,11 +122,10 @@ class Recovery:
         state.has_worker = True
         self._num_failures = 0
         state.next_number = 1
-        longest = min(limits.max_model_len, limits.num_pages * limits.page_size)
         error = EngineError("the new worker has less room, and this request doesn't fit any more")
         finish = Finish(FinishReason.ERROR, error=error)
         # The first sequence of each request is queued, even if others are held back.
-        too_long = [each.sequence.request for each in state.waiting if each.limit > longest]
+        too_long = [each.sequence.request for each in state.waiting if not _fits(each, limits)]
         ends = [state.finish_all(request, finish) for request in dict.fromkeys(too_long)]
         return list(itertools.chain.from_iterable(ends))
 
@@ -148,6 +148,13 @@ class Recovery:
         state.requeue_preempted()
         state.memory = Memory(state.limits, state.feeds)
         state.feeds.cache.on_cleared()
+
+
+def _fits(seq_state: SequenceState, limits: SchedulerLimits) -> bool:
+    """Return True if the sequence, and the other beams of its request, can run to its limit."""
+    request = seq_state.sequence.request
+    room = most_tokens(limits, len(request.prompt_ids), request.params.beam_width)
+    return seq_state.limit <= min(limits.max_model_len, room)
 
 
 def _is_progress(verdict: Verdict) -> bool:

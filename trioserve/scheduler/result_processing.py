@@ -16,7 +16,9 @@ import numpy as np
 
 from trioserve.observability.scheduler_statistics import Observer
 from trioserve.protocol.errors import EngineError
+from trioserve.protocol.sampling import NAN_LOGITS
 from trioserve.requests.request import Finish, Sequence, SequenceOutput, State
+from trioserve.scheduler.beams import Beams
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.result_validation import Results
 from trioserve.scheduler.sequence_state import SequenceState
@@ -30,6 +32,7 @@ class ResultProcessor:
     """The part of the scheduler that takes results."""
 
     _state: SchedulerState
+    _beams: Beams
     _observer: Observer | None
 
     def take(self, plan: InFlight, results: Results, now: float) -> list[SequenceOutput]:
@@ -49,7 +52,9 @@ class ResultProcessor:
                 sequence.output_ids += several
                 outputs.append(SequenceOutput(sequence, tuple(several)))
             elif plan.samples[index] and sequence.state is not State.FINISHED:
-                outputs += self._take_row(seq_state, results, index, now)
+                is_held = seq_state.holds_slot and seq_state.generation == plan.generations[index]
+                if is_held or sequence.request.beams is None:  # a beam is computed again
+                    outputs += self._take_row(seq_state, results, index, now)
         return outputs
 
     def _sort(self, plan: InFlight, results: Results) -> tuple[Ints, Ints]:
@@ -103,6 +108,9 @@ class ResultProcessor:
         """Give a sequence that hasn't finished the tokens of its row, as far as it takes them."""
         sequence, tokens = seq_state.sequence, results.row(index)
         outputs: list[SequenceOutput] = []
+        if sequence.request.beams is not None and sequence.max_tokens and tokens[0] != NAN_LOGITS:
+            found = results.continuations(index, sequence.request.params)
+            return self._beams.take(seq_state, tokens[0], found, now)
         if tokens[0] >= 0 and sequence.max_tokens:
             output = self._accept(seq_state, results, index, now)
             outputs.append(output)

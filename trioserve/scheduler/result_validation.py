@@ -12,6 +12,7 @@ from trioserve.protocol.sampling import NAN_LOGITS, SamplingParams
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import State
 from trioserve.requests.stream import TokenLogprob
+from trioserve.scheduler.beam_search import Continuations
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.token_counts import Ints
 
@@ -74,6 +75,7 @@ class Results:
         wants_logprobs = False
         for index in (plan.wants_more & (given > 0)).nonzero()[0].tolist():
             params = plan.seq_states[index].sequence.request.params
+            wants_logprobs |= params.beam_width > 0
             if params.logprobs is not None:
                 wants_logprobs = True
                 if params.logprob_token_ids:
@@ -91,6 +93,16 @@ class Results:
         """Return the tokens that row ``index`` gave."""
         tokens: list[int] = self.tokens[self.offsets[index] : self.offsets[index + 1]].tolist()
         return tokens
+
+    def continuations(self, row: int, params: SamplingParams) -> Continuations:
+        """Return the most probable next tokens of row ``row``, a beam; none if it drew no token."""
+        index, message = int(self.offsets[row]), self._message
+        if not message.top_offsets:
+            return Continuations(np.empty(0, np.int32), np.empty(0, np.float32))
+        start, stop = wire.ints(message.top_offsets)[index : index + 2].tolist()
+        asked = self.logprob(index, params).asked if params.logprob_token_ids else ()
+        tokens, logprobs = wire.ints(message.top_ids), wire.floats(message.top_logprobs)
+        return Continuations(tokens[start:stop], logprobs[start:stop], asked)
 
     def logprob(self, index: int, params: SamplingParams) -> TokenLogprob:
         """Return the log-probabilities that ``params`` asks for at ``index``, without text."""

@@ -23,6 +23,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import AdapterManager
+from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds
@@ -54,6 +55,8 @@ class Scheduler:
         """None until the first worker has reported its capacity."""
         self.feeds = Feeds()
         """Event streams of steps and of the prefix cache."""
+        self.stop_string_at_end: StopStringAtEnd | None = None
+        """Finds the stop strings of beams; None if there is no text."""
         self.outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
         """Channel of the outputs of steps and aborts; its buffer must be unbounded."""
         self._worker_attached = trio.Event()
@@ -90,7 +93,7 @@ class Scheduler:
         if all(sequence.state is State.FINISHED for sequence in request.sequences):
             return
         try:
-            self._core.submit(request, trio.current_time())
+            self._core.submit(request, trio.current_time(), self.stop_string_at_end)
         except InvalidRequest as error:
             request.reject(error)
             return

@@ -66,22 +66,28 @@ class SequenceGroups:
         """Queue the sequence, or hold it back for its leader's pages."""
         sequence = seq_state.sequence
         request = sequence.request
-        if len(request.sequences) > 1:
+        if len(request.all_sequences) > 1:
             leader = leader_of(request)
             if leader is not None and leader is not sequence and _has_prompt_to_compute(leader):
-                self._held.setdefault(request, SequenceQueue()).add(seq_state)
-                seq_state.is_held = True
-                self._num_held += 1
+                self.hold_back(seq_state)
                 return
         self._waiting.add(seq_state)
+
+    def hold_back(self, seq_state: SequenceState) -> None:
+        """Hold back a sequence that waits."""
+        self._held.setdefault(seq_state.sequence.request, SequenceQueue()).add(seq_state)
+        seq_state.is_held = True
+        self._num_held += 1
 
     def on_prompt_planned(self, seq_state: SequenceState) -> None:
         """Note that the plan being built computes the end of a prompt.
 
-        If no token is wanted, the others stay held back: they end with the leader.
+        If no token is wanted, the others stay held back: they end with the leader. In a beam search
+        they do until they get a beam.
         """
-        if self._held and seq_state.sequence.max_tokens:
-            self._ready.append(seq_state.sequence.request)
+        request = seq_state.sequence.request
+        if self._held and seq_state.sequence.max_tokens and request.beams is None:
+            self._ready.append(request)
 
     def release(self) -> None:
         """Queue the sequences held back for a prompt that the finished plan completes."""

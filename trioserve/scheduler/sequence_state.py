@@ -65,6 +65,8 @@ class SequenceState:
 
     slot: int = NO_SLOT
     generation: int = 0
+    num_stays: int = 0
+    """Number of slots that it has had."""
     pages: list[int] = attrs.field(factory=list)
     """Block table."""
     cursor: Node | None = None
@@ -84,7 +86,9 @@ class SequenceState:
         own = namespace_of(request.cache_salt, request.adapter)
         if limits.enable_prefix_caching:
             namespace = own
-        elif len(request.sequences) > 1:  # Its sequences share their prompt with each other only.
+        elif (
+            len(request.all_sequences) > 1
+        ):  # Its sequences share their prompt with each other only.
             namespace = (*own, arrival)
         return cls(
             sequence=sequence,
@@ -135,6 +139,10 @@ class SequenceState:
     def holds_slot(self) -> bool:
         return self.slot != NO_SLOT
 
+    def is_in_its(self, stay: int) -> bool:
+        """Return True if it holds a slot, and it is slot number ``stay`` that it has had."""
+        return self.holds_slot and self.num_stays == stay
+
     def known_tokens(self) -> list[int]:
         """Return the prompt and the output so far. Don't change it: it may be the prompt itself."""
         output = self.sequence.output_ids
@@ -149,13 +157,18 @@ class SequenceState:
             slot,
             generation,
             limit=self.limit,
-            plain=params.logprobs is None and params.n == 1 and sequence.max_tokens > 0,
+            plain=params.logprobs is None
+            and params.n == 1
+            and not params.beam_width
+            and sequence.max_tokens > 0,
             stop_ids=sequence.sampler.stop_ids,
+            waits=params.beam_width > 0,
         )
         counts.length[slot] = sequence.num_tokens
         counts.planned[slot] = counts.computed[slot] = computed
         counts.last_plan[slot] = 0
         self._counts, self.slot, self.generation = counts, slot, generation
+        self.num_stays += 1
 
     def add_row(self, count: int, samples: bool, plan: int) -> None:
         """Count a row: ``plan`` computes the next ``count`` tokens, and samples one if asked."""
@@ -166,6 +179,19 @@ class SequenceState:
         if samples:
             counts.length[self.slot] += 1
             counts.decodes[self.slot] = True
+            counts.unsettled[self.slot] |= counts.waits[self.slot]
+
+    def change_slot(self, counts: TokenCounts, slot: int, generation: int) -> None:
+        """Go on in ``slot`` with all known tokens and the same pages.
+
+        The counts of the slot before, which has been given back, must still be there.
+        """
+        computed, room = self.computed, int(counts.room[self.slot])
+        self._left_in = self.last_plan
+        counts.close(self.slot, self.sequence.sampler.stop_ids)
+        self.enter_slot(counts, slot, generation, computed)
+        counts.room[slot] = room
+        self.prompt_logprobs_from = NO_LOGPROBS  # the whole prompt is computed
 
     def settle(self, extra: int) -> None:
         """Count ``extra`` tokens that a row brought after its first."""

@@ -90,6 +90,38 @@ class SchedulerState:
         sequence.move_to(state)
         sequence.note_history(self.now)
 
+    def admit(self, seq_state: SequenceState) -> None:
+        """Move a waiting sequence, which has got a slot and pages, to the running ones."""
+        self.waiting.admit(seq_state, self.running)
+        self.count_waiting(seq_state.sequence, -1)
+        self.running.add(seq_state)
+        self.move(seq_state.sequence, State.PREFILL)
+
+    def restart(
+        self, seq_state: SequenceState, output_ids: list[int], sibling: SequenceState
+    ) -> None:
+        """Queue a sequence of a beam search with another output; it runs or is held back.
+
+        It has the turn of its ``sibling``, so that searches have one order among them.
+        """
+        if seq_state.holds_slot:
+            self.hold_back(seq_state)
+        self.groups.remove(seq_state)
+        self.count_waiting(seq_state.sequence, -1)
+        seq_state.sequence.output_ids = output_ids
+        priority, _, arrival, index = seq_state.order
+        seq_state.order = (priority, sibling.order[1], arrival, index)
+        self.count_waiting(seq_state.sequence, 1)
+        self.waiting.add(seq_state)
+
+    def hold_back(self, seq_state: SequenceState) -> None:
+        """Take slot and pages from a sequence that no plan in flight names, and hold it back."""
+        self.leave(seq_state)
+        self.move(seq_state.sequence, State.PREEMPTED)
+        self.move(seq_state.sequence, State.WAITING)
+        self.count_waiting(seq_state.sequence, 1)
+        self.groups.hold_back(seq_state)
+
     # ---- leaving
 
     def preempt(self, seq_state: SequenceState) -> None:
@@ -136,6 +168,10 @@ class SchedulerState:
         sequence.move_to(State.FINISHED)
         self.fault_isolation.forget(sequence)
         self.groups.on_finished(sequence.request)
+        if all(each.state is State.FINISHED for each in sequence.request.sequences):
+            for spare in sequence.request.spare_sequences:
+                if spare.state is not State.FINISHED:
+                    self.finish(spare, finish)
 
     def finish_all(self, request: Request, finish: Finish) -> list[SequenceOutput]:
         """End every unfinished sequence of ``request`` at once."""

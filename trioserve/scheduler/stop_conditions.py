@@ -11,7 +11,12 @@ from trioserve.requests.request import Finish, FinishReason, Sequence
 
 def ending(sequence: Sequence) -> Finish | None:
     """Return the end of ``sequence`` if its last token ends it, else None."""
-    token, num_output = sequence.output_ids[-1], len(sequence.output_ids)
+    return ending_of(sequence, sequence.output_ids)
+
+
+def ending_of(sequence: Sequence, output_ids: list[int]) -> Finish | None:
+    """Return the end of ``sequence`` with that output if the last token ends it, else None."""
+    token, num_output = output_ids[-1], len(output_ids)
     if sequence.sampler.is_stop(token, num_output):
         asked_for = _has(sequence.request.params.stop_token_ids, token)
         return Finish(FinishReason.STOP, stop_reason=token if asked_for else None)

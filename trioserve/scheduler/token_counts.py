@@ -45,7 +45,9 @@ class TokenCounts:
         self.decodes = np.zeros(num_slots, dtype=np.bool_)
         """True if all known tokens have been given to plans, except the next one to be drawn."""
         self.unsettled = np.zeros(num_slots, dtype=np.bool_)
-        """A row in flight may bring several tokens, so the next one waits for its result."""
+        """The next row waits for the result of the last one, or for other beams."""
+        self.waits = np.zeros(num_slots, dtype=np.bool_)
+        """True if each row waits for the result of the one before: a beam's."""
         self.plain = np.zeros(num_slots, dtype=np.bool_)
         """True if only tokens are wanted of a row, and the request has one sequence."""
         self.last_token = np.full(num_slots, np.nan)
@@ -55,11 +57,21 @@ class TokenCounts:
         self._stop_sets: dict[bytes, int] = {}
         """Number of open slots with each set of stop ids; outputs of a request share theirs."""
 
-    def open(self, slot: int, generation: int, *, limit: int, plain: bool, stop_ids: bytes) -> None:
+    def open(
+        self,
+        slot: int,
+        generation: int,
+        *,
+        limit: int,
+        plain: bool,
+        stop_ids: bytes,
+        waits: bool = False,
+    ) -> None:
         """Open ``slot`` for a sequence. The caller sets the sequence's own counts."""
         self.generation[slot] = generation
         self.limit[slot] = limit
         self.plain[slot] = plain
+        self.waits[slot] = waits
         self.decodes[slot] = self.unsettled[slot] = False
         self.last_token[slot] = np.nan
         slots = self._stop_sets.get(stop_ids, 0)
@@ -89,6 +101,7 @@ class TokenCounts:
         self.planned[slots] += 1
         self.length[slots] += 1
         self.last_plan[slots] = plan
+        self.unsettled[slots] |= self.waits[slots]
 
     def settle(self, slots: Ints, extra: Ints) -> None:
         """Count ``extra`` tokens that rows of ``slots`` brought after their first.

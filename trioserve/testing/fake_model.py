@@ -30,8 +30,15 @@ def hashed_token(vocab_size: int) -> TokenFunction:
     return token
 
 
-def draw(function: TokenFunction, context: list[int], sampler: SamplerParams) -> int:
-    """Return the token of ``function``, or an allowed one in its place."""
+def draw(
+    function: TokenFunction, context: list[int], sampler: SamplerParams, vocab_size: int = 0
+) -> int:
+    """Return the token of ``function``, or an allowed one in its place.
+
+    For a beam it is the token with the highest :func:`beam_logprobs`.
+    """
+    if sampler.processed_logprobs:
+        return int(beam_logprobs(context, sampler, vocab_size).argmax())
     token = function(context, sampler)
     allowed = wire.ints(sampler.allowed_token_ids)
     return int(allowed[token % len(allowed)]) if len(allowed) and token >= 0 else token
@@ -51,6 +58,34 @@ def fake_logprobs(context: Sequence[int], vocab_size: int) -> npt.NDArray[np.flo
         -256
     )
     return logprobs
+
+
+def beam_logprobs(
+    context: Sequence[int], sampler: SamplerParams, vocab_size: int
+) -> npt.NDArray[np.float32]:
+    """Return fake processed log-probabilities [vocab_size]: -inf for tokens not allowed."""
+    logprobs = fake_logprobs(context, vocab_size)
+    allowed = wire.ints(sampler.allowed_token_ids)
+    if len(allowed):
+        masked = np.full(vocab_size, -np.inf, dtype=np.float32)
+        masked[allowed] = logprobs[allowed]
+        return masked
+    return logprobs
+
+
+def top_logprobs(
+    context: Sequence[int], token: int, sampler: SamplerParams, vocab_size: int
+) -> list[tuple[int, float]]:
+    """Return the most probable tokens after ``context`` with their fake log-probabilities.
+
+    By default they are the drawn ``token`` and the ids that follow it.
+    """
+    if not sampler.processed_logprobs:
+        ranks = range(sampler.logprobs)
+        return [((token + rank) % vocab_size, fake_logprob(token, rank)) for rank in ranks]
+    logprobs = beam_logprobs(context, sampler, vocab_size)
+    best = np.argsort(-logprobs, kind="stable")[: sampler.logprobs]
+    return [(int(each), float(logprobs[each])) for each in best if logprobs[each] > -np.inf]
 
 
 def prompt_piece(

@@ -36,15 +36,23 @@ class FakePages:
         return numbers * self._page_size + position % self._page_size
 
     def copy(self, copies: Ints) -> None:
-        """Copy pages between device and host, and clear the sources."""
+        """Copy pages; clear the source of a copy between device and host."""
         for source, destination in copies.tolist():
-            assert (source < self._num_pages) != (destination < self._num_pages), (
-                "a copy within the device or the host"
-            )
+            on_device = source < self._num_pages, destination < self._num_pages
+            assert any(on_device), "a copy within the host"
             for column in (self._tokens, self._digests):
                 pages = column.reshape(-1, self._page_size)
                 pages[destination] = pages[source]
-            self._tokens[source * self._page_size : (source + 1) * self._page_size] = -1
+            if not all(on_device):
+                self._tokens[source * self._page_size : (source + 1) * self._page_size] = -1
+
+    def check_begun(self, pages: list[int], computed: int, own: set[int]) -> None:
+        """Assert that a page that a new sequence shares is full.
+
+        Others are its ``own``: copies, or those of its slot before.
+        """
+        place, rest = divmod(computed, self._page_size)
+        assert not rest or pages[place] in own, "a part of a page is shared"
 
     def forget(self, places: Places) -> None:
         """Clear the places: write a token that no sequence has."""

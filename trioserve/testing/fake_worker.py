@@ -43,6 +43,7 @@ from trioserve.testing.fake_model import (
     fake_logprobs,
     hashed_token,
     prompt_piece,
+    top_logprobs,
 )
 from trioserve.testing.fake_pages import FakePages
 
@@ -200,12 +201,13 @@ class FakeWorker:
         return attrs.evolve(result, pooled=pooled, drafted=column)
 
     def _apply(self, plan: wire.Plan) -> None:
+        own = set(_list(plan.copies)[1::2])
         for number in _list(plan.closed):
-            del self.slots[number]
+            own.update(self.slots.pop(number).pages)
         for opened in plan.opened:
             assert 0 <= opened.slot < self.max_num_seqs, f"there is no slot {opened.slot}"
             assert opened.slot not in self.slots, f"slot {opened.slot} is opened twice"
-            assert opened.computed % self.page_size == 0, "a part of a page is shared"
+            self._pages.check_begun(_list(opened.pages), opened.computed, own)
             slot = self.slots[opened.slot] = _Slot(
                 generation=opened.generation,
                 tokens=_list(opened.tokens),
@@ -268,7 +270,7 @@ class FakeWorker:
         )
         context = self._pages.read(places, self._origin(slot))
         assert context == slot.tokens, "a page holds other tokens than its sequence"
-        token = draw(self.token, context, slot.sampler)
+        token = draw(self.token, context, slot.sampler, self.vocab_size)
         if slot.adapter and token >= 0:
             token = (token + adapter_shift(self.adapters[slot.adapter])) % self.vocab_size
         slot.tokens.append(token)
@@ -316,15 +318,15 @@ class FakeWorker:
     ) -> wire.StepResult:
         slots = [self.slots[number] for number in _list(plan.row_slots)]
         logprobs: list[float] = []
-        top: list[list[int]] = []
+        top: list[list[tuple[int, float]]] = []
         asked: list[npt.NDArray[np.float32]] = []
         for slot, tokens in zip(slots, given, strict=True):
             num_top, ids = slot.sampler.logprobs, slot.sampler.logprob_token_ids
             for place, token in enumerate(tokens, len(slot.tokens) - len(tokens)):
-                # The token itself is the most probable; the next ids follow.
+                context = slot.tokens[:place]
                 logprobs.append(math.nan if num_top < 0 else fake_logprob(token, 0))
-                top.append([(token + rank) % self.vocab_size for rank in range(num_top)])
-                asked.append(fake_logprobs(slot.tokens[:place], self.vocab_size)[ids])
+                top.append(top_logprobs(context, token, slot.sampler, self.vocab_size))
+                asked.append(fake_logprobs(context, self.vocab_size)[ids])
         return wire.StepResult(
             number=plan.number,
             slots=plan.row_slots,
@@ -333,10 +335,8 @@ class FakeWorker:
             tokens=wire.from_ints(list(itertools.chain(*given))),
             logprobs=wire.from_floats(logprobs),
             top_offsets=_offsets(top) if any(top) else b"",
-            top_ids=wire.from_ints(list(itertools.chain(*top))),
-            top_logprobs=wire.from_floats(
-                [fake_logprob(ids[0], rank) for ids in top for rank in range(len(ids))]
-            ),
+            top_ids=wire.from_ints([token for ids in top for token, _ in ids]),
+            top_logprobs=wire.from_floats([logprob for ids in top for _, logprob in ids]),
             ids_offsets=_offsets(asked) if any(map(len, asked)) else b"",
             ids_logprobs=wire.from_floats(np.concatenate(asked)) if asked else b"",
             prompts=pieces,

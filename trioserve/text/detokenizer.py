@@ -40,6 +40,8 @@ from trioserve.text.tokenizer import Tokenizer
 
 _TURN = 256
 """Outputs delivered before other tasks run, because a delivery may write to a socket."""
+_TOKENS_A_CHARACTER = 4
+"""The most tokens of one character: its bytes in UTF-8."""
 _SEARCHED = 16
 """Outputs that one with a stop regex counts as, because it may take milliseconds."""
 
@@ -97,18 +99,18 @@ class SequenceText:
             if len(token_ids) == 1:
                 return push(token_ids[0]), 1, None
             return "".join(map(push, token_ids)), len(token_ids), None
-        at_stop_id = finish is not None and finish.reason is FinishReason.STOP and bool(token_ids)
+        at_stop_id = bool(token_ids) and finish is not None and _is_by_id(finish)
         parts: list[str] = []
         for position, token_id in enumerate(token_ids[:-1] if at_stop_id else token_ids, 1):
             text = self._decoder.push(token_id)
             self._num_tokens += 1
             stop = self._match(text, parts)
             if stop is not None:
-                return "".join(parts), position, Finish(FinishReason.STOP, stop_reason=stop)
+                return "".join(parts), position, _stopped(stop, finish)
         if finish is not None:
             stop = self._end(token_ids[-1] if at_stop_id else None, parts)
             if stop is not None:
-                finish = Finish(FinishReason.STOP, stop_reason=stop)
+                finish = _stopped(stop, finish)
         return "".join(parts), len(token_ids), finish
 
     def _match(self, text: str, parts: list[str]) -> str | None:
@@ -134,6 +136,36 @@ class SequenceText:
                 parts.append(self._decoder.push(stop_id))
             parts.append(self._decoder.flush())
         return None
+
+
+def stop_string_at_end(tokenizer: Tokenizer, request: Request, output_ids: list[int]) -> str | None:
+    """Return the stop string of ``request`` that the last token of an output completes, if any.
+
+    Only so many of the last tokens are turned into text as a stop string can have.
+    """
+    params = request.params
+    longest = max(map(len, params.stop), default=0)
+    start = max(len(output_ids) - _TOKENS_A_CHARACTER * (longest + 1), 0)
+    decoder = tokenizer.incremental_decoder(
+        request.prompt_ids + output_ids[:start],
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+    matcher = StopMatcher(params.stop)
+    text = SequenceText(decoder, matcher, params.min_tokens, include_stop=False, num_tokens=start)
+    _, _, finish = text.take(tuple(output_ids[start:]), None)
+    return None if finish is None else str(finish.stop_reason)
+
+
+def _is_by_id(finish: Finish) -> bool:
+    """Return True for the end of an output by a stop id, which is its last token."""
+    return finish.reason is FinishReason.STOP and not isinstance(finish.stop_reason, str)
+
+
+def _stopped(stop: str, finish: Finish | None) -> Finish:
+    """Return the end of an output by a stop string; without it, it might end by ``finish``."""
+    score = None if finish is None else finish.beam_logprob
+    return Finish(FinishReason.STOP, stop_reason=stop, beam_logprob=score)
 
 
 def _matcher_of(
@@ -201,8 +233,10 @@ class Detokenizer:
         error = None if finish is None else _error_of(finish)
         chunk: Chunk | None = None
         if finish is not None and error is None:
-            reason, stop_reason = finish.reason.value, finish.stop_reason
-            chunk = Chunk(text, token_ids, sequence.index, logprobs, reason, stop_reason)
+            chunk = Chunk(
+                *(text, token_ids, sequence.index, logprobs),
+                *(finish.reason.value, finish.stop_reason, finish.beam_logprob),
+            )
         elif token_ids or text:
             chunk = Chunk(text, token_ids, sequence.index, logprobs)
         try:

@@ -136,7 +136,7 @@ def test_the_same_tokens_as_torchs(library: Library, name: str, kind: str) -> No
 def test_the_same_log_probabilities(library: Library, name: str, processed: bool) -> None:
     logits = logits_of("sharp", 6)
     rows = [
-        rows_of({**OPTIONS[name], "logprobs": wanted}, 6)[i]
+        rows_of({**OPTIONS[name], "logprobs": wanted, "processed_logprobs": i % 2 == 0}, 6)[i]
         for i, wanted in enumerate((5, -1, 0, VOCAB, 1, 20))
     ]
     compiled = CompiledSampler(library, VOCAB, 2, processed_logprobs=processed)

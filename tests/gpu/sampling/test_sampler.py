@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -617,6 +618,26 @@ def test_raw_logprobs_are_of_the_unchanged_distribution() -> None:
     assert values.dtype == np.float32
     assert ids.tolist() == np.argsort(-expected)[:5].tolist()
     assert np.allclose(values, expected[ids], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_may_ask_for_processed_logprobs(temperature: float) -> None:
+    logits = torch.tensor(np.array([some_logits(vocab_size=50)] * 4), dtype=torch.float32)
+    params = SamplerParams(temperature=temperature, top_k=9, logit_bias={4: 2.0}, logprobs=5)
+    kinds = [params, attrs.evolve(params, processed_logprobs=True)] * 2
+    mixed = make_sampler(50).sample(logits.clone(), [SamplerRow(p, [1, 2], 1) for p in kinds])
+    assert mixed.logprobs is not None
+    assert mixed.top is not None
+    for processed in (False, True):
+        sampler = make_sampler(50, processed_logprobs=processed)
+        alike = sampler.sample(logits.clone(), [SamplerRow(params, [1, 2], 1)] * 4)
+        assert alike.logprobs is not None
+        assert alike.top is not None
+        for row in range(int(processed), 4, 2):
+            assert mixed.tokens[row] == alike.tokens[row]
+            assert mixed.logprobs[row] == alike.logprobs[row]
+            for mine, theirs in zip(mixed.top[row], alike.top[row], strict=True):
+                assert np.array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

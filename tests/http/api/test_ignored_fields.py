@@ -22,7 +22,7 @@ BODY = {
     "messages": MESSAGES,
     "max_tokens": 5.0,
     "x_new": [1, 2],
-    "use_beam_search": True,
+    "verbosity": "low",
     "stream_options": {"include_usage": True, "x_inner": 1},
     "stream": True,
 }
@@ -42,7 +42,7 @@ def test_they_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> 
             assert request.stream_options.include_usage
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == 4
-    for name in ("x_new", "use_beam_search", "stream_options.x_inner", "messages[].cache_control"):
+    for name in ("x_new", "verbosity", "stream_options.x_inner", "messages[].cache_control"):
         assert sum(f"field='{name}'" in line for line in logged) == 1
 
 

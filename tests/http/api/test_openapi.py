@@ -64,7 +64,6 @@ async def test_it_says_what_is_not_served() -> None:
     chat = described["components"]["schemas"]["ChatCompletionRequest"]
     assert chat["additionalProperties"] is False
     assert chat["required"] == ["messages"]
-    assert chat["properties"]["length_penalty"]["enum"] == [None, 1.0]
     assert chat["properties"]["store"]["enum"] == [None, False]
     assert "Excludes `" in chat["properties"]["custom_params"]["description"]
     operation = described["paths"]["/v1/chat/completions"]["post"]

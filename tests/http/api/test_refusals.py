@@ -67,7 +67,6 @@ CAN: dict[Refusal, Callable[[], bool]] = {
         set(typing.get_args(Prompt)) != {TextPrompt, TokensPrompt, ChatPrompt}
     ),
     Refusal.MEDIA: lambda: told("modalities"),
-    Refusal.BEAM_SEARCH: lambda: sampled("beam"),
     Refusal.SEVERAL_WORKERS: lambda: option("parallel-size"),
     Refusal.DISAGGREGATION: lambda: option("disaggregation"),
     Refusal.STREAM_INTERVALS: lambda: option("stream-interval"),
@@ -95,11 +94,6 @@ def test_every_refused_field_is_in_the_table() -> None:
 @pytest.mark.parametrize("refusal", CAN)
 def test_what_a_reason_denies_is_not_there(refusal: Refusal) -> None:
     assert not CAN[refusal]()
-
-
-def test_best_of_is_there_in_place_of_beam_search() -> None:
-    assert "see n and" in Refusal.BEAM_SEARCH.value
-    assert sampled("n")
 
 
 def test_no_reason_denies_models_that_are_served() -> None:

@@ -27,6 +27,8 @@ POISONED = 0.1
 CROWDED = 0.2
 FIRST_RAGGED = 1000
 """From this seed on, the workers of half of the scenarios draft tokens."""
+FIRST_BEAMS = 2000
+"""From this seed on, some clients of half of the scenarios search with beams."""
 REFUSED_GRAMMAR = "refused"
 """Text of a grammar that every worker refuses."""
 
@@ -58,6 +60,7 @@ def draw_scenario(seed: int) -> Scenario:
     worker = _with_drafts(random.Random(f"drafts {seed}"), worker, seed)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_tenants(random.Random(f"tenants {seed}"), clients)
+    clients = _with_beams(random.Random(f"beams {seed}"), clients, seed)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
     adapters, clients = _with_adapters(random.Random(f"adapters {seed}"), clients, span, options)
     return Scenario(
@@ -107,6 +110,29 @@ def _with_drafts(rng: random.Random, worker: WorkerKind, seed: int) -> WorkerKin
     if seed < FIRST_RAGGED or rng.random() < 0.5:
         return worker
     return attrs.evolve(worker, max_row_tokens=rng.choice((2, 3, 5, 8)))
+
+
+def _with_beams(
+    rng: random.Random, clients: list[SimulatedClient], seed: int
+) -> list[SimulatedClient]:
+    """From :data:`FIRST_BEAMS` on, let some clients of half of the scenarios search with beams."""
+    if seed < FIRST_BEAMS or rng.random() < 0.5:
+        return clients
+    return [_searching(rng, each) if rng.random() < 0.4 else each for each in clients]
+
+
+def _searching(rng: random.Random, client: SimulatedClient) -> SimulatedClient:
+    """Return ``client`` with beams over a few tokens, so that they end by all kinds of stops."""
+    width = rng.choice((1, 2, 3, 4))
+    params = {
+        **client.params,
+        "n": min(client.num_outputs, width),
+        "beam_width": width,
+        "length_penalty": rng.choice((0.0, 1.0, 2.0, -1.0)),
+        "early_stopping": rng.choice((False, True, "never")),
+        "allowed_token_ids": ids_of(rng.choice(("ab!", "abc", "ab\u00e9!", "a."))),
+    }
+    return attrs.evolve(client, params=params)
 
 
 def _options(rng: random.Random) -> dict[str, Any]:
@@ -314,7 +340,8 @@ def _with_sessions(rng: random.Random, clients: list[SimulatedClient]) -> list[S
 def _can_be_turn(client: SimulatedClient) -> bool:
     is_chat = not isinstance(client.prompt, str) and not isinstance(client.prompt[0], int)
     is_cut = "truncate_prompt_tokens" in client.params
-    return client.num_outputs == 1 and not (is_chat or is_cut or client.poisonous)
+    one_output = client.num_outputs == 1 and not client.beam_width
+    return one_output and not (is_chat or is_cut or client.poisonous)
 
 
 def _poisonous(client: SimulatedClient) -> SimulatedClient:

@@ -12,9 +12,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
+import numpy as np
 
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.testing.fake_model import adapter_shift, draw, fake_logprob, fake_logprobs
+from trioserve.testing.fake_model import (
+    adapter_shift,
+    beam_logprobs,
+    draw,
+    fake_logprob,
+    fake_logprobs,
+)
 from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 
 NUM_TOKENS = 256
@@ -76,6 +83,8 @@ def expected_outputs(
     scenario: Scenario, client: SimulatedClient, adapter: str = ""
 ) -> list[ExpectedOutput]:
     """Return the client's outputs with the adapter of folder ``adapter``, "" for none."""
+    if client.beam_width and client.params["max_tokens"]:
+        return _beams(scenario, client)
     return [_output(scenario, client, adapter, index) for index in range(client.num_outputs)]
 
 
@@ -89,18 +98,13 @@ def _output(
 ) -> ExpectedOutput:
     params = client.params
     prompt = prompt_ids_of(client)
-    stops = set(params.get("stop_token_ids", ()))
-    stop_ids = stops if params.get("ignore_eos") else stops | set(scenario.eos_token_ids)
-    sampler = SamplerParams(
-        seed=params["seed"],
-        sequence_index=index,
-        allowed_token_ids=list(params.get("allowed_token_ids") or ()),
-    )
+    stops, stop_ids = _stop_ids(scenario, client)
+    sampler = _sampler(client, index)
     token_function = scenario.worker.token_function()
     min_tokens = params.get("min_tokens", 0)
     tokens: list[int] = []
     reason = "length"
-    stop_reason: int | str | None = None
+    stop_reason: int | None = None
     while len(tokens) < params["max_tokens"]:
         token = draw(token_function, prompt + tokens, sampler)
         if token < 0:
@@ -113,9 +117,33 @@ def _output(
             reason = "stop"
             stop_reason = token if token in stops else None
             break
+    return _finished(client, tokens, reason, stop_reason)
+
+
+def _stop_ids(scenario: Scenario, client: SimulatedClient) -> tuple[set[int], set[int]]:
+    """Return the client's own stop ids, and all that end its outputs."""
+    stops = set(client.params.get("stop_token_ids", ()))
+    is_endless = client.params.get("ignore_eos")
+    return stops, stops if is_endless else stops | set(scenario.eos_token_ids)
+
+
+def _sampler(client: SimulatedClient, index: int) -> SamplerParams:
+    return SamplerParams(
+        seed=client.params["seed"],
+        sequence_index=index,
+        allowed_token_ids=list(client.params.get("allowed_token_ids") or ()),
+        processed_logprobs=client.beam_width > 0,
+    )
+
+
+def _finished(
+    client: SimulatedClient, tokens: list[int], reason: str, stop_reason: int | None
+) -> ExpectedOutput:
+    """Return an output of all ``tokens`` up to its first stop string."""
+    params, prompt = client.params, prompt_ids_of(client)
     num_tokens, text, found = _cut(tokens, reason, client)
     if found is not None:
-        reason, stop_reason = "stop", found
+        reason = "stop"
     tokens = tokens[:num_tokens]
     contexts = [prompt + tokens[:place] for place in range(num_tokens)]
     asked_ids = list(params.get("logprob_token_ids", ()))
@@ -123,14 +151,66 @@ def _output(
         token_ids=tuple(tokens),
         text=text,
         finish_reason=reason,
-        stop_reason=stop_reason,
-        logprobs=tuple(fake_logprob(token, 0) for token in tokens),
+        stop_reason=stop_reason if found is None else found,
+        logprobs=tuple(
+            float(fake_logprobs(context, NUM_TOKENS)[token])
+            if client.beam_width
+            else fake_logprob(token, 0)
+            for context, token in zip(contexts, tokens, strict=True)
+        ),
         asked=tuple(
             tuple(fake_logprobs(context, NUM_TOKENS)[asked_ids].tolist()) for context in contexts
         )
         if asked_ids
         else (),
     )
+
+
+def _beams(scenario: Scenario, client: SimulatedClient) -> list[ExpectedOutput]:
+    """Return the outputs of a beam search, from all continuations of all beams in each step."""
+    params, prompt = client.params, prompt_ids_of(client)
+    width, penalty, limit = client.beam_width, params["length_penalty"], params["max_tokens"]
+    stopping, sampler = params["early_stopping"], _sampler(client, 0)
+    beams: list[tuple[list[int], np.float32]] = [([], np.float32(0))]
+    done: list[tuple[np.float32, ExpectedOutput]] = []
+    for length in range(1, limit + 1):
+        every = []
+        for place, (tokens, total) in enumerate(beams):
+            logprobs = beam_logprobs(prompt + tokens, sampler, NUM_TOKENS)
+            allowed = (logprobs > -np.inf).nonzero()[0].tolist()
+            every += [(-(total + logprobs[token]), place, token) for token in allowed]
+        goes_on: list[tuple[list[int], np.float32]] = []
+        for rank, (negative, place, token) in enumerate(sorted(every)):
+            tokens = [*beams[place][0], token]
+            output = _ended(scenario, client, tokens)
+            if output is None:
+                goes_on.append((tokens, np.float32(-negative)))
+            elif rank < width:
+                done.append((np.float32(-negative) / np.float32(length**penalty), output))
+        beams = goes_on[:width]
+        done = sorted(done, key=lambda each: -each[0])[:width]
+        if not beams:
+            break
+        if len(done) == width:
+            at_most = limit if stopping == "never" and penalty > 0 else length
+            reachable = beams[0][1] / np.float32(at_most**penalty)
+            if stopping is True or reachable <= done[-1][0]:
+                break
+    outputs = [output for _, output in done[: client.num_outputs]]
+    if len(outputs) < client.num_outputs:
+        return [ExpectedOutput(token_ids=(), text="", finish_reason="error")] * client.num_outputs
+    return outputs
+
+
+def _ended(scenario: Scenario, client: SimulatedClient, tokens: list[int]) -> ExpectedOutput | None:
+    """Return the output that a beam's last token ends; None if it goes on."""
+    stops, stop_ids = _stop_ids(scenario, client)
+    if tokens[-1] in stop_ids and len(tokens) >= max(client.params.get("min_tokens", 0), 1):
+        return _finished(client, tokens, "stop", tokens[-1] if tokens[-1] in stops else None)
+    _, _, found = _cut(tokens, "length", client)
+    if found is not None or len(tokens) == client.params["max_tokens"]:
+        return _finished(client, tokens, "length", None)
+    return None
 
 
 def _cut(tokens: list[int], reason: str, client: SimulatedClient) -> tuple[int, str, str | None]:

@@ -96,6 +96,8 @@ class Visit:
 
     def is_over(self, index: int) -> bool:
         """Return True if no more tokens of the output may be computed."""
+        if index >= len(self.chunks):  # a beam that is no output
+            return all(map(self.is_over, range(len(self.chunks))))
         own = self.chunks[index]
         ended = bool(own) and own[-1].finish_reason is not None
         return self.left or self.num_request_ends > 0 or ended
@@ -249,10 +251,13 @@ class Visit:
         worker = self.run_state.scenario.worker
         num_prompt = len(prompt_ids_of(self.client))
         max_tokens: int = self.client.params["max_tokens"]
+        width = max(self.client.beam_width, 1)
+        shared = num_prompt // worker.page_size if width > 1 else 0
+        pages = shared + max(worker.fewest_pages - shared, 0) // width
         return (
             num_prompt < worker.max_model_len
             and num_prompt + max_tokens <= worker.max_model_len
-            and num_prompt + max(max_tokens, 1) <= worker.fewest_pages * worker.page_size
+            and num_prompt + max(max_tokens, 1) <= pages * worker.page_size
         )
 
     def _is_refused(self) -> bool:
@@ -264,7 +269,9 @@ class Visit:
         troubled = bool(scenario.faults) or scenario.is_poisoned
         if grammar is not None and (slow or troubled or grammar.text == REFUSED_GRAMMAR):
             return True
-        return not self._fits() or self._has_nothing_to_draw()
+        most_beams = min(options["max_num_seqs"], worker.max_num_batched_tokens)
+        too_many = self.client.beam_width > most_beams
+        return too_many or not self._fits() or self._has_nothing_to_draw()
 
     def _has_nothing_to_draw(self) -> bool:
         return any(each.finish_reason == "error" for each in self.expected)

@@ -77,6 +77,11 @@ class SimulatedClient:
         """Number of outputs that it requests."""
         return int(self.params.get("n", 1))
 
+    @property
+    def beam_width(self) -> int:
+        """Number of its beams; 0 if it samples."""
+        return int(self.params.get("beam_width", 0))
+
 
 @attrs.frozen(kw_only=True)
 class Fault:

@@ -36,7 +36,9 @@ class SharingChecker:
     def opened(self, slot: wire.OpenSlot, client: int) -> None:
         """Record that a plan opens ``slot`` for a request of ``client``."""
         self._prompts.pop(slot.slot, None)
-        if self.enabled and slot.prompt_logprobs_from == -1:
+        # A beam that goes on with another token is opened anew, with the pages that it has.
+        is_beam = slot.sampler.processed_logprobs
+        if self.enabled and slot.prompt_logprobs_from == -1 and not is_beam:
             tokens = wire.ints(slot.tokens).tolist()
             self._prompts[slot.slot] = _Prompt(self.namespace_of(client), tokens, slot.computed)
 

@@ -3,8 +3,8 @@
 A new output must not overtake a preempted one that has tokens to come. It may have been passed by a
 shorter prompt of its tenant, which was preempted since: then it comes in front of that one, and so
 of all that had their first slot later. The check applies only if no other rule changes the order:
-requests run by arrival (``fcfs``), prefixes aren't shared, and there was no fault, after which
-suspects run alone.
+requests run by arrival (``fcfs``), prefixes aren't shared, no client searches with beams, and
+there was no fault, after which suspects run alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class OrderChecker:
 
         by_arrival = scenario.options["scheduling_policy"] == "fcfs"
         shares = scenario.options["enable_prefix_caching"] or bool(scenario.adapters)
-        return cls(is_due, is_older, enabled=by_arrival and not shares)
+        searches = any(client.beam_width for client in scenario.clients)
+        return cls(is_due, is_older, enabled=by_arrival and not shares and not searches)
 
     def opened(self, rows: list[Row]) -> None:
         """Record that a plan opens slots for these outputs."""

@@ -8,7 +8,7 @@ from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.schemas import GenerationRequest
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.schema.retention import retention_of
-from trioserve.http.api.schema.sampling_fields import SHARED_NAMES
+from trioserve.http.api.schema.sampling_fields import SHARED_NAMES, beam_width
 from trioserve.http.api.service import Service
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
@@ -31,8 +31,12 @@ _GRAMMAR_FIELDS = (
 )
 
 
-def sampling_fields(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
+def sampling_fields(
+    request: GenerationRequest, best_of: int | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the sampling fields of a request of any of the endpoints.
+
+    ``best_of`` is the number of beams where the request names no other.
 
     Returns:
         the fields by the engine's names, None for those not given; and the names in ``request`` of
@@ -51,6 +55,9 @@ def sampling_fields(request: GenerationRequest) -> tuple[dict[str, Any], dict[st
     found = grammar_field(**{name: getattr(request, name) for name in _GRAMMAR_FIELDS})
     if found is not None:
         fields["grammar"], renames["grammar"] = found.grammar, found.name
+    fields["beam_width"], renames["beam_width"] = beam_width(
+        fields, wanted=request.use_beam_search, best_of=best_of
+    )
     return fields, renames
 
 

@@ -150,6 +150,13 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         about("A grammar that the output follows, GBNF or Lark's notation: SGLang's field."),
     ] = None
 
+    use_beam_search: Annotated[
+        bool | None,
+        about(
+            "Search for the most probable outputs with several beams instead of sampling. All "
+            "come at the end, the best first; `logprobs` are processed ones."
+        ),
+    ] = None
     prompt_logprobs: Annotated[
         Count | None,
         about(
@@ -190,8 +197,6 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     custom_labels: Annotated[Any, hint()] = None
 
     service_tier: Annotated[Any, only("auto", "default", refusal=Refusal.TIERS)] = None
-    use_beam_search: Annotated[Any, only(False, refusal=Refusal.BEAM_SEARCH)] = None
-    length_penalty: Annotated[Any, only(1.0, refusal=Refusal.BEAM_LENGTH_PENALTY)] = None
     logits_processors: Annotated[
         Any,
         only(

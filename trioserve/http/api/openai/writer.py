@@ -47,6 +47,11 @@ def usage_reply(usage: Usage, reasoning_tokens: int | None = None) -> UsageReply
     return reply
 
 
+def unset_if_none(value: float | None) -> float | UnsetType:
+    """Return ``value``, or what leaves its field out."""
+    return UNSET if value is None else value
+
+
 def matched_stop(
     stop_reason: int | str | None, token_ids: Sequence[int], eos_token_ids: Sequence[int]
 ) -> int | str | None:

@@ -19,6 +19,9 @@ from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_ST
 
 Model = Annotated[str | None, about("A name out of `/v1/models`; the first of them by default.")]
 
+BEAM_LOGPROB = about(
+    "The sum of the log-probabilities of all tokens of an output of beam search, in its last event."
+)
 Temperature = Annotated[
     Annotated[float, msgspec.Meta(ge=0, le=100)] | None,
     about("Divides the logits; 0 takes the most probable token."),

@@ -85,8 +85,6 @@ class Refusal(enum.Enum):
     PERSONALITIES = "there are no personalities"
     KEPT_STREAMS = "a response that is kept comes as a whole"
     GUIDED_DECODING_BACKENDS = "llguidance serves all kinds of structured output"
-    BEAM_SEARCH = "beam search isn't implemented; see n and, for completions, best_of"
-    BEAM_LENGTH_PENALTY = "it belongs to beam search"
     CLIENT_PROCESSORS = (
         "nothing that a client sends is executed; the server names its own processors"
     )

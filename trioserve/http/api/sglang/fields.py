@@ -12,7 +12,7 @@ from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.structured import grammar_field
 from trioserve.http.api.schema.reading import one_or_several
 from trioserve.http.api.schema.retention import retention_of
-from trioserve.http.api.schema.sampling_fields import SHARED_NAMES
+from trioserve.http.api.schema.sampling_fields import SHARED_NAMES, beam_width
 from trioserve.http.api.service import Service
 from trioserve.http.api.sglang.schemas import DEFAULT_NEW_TOKENS, GenerateRequest, NativeSampling
 from trioserve.protocol.errors import InvalidRequest
@@ -201,6 +201,10 @@ def _fields(sampling: NativeSampling, path: str, default_max_tokens: int) -> dic
     fields = {own: getattr(sampling, theirs) for own, theirs in _SAMPLING_NAMES.items()}
     if sampling.max_new_tokens is None:
         fields["max_tokens"] = default_max_tokens
+    try:
+        fields["beam_width"], _ = beam_width(fields, wanted=sampling.use_beam_search)
+    except InvalidRequest as error:
+        raise renamed(error, {error.param or "": f"{path}.{error.param}"}) from None
     fewest, most = sampling.min_new_tokens or 0, fields["max_tokens"]
     if fewest > most:  # Found here, because the engine would call the other field max_tokens.
         name = f"{path}.min_new_tokens"

@@ -82,6 +82,13 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             "`begin`, `schema` and `end`) and `triggers`."
         ),
     ] = None
+    use_beam_search: Annotated[
+        bool | None,
+        about(
+            "Search for the most probable outputs with several beams instead of sampling. All "
+            "come at the end, the best first; `logprobs` are processed ones."
+        ),
+    ] = None
     custom_params: fields.ProcessorArguments = None
 
     stream_interval: Annotated[Any, only(1, refusal=Refusal.STREAM_INTERVALS)] = None
@@ -280,6 +287,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     response_sent_to_client_ts: Annotated[
         float | UnsetType, about("Time at which the whole output was sent, in Unix seconds.")
     ] = UNSET
+    cumulative_logprob: Annotated[float | UnsetType, fields.BEAM_LOGPROB] = UNSET
     input_token_logprobs: Annotated[
         list[NativeLogprob] | UnsetType, about("The prompt's tokens, from `logprob_start_len` on.")
     ] = UNSET

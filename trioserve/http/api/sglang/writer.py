@@ -132,6 +132,7 @@ class NativeWriter:
                 prompt_ids=stream.prompt_token_ids,
                 inputs=self._inputs(index, stream.prompt_token_ids, stream.prompt_logprobs),
                 with_inputs=not so_far.inputs_told,
+                beam_logprob=chunk.beam_logprob,
             )
         )
         if self.only_new:
@@ -162,6 +163,7 @@ class NativeWriter:
                 finish=self._finish(output.finish_reason, output.stop_reason, token_ids),
                 prompt_ids=server_api.prompt_token_ids,
                 inputs=self._inputs(index, server_api.prompt_token_ids, server_api.prompt_logprobs),
+                beam_logprob=output.beam_logprob,
             )
 
     def _reply(
@@ -178,6 +180,7 @@ class NativeWriter:
         prompt_ids: Sequence[int],
         inputs: _Logprobs,
         with_inputs: bool = True,
+        beam_logprob: float | None = None,
     ) -> GenerateResponse:
         job, several = self.batch.jobs[index], self.batch.num_outputs > 1
         meta = MetaInfo(
@@ -190,6 +193,8 @@ class NativeWriter:
         )
         if finish is not None:
             meta.response_sent_to_client_ts = time.time()
+        if beam_logprob is not None:
+            meta.cumulative_logprob = beam_logprob
         if self.with_mean and with_inputs:
             meta.normalized_prompt_logprob = inputs.mean
         if not with_inputs:

@@ -219,6 +219,7 @@ class ChatChoice(msgspec.Struct):
     token_ids: Annotated[
         list[int] | UnsetType, about("The tokens, if `return_token_ids` asks for them.")
     ] = UNSET
+    cumulative_logprob: Annotated[float | UnsetType, fields.BEAM_LOGPROB] = UNSET
 
 
 class ChatCompletionResponse(msgspec.Struct, kw_only=True):
@@ -299,6 +300,7 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: Annotated[
         list[int] | UnsetType, about("The tokens, if `return_token_ids` asks for them.")
     ] = UNSET
+    cumulative_logprob: Annotated[float | UnsetType, fields.BEAM_LOGPROB] = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):

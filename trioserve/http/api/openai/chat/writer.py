@@ -28,6 +28,7 @@ from trioserve.http.api.openai.writer import (
     matched_stop,
     prompt_logprobs_reply,
     token_name,
+    unset_if_none,
     usage_reply,
 )
 from trioserve.requests.generation import Completion, GenerationStream, Output
@@ -144,6 +145,7 @@ def _choice(output: Output, reader: AnswerReader, wanted: WantedChat) -> ChatCho
         stop_reason=output.stop_reason,
         matched_stop=wanted.matched_stop(output),
         token_ids=list(output.token_ids[first:]) if wanted.token_ids else UNSET,
+        cumulative_logprob=unset_if_none(output.beam_logprob),
     )
 
 
@@ -198,6 +200,7 @@ class ChatWriter(OpenAIWriter):
             choice.finish_reason = _finish_reason(chunk.finish_reason, reader)
             choice.stop_reason = chunk.stop_reason
             choice.matched_stop = self.wanted.matched_stop(chunk)
+            choice.cumulative_logprob = unset_if_none(chunk.beam_logprob)
         if self.wanted.token_ids:
             choice.token_ids = list(token_ids)
         return self._event([choice])

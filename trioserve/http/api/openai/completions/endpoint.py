@@ -97,7 +97,7 @@ class CompletionEndpoints:
 
 def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the engine's sampling fields, and the completion's names of differently named ones."""
-    fields, renames = sampling_fields(request)
+    fields, renames = sampling_fields(request, request.best_of)
     fields["logprobs"] = _num_top(request)
     if request.echo and request.logprobs is not None:
         most = max(request.logprobs, request.prompt_logprobs or 0)
@@ -105,7 +105,7 @@ def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str
         if most != request.prompt_logprobs:
             renames["prompt_logprobs"] = "logprobs"
     n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
+    if request.best_of is not None and request.best_of != n and not request.use_beam_search:
         _check_best_of(request, request.best_of, n)
         fields["n"] = request.best_of
         renames["n"] = "best_of"

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trioserve.http.api.openai.schemas import GenerationRequest, PromptLogprobReply, UsageReply
+from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
 from trioserve.http.api.schema.reading import Count, NumOutputs, TokenId, about, only
 from trioserve.http.api.schema.refused_fields import Refusal
@@ -48,7 +49,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         NumOutputs | None,
         about(
             "Make this many outputs and return the `n` with the highest mean log-probability. "
-            "Streamed, it must be `n`."
+            "Streamed, it must be `n`. With `use_beam_search` it is the number of beams."
         ),
     ] = None
     logprobs: Annotated[
@@ -97,6 +98,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: Annotated[
         list[int] | UnsetType, about("The tokens, if `return_token_ids` asks for them.")
     ] = UNSET
+    cumulative_logprob: Annotated[float | UnsetType, fields.BEAM_LOGPROB] = UNSET
     prompt_logprobs: Annotated[
         list[dict[str, PromptLogprobReply] | None] | UnsetType | None,
         about("For each token of the prompt, log-probabilities by token id; null for the first."),

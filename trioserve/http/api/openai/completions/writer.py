@@ -23,6 +23,7 @@ from trioserve.http.api.openai.writer import (
     prompt_logprobs_reply,
     says_nothing,
     token_name,
+    unset_if_none,
     usage_reply,
 )
 from trioserve.requests.generation import Completion, Output
@@ -90,6 +91,7 @@ class Wanted:
             piece.stop_reason,
             matched,
             token_ids=list(piece.token_ids) if self.token_ids else UNSET,
+            cumulative_logprob=unset_if_none(piece.beam_logprob),
         )
 
     def offsets(self, prompt_ids: Sequence[int], opening: CompletionChoice) -> Offsets:
