@@ -79,6 +79,8 @@ class CpuExecutor:
         began = time.perf_counter_ns()
         if len(copies):
             self._model.copy_pages(copies)
+            if self.drafter is not None:
+                self.drafter.copy_pages(copies)
         rows, drafts = self._add_drafts(rows)
         drawn = self._compute(rows)
         ended = time.perf_counter_ns()

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
-from gpu.cpu.draft_loading import make_drafter
+from gpu.cpu.draft_model import DraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
+from gpu.cpu.step_measuring import measure_steps
 from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
 from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
 from gpu.loading.weight_swap import ReadWeights
 from gpu.models.rope import cos_sin_table
 from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.drafting.drafter import Drafter
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
-from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.model_files import ModelConfig, ModelFiles, open_model
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.shipped_kernels import kernels_obstacle
@@ -61,6 +64,7 @@ def load_on_cpu(
         ModelLoadError: the model can't be served so; one line says why and what to do.
     """
     refuse_cache_format(start)
+    draft_files = _draft_files(start)
     if start.logits_processors:
         import torch  # which these are written for; it is to share the cores as all else does
 
@@ -70,7 +74,8 @@ def load_on_cpu(
     except _NotCompiled as reason:
         whole = _by_torch(start, files, dtype, threads, on_progress, reason)
     else:
-        whole = _by_kernels(compiled, start, files, dtype, threads, on_progress)
+        drafts = 0 if draft_files is None else _bytes_per_page(start, draft_files.native, dtype)
+        whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, drafts)
     max_row_tokens = 1 if start.speculative is None else start.speculative.max_row_tokens
     slots = SlotTable(
         num_pages=whole.num_pages,
@@ -85,7 +90,11 @@ def load_on_cpu(
         slots.adapters = adapters
     executor = CpuExecutor(whole.model, whole.sampler, slots, adjuster)
     if start.speculative is not None:
-        executor.drafter = make_drafter(start.speculative, executor, slots, start)
+        source = None
+        if draft_files is not None:
+            source = _draft_model(start, draft_files, dtype, threads, on_progress, whole, slots)
+        times = measure_steps(executor, slots, start)
+        executor.drafter = Drafter(start.speculative, times, source)
     return Loaded(
         executor=executor,
         slots=slots,
@@ -123,11 +132,14 @@ def _by_kernels(
     dtype: str,
     threads: int,
     on_progress: OnProgress,
+    draft_bytes: int,
 ) -> _Whole:
+    """Return a compiled model; a draft model has ``draft_bytes`` more in each page."""
     config = files.native
     library = load_library(start.cpu_isa)
     _load_weights(model, files, on_progress)
-    num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
+    bytes_per_page = _bytes_per_page(start, config, dtype) + draft_bytes
+    num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
     _give_cache(model, start, num_pages, num_host_pages)
 
     def exchange(executor: CpuExecutor) -> ReadWeights:
@@ -185,6 +197,47 @@ def _by_torch(
         computing=f"torch ({reason})",
         exchange=lambda _: torch_exchange(model, dtype, threads),
         warning=f"{SLOWER}: {reason}" if isinstance(reason, _NoKernels) else "",
+    )
+
+
+def _draft_files(start: Start) -> ModelFiles | None:
+    """Return the files of the draft model; None if there is none."""
+    if start.speculative is None or not start.speculative.model:
+        return None
+    files = open_model(Path(start.speculative.model))
+    if not isinstance(files.config, ModelConfig):
+        raise ModelLoadError(
+            f"speculative_config: {files.name} can't draft: only transformers computes its family"
+        )
+    return files
+
+
+def _draft_model(
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    threads: int,
+    on_progress: OnProgress,
+    whole: _Whole,
+    slots: SlotTable,
+) -> DraftModel:
+    """Return the draft model of ``files`` for the model of ``slots``, which are empty."""
+    start = attrs.evolve(start, max_lora_rank=0)
+    try:
+        model = _compiled(start, files.native, dtype, threads, on_progress)
+    except _NotCompiled as reason:
+        raise ModelLoadError(f"speculative_config: {files.name} can't draft: {reason}") from reason
+    _load_weights(model, files, on_progress)
+    _give_cache(model, start, whole.num_pages, whole.num_host_pages)
+    steps = measure_steps(CpuExecutor(model, whole.sampler, slots), slots, start)
+    return DraftModel(
+        model,
+        slots,
+        vocab_size=whole.sampler.vocab_size,
+        page_size=start.page_size,
+        num_pages=whole.num_pages + whole.num_host_pages,
+        max_tokens=start.max_num_batched_tokens,
+        step_times=steps,
     )
 
 

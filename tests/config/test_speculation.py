@@ -21,8 +21,11 @@ def test_fields_and_defaults() -> None:
     [
         ("suffix", "must be a JSON object"),
         ("[1]", "must be a JSON object"),
-        ('{"model": "other"}', "has model; it takes method, num_speculative_tokens"),
-        ('{"method": "eagle"}', "method must be one of suffix, ngram, got 'eagle'"),
+        ('{"size": 3}', "has size; it takes method, num_speculative_tokens"),
+        ('{"method": "eagle"}', "method must be one of suffix, ngram, draft_model, got 'eagle'"),
+        ('{"model": "other"}', "model must be left out without draft_model, got 'other'"),
+        ('{"method": "draft_model"}', "model must be a model, got ''"),
+        ('{"method": "draft_model", "model": 3}', "model must be a string"),
         (
             '{"num_speculative_tokens": 32}',
             "num_speculative_tokens must be an integer from 1 to 31",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -108,6 +109,17 @@ def plain(tiny: Path, adapter: Path) -> list[list[Any]]:
     return trio.run(run)
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of another shape with the same tokens, which drafts badly."""
+    return make_tiny("qwen3", tmp_path_factory.mktemp("other"), seed=1, num_hidden_layers=1)
+
+
+def draft_model(folder: Path, **fields: Any) -> str:
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 5, **fields}
+    return json.dumps(config)
+
+
 @pytest.mark.parametrize("config", [SUFFIX, NGRAM, ADAPTIVE], ids=["suffix", "ngram", "adaptive"])
 @pytest.mark.parametrize(
     "options",
@@ -133,6 +145,63 @@ async def test_nothing_differs(
     assert counted.num_drafts <= counted.num_draft_tokens
     assert sum(counted.accepted_by_position) == counted.num_accepted_drafts
     assert list(counted.accepted_by_position) == sorted(counted.accepted_by_position)[::-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_plans_in_flight": 2, "kv_offloading_bytes": 1 << 20},
+        {"num_threads": 2, "max_num_batched_tokens": 24},
+        {"num_gpu_blocks_override": 16, "enable_prefix_caching": False},
+    ],
+    ids=["two plans", "chunks", "preempted"],
+)
+@pytest.mark.parametrize("drafts", ["well", "badly", "adaptive"])
+async def test_nothing_differs_with_a_draft_model(
+    tiny: Path,
+    other: Path,
+    adapter: Path,
+    plain: list[list[Any]],
+    drafts: str,
+    options: dict[str, Any],
+) -> None:
+    config = draft_model(other if drafts == "badly" else tiny, adaptive=drafts == "adaptive")
+    async with open_engine(tiny, adapter, speculative_config=config, **options) as engine:
+        assert await run_all(engine, together=False) == plain
+        assert await run_all(engine, together=True) == plain
+        counted = engine.statistics().scheduler
+        await assert_idle(engine)
+    if drafts == "well":
+        # Greedy outputs are the draft model's own, as far as nothing else changes its logits.
+        assert counted.num_accepted_drafts > counted.num_draft_tokens / 4
+    if drafts == "badly":
+        assert counted.num_draft_tokens > 0
+        assert counted.num_accepted_drafts < counted.num_draft_tokens / 5
+
+
+async def test_all_drafts_of_the_model_itself_are_accepted(tiny: Path) -> None:
+    """Its cache has what is shared with others, and what was drafted before."""
+    options = {"dtype": "bfloat16", "speculative_config": draft_model(tiny, adaptive=False)}
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 49, "ignore_eos": True}
+    async with open_tiny_engine(tiny, **options) as engine:
+        for _ in range(3):
+            for number in range(3):
+                completion = await engine.complete(prompt(number), **params)
+                usage = completion.usage
+                assert usage.draft_tokens == usage.accepted_draft_tokens > 0
+        assert completion.usage.cached_tokens
+        counted = engine.statistics().scheduler
+        # A step gives six tokens, and a prompt one.
+        assert counted.num_drafts == 9 * 8
+
+
+async def test_a_draft_model_with_other_tokens_is_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = make_tiny("qwen3", tmp_path, seed=1)
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|end|>"))
+    with pytest.raises(ModelLoadError, match=r"tokens aren't the model's: 2 differ, such as '<\|"):
+        async with open_tiny_engine(tiny, speculative_config=draft_model(folder)):
+            pass
 
 
 async def test_a_killed_worker_changes_nothing(

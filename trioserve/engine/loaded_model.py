@@ -13,10 +13,12 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.config.options import flag_name
 from trioserve.config.override import parse_override
+from trioserve.config.speculation import parse_speculative
 from trioserve.model_files import (
     EncoderFiles,
     ModelFiles,
     load_tokenizer_from,
+    locate,
     open_encoder,
     open_model,
     task_of,
@@ -112,13 +114,34 @@ class LoadedModel:
         Raises:
             ModelLoadError: one of them can't be read.
         """
+        tokenizer = _load_tokenizer(config, files)
+        options = parse_speculative(config.speculative_config)
+        if options is not None and options.model and tokenizer.has_text:
+            check_draft_tokenizer(tokenizer, options.model)
         return cls(
             name=files.name if Path(config.model).exists() else config.model,
-            tokenizer=_load_tokenizer(config, files),
+            tokenizer=tokenizer,
             eos_token_ids=files.config.eos_token_ids,
             generation=chosen_generation_config(files.generation, config),
             task="generate" if files.embedding is None else "embed",
             embedding=files.embedding,
+        )
+
+
+def check_draft_tokenizer(tokenizer: Tokenizer, draft_model: str) -> None:
+    """Refuse a draft model with other tokens than the model's.
+
+    Raises:
+        ModelLoadError: A token differs, or the draft model can't be read.
+    """
+    own = tokenizer.backend.get_vocab()
+    other = open_model(locate(draft_model)).load_tokenizer().get_vocab()
+    different = own.items() ^ other.items()
+    if different:
+        token, number = min(different, key=lambda item: item[1])
+        raise ModelLoadError(
+            f"speculative_config: {draft_model} can't draft, because its tokens aren't the "
+            f"model's: {len(different)} differ, such as {token!r} with id {number}"
         )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
+
 from trioserve.config import EngineConfig
 from trioserve.config.speculation import parse_speculative
 from trioserve.engine.loaded_model import in_thread
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
 from trioserve.workers.process import OnProgress, Workers
 from trioserve.workers.socket_folder import sweep_socket_folders
@@ -70,9 +73,17 @@ def start_message(
         logits_processors=list(config.logits_processors),
         max_lora_rank=config.max_lora_rank if config.serves_adapters else 0,
         max_loras=config.max_loras,
-        speculative=parse_speculative(config.speculative_config),
+        speculative=_speculative(config),
         mock=mock,
     )
+
+
+def _speculative(config: EngineConfig) -> SpeculativeConfig | None:
+    """Return the options of speculative decoding, with the path of a draft model."""
+    options = parse_speculative(config.speculative_config)
+    if options is None or not options.model:
+        return options
+    return attrs.evolve(options, model=str(locate(options.model).resolve()))
 
 
 def log_loaded(name: str, ready: wire.Ready) -> None:

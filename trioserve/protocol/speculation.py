@@ -6,7 +6,7 @@ import attrs
 
 from trioserve.protocol.checks import boolean, integer, refuse
 
-METHODS = ("suffix", "ngram")
+METHODS = ("suffix", "ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 31
 
 
@@ -15,12 +15,18 @@ def _method(_: object, attribute: attrs.Attribute[str], value: str) -> None:
         raise refuse(attribute.name, value, f"one of {', '.join(METHODS)}")
 
 
+def _model(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if not isinstance(value, str):
+        raise refuse(attribute.name, value, "a string")
+
+
 @attrs.frozen(kw_only=True)
 class SpeculativeConfig:
     """The options of speculative decoding, with vLLM's names.
 
     ``suffix`` finds the longest suffix of a sequence that has occurred in it before, and drafts
-    what followed. ``ngram`` looks for at most ``prompt_lookup_max`` tokens.
+    what followed. ``ngram`` looks for at most ``prompt_lookup_max`` tokens. ``draft_model`` drafts
+    the most probable tokens of a smaller model.
 
     Raises:
         InvalidRequest: a field is out of its range; ``param`` names it.
@@ -43,6 +49,8 @@ class SpeculativeConfig:
     )
     """Most tokens of an n-gram, for ``ngram``."""
 
+    model: str = attrs.field(default="", validator=_model)
+    """Draft model: a folder, a GGUF file or a name, like the model."""
     adaptive: bool = attrs.field(default=True, validator=boolean)
     """False to verify all drafts that are found, whatever they cost."""
 
@@ -52,6 +60,9 @@ class SpeculativeConfig:
         return 1 + self.num_speculative_tokens
 
     def __attrs_post_init__(self) -> None:
+        if (self.method == "draft_model") != bool(self.model):
+            wanted = "a model" if self.method == "draft_model" else "left out without draft_model"
+            raise refuse("model", self.model, wanted)
         if self.prompt_lookup_max < self.prompt_lookup_min:
             wanted = f"at least prompt_lookup_min ({self.prompt_lookup_min})"
             raise refuse("prompt_lookup_max", self.prompt_lookup_max, wanted)

@@ -37,3 +37,30 @@ def choose_drafts(
     for _, index in ranked[:best]:
         chosen[index] += 1
     return chosen
+
+
+def choose_depth(
+    num_rows: int,
+    candidates: Sequence[tuple[int, float]],
+    step_seconds: Callable[[int, int], float],
+    draft_seconds: float,
+) -> int:
+    """Return how many drafts of each candidate are to be made, for the most tokens per second.
+
+    Args:
+        num_rows: tokens that the step computes without drafts; each row gives one.
+        candidates: for each sequence, the most drafts, and the probability that one is accepted if
+            those before it are.
+        step_seconds: the time of a step of so many tokens and drafts.
+        draft_seconds: the time of one draft for each candidate.
+    """
+    best, best_rate = 0, LEAST_GAIN * num_rows / step_seconds(num_rows, 0)
+    expected, num_drafts = float(num_rows), 0
+    for depth in range(1, max((most for most, _ in candidates), default=0) + 1):
+        growing = [probability for most, probability in candidates if most >= depth]
+        expected += sum(probability**depth for probability in growing)
+        num_drafts += len(growing)
+        rate = expected / (step_seconds(num_rows, num_drafts) + depth * draft_seconds)
+        if rate > best_rate:
+            best, best_rate = depth, rate
+    return best

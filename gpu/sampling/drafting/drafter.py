@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from gpu.sampling.drafting.acceptance import Acceptance
-from gpu.sampling.drafting.choice import LEAST_GAIN, choose_drafts
+from gpu.sampling.drafting.choice import LEAST_GAIN, choose_depth, choose_drafts
 from gpu.sampling.drafting.recent_outputs import RecentOutputs
-from gpu.sampling.drafting.sources import Draft, Source, make_sources
+from gpu.sampling.drafting.sources import (
+    AskedDraft,
+    BatchSource,
+    Draft,
+    DraftKind,
+    Source,
+    make_sources,
+)
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import Row, Slot
 from trioserve.protocol.speculation import SpeculativeConfig
@@ -32,12 +41,18 @@ class Drafter:
     """Drafts tokens by the method of ``config``.
 
     A slot's sources are brought up to date when drafts are asked for, so that slots without drafts
-    cost nothing.
+    cost nothing. With a ``batch_source``, all drafts are its.
     """
 
-    def __init__(self, config: SpeculativeConfig, step_times: StepTimes) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        step_times: StepTimes,
+        batch_source: BatchSource | None = None,
+    ) -> None:
         self._config = config
         self._step_times = step_times
+        self._batch_source = batch_source
         self._acceptance = Acceptance()
         self._recent = RecentOutputs()
         self._slots: dict[int, _OpenSlot] = {}
@@ -46,10 +61,14 @@ class Drafter:
         """Begin with a sequence; forget an earlier one in the slot."""
         self._slots[slot.number] = _OpenSlot(slot, slot.num_tokens)
         self._acceptance.open(slot.number)
+        if self._batch_source is not None:
+            self._batch_source.open(slot)
 
     def close(self, number: int) -> None:
         """Forget a slot, but keep what was generated in it for drafts of others of its scope."""
         opened = self._slots.pop(number, None)
+        if self._batch_source is not None:
+            self._batch_source.close(number)
         if opened is None or not opened.slot.sampler.speculative:
             return
         slot = opened.slot
@@ -59,10 +78,28 @@ class Drafter:
         if output and self._config.method == "suffix":
             self._recent.add(slot.sampler.draft_scope, output)
 
+    def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copy pages as those of the KV cache are copied: [C, 2], source and destination."""
+        if self._batch_source is not None:
+            self._batch_source.copy_pages(copies)
+
     def propose(self, rows: Sequence[Row]) -> dict[int, Draft]:
         """Return drafts for some of ``rows``, by index, no more than ``Row.drafts`` each."""
         num_tokens = sum(row.count for row in rows)
         asking = [i for i, row in enumerate(rows) if row.drafts and row.slot.sampler.speculative]
+        if self._batch_source is None:
+            found = self._look_up(rows, asking, num_tokens)
+        else:
+            self._batch_source.note_pages(rows)
+            found = self._ask(self._batch_source, rows, asking, num_tokens)
+        if not found or not self._config.adaptive:
+            return found
+        return self._worth_their_time(rows, num_tokens, found)
+
+    def _look_up(
+        self, rows: Sequence[Row], asking: Sequence[int], num_tokens: int
+    ) -> dict[int, Draft]:
+        """Return drafts of each slot's sources for the rows ``asking``, if they could pay."""
         if not asking or not self._can_pay(num_tokens, sum(rows[i].drafts for i in asking)):
             return {}
         room = MAX_INDEXED_AT_ONCE
@@ -76,7 +113,26 @@ class Drafter:
             best = max(drafts, key=lambda draft: self._probability(slot, draft), default=None)
             if best is not None:
                 found[i] = best
-        return self._worth_their_time(rows, num_tokens, found) if self._config.adaptive else found
+        return found
+
+    def _ask(
+        self, source: BatchSource, rows: Sequence[Row], asking: Sequence[int], num_tokens: int
+    ) -> dict[int, Draft]:
+        """Return drafts of ``source`` for the rows ``asking``, as long as is worth the time."""
+        most = max((rows[i].drafts for i in asking), default=0)
+        if most and self._config.adaptive:
+            guess = Draft([], 1, DraftKind.MODEL)
+            candidates = [(rows[i].drafts, self._probability(rows[i].slot, guess)) for i in asking]
+            most = choose_depth(
+                num_tokens, candidates, self._step_times.seconds, source.seconds(len(asking))
+            )
+            if not most:
+                for i in asking:
+                    self._acceptance.skip(rows[i].slot.number)
+        if not most:
+            return {}
+        asked = {i: AskedDraft(rows[i].slot, min(rows[i].drafts, most)) for i in asking}
+        return source.look_up(asked)
 
     def _sources(self, slot: Slot) -> list[Source]:
         opened = self._slots[slot.number]

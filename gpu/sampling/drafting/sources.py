@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from gpu.sampling.drafting.corpus import BREAK, Corpus
 from gpu.sampling.drafting.ngram_index import NgramIndex
 from gpu.sampling.drafting.occurrence import SuffixIndex
 from gpu.sampling.drafting.recent_outputs import RecentOutputs
 from gpu.sampling.drafting.suffix_automaton import NO_PLACE, MatchPlace, SuffixAutomaton
-from gpu.slots import Slot
+from gpu.slots import Row, Slot
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.protocol.wire import ints
 
@@ -28,6 +31,7 @@ class DraftKind(enum.IntEnum):
     OWN = 0
     PREDICTION = 1
     RECENT = 2
+    MODEL = 3
 
 
 @attrs.frozen
@@ -48,6 +52,42 @@ class Source(Protocol):
 
     def look_up(self, slot: Slot, most: int) -> Draft | None:
         """Return at most ``most`` tokens that may come next; None if none are known."""
+        ...
+
+
+@attrs.frozen
+class AskedDraft:
+    """A request for at most ``most`` draft tokens of a slot."""
+
+    slot: Slot
+    most: int
+
+
+class BatchSource(Protocol):
+    """A source of drafts for all slots of a step together, such as a model."""
+
+    def open(self, slot: Slot) -> None:
+        """Begin with a slot, whose pages are in the slot table."""
+        ...
+
+    def close(self, number: int) -> None:
+        """Forget a slot; it may not be open."""
+        ...
+
+    def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copy pages as those of the KV cache are copied: [C, 2], source and destination."""
+        ...
+
+    def note_pages(self, rows: Sequence[Row]) -> None:
+        """Note the pages that the slots of ``rows`` have got; every step is to be told."""
+        ...
+
+    def seconds(self, num_rows: int) -> float:
+        """Return the time that one more draft of each of so many rows takes."""
+        ...
+
+    def look_up(self, asked: Mapping[int, AskedDraft]) -> dict[int, Draft]:
+        """Return drafts for some of ``asked``, under the same numbers."""
         ...
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies
 
 from gpu.sampling.drafting.acceptance import Acceptance
-from gpu.sampling.drafting.choice import LEAST_GAIN, choose_drafts
+from gpu.sampling.drafting.choice import LEAST_GAIN, choose_depth, choose_drafts
 from gpu.sampling.drafting.sources import Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 
@@ -114,3 +114,28 @@ def test_a_slot_that_is_skipped_gets_new_tries() -> None:
     for _ in range(100):
         acceptance.skip(0)
     assert acceptance.probability(0, draft(20)) > 2 * low
+
+
+@hypothesis.given(
+    strategies.integers(1, 8), CANDIDATES, strategies.floats(0.0, 2.0), strategies.floats(0.0, 0.5)
+)
+def test_no_other_depth_gives_more_tokens_a_second(
+    num_rows: int, candidates: list[tuple[int, float]], slope: float, draft_seconds: float
+) -> None:
+    def seconds(num_tokens: int, num_drafts: int) -> float:
+        return 1.0 + slope * (num_tokens + num_drafts)
+
+    def rate(depth: int) -> float:
+        counts = tuple(min(most, depth) for most, _ in candidates)
+        alone = seconds(num_rows, sum(counts))
+        fastest = rate_of(num_rows, candidates, counts, seconds)
+        return fastest * alone / (alone + depth * draft_seconds)
+
+    chosen = choose_depth(num_rows, candidates, seconds, draft_seconds)
+    deepest = max((most for most, _ in candidates), default=0)
+    best = max([rate(depth) for depth in range(1, deepest + 1)], default=0.0)
+    if chosen:
+        assert rate(chosen) == pytest.approx(best)
+        assert rate(chosen) > LEAST_GAIN * rate(0) * (1 - 1e-9)
+    else:
+        assert best <= LEAST_GAIN * rate(0) * (1 + 1e-9)

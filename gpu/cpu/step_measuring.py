@@ -1,4 +1,4 @@
-"""A drafter for a model on the CPU: measures steps of several sizes first."""
+"""The times of steps on the CPU, by which drafts are chosen."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import time
 
 from gpu.executor import Executor
 from gpu.loading.loaded_model import warm_up
-from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.step_times import SIZES, StepTimes
 from gpu.slots import SlotTable
-from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.protocol.wire import Start
 
 _MEASUREMENTS = 3
 
 
-def make_drafter(
-    config: SpeculativeConfig, executor: Executor, slots: SlotTable, start: Start
-) -> Drafter:
-    """Return a drafter that knows the time of the executor's steps; ``slots`` are empty.
+def measure_steps(executor: Executor, slots: SlotTable, start: Start) -> StepTimes:
+    """Return the times of the executor's steps; ``slots`` are empty.
 
     The time of each size is that of the quickest of a few steps.
     """
@@ -31,4 +27,4 @@ def make_drafter(
             warm_up(executor, slots, [1] * size, start.page_size)
             times.append(time.perf_counter() - began)
         measured[size] = min(times)
-    return Drafter(config, StepTimes(measured))
+    return StepTimes(measured)
