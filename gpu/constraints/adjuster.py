@@ -43,10 +43,24 @@ Mask = npt.NDArray[np.int32]
 
 @attrs.define(eq=False)
 class _MatcherState:
-    """A grammar's matcher, and the number of output tokens that it has consumed."""
+    """A grammar's matcher, and the number of output tokens of ``slot`` that it has consumed."""
 
     matcher: llguidance.LLMatcher
+    slot: Slot
     consumed: int = 0
+
+    def copy_for(self, slot: Slot) -> _MatcherState | None:
+        """Return a copy for a slot whose output begins with what was consumed, or else None.
+
+        So a beam that continues another one consumes one token, not its whole output.
+        """
+        if slot.sampler.grammar != self.slot.sampler.grammar or not self.consumed:
+            return None
+        consumed, begin = self.consumed, slot.prompt_length
+        own = self.slot.tokens[self.slot.prompt_length :][:consumed]
+        if not np.array_equal(slot.tokens[begin : begin + consumed], own):
+            return None
+        return _MatcherState(self.matcher.deep_copy(), slot, consumed)
 
     def catch_up(self, output: npt.NDArray[np.int32]) -> None:
         """Consume the new tokens of ``output``. One that doesn't fit puts the matcher in error."""
@@ -263,8 +277,12 @@ class Constraints:
         grammar = slot.sampler.grammar
         if grammar is None:
             return None
+        others = [each.matching for each in self._open.values() if each.matching is not None]
+        copies = filter(None, (other.copy_for(slot) for other in others))
+        if (copied := next(copies, None)) is not None:
+            return copied
         try:
-            return _MatcherState(self._grammars.matcher(grammar))
+            return _MatcherState(self._grammars.matcher(grammar), slot)
         except GrammarError as error:
             raise PlanError(f"the grammar of slot {slot.number}: {error}", slot.number) from error
 

@@ -395,3 +395,30 @@ def test_grammars_are_prepared_from_any_thread(constraints: Constraints) -> None
     assert len(verdicts) == 4
     assert len(set(verdicts)) == 1
     assert isinstance(verdicts[0], int)
+
+
+def test_a_slot_goes_on_from_the_matcher_of_another(
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A beam that continues another one consumes one token; the two go apart from there."""
+    grammar = Grammar("regex", "(ab|cd|e[0-9]){3,9}")
+    constraints = Constraints(VOCAB_SIZE, grammars)
+    first = opened(constraints, 0, ids_of("abe7"), grammar=grammar)
+    allowed(constraints, [first])
+    made: list[Grammar] = []
+    matcher = GrammarCache.matcher
+    monkeypatch.setattr(
+        GrammarCache, "matcher", lambda self, text: made.append(text) or matcher(self, text)
+    )
+    fork = opened(constraints, 1, ids_of("abe7c"), grammar=grammar)
+    assert not made
+    append(first, ids_of("e")[0])
+    apart = Constraints(VOCAB_SIZE, grammars)
+    expected = allowed(apart, [opened(apart, 7, ids_of("abe7c"), grammar=grammar)])
+    expected += allowed(apart, [opened(apart, 8, ids_of("abe7e"), grammar=grammar)])
+    assert allowed(constraints, [fork, first]) == expected
+    assert expected[0] != expected[1]
+    made.clear()
+    opened(constraints, 2, ids_of("cd"), grammar=grammar)
+    opened(constraints, 3, ids_of("abe7e"), grammar=Grammar("regex", "(ab|e[0-9]){3,9}"))
+    assert len(made) == 2
