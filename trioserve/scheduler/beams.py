@@ -218,6 +218,8 @@ class Beams:
                     self._state.admit(fork.child)
                     builder.open(fork.child)
                     yield fork.child
+                else:
+                    fork.child.namespace = fork.child.own_namespace
 
     def _is_valid(self, fork: _Fork) -> bool:
         """Return True if the child still waits and the parent still has the pages."""
