@@ -34,11 +34,8 @@ _LISTENS = re.compile(r"Serving .* at (\S+)\r?\n")
 """A line that removes the progress bars stands before it."""
 INSTALL = "python -m pip install nox && python -m nox -s serve -- --port 0"
 AGAIN = "python -m nox -s serve -- --port 0"
-QUESTION = {
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
-    "temperature": 0,
-    "max_tokens": 30,
-}
+_ASKED = {"role": "user", "content": "What is the capital of France?"}
+QUESTION = {"messages": [_ASKED], "temperature": 0, "max_tokens": 30}
 
 
 @attrs.frozen

@@ -28,6 +28,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.micro": (),
     "bench.front_end": (),
     "bench.engine.accuracy": (),
+    "bench.engine.beams": (),
     "bench.engine.embeddings": (),
     "bench.engine.experts": (),
     "bench.engine.long_prompts": (),

@@ -20,6 +20,7 @@ from trioserve.model_files import ModelConfig
 _SPREAD = 0.02
 # Of Llama-3.1-8B, 2.5 GB at most.
 _SHARD_TENSORS = 30
+_NUMBERS = {"hidden_layers": "layers", "attention_heads": "heads", "key_value_heads": "kv_heads"}
 
 
 LLAMA_8B = ModelConfig(
@@ -92,22 +93,12 @@ def write_model(config: ModelConfig, folder: Path, device: torch.device) -> None
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json of a llama in bfloat16."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "hidden_act": "silu",
-    }
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
+    same += ("max_position_embeddings", "tie_word_embeddings")
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    numbers = {f"num_{name}": getattr(config, f"num_{own}") for name, own in _NUMBERS.items()}
+    shape = {name: getattr(config, name) for name in same}
+    return {**kind, **shape, **numbers, "hidden_act": "silu"}
 
 
 def _byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:

@@ -239,15 +239,12 @@ class CpuAfterLeave:
             before = one.family.cpu_seconds()
             await trio.sleep(IDLE_SECONDS)
             idle = (one.family.cpu_seconds() - before) / IDLE_SECONDS
-            await self._come_and_go(one, prompts)
+            async with streaming(one, prompts, self.output_tokens, self.events):
+                pass
             burnt, seconds = await _until_idle(one, idle)
             return Taken(values={"burnt_cpu_seconds": burnt, "seconds": seconds})
 
         return Turn(case="", measure=take)
-
-    async def _come_and_go(self, one: Running, prompts: list[str]) -> None:
-        async with streaming(one, prompts, self.output_tokens, self.events):
-            pass
 
 
 @contextlib.asynccontextmanager

@@ -44,7 +44,7 @@ Sample = Mapping[str, float]
 """The server's counters at one moment, ``at`` that time of trio's clock."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class EngineLoad:
     """The model, the clients and their requests."""
 
@@ -56,23 +56,9 @@ class EngineLoad:
     flags: str
 
 
-_ON_GPU = EngineLoad(
-    config=LLAMA_8B,
-    streams=256,
-    prompt_tokens=128,
-    output_tokens=768,
-    sample_seconds=0.2,
-    flags="--device cuda --max-model-len 2048",
-)
+_ON_GPU = EngineLoad(LLAMA_8B, 256, 128, 768, 0.2, "--device cuda --max-model-len 2048")
 # A second or two in all.
-_EMULATED = EngineLoad(
-    config=TINY,
-    streams=4,
-    prompt_tokens=12,
-    output_tokens=400,
-    sample_seconds=0.01,
-    flags="--device cpu --dtype float32 --num-threads 1",
-)
+_EMULATED = EngineLoad(TINY, 4, 12, 400, 0.01, "--device cpu --dtype float32 --num-threads 1")
 
 
 def measure_engine(on: str) -> list[Row]:

@@ -28,10 +28,7 @@ from bench.servers import Running, Server, running
 _PATH = "/v1/chat/completions"
 _FIELDS = {"model": "fake", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
 _OWN, _HTTP2 = "trioserve", "trioserve HTTP/2"
-_PEERS = {
-    "uvicorn h11": ("asyncio", "h11"),
-    "uvicorn uvloop httptools": ("uvloop", "httptools"),
-}
+_PEERS = {"uvicorn h11": ("asyncio", "h11"), "uvicorn uvloop httptools": ("uvloop", "httptools")}
 """The event loop and the HTTP parser of each."""
 
 

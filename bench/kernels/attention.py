@@ -14,13 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.kernels.attention_data import (
-    DTYPE,
-    AttentionData,
-    AttentionSpec,
-    make_data,
-    reference,
-)
+from bench.kernels.attention_data import DTYPE, AttentionData, AttentionSpec, make_data, reference
 from bench.kernels.case import Case, Contestant, Contestants, Setting
 from bench.kernels.flashinfer_attention import attention_peers
 from bench.kernels.targets import OURS, Target

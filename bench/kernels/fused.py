@@ -1,6 +1,4 @@
-"""Cases of the small fused kernels, at the sizes of Llama-3.1-8B: norm, gate, rotary embedding with
-the write to the cache, and the gather of a step's tokens.
-"""
+"""Cases of the small fused kernels, at the sizes of Llama-3.1-8B."""
 
 from __future__ import annotations
 

@@ -71,15 +71,7 @@ class Memory:
         The tokens of the child are those of the parent's pages, and one more.
         """
         child.namespace = parent.namespace
-        if parent.namespace is not None:
-            parent.cursor = self.prefix.publish(
-                parent.namespace,
-                parent.cursor,
-                parent.known_tokens(),
-                parent.pages,
-                parent.computed // self.limits.page_size,
-                plan=0,
-            )
+        self._publish(parent, parent.computed, 0)
         return self.match(child, plan)
 
     def enter(
@@ -136,13 +128,17 @@ class Memory:
 
     def publish(self, seq_state: SequenceState, plan: int) -> None:
         """Let plans after ``plan`` match the pages that are full once ``plan`` is done."""
+        self._publish(seq_state, seq_state.planned, plan)
+
+    def _publish(self, seq_state: SequenceState, num_tokens: int, plan: int) -> None:
+        """Publish the full pages of the first ``num_tokens``, which ``plan`` completes."""
         if seq_state.namespace is not None:
             seq_state.cursor = self.prefix.publish(
                 seq_state.namespace,
                 seq_state.cursor,
                 seq_state.known_tokens(),
                 seq_state.pages,
-                seq_state.planned // self.limits.page_size,
+                num_tokens // self.limits.page_size,
                 plan,
             )
 
