@@ -185,7 +185,8 @@ class SlotTable:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._max_row_tokens = max_row_tokens
+        self.max_row_tokens = max_row_tokens
+        """Most tokens that a row may bring."""
         self._slots: dict[int, Slot] = {}
         self._dropped: set[tuple[int, int]] = set()
         """Slot and generation of each sequence dropped before it was opened."""
@@ -330,7 +331,7 @@ class SlotTable:
             return Row(slot=slot, start=start, count=0, samples=False)
         end = start + count
         drafts = max(end - known, 0)
-        may_draft = count <= self._max_row_tokens and start == known - 1 >= slot.prompt_length
+        may_draft = count <= self.max_row_tokens and start == known - 1 >= slot.prompt_length
         if count < 1 or (drafts and not may_draft):
             raise PlanError(
                 f"slot {number} is to compute {count} tokens but has {known - start}", number

@@ -74,27 +74,18 @@ def load_on_cpu(
     except _NotCompiled as reason:
         whole = _by_torch(start, files, dtype, threads, on_progress, reason)
     else:
-        drafts = 0 if draft_files is None else _bytes_per_page(start, draft_files.native, dtype)
-        whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, drafts)
-    max_row_tokens = 1 if start.speculative is None else start.speculative.max_row_tokens
-    slots = SlotTable(
-        num_pages=whole.num_pages,
-        page_size=start.page_size,
-        max_model_len=start.max_model_len,
-        vocab_size=files.native.vocab_size,
-        num_host_pages=whole.num_host_pages,
-        max_row_tokens=max_row_tokens,
-    )
+        whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
+    slots = _slot_table(start, files, whole)
     adapters = whole.model.adapters
     if adapters is not None:
         slots.adapters = adapters
     executor = CpuExecutor(whole.model, whole.sampler, slots, adjuster)
     if start.speculative is not None:
-        source = None
+        drafts: DraftModel | None = None
         if draft_files is not None:
-            source = _draft_model(start, draft_files, dtype, threads, on_progress, whole, slots)
+            drafts = _draft_model(start, draft_files, dtype, threads, on_progress, whole, slots)
         times = measure_steps(executor, slots, start)
-        executor.drafter = Drafter(start.speculative, times, source)
+        executor.drafter = Drafter(start.speculative, times, drafts)
     return Loaded(
         executor=executor,
         slots=slots,
@@ -105,7 +96,18 @@ def load_on_cpu(
         read_weights=whole.exchange(executor),
         warning=whole.warning,
         adapters=adapters,
-        max_row_tokens=max_row_tokens,
+        max_row_tokens=slots.max_row_tokens,
+    )
+
+
+def _slot_table(start: Start, files: ModelFiles, whole: _Whole) -> SlotTable:
+    return SlotTable(
+        num_pages=whole.num_pages,
+        page_size=start.page_size,
+        max_model_len=start.max_model_len,
+        vocab_size=files.native.vocab_size,
+        num_host_pages=whole.num_host_pages,
+        max_row_tokens=1 if start.speculative is None else start.speculative.max_row_tokens,
     )
 
 
@@ -132,13 +134,15 @@ def _by_kernels(
     dtype: str,
     threads: int,
     on_progress: OnProgress,
-    draft_bytes: int,
+    draft_files: ModelFiles | None,
 ) -> _Whole:
-    """Return a compiled model; a draft model has ``draft_bytes`` more in each page."""
+    """Return a compiled model. A draft model's keys and values count in the size of its cache."""
     config = files.native
     library = load_library(start.cpu_isa)
     _load_weights(model, files, on_progress)
-    bytes_per_page = _bytes_per_page(start, config, dtype) + draft_bytes
+    bytes_per_page = _bytes_per_page(start, config, dtype)
+    if draft_files is not None:
+        bytes_per_page += _bytes_per_page(start, draft_files.native, dtype)
     num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
     _give_cache(model, start, num_pages, num_host_pages)
 
