@@ -65,6 +65,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
         ("a worker is there: False", "and it computes: "),
     ],
     "sessions": [("3 turns, ",)],
+    "beam-search": [("Paris",)],
     "shutdown": [("requests that were cut off: 0",)],
 }
 """Outputs of each page's programs, in parts."""
