@@ -13,7 +13,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "company": ("alone", "31 others"),
     "cache": ("cold", "prefix hit", "host pages"),
     "chunks": ("1024", "48", "17"),
-    "speculation": ("off", "suffix", "ngram"),
+    "speculation": ("off", "suffix", "ngram", "draft_model"),
     "disturbance": ("none", "preempted", "worker killed", "paused"),
     "threads": ("1", "2"),
     "plans": ("1", "2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -131,6 +132,7 @@ def _check_reached(
         "off": True,
         "suffix": served.count("trioserve:spec_decode_num_accepted_tokens_total") > 0,
         "ngram": served.count("trioserve:spec_decode_num_accepted_tokens_total") > 0,
+        "draft_model": served.count("trioserve:spec_decode_num_accepted_tokens_total") > 0,
         "none": True,
         "preempted": served.count("trioserve:num_preemptions_total") > 0,
         "worker killed": served.count("trioserve:worker_restarts_total") > 0,
@@ -141,7 +143,7 @@ def _check_reached(
             raise NotReached(f"{value} wasn't reached: {configuration}")
 
 
-def _options(configuration: Configuration) -> list[str]:
+def _options(configuration: Configuration, model: str) -> list[str]:
     few = [_PAGES.get(value, _MANY_PAGES) for value in attrs.asdict(configuration).values()]
     options = {
         "--quantization": configuration.quantization,
@@ -156,8 +158,11 @@ def _options(configuration: Configuration) -> list[str]:
     if configuration.cache == "host pages":
         options["--kv-offloading-bytes"] = str(64 << 20)
     if configuration.speculation != "off":
-        method = f'"method": "{configuration.speculation}"'
-        options["--speculative-config"] = f'{{{method}, "adaptive": false, "prompt_lookup_min": 1}}'
+        method = configuration.speculation
+        drafts: dict[str, Any] = {"method": method, "adaptive": False, "prompt_lookup_min": 1}
+        if method == "draft_model":
+            drafts |= {"model": model, "num_speculative_tokens": 5}
+        options["--speculative-config"] = json.dumps(drafts)
     return [word for pair in options.items() for word in pair]
 
 
@@ -166,7 +171,7 @@ def _serving(configuration: Configuration, model: str) -> Iterator[_Served]:
     """Serve the model by a process of its own, which is killed at the end."""
     command = [sys.executable, "-m", "trioserve", "serve", model, "--port", "0"]
     command += ["--dtype", "bfloat16", "--device", "cpu", "--admin-api-key", _KEY]
-    command += _options(configuration)
+    command += _options(configuration, model)
     root = Path(__file__).parents[2]
     with (
         tempfile.TemporaryFile() as log,

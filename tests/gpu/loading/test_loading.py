@@ -128,7 +128,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
             "num_speculative_tokens": 15,
             "prompt_lookup_min": 3,
             "prompt_lookup_max": 5,
-                "model": "",
+            "model": "",
             "adaptive": True,
         },
         "free_memory": 0,

@@ -88,14 +88,17 @@ def beam_width(
     """Return the number of beams, None without beam search, and the field that gives it.
 
     Raises:
-        InvalidRequest: a field of beam search is given without ``use_beam_search``.
+        InvalidRequest: a field of beam search is given without it, or there are too many beams.
     """
     if not wanted:
         for name, value in _WITHOUT_BEAMS.items():
             if fields[name] not in (None, value):
                 raise InvalidRequest(f"{name} needs use_beam_search to be true", param=name)
         return None, "beam_width"
-    for name, given in (("beam_width", fields["beam_width"]), ("best_of", best_of)):
-        if given is not None:
-            return given, name
-    return fields["n"] or 1, "n"
+    asked = {"beam_width": fields["beam_width"], "best_of": best_of, "n": fields["n"] or 1}
+    name, width = next((name, given) for name, given in asked.items() if given is not None)
+    if width > MAX_BEAM_WIDTH:
+        raise InvalidRequest(
+            f"{name} must be at most {MAX_BEAM_WIDTH} with use_beam_search, got {width}", param=name
+        )
+    return width, name
