@@ -33,7 +33,7 @@ from trioserve.requests.request import (
 from trioserve.scheduler.beam_search import BeamSearch, Continuations, inherit
 from trioserve.scheduler.plan_builder import PlanBuilder
 from trioserve.scheduler.sequence_state import SequenceState
-from trioserve.scheduler.state import SchedulerState
+from trioserve.scheduler.state import SchedulerState, has_room
 from trioserve.scheduler.stop_conditions import ending_of, ending_without_token
 
 StopStringAtEnd = Callable[[Request, list[int]], str | None]
@@ -209,13 +209,14 @@ class Beams:
         self, builder: PlanBuilder, may_enter: Callable[[SequenceState], bool]
     ) -> Iterator[SequenceState]:
         """Let forks enter, as far as there is room for them; yield each before the next."""
+        state = self._state
         forks, self._forks = self._forks, []
         for fork in forks:
-            if self._is_valid(fork) and may_enter(fork.child) and self._has_slot(builder):
-                match = self._state.memory.match_fork(fork.child, fork.parent, builder.number)
-                if self._state.memory.fits(fork.child, match, self._state.running.slots):
-                    self._state.memory.enter(fork.child, match, copied_from=fork.parent)
-                    self._state.admit(fork.child)
+            if self._is_valid(fork) and may_enter(fork.child) and has_room(state, builder):
+                match = state.memory.match_fork(fork.child, fork.parent, builder.number)
+                if state.memory.fits(fork.child, match, state.running.slots):
+                    state.memory.enter(fork.child, match, copied_from=fork.parent)
+                    state.admit(fork.child)
                     builder.open(fork.child)
                     yield fork.child
                 else:
@@ -226,11 +227,6 @@ class Beams:
         child, parent = fork.child, fork.parent
         waits = child.sequence.state is State.WAITING and not child.is_held
         return waits and parent.is_in_its(fork.stay)
-
-    def _has_slot(self, builder: PlanBuilder) -> bool:
-        state = self._state
-        fits = len(state.running) < state.limits.max_num_batched_tokens
-        return builder.may_open and fits and state.memory.slots.num_free > 0
 
     def make_room(self) -> None:
         """Preempt all sequences of the youngest search that waits for one of them.

@@ -14,7 +14,7 @@ from trioserve.scheduler.plan_builder import PlanBuilder
 from trioserve.scheduler.prefix_tree import PrefixMatch
 from trioserve.scheduler.prompt_share import PromptWork, response_ratio, tokens_alone, tokens_beside
 from trioserve.scheduler.sequence_state import SequenceState
-from trioserve.scheduler.state import SchedulerState
+from trioserve.scheduler.state import SchedulerState, has_room
 
 MAX_PENDING = 8
 """Sequences that one plan may skip because their prefix is being computed."""
@@ -126,7 +126,7 @@ class PromptPlanner:
         if not self._state.waiting:
             residency.clear_places()
             return None
-        if self._state.preempted or not self._has_room(builder):
+        if self._state.preempted or not has_room(self._state, builder):
             return None
         return Admissions(residency.begin_pass(self._state.running_adapters), prefills, now)
 
@@ -168,7 +168,7 @@ class PromptPlanner:
             self._state.uncompiled[grammar] = None
             return
         self._open(seq_state, match, builder, admissions.now)
-        admissions.is_over = not self._has_room(builder)
+        admissions.is_over = not has_room(self._state, builder)
 
     def _computing_prefix(
         self, seq_state: SequenceState, match: PrefixMatch, prefills: Sequence[SequenceState]
@@ -194,15 +194,6 @@ class PromptPlanner:
             ):
                 return other
         return None
-
-    def _has_room(self, builder: PlanBuilder) -> bool:
-        """Return True if one more sequence may run: a slot is free, and a token is left for it.
-
-        There are never more running sequences than tokens in a plan, so that all can decode.
-        """
-        most = self._state.limits.max_num_batched_tokens
-        has_slot = self._state.memory.slots.num_free > 0
-        return builder.may_open and has_slot and len(self._state.running) < most
 
     def _open(
         self, seq_state: SequenceState, match: PrefixMatch, builder: PlanBuilder, now: float

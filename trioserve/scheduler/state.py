@@ -22,7 +22,7 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pause_gate import PauseGate
-from trioserve.scheduler.plan_builder import InFlight
+from trioserve.scheduler.plan_builder import InFlight, PlanBuilder
 from trioserve.scheduler.sequence_group import SequenceGroups
 from trioserve.scheduler.sequence_state import Running, SequenceState, adapter_word
 from trioserve.scheduler.step_time import StepTimeModel
@@ -168,8 +168,9 @@ class SchedulerState:
         sequence.move_to(State.FINISHED)
         self.fault_isolation.forget(sequence)
         self.groups.on_finished(sequence.request)
-        if all(each.state is State.FINISHED for each in sequence.request.sequences):
-            for spare in sequence.request.spare_sequences:
+        request = sequence.request
+        if request.spare_sequences and request.ended:
+            for spare in request.spare_sequences:
                 if spare.state is not State.FINISHED:
                     self.finish(spare, finish)
 
@@ -259,6 +260,16 @@ class SchedulerState:
             host_pages_cached=pool.host.num_stored,
             host_pages_total=pool.num_host_pages,
         )
+
+
+def has_room(state: SchedulerState, builder: PlanBuilder) -> bool:
+    """Return True if one more sequence may run: a slot is free, and a token is left for it.
+
+    There are never more running sequences than tokens in a plan, so that all can decode.
+    """
+    most = state.limits.max_num_batched_tokens
+    has_slot = state.memory.slots.num_free > 0
+    return builder.may_open and has_slot and len(state.running) < most
 
 
 def end_of(sequence: Sequence, finish: Finish) -> SequenceOutput:

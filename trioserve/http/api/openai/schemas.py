@@ -150,13 +150,7 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         about("A grammar that the output follows, GBNF or Lark's notation: SGLang's field."),
     ] = None
 
-    use_beam_search: Annotated[
-        bool | None,
-        about(
-            "Search for the most probable outputs with several beams instead of sampling. All "
-            "come at the end, the best first; `logprobs` are processed ones."
-        ),
-    ] = None
+    use_beam_search: fields.UseBeamSearch = None
     prompt_logprobs: Annotated[
         Count | None,
         about(

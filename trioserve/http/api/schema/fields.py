@@ -19,6 +19,13 @@ from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_ST
 
 Model = Annotated[str | None, about("A name out of `/v1/models`; the first of them by default.")]
 
+UseBeamSearch = Annotated[
+    bool | None,
+    about(
+        "Search for the most probable outputs with several beams instead of sampling. All "
+        "come at the end, the best first; `logprobs` are processed ones."
+    ),
+]
 BEAM_LOGPROB = about(
     "The sum of the log-probabilities of all tokens of an output of beam search, in its last event."
 )

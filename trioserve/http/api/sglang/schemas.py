@@ -82,13 +82,7 @@ class NativeSampling(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             "`begin`, `schema` and `end`) and `triggers`."
         ),
     ] = None
-    use_beam_search: Annotated[
-        bool | None,
-        about(
-            "Search for the most probable outputs with several beams instead of sampling. All "
-            "come at the end, the best first; `logprobs` are processed ones."
-        ),
-    ] = None
+    use_beam_search: fields.UseBeamSearch = None
     custom_params: fields.ProcessorArguments = None
 
     stream_interval: Annotated[Any, only(1, refusal=Refusal.STREAM_INTERVALS)] = None
