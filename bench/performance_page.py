@@ -33,7 +33,6 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bench.engine.experts": (),
     "bench.engine.long_prompts": (),
     "bench.engine.products": (),
-    "bench.engine.speculation": (),
 }
 """The scripts of single parts, and their options."""
 _PEERS = ("--compare", "llama.cpp", "--compare", "vllm")

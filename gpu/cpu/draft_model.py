@@ -6,7 +6,7 @@ and may be behind: a page that the prefix cache knows may lack them. They are th
 tokens, up to :data:`MAX_CAUGHT_UP` in a step, and a sequence has no drafts before it has all.
 
 The keys and values of a draft that isn't accepted are overwritten by those of the token in its
-place. Nothing here changes a result (:mod:`gpu.cpu.verification`).
+place. Nothing here changes a result (:mod:`gpu.sampling.verification`).
 """
 
 from __future__ import annotations

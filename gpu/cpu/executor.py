@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
-from gpu.cpu.verification import Verification
-from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, Finished, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.sources import Draft
+from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.sampling.sampler_io import SamplerRow, is_plainly_greedy
 from gpu.sampling.slot_options import SlotOptions
+from gpu.sampling.verification import Verification
 from gpu.slots import Row, Slot, SlotTable
 from trioserve.protocol.wire import PooledPrompt, PromptPiece
 
@@ -81,11 +81,13 @@ class CpuExecutor:
             self._model.copy_pages(copies)
             if self.drafter is not None:
                 self.drafter.copy_pages(copies)
-        rows, drafts = self._add_drafts(rows)
+        drafts: Mapping[int, Draft] = {}
+        if self.drafter is not None:
+            rows, drafts = self.drafter.add_drafts(rows)
         drawn = self._compute(rows)
         ended = time.perf_counter_ns()
         if self.drafter is not None:
-            self._teach(self.drafter, rows, drafts, drawn, (ended - began) / 1e9)
+            self.drafter.learn(rows, drafts, drawn, (ended - began) / 1e9)
         drawn.times = DeviceTimes(
             step_us=(ended - began) // 1000, idle_us=(began - self._step_ended_ns) // 1000
         )
@@ -100,37 +102,6 @@ class CpuExecutor:
         drawn = self._draw(rows, hidden, ends)
         drawn.pooled = pooled
         return drawn
-
-    def _add_drafts(self, rows: Sequence[Row]) -> tuple[Sequence[Row], dict[int, Draft]]:
-        """Return the rows with as many drafts as are to be verified, and these by index."""
-        if self.drafter is None:
-            return rows, {}
-        drafts = self.drafter.propose(rows)
-        added: list[Row] = []
-        for i, row in enumerate(rows):
-            count = 0
-            if i in drafts:
-                row.slot.draft(drafts[i].tokens)
-                count = len(drafts[i].tokens)
-            added.append(msgspec.structs.replace(row, drafts=count) if row.drafts else row)
-        return added, drafts
-
-    def _teach(
-        self,
-        drafter: Drafter,
-        rows: Sequence[Row],
-        drafts: dict[int, Draft],
-        drawn: Drawn,
-        seconds: float,
-    ) -> None:
-        """Tell the drafter how long a step took, and how many of its drafts were accepted."""
-        if drafts:
-            assert drawn.counts is not None
-            sampling = [i for i, row in enumerate(rows) if row.samples]
-            accepted = dict(zip(sampling, (drawn.counts - 1).tolist(), strict=True))
-            drafter.observe(rows, drafts, accepted)
-        if rows and all(row.count == 1 for row in rows):
-            drafter.observe_time(len(rows), sum(row.drafts for row in rows), seconds)
 
     def _pool(self, spans: list[PooledSpan], hidden: Hidden) -> list[PooledPrompt]:
         """Return the vectors of the prompts that the step completes."""

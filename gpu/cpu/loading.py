@@ -20,25 +20,25 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
-from gpu.cpu.step_measuring import measure_steps
 from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
 from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
+from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ReadWeights
 from gpu.models.rope import cos_sin_table
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.drafter import Drafter
+from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
 from trioserve.model_files import ModelConfig, ModelFiles, open_model
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
+from trioserve.protocol.number_formats import ROUNDING
 from trioserve.protocol.shipped_kernels import kernels_obstacle
 from trioserve.protocol.wire import Start
 
 _log = logging.getLogger("gpu.loading")
 
-ROUNDING = ("int8", "int4", "w8a8")
-"""The quantizations that only the compiled kernels have."""
 SLOWER = "torch computes in place of the compiled kernels, which are 2 to 4 times as fast"
 
 
@@ -84,7 +84,7 @@ def load_on_cpu(
         drafts: DraftModel | None = None
         if draft_files is not None:
             drafts = _draft_model(start, draft_files, dtype, threads, on_progress, whole, slots)
-        times = measure_steps(executor, slots, start)
+        times = _measure_steps(executor, slots, start)
         executor.drafter = Drafter(start.speculative, times, drafts)
     return Loaded(
         executor=executor,
@@ -226,14 +226,16 @@ def _draft_model(
     slots: SlotTable,
 ) -> DraftModel:
     """Return the draft model of ``files`` for the model of ``slots``, which are empty."""
-    start = attrs.evolve(start, max_lora_rank=0)
+    assert start.speculative is not None
+    quantization = start.speculative.quantization
+    start = attrs.evolve(start, max_lora_rank=0, quantization=quantization, dtype="auto")
     try:
         model = _compiled(start, files.native, dtype, threads, on_progress)
     except _NotCompiled as reason:
         raise ModelLoadError(f"speculative_config: {files.name} can't draft: {reason}") from reason
     _load_weights(model, files, on_progress)
     _give_cache(model, start, whole.num_pages, whole.num_host_pages)
-    steps = measure_steps(CpuExecutor(model, whole.sampler, slots), slots, start)
+    steps = _measure_steps(CpuExecutor(model, whole.sampler, slots), slots, start)
     return DraftModel(
         model,
         slots,
@@ -243,6 +245,10 @@ def _draft_model(
         max_tokens=start.max_num_batched_tokens,
         step_times=steps,
     )
+
+
+def _measure_steps(executor: CpuExecutor, slots: SlotTable, start: Start) -> StepTimes:
+    return measure_steps(executor, slots, start.page_size, start.max_num_batched_tokens)
 
 
 def refuse_cache_format(start: Start) -> None:

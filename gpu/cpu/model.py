@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import Copies, Drawn
+from gpu.executor import Copies
 from gpu.lora.store import AdapterStore
 from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.drawn import Drawn
 from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import Row, SlotTable
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
-from gpu.executor import Drawn
 from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.drawn import Drawn
 from gpu.sampling.sampler_io import SamplerRow, TopLogprobs
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.sampling import SamplerParams

@@ -12,11 +12,12 @@ import torch
 from gpu.attention import StepLayout
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
-from gpu.executor import Copies, Drawn
+from gpu.executor import Copies
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
 from gpu.lora.updates import ProductUpdates
 from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.drawn import Drawn
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import Row, SlotTable

@@ -39,6 +39,8 @@ class ServingLimits:
     batch_invariant_attention: bool
     num_host_pages: int = 0
     """Pages of the KV cache in the host's memory."""
+    drafts: bool = False
+    """Rows may have drafts; each step is then finished before the next one."""
 
 
 def cache_shape(
@@ -109,6 +111,7 @@ def assemble(
         history=state.history,
         max_logprobs=limits.max_logprobs,
         processed_logprobs=limits.logprobs_mode == "processed",
+        appends=not limits.drafts,
     )
     slots = _slot_table(limits, config.vocab_size)
     adapters = None

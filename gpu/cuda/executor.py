@@ -52,6 +52,16 @@ _EMPTY_LAYOUT = StepLayout(
 )
 
 
+def single_tokens(row: Row) -> list[Row]:
+    """Return ``row``, or a row for its token and one for each of its drafts."""
+    if not row.drafts:
+        return [row]
+    return [
+        Row(slot=row.slot.drafted(depth), start=row.start + depth, count=1, samples=True)
+        for depth in range(row.drafts + 1)
+    ]
+
+
 def executor_regions(max_rows: int, max_tokens: int) -> dict[str, int]:
     """Return what the executor itself needs of the step buffer."""
     return {
@@ -122,12 +132,16 @@ class CudaExecutor:
         """See :meth:`gpu.executor.Executor.submit`."""
         if not rows:
             self._attention.copy_pages(copies)
-            return CudaSubmission(CudaStep(), self._end, self._timeline.skip_step())
-        sampling = [row for row in rows if row.samples]
-        submission = CudaSubmission(self._begin(rows, sampling, copies), self._end)
-        if not self._slot_options.needs_unknown_token(sampling):
+            return CudaSubmission(CudaStep(), self.draw, self._timeline.skip_step())
+        step = self.begin(rows, copies)
+        submission = CudaSubmission(step, self.draw)
+        if not self._slot_options.needs_unknown_token(step.rows):
             submission.sample()
         return submission
+
+    def adjusts(self, row: Row) -> bool:
+        """Return whether the logits of ``row`` are adjusted before a token is drawn."""
+        return self._slot_options.adjusts_slot(row.slot.number)
 
     def capture(
         self, capturer: Capturer, max_rows: int, progress: Callable[[int, int], None]
@@ -176,8 +190,15 @@ class CudaExecutor:
     def _forward_padded(self, graphs: GraphLadder, size: int) -> torch.Tensor:
         return self._head(self._forward(size, adapted=graphs is self._adapted))
 
-    def _begin(self, rows: Sequence[Row], sampling: list[Row], copies: Copies) -> CudaStep:
-        """Queue copies and the forward pass of ``rows``, and what is reported besides a draw."""
+    def begin(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> CudaStep:
+        """Queue copies and the forward pass of at least one row, and what is reported of it.
+
+        A row with drafts becomes as many rows of one token (:func:`single_tokens`). Every layer
+        writes the keys and values of all rows before it attends, so each sees those before it.
+        """
+        decoding = [] if self._sampler.appends else [row for row in rows if row.count == 1]
+        rows = [each for row in rows for each in single_tokens(row)]
+        sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, self._slots)
         spans = self._slot_options.prompt_spans(ordered, layout.query_start[1:] - 1)
@@ -189,14 +210,14 @@ class CudaExecutor:
         with torch.inference_mode():
             replay = self._pack_attention(layout, replayable, adapted)
             place_of = self._pack_rows(ordered, layout, replay)
-            self._state.pack(ordered, self._slots)
+            self._state.pack(ordered, self._slots, decoding)
             self._timeline.begin_step()
             self._attention.copy_pages(copies)
             if self._adapters is not None and adapted:
                 self._adapters.pack(ordered, padded_to=0 if replay is None else replay.size)
             self._buffer.upload()
             self._state.copy_large()
-            places = np.array([place_of[row.slot.number] for row in sampling], dtype=np.int64)
+            places = np.array([place_of[row.slot.number, row.end] for row in sampling], np.int64)
             reports: list[torch.Tensor] = []
             self._timeline.begin_forward()
             if replay is not None:
@@ -223,7 +244,7 @@ class CudaExecutor:
             reports=reports,
         )
 
-    def _end(self, step: CudaStep) -> StepEnd:
+    def draw(self, step: CudaStep) -> StepEnd:
         """Queue the draws of ``step``, and its end."""
         with torch.inference_mode():
             if step.adjusted:
@@ -235,6 +256,30 @@ class CudaExecutor:
                 self._timeline.begin_sampling()
                 self._draw(len(step.rows), self._logits[: len(step.rows)])
             return self._timeline.end_step(step.outputs(self._sampler.outputs))
+
+    def draw_some(self, step: CudaStep, indices: Sequence[int]) -> CudaSubmission:
+        """Queue draws of the rows ``indices`` of the last step, and keep the logits of the others.
+
+        The tokens before those rows are known.
+        """
+        rows = [step.rows[index] for index in indices]
+        named = self._slot_options.named_ids(rows)
+        with torch.inference_mode():
+            places = upload(step.places[indices], self._logits.device)
+            logits = self._logits.index_select(0, places)
+            reports = []
+            if named:
+                reports.append(logprobs_of(logits, np.array(list(named)), named.values()))
+            self._timeline.begin_step()
+            self._launch_sampler(
+                rows,
+                logits,
+                self._buffer["sampling_slots"].index_select(0, places),
+                self._buffer["lengths"].index_select(0, places),
+            )
+            part = CudaStep(rows=rows, places=np.arange(len(rows)), named=named, reports=reports)
+            ending = self._timeline.end_step(part.outputs(self._sampler.outputs))
+        return CudaSubmission(part, self.draw, ending)
 
     def _pack_attention(self, layout: StepLayout, replayable: bool, adapted: bool) -> Replay | None:
         """Pack what attention needs, for the graphs that fit the step; None if none does."""
@@ -253,10 +298,11 @@ class CudaExecutor:
 
     def _pack_rows(
         self, ordered: Sequence[Row], layout: StepLayout, replay: Replay | None
-    ) -> dict[int, int]:
+    ) -> dict[tuple[int, int], int]:
         """Pack the token gathers and the rows that sample; return the index of each sampling row.
 
-        In a graph every row has its place, as padding if it doesn't sample; else they close up.
+        A row's key is its slot and number of tokens. In a graph every row has its place, as padding
+        if it doesn't sample; else they close up.
         """
         put, size = self._buffer.put, 0 if replay is None else replay.size
         samples = np.array([row.samples for row in ordered], dtype=bool)
@@ -269,7 +315,8 @@ class CudaExecutor:
         put("sampling_slots", numbers, padded_to=size, fill=-1)
         put("lengths", lengths, padded_to=size)
         put("sampled_from", last)
-        return {slot: place for place, slot in enumerate(numbers.tolist()) if slot >= 0}
+        keys = zip(numbers.tolist(), lengths.tolist(), strict=True)
+        return {key: place for place, key in enumerate(keys) if key[0] >= 0}
 
     def _forward(self, num_tokens: int, *, adapted: bool) -> torch.Tensor:
         """Return the hidden states of a step's tokens; attention is set for its launches."""
@@ -303,13 +350,20 @@ class CudaExecutor:
         num_rows = len(step.rows)
         logits = self._logits[:num_rows]
         in_place = [step.rows[i] for i in np.argsort(step.places)]
-        adjustment = self._slot_options.adjustment(logits, in_place)
+        slots, lengths = self._buffer["sampling_slots"], self._buffer["lengths"]
+        self._launch_sampler(in_place, logits, slots[:num_rows], lengths[:num_rows])
+
+    def _launch_sampler(
+        self, rows: Sequence[Row], logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Queue the draws of ``rows`` from their ``logits``, after adjusting these."""
+        adjustment = self._slot_options.adjustment(logits, rows)
         masks = adjustment.bitmask
         self._timeline.begin_sampling()
         self._sampler.launch(
             logits,
-            self._buffer["sampling_slots"][:num_rows],
-            self._buffer["lengths"][:num_rows],
+            slots,
+            lengths,
             bias=adjustment.bias,
             bitmask=None if masks is None else upload(masks, logits.device),
         )

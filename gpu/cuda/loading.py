@@ -20,8 +20,11 @@ from gpu.attention import CacheShape
 from gpu.attention.kv_cache import bytes_per_page
 from gpu.cuda.assembly import ServingLimits, assemble, attention_limits, cache_shape
 from gpu.cuda.device import CudaDevice, Gpu, is_out_of_memory
+from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
+from gpu.cuda.speculation import SpeculativeExecutor
+from gpu.executor import Executor
 from gpu.kernels import MOST_BLOCKS
 from gpu.kernels.attention_tile import PAGE_SIZES, check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
@@ -42,12 +45,15 @@ from gpu.loading.memory import (
     graph_bytes,
     step_doesnt_fit,
 )
+from gpu.loading.step_measuring import measure_steps
 from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.models.registry import build_model
 from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.prompt_logprobs import peak_bytes
+from gpu.slots import SlotTable
 from gpu.weights.expected import expected_tensors
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelConfig, ModelFiles
@@ -131,14 +137,9 @@ def load_model(
         loras = _adapter_slots(gpu, model, start)
         executor, slots = assemble(gpu.loader, model, limits, gpu.timeline(), adjuster, loras)
     if captures:
-        with _explaining(lambda: GRAPHS_DONT_FIT):
-            executor.capture(
-                gpu.capturer(),
-                _max_decode_rows(limits),
-                lambda done, total: on_progress("CUDA graphs", done, total),
-            )
+        _capture(gpu, executor, limits, on_progress)
     return Loaded(
-        executor=executor,
+        executor=_drafting(executor, slots, start, _max_decode_rows(limits)),
         slots=slots,
         num_pages=limits.num_pages,
         num_host_pages=limits.num_host_pages,
@@ -147,7 +148,28 @@ def load_model(
         free_memory=free,
         read_weights=lambda files: _read_again(model, files, dtype),
         adapters=None if loras is None else loras.store,
+        max_row_tokens=slots.max_row_tokens,
     )
+
+
+def _capture(
+    gpu: Gpu, executor: CudaExecutor, limits: ServingLimits, on_progress: OnProgress
+) -> None:
+    with _explaining(lambda: GRAPHS_DONT_FIT):
+        executor.capture(
+            gpu.capturer(),
+            _max_decode_rows(limits),
+            lambda done, total: on_progress("CUDA graphs", done, total),
+        )
+
+
+def _drafting(executor: CudaExecutor, slots: SlotTable, start: Start, max_rows: int) -> Executor:
+    """Return an executor that drafts tokens over ``executor``, if ``start`` asks for drafts."""
+    if start.speculative is None:
+        return executor
+    slots.max_row_tokens = start.speculative.max_row_tokens
+    times = measure_steps(executor, slots, start.page_size, max_rows)
+    return SpeculativeExecutor(executor, Drafter(start.speculative, times), max_rows)
 
 
 def _with_pages(
@@ -226,9 +248,11 @@ def _check_limits(start: Start) -> None:
 
 
 def _limits(start: Start, *, num_pages: int) -> ServingLimits:
+    drafting = 1 if start.speculative is None else start.speculative.max_row_tokens
     return ServingLimits(
         max_model_len=start.max_model_len,
-        max_num_seqs=start.max_num_seqs,
+        # Drafts are rows of their own: there is room for those of one sequence at least.
+        max_num_seqs=max(start.max_num_seqs, drafting),
         max_num_batched_tokens=start.max_num_batched_tokens,
         page_size=start.page_size,
         num_pages=num_pages,
@@ -236,6 +260,7 @@ def _limits(start: Start, *, num_pages: int) -> ServingLimits:
         max_logprobs=start.max_logprobs,
         logprobs_mode=start.logprobs_mode,
         batch_invariant_attention=start.deterministic,
+        drafts=start.speculative is not None,
     )
 
 

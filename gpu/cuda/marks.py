@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from gpu.executor import DeviceTimes
+from gpu.sampling.drawn import DeviceTimes
 
 M = TypeVar("M")
 

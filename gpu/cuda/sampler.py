@@ -60,7 +60,8 @@ class DeviceSampler:
         vocab_size: up to 294,912.
         num_slots: how many slots have parameters at a time.
         max_rows: most rows of a step.
-        history: [num_slots, stride] int32, all tokens of each slot; what is drawn is appended.
+        history: [num_slots, stride] int32, all tokens of each slot.
+        appends: append what is drawn to the history. Otherwise a slot may have several rows.
         max_logprobs: most entries of a row's top log-probabilities.
         processed_logprobs: report the distribution that was drawn from, not the model's own.
 
@@ -78,6 +79,7 @@ class DeviceSampler:
         history: torch.Tensor,
         max_logprobs: int,
         processed_logprobs: bool = False,
+        appends: bool = True,
     ) -> None:
         tiling = Tiling.of(vocab_size)
         most = min(max_logprobs, vocab_size)
@@ -87,7 +89,7 @@ class DeviceSampler:
                 f"{tiling.list_capacity} (--max-logprobs)"
             )
         _check_history(history, num_slots)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.appends = vocab_size, appends
         self._max_rows = max_rows
         self._device = loader.device
         self._processed_logprobs = processed_logprobs
@@ -125,6 +127,7 @@ class DeviceSampler:
                 top_values=self.outputs.top_values,
             ),
             vocab_size=vocab_size,
+            appends=appends,
         )
 
     def open(self, slot: int, params: SamplerParams, prompt_length: int) -> None:
@@ -174,7 +177,7 @@ class DeviceSampler:
         bias: torch.Tensor | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> None:
-        """Draw one token for each row, into ``outputs`` and the history.
+        """Draw one token for each row, into ``outputs`` and, if it appends, the history.
 
         The addresses of all arguments and the number of rows are fixed by a capture; what stands
         there is read in each replay.

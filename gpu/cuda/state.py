@@ -1,8 +1,8 @@
 """The state of each slot on the device: its block table and its tokens.
 
-Both are rows of one int32 arena. The sampler appends to the tokens on the device itself; all else
-is changed by the host, with the pairs (index, value) that travel in the step buffer. Where a step
-has more of them than fit, the rest is copied row by row.
+Both are rows of one int32 arena. The sampler appends to the tokens on the device itself, unless
+there are drafts. All else is changed by the host, with the pairs (index, value) that travel in the
+step buffer. Where a step has more of them than fit, the rest is copied row by row.
 """
 
 from __future__ import annotations
@@ -92,12 +92,16 @@ class DeviceState:
         self._pages_known[slot.number] = 0
         self._opened[slot.number] = slot.tokens.copy()
 
-    def pack(self, rows: Sequence[Row], slots: SlotTable) -> None:
-        """Put the changes since the last step into the step buffer, before its upload."""
+    def pack(self, rows: Sequence[Row], slots: SlotTable, decoding: Sequence[Row] = ()) -> None:
+        """Put the changes since the last step into the step buffer, before its upload.
+
+        ``decoding`` are rows of one token and drafts, whose tokens come from the host because no
+        sampler appends them.
+        """
         indices: list[npt.NDArray[np.int64]] = []
         values: list[npt.NDArray[np.int32]] = []
         room = MAX_UPDATES
-        for first, numbers in self._changes(rows, slots):
+        for first, numbers in [*self._decoded(decoding), *self._changes(rows, slots)]:
             if len(numbers) > room:
                 self._large.append((first, numbers))
                 continue
@@ -122,10 +126,7 @@ class DeviceState:
 
     def _changes(self, rows: Sequence[Row], slots: SlotTable) -> list[_Run]:
         """Runs of numbers to write. No two overlap."""
-        stride = self.history.shape[1]
-        changes = [
-            (self._first_token + number * stride, tokens) for number, tokens in self._opened.items()
-        ]
+        changes = [(self._place(number, 0), tokens) for number, tokens in self._opened.items()]
         self._opened.clear()
         stride = self.block_tables.shape[1]
         for row in rows:
@@ -136,6 +137,18 @@ class DeviceState:
                 changes.append((number * stride + known, table))
                 self._pages_known[number] = num_pages
         return changes
+
+    def _decoded(self, rows: Sequence[Row]) -> list[_Run]:
+        """Return the tokens of ``rows`` and their drafts, without those that an opening brings."""
+        runs = []
+        for row in rows:
+            first = row.end if row.slot.number in self._opened else row.start
+            runs.append((self._place(row.slot.number, first), row.slot.span(first, row.stop)))
+        return runs
+
+    def _place(self, number: int, position: int) -> int:
+        """Return the index in the arena of a slot's token."""
+        return self._first_token + number * self.history.shape[1] + position
 
 
 def _aligned(count: int) -> int:

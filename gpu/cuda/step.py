@@ -12,7 +12,7 @@ import torch
 from gpu.cuda.graphs import GraphLadder
 from gpu.cuda.sampler import SamplerOutputs, top_lists
 from gpu.cuda.timeline import FinishedStep, StepEnd
-from gpu.executor import Drawn
+from gpu.sampling.drawn import Drawn
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row
@@ -54,6 +54,11 @@ class CudaStep:
     @asked.default
     def _asked(self) -> list[int]:
         return [row.slot.sampler.logprobs for row in self.rows]
+
+    def without_draws(self) -> CudaStep:
+        """Return the step with nothing but its reports of prompts."""
+        reports = self.reports[:-1] if self.named else self.reports
+        return CudaStep(spans=self.spans, pools=self.pools, reports=reports)
 
     def outputs(self, drawn: SamplerOutputs) -> list[torch.Tensor]:
         """Return what is to be copied to the host when the step ends."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from gpu.cuda.marks import Marking, Marks
-from gpu.executor import DeviceTimes
+from gpu.sampling.drawn import DeviceTimes
 
 M = TypeVar("M")
 

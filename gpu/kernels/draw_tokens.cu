@@ -240,6 +240,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) draw_tokens(const P
     p.tokens[row] = token;
     p.logprobs[row] = logprob;
     p.reports[row] = report;
-    if (length < p.history_stride) p.history[slot * p.history_stride + length] = token;
+    if (p.appends && length < p.history_stride) p.history[slot * p.history_stride + length] = token;
   }
 }

@@ -64,6 +64,7 @@ struct Parameters {
   float* top_values;          // [rows, max_logprobs]
   i64 logits_stride, history_stride, marks_stride;
   int vocab_size, num_blocks, max_logprobs;
+  int appends;  // 1: what is drawn is appended to the history; with 0 a slot may have several rows
 };
 static_assert(sizeof(Parameters) == PARAMETERS_BYTES);
 

@@ -70,6 +70,7 @@ PARAMETERS = parameters(
     ("vocab_size", "i4"),
     ("num_blocks", "i4"),
     ("max_logprobs", "i4"),
+    ("appends", "i4"),
 )
 
 WALK_THREADS = 256
@@ -178,6 +179,7 @@ class SamplingKernels:
         memory: SamplingMemory,
         *,
         vocab_size: int,
+        appends: bool,
     ) -> None:
         tiling = Tiling.of(vocab_size)
         self._kernels = {
@@ -198,6 +200,7 @@ class SamplingKernels:
         filled["vocab_size"] = vocab_size
         filled["num_blocks"] = tiling.num_blocks
         filled["max_logprobs"] = memory.top_ids.shape[1]
+        filled["appends"] = appends
         self._parameters = filled
 
     def launch(

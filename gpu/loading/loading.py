@@ -93,15 +93,20 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
 
 
 def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
-    """Refuse options that only the compiled kernels of a CPU have."""
+    """Refuse options that aren't served on a device of this ``kind``."""
     if kind == "cuda" and start.quantization not in ("auto", "none"):
         raise ModelLoadError(
             f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
         )
-    by_kernels = kind == "cpu" and not isinstance(files.config, TransformersConfig)
-    if start.speculative is not None and not by_kernels:
+    if start.speculative is None:
+        return
+    if kind == "mock" or isinstance(files.config, TransformersConfig):
         raise ModelLoadError(
-            "--speculative-config is for the compiled kernels of a CPU: leave it out"
+            "--speculative-config is for models of this server's own kernels: leave it out"
+        )
+    if kind == "cuda" and start.speculative.model:
+        raise ModelLoadError(
+            "speculative_config: a draft model is for a CPU; on a GPU use suffix or ngram"
         )
 
 

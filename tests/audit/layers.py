@@ -63,13 +63,13 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "lora": "_util slots kernels weights",
         "models": "attention kernels weights lora",
         "constraints": "slots sampling",
-        "runner": "slots executor",
-        "loading": "slots executor lora constraints runner",
+        "runner": "slots sampling executor",
+        "loading": "slots sampling executor lora constraints runner",
         "cpu": "_util slots sampling executor attention weights lora models loading",
         "cuda": "_util slots sampling executor attention kernels weights lora models loading",
         "models.encoder": "slots executor weights models runner loading",
         "models.transformers_models": "slots sampling executor attention lora models loading cpu",
-        "mock": "slots executor",
+        "mock": "slots sampling executor",
         "loading.loading": (
             "slots weights constraints runner loading cpu cuda models.encoder "
             "models.transformers_models mock"

@@ -7,18 +7,15 @@ import shutil
 
 import numpy as np
 import pytest
-import trio
 from trio.testing import MockClock
 
 from bench.engine import (
     accuracy,
     embeddings,
     experts,
-    live,
     long_prompts,
     offloading,
     products,
-    speculation,
 )
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
@@ -74,19 +71,6 @@ def test_every_way_computes_every_step_of_experts(name: str) -> None:
         assert min(times.values()) > 0
 
 
-async def test_what_being_watched_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "PROMPT_TOKENS", 5)
-    monkeypatch.setattr(live, "OUTPUT_TOKENS", 4)
-    async with open_fake_engine(lambda: FakeWorker(step_time=0.001)) as engine:
-        with trio.fail_after(60):
-            assert min(await live.measure_cost(engine, 3, pictures=2)) > 0
-            await engine.wait_idle()
-            for interval in (live.UNWATCHED, 0.1):
-                found = await live.measure_rate(engine, interval, streams=2, round=1)
-                assert min(found.values()) > 0
-    assert not live.live.monitor_of(engine).departures.is_wanted
-
-
 LOAD = offloading.Load(length=64, turn=16, output=2, conversations=4, fit=2)
 
 
@@ -139,17 +123,3 @@ def test_gaps_are_counted_where_they_end() -> None:
     times = [[0.0, 1.0, 2.5], [], [2.0], [0.5, 3.0]]
     assert long_prompts.gaps_within(times, 0.5, 2.5) == [1.0, 1.5]
     assert long_prompts.gaps_within(times, 3.0, 9.0) == []
-
-
-def test_loops_are_told_from_other_outputs() -> None:
-    assert speculation.loops([1, 2, 3, 9, 9, 9])
-    assert speculation.loops([0, 1, 2, 1, 2, 1, 2])
-    assert not speculation.loops([1, 2, 3, 4, 1, 2, 3, 4, 5])
-    assert not speculation.loops([])
-
-
-async def test_answers_with_so_many_at_a_time(autojump_clock: MockClock) -> None:
-    async with open_fake_engine(lambda: FakeWorker(step_time=0.01)) as engine:
-        _, tokens = await speculation.answer(engine, ["one", "two", "three"], 2, max_tokens=5)
-    assert [len(each) for each in tokens] == [5, 5, 5]
-    assert len(speculation.paragraphs()) > 30

@@ -24,6 +24,8 @@ def test_fields_and_defaults() -> None:
         ('{"size": 3}', "has size; it takes method, num_speculative_tokens"),
         ('{"method": "eagle"}', "method must be one of suffix, ngram, draft_model, got 'eagle'"),
         ('{"model": "other"}', "model must be left out without draft_model, got 'other'"),
+        ('{"quantization": "int4"}', "quantization must be left out without draft_model"),
+        ('{"quantization": "q4"}', "quantization must be one of auto, none, int8, int4, w8a8"),
         ('{"method": "draft_model"}', "model must be a model, got ''"),
         ('{"method": "draft_model", "model": 3}', "model must be a string"),
         (

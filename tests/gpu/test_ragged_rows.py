@@ -9,8 +9,9 @@ import attrs
 import numpy as np
 import pytest
 
-from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, Finished, Submission
 from gpu.runner import Runner
+from gpu.sampling.drawn import Drawn
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from tests.support.plans import GREEDY, PlanMaker
 from trioserve.protocol.sampling import SamplerParams

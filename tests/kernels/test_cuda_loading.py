@@ -29,6 +29,8 @@ from tests.support.tiny_models import make_tiny
 from trioserve.model_files import open_model
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.sampling import SamplerParams
+from trioserve.protocol.speculation import SpeculativeConfig
 
 MIB = 1 << 20
 PAGE_BYTES = 2 * 2 * 2 * 64 * 2 * 16  # K and V, layers, heads, head_dim, bytes, tokens
@@ -199,6 +201,30 @@ def test_what_was_loaded_serves(folder: Path) -> None:
     before = gpu.loader.num_launches
     assert len(maker.step({1: 1})[1]) == 1
     assert gpu.loader.num_launches == before  # a graph
+
+
+def test_drafts_have_room_beside_one_sequence(folder: Path) -> None:
+    stages: list[str] = []
+    gpu = FakeGpu()
+    options = SpeculativeConfig(method="ngram", num_speculative_tokens=4, adaptive=False)
+    loaded = load(folder, gpu, stages, speculative=options, max_num_seqs=1)
+    assert loaded.max_row_tokens == 5
+    total = len(ladder(5)) + 1
+    assert f"CUDA graphs {total}/{total}" in stages
+    runner = Runner(loaded.executor, loaded.slots, max_num_batched_tokens=60)
+    maker = PlanMaker(runner.step, page_size=16, num_pages=loaded.num_pages)
+    maker.open(0, [5, 6, 7, 8, 5, 6], SamplerParams(temperature=0.0, allowed_token_ids=[5, 6]))
+    assert len(maker.step({0: 6})[0]) == 1
+    before = gpu.loader.num_launches
+    assert 1 <= len(maker.step({0: 5})[0]) <= 5
+    assert gpu.loader.num_launches == before  # a graph
+
+
+def test_a_draft_model_on_a_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
+    options = SpeculativeConfig(method="draft_model", model=str(folder))
+    with pytest.raises(ModelLoadError, match="on a GPU use suffix or ngram"):
+        loading.load(start(folder, speculative=options), lambda stage, done, total: None)
 
 
 def test_from_start_to_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from gpu.cuda.marks import Marking
 from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Timeline
-from gpu.executor import DeviceTimes
 from gpu.kernels import KernelLoader
+from gpu.sampling.drawn import DeviceTimes
 
 
 def is_readable(descriptor: int, seconds: float = 0.0) -> bool:

@@ -15,9 +15,10 @@ import pynng
 import pytest
 import torch
 
-from gpu.executor import NO_COPIES, Copies, DeviceTimes, Drawn
+from gpu.executor import NO_COPIES, Copies
 from gpu.kernels.device import KernelLaunchError
 from gpu.runner import Runner
+from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.slots import PlanError, Row, Slot, SlotTable
 from gpu.worker import QuitRequested, Worker
 from tests.support.plans import PlanMaker

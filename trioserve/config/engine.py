@@ -116,8 +116,8 @@ class EngineConfig(ModelOptions):
 
     speculative_config: str | None = option(
         None,
-        "speculative decoding on a CPU: a JSON object with method (suffix, ngram or draft_model), "
-        "num_speculative_tokens, model, prompt_lookup_min, prompt_lookup_max and adaptive",
+        "speculative decoding: a JSON object with method (suffix, ngram or draft_model), model, "
+        "quantization, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max and adaptive",
         unset="none",
         group="scheduling",
         page="speculation#Options",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 
 from trioserve.config.options import option
+from trioserve.protocol.number_formats import QUANTIZATIONS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("auto", "none", "int8", "int4", "w8a8")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 DEVICES = ("auto", "cpu", "cuda")
 LOGPROBS_MODES = ("raw", "processed")

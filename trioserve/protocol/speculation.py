@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.protocol.checks import boolean, integer, refuse
+from trioserve.protocol.number_formats import QUANTIZATIONS
 
 METHODS = ("suffix", "ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 31
@@ -13,6 +14,11 @@ MAX_SPECULATIVE_TOKENS = 31
 def _method(_: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in METHODS:
         raise refuse(attribute.name, value, f"one of {', '.join(METHODS)}")
+
+
+def _quantization(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in QUANTIZATIONS:
+        raise refuse(attribute.name, value, f"one of {', '.join(QUANTIZATIONS)}")
 
 
 def _model(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -51,6 +57,8 @@ class SpeculativeConfig:
 
     model: str = attrs.field(default="", validator=_model)
     """Draft model: a folder, a GGUF file or a name, like the model."""
+    quantization: str = attrs.field(default="auto", validator=_quantization)
+    """Number format of the draft model's weights, as ``--quantization`` has it."""
     adaptive: bool = attrs.field(default=True, validator=boolean)
     """False to verify all drafts that are found, whatever they cost."""
 
@@ -63,6 +71,8 @@ class SpeculativeConfig:
         if (self.method == "draft_model") != bool(self.model):
             wanted = "a model" if self.method == "draft_model" else "left out without draft_model"
             raise refuse("model", self.model, wanted)
+        if self.quantization != "auto" and not self.model:
+            raise refuse("quantization", self.quantization, "left out without draft_model")
         if self.prompt_lookup_max < self.prompt_lookup_min:
             wanted = f"at least prompt_lookup_min ({self.prompt_lookup_min})"
             raise refuse("prompt_lookup_max", self.prompt_lookup_max, wanted)

@@ -12,6 +12,7 @@ def choose_drafts(
     num_rows: int,
     candidates: Sequence[tuple[int, float]],
     step_seconds: Callable[[int, int], float],
+    room: int | None = None,
 ) -> list[int]:
     """Return how many drafts of each candidate a step verifies, for the most tokens per second.
 
@@ -20,12 +21,13 @@ def choose_drafts(
         candidates: for each sequence with drafts, how many there are, and the probability that one
             is accepted if those before it are.
         step_seconds: the time of a step of so many tokens and drafts.
+        room: the most drafts of all candidates together; None for any number.
     """
     ranked = sorted(
         (-(probability**depth), index)
         for index, (count, probability) in enumerate(candidates)
         for depth in range(1, count + 1)
-    )
+    )[:room]
     expected = float(num_rows)
     best, best_rate = 0, LEAST_GAIN * expected / step_seconds(num_rows, 0)
     for number, (gain, _) in enumerate(ranked, 1):
@@ -36,6 +38,17 @@ def choose_drafts(
     chosen = [0] * len(candidates)
     for _, index in ranked[:best]:
         chosen[index] += 1
+    return chosen
+
+
+def first_within(room: int | None, counts: Sequence[int]) -> list[int]:
+    """Return ``counts``, the last of them lowered so that their sum is at most ``room``."""
+    if room is None:
+        return list(counts)
+    chosen = []
+    for count in counts:
+        chosen.append(min(count, room))
+        room -= chosen[-1]
     return chosen
 
 

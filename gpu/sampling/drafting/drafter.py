@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import attrs
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from gpu.sampling.drafting.acceptance import Acceptance
-from gpu.sampling.drafting.choice import LEAST_GAIN, choose_depth, choose_drafts
+from gpu.sampling.drafting.choice import (
+    LEAST_GAIN,
+    choose_depth,
+    choose_drafts,
+    first_within,
+)
 from gpu.sampling.drafting.recent_outputs import RecentOutputs
 from gpu.sampling.drafting.sources import (
     AskedDraft,
@@ -20,6 +26,7 @@ from gpu.sampling.drafting.sources import (
     make_sources,
 )
 from gpu.sampling.drafting.step_times import StepTimes
+from gpu.sampling.drawn import Drawn
 from gpu.slots import Row, Slot
 from trioserve.protocol.speculation import SpeculativeConfig
 
@@ -83,8 +90,43 @@ class Drafter:
         if self._batch_source is not None:
             self._batch_source.copy_pages(copies)
 
-    def propose(self, rows: Sequence[Row]) -> dict[int, Draft]:
-        """Return drafts for some of ``rows``, by index, no more than ``Row.drafts`` each."""
+    def add_drafts(
+        self, rows: Sequence[Row], room: int | None = None
+    ) -> tuple[Sequence[Row], dict[int, Draft]]:
+        """Write the drafts that a step is to verify behind the tokens of their slots.
+
+        All tokens of the slots are known. Return the rows with the number of their drafts, and the
+        drafts by the row's index: no more than ``Row.drafts`` each, and ``room`` together.
+        """
+        drafts = self._propose(rows, room)
+        added: list[Row] = []
+        for i, row in enumerate(rows):
+            count = 0
+            if i in drafts:
+                row.slot.draft(drafts[i].tokens)
+                count = len(drafts[i].tokens)
+            added.append(msgspec.structs.replace(row, drafts=count) if row.drafts else row)
+        return added, drafts
+
+    def learn(
+        self, rows: Sequence[Row], drafts: Mapping[int, Draft], drawn: Drawn, seconds: float
+    ) -> None:
+        """Note how long a step took, and how many of its drafts were accepted.
+
+        ``rows`` and ``drafts`` are those of :meth:`add_drafts`.
+        """
+        if drafts:
+            assert drawn.counts is not None
+            sampling = [i for i, row in enumerate(rows) if row.samples]
+            accepted = dict(zip(sampling, (drawn.counts - 1).tolist(), strict=True))
+            for i, draft in drafts.items():
+                self._acceptance.add(rows[i].slot.number, draft, accepted[i])
+        if rows and all(row.count == 1 for row in rows):
+            self._step_times.observe(len(rows), sum(row.drafts for row in rows), seconds)
+
+    def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
+        if room is not None and room <= 0:
+            return {}
         num_tokens = sum(row.count for row in rows)
         asking = [i for i, row in enumerate(rows) if row.drafts and row.slot.sampler.speculative]
         if self._batch_source is None:
@@ -92,9 +134,16 @@ class Drafter:
         else:
             self._batch_source.note_pages(rows)
             found = self._ask(self._batch_source, rows, asking, num_tokens)
-        if not found or not self._config.adaptive:
+        if not found:
             return found
-        return self._worth_their_time(rows, num_tokens, found)
+        chosen = self._choose(rows, num_tokens, found, room)
+        drafts: dict[int, Draft] = {}
+        for (i, draft), count in zip(found.items(), chosen, strict=True):
+            if count:
+                drafts[i] = attrs.evolve(draft, tokens=draft.tokens[:count])
+            else:
+                self._acceptance.skip(rows[i].slot.number)
+        return drafts
 
     def _look_up(
         self, rows: Sequence[Row], asking: Sequence[int], num_tokens: int
@@ -143,33 +192,17 @@ class Drafter:
     def _probability(self, slot: Slot, draft: Draft) -> float:
         return self._acceptance.probability(slot.number, draft)
 
-    def _worth_their_time(
-        self, rows: Sequence[Row], num_tokens: int, found: Mapping[int, Draft]
-    ) -> dict[int, Draft]:
-        """Return as much of the drafts ``found`` as gives the most tokens per second."""
+    def _choose(
+        self, rows: Sequence[Row], num_tokens: int, found: Mapping[int, Draft], room: int | None
+    ) -> list[int]:
+        """Return how many of each draft are verified, at most ``room`` together."""
+        if not self._config.adaptive:
+            return first_within(room, [len(draft.tokens) for draft in found.values()])
         candidates = [
             (len(draft.tokens), self._probability(rows[i].slot, draft))
             for i, draft in found.items()
         ]
-        chosen = choose_drafts(num_tokens, candidates, self._step_times.seconds)
-        drafts: dict[int, Draft] = {}
-        for (i, draft), count in zip(found.items(), chosen, strict=True):
-            if count:
-                drafts[i] = attrs.evolve(draft, tokens=draft.tokens[:count])
-            else:
-                self._acceptance.skip(rows[i].slot.number)
-        return drafts
-
-    def observe(
-        self, rows: Sequence[Row], drafts: Mapping[int, Draft], accepted: Mapping[int, int]
-    ) -> None:
-        """Note how many of the drafts of a row were accepted; all are by the row's index."""
-        for i, draft in drafts.items():
-            self._acceptance.add(rows[i].slot.number, draft, accepted[i])
-
-    def observe_time(self, num_tokens: int, num_drafts: int, seconds: float) -> None:
-        """Note the time of a step without prompts."""
-        self._step_times.observe(num_tokens, num_drafts, seconds)
+        return choose_drafts(num_tokens, candidates, self._step_times.seconds, room)
 
     def _can_pay(self, num_tokens: int, num_drafts: int) -> bool:
         """Return whether drafts would pay if all of them were accepted, or need not."""

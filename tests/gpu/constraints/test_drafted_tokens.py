@@ -15,8 +15,9 @@ import torch
 
 from gpu.constraints.adjuster import ROWS_FOR_THREADS, Constraints, _MatcherState
 from gpu.constraints.grammar_cache import GrammarCache
-from gpu.executor import NO_COPIES, Copies, Drawn, Finished, Submission
+from gpu.executor import NO_COPIES, Copies, Finished, Submission
 from gpu.runner import Runner
+from gpu.sampling.drawn import Drawn
 from gpu.slots import Row, Slot, SlotTable
 from tests.support.grammar_vocabularies import EOS, VOCABULARY, allowed_of, ids_of
 from tests.support.plans import PlanMaker

@@ -13,8 +13,8 @@ from gpu.cpu.library import Library, load_library
 from gpu.cpu.model import Floats
 from gpu.cpu.sampling import CompiledSampler
 from gpu.cpu.torch_model import TorchSampler
-from gpu.executor import Drawn
 from gpu.sampling.adjustments import Adjustment
+from gpu.sampling.drawn import Drawn
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams

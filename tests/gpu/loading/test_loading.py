@@ -129,6 +129,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
             "prompt_lookup_min": 3,
             "prompt_lookup_max": 5,
             "model": "",
+            "quantization": "auto",
             "adaptive": True,
         },
         "free_memory": 0,

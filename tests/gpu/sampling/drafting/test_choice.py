@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 
 import hypothesis
@@ -10,7 +11,12 @@ import pytest
 from hypothesis import strategies
 
 from gpu.sampling.drafting.acceptance import Acceptance
-from gpu.sampling.drafting.choice import LEAST_GAIN, choose_depth, choose_drafts
+from gpu.sampling.drafting.choice import (
+    LEAST_GAIN,
+    choose_depth,
+    choose_drafts,
+    first_within,
+)
 from gpu.sampling.drafting.sources import Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 
@@ -50,6 +56,22 @@ def test_no_other_choice_gives_more_tokens_a_second(
         assert rate_of(num_rows, candidates, chosen, seconds) == pytest.approx(best)
     else:
         assert best <= LEAST_GAIN * without * (1 + 1e-9)
+
+
+@hypothesis.given(strategies.integers(0, 10), CANDIDATES)
+def test_no_more_are_chosen_than_there_is_room_for(
+    room: int, candidates: list[tuple[int, float]]
+) -> None:
+    """With steps that take no longer for a draft, the most probable are chosen."""
+    free = choose_drafts(1, candidates, lambda *_: 1.0, room)
+    assert sum(free) <= room
+    every = choose_drafts(1, candidates, lambda *_: 1.0)
+    assert sum(free) in (0, min(room, sum(every)))
+    counts = [count for count, _ in candidates]
+    within = first_within(room, counts)
+    assert sum(within) == min(room, sum(counts))
+    assert all(map(operator.le, within, counts))
+    assert first_within(None, counts) == counts
 
 
 def test_drafts_fade_where_rows_cost_time() -> None:

@@ -12,6 +12,7 @@ from gpu.sampling.drafting import sources as sources_module
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.sources import Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
+from gpu.sampling.drawn import Drawn
 from gpu.slots import Row, Slot
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.speculation import SpeculativeConfig
@@ -44,7 +45,7 @@ def propose(drafter: Drafter, *rows: Row) -> dict[int, Draft]:
     """Open the rows' slots, and return the drafts for them."""
     for row in rows:
         drafter.open(row.slot)
-    return drafter.propose(rows)
+    return drafter.add_drafts(rows)[1]
 
 
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
@@ -79,7 +80,7 @@ def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyP
     rows = [make_row(0, [*range(20), 0, 1]), make_row(1, [1, 2, 1, 2])]
     for row in rows:
         drafter.open(row.slot)
-    assert [sorted(drafter.propose(rows)) for _ in range(4)] == [[], [], [0, 1], [0, 1]]
+    assert [sorted(drafter.add_drafts(rows)[1]) for _ in range(4)] == [[], [], [0, 1], [0, 1]]
 
 
 def test_of_a_very_long_sequence_the_last_tokens_are_indexed(
@@ -98,10 +99,22 @@ def test_drafts_that_are_never_accepted_are_given_up() -> None:
     drafter.open(row.slot)
     tried = 0
     for _ in range(100):
-        drafts = drafter.propose([row])
+        rows, drafts = drafter.add_drafts([row])
         tried += bool(drafts)
-        drafter.observe([row], drafts, dict.fromkeys(drafts, 0))
+        refused = Drawn(tokens=np.zeros(1, dtype=np.int32), counts=np.ones(1, dtype=np.int64))
+        drafter.learn(rows, drafts, refused, 1.0)
     assert 0 < tried < 60
+
+
+def test_a_step_has_room_for_so_many_drafts() -> None:
+    rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(3)]
+    drafter = make_drafter()
+    for row in rows:
+        drafter.open(row.slot)
+    added, drafts = drafter.add_drafts(rows, 10)
+    assert [row.drafts for row in added] == [8, 2, 0]
+    assert [len(drafts[i].tokens) for i in drafts] == [8, 2]
+    assert drafter.add_drafts(rows, 0)[1] == {}
 
 
 def predicted(*tokens: int) -> bytes:

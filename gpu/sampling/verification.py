@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from gpu.executor import Drawn
+from gpu.sampling.drawn import Drawn
 from gpu.slots import Row
 
 _NO_VALUES = np.empty(0, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The times of steps on the CPU, by which drafts are chosen."""
+"""The times of steps, by which drafts are chosen."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from gpu.executor import Executor
 from gpu.loading.loaded_model import warm_up
 from gpu.sampling.drafting.step_times import SIZES, StepTimes
 from gpu.slots import SlotTable
-from trioserve.protocol.wire import Start
 
 _MEASUREMENTS = 3
 
 
-def measure_steps(executor: Executor, slots: SlotTable, start: Start) -> StepTimes:
-    """Return the times of the executor's steps; ``slots`` are empty.
+def measure_steps(executor: Executor, slots: SlotTable, page_size: int, max_rows: int) -> StepTimes:
+    """Return the times of the executor's steps of up to ``max_rows`` rows; ``slots`` are empty.
 
     The time of each size is that of the quickest of a few steps.
     """
-    most = min(slots.num_pages, start.max_num_batched_tokens)
+    most = min(slots.num_pages, max_rows)
     measured: dict[int, float] = {}
     for size in [size for size in SIZES if size <= most]:
         times: list[float] = []
         for _ in range(_MEASUREMENTS):
             began = time.perf_counter()
-            warm_up(executor, slots, [1] * size, start.page_size)
+            warm_up(executor, slots, [1] * size, page_size)
             times.append(time.perf_counter() - began)
         measured[size] = min(times)
     return StepTimes(measured)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from gpu.cpu.verification import Verification
-from gpu.executor import Drawn
+from gpu.sampling.drawn import Drawn
+from gpu.sampling.verification import Verification
 from gpu.slots import Row, Slot
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import from_ints
