@@ -11,6 +11,8 @@ _DECAY = 0.97
 _PRIOR_WEIGHT = 4.0
 _FIRST_GUESS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 """Shares accepted after matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens."""
+_MODEL_GUESS = 0.7
+"""Share of a draft model's tokens accepted. With a low guess it would never be tried."""
 
 
 @attrs.define
@@ -50,7 +52,8 @@ class Acceptance:
     def probability(self, slot: int, draft: Draft) -> float:
         """Return the probability that the next token of a draft for ``slot`` is accepted."""
         place = _place(draft.match_length)
-        prior = self._by_length[draft.kind][place].estimate(_FIRST_GUESS[place])
+        guess = _MODEL_GUESS if draft.kind is DraftKind.MODEL else _FIRST_GUESS[place]
+        prior = self._by_length[draft.kind][place].estimate(guess)
         share = self._by_slot.get(slot)
         return prior if share is None else share.estimate(prior)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -33,6 +34,11 @@ from trioserve.protocol.speculation import SpeculativeConfig
 MAX_INDEXED_AT_ONCE = 1024
 """Most tokens that are indexed before a step, so that a long prompt holds up no other sequence."""
 
+MAX_TRIED = 8
+"""Most slots that a step looks up drafts for, besides those whose last drafts were accepted. With
+many slots few drafts pay, and looking them up takes time.
+"""
+
 
 @attrs.define(eq=False)
 class _OpenSlot:
@@ -63,6 +69,10 @@ class Drafter:
         self._acceptance = Acceptance()
         self._recent = RecentOutputs()
         self._slots: dict[int, _OpenSlot] = {}
+        self._accepting: set[int] = set()
+        """Slots whose last drafts were accepted, if only in part."""
+        self._first_tried = 0
+        """Slot from which on others are tried next."""
 
     def open(self, slot: Slot) -> None:
         """Begin with a sequence; forget an earlier one in the slot."""
@@ -74,6 +84,7 @@ class Drafter:
     def close(self, number: int) -> None:
         """Forget a slot, but keep what was generated in it for drafts of others of its scope."""
         opened = self._slots.pop(number, None)
+        self._accepting.discard(number)
         if self._batch_source is not None:
             self._batch_source.close(number)
         if opened is None or not opened.slot.sampler.speculative:
@@ -120,7 +131,9 @@ class Drafter:
             sampling = [i for i, row in enumerate(rows) if row.samples]
             accepted = dict(zip(sampling, (drawn.counts - 1).tolist(), strict=True))
             for i, draft in drafts.items():
-                self._acceptance.add(rows[i].slot.number, draft, accepted[i])
+                number = rows[i].slot.number
+                self._acceptance.add(number, draft, accepted[i])
+                (self._accepting.add if accepted[i] else self._accepting.discard)(number)
         if rows and all(row.count == 1 for row in rows):
             self._step_times.observe(len(rows), sum(row.drafts for row in rows), seconds)
 
@@ -153,7 +166,7 @@ class Drafter:
             return {}
         room = MAX_INDEXED_AT_ONCE
         found: dict[int, Draft] = {}
-        for i in asking:
+        for i in self._in_turn(rows, asking):
             slot = rows[i].slot
             sources = self._sources(slot)
             for source in sources:
@@ -163,6 +176,18 @@ class Drafter:
             if best is not None:
                 found[i] = best
         return found
+
+    def _in_turn(self, rows: Sequence[Row], asking: Sequence[int]) -> Sequence[int]:
+        """Return the rows of ``asking`` to look up drafts for; others have their turns later."""
+        if len(asking) <= MAX_TRIED:
+            return asking
+        by_number = sorted((rows[i].slot.number, i) for i in asking)
+        first = bisect.bisect_left(by_number, (self._first_tried, 0))
+        others = [each for each in by_number[first:] + by_number[:first]
+                  if each[0] not in self._accepting]  # fmt: skip
+        self._first_tried = others[MAX_TRIED][0] if len(others) > MAX_TRIED else 0
+        tried = {i for _, i in others[:MAX_TRIED]}
+        return [i for i in asking if i in tried or rows[i].slot.number in self._accepting]
 
     def _ask(
         self, source: BatchSource, rows: Sequence[Row], asking: Sequence[int], num_tokens: int

@@ -126,6 +126,23 @@ def test_acceptance_is_learned_by_slot_and_by_match() -> None:
     assert acceptance.probability(0, draft(2)) > 0.9
 
 
+def test_a_draft_model_is_tried_at_first_and_given_up_if_it_is_bad() -> None:
+    """A draft takes a third of a step here, as the same model in 4 bits does."""
+    acceptance, times = Acceptance(), StepTimes({1: 10.0, 8: 11.0})
+
+    def depth() -> int:
+        probability = acceptance.probability(0, draft(1, kind=DraftKind.MODEL))
+        return choose_depth(1, [(8, probability)], times.seconds, 3.3)
+
+    assert depth() >= 2
+    for _ in range(20):
+        acceptance.add(0, draft(1, 4, DraftKind.MODEL), 4)
+    assert depth() == 8
+    for _ in range(60):
+        acceptance.add(0, draft(1, 4, DraftKind.MODEL), 0)
+    assert depth() == 0
+
+
 def test_a_slot_that_is_skipped_gets_new_tries() -> None:
     acceptance = Acceptance()
     for _ in range(20):

@@ -106,6 +106,24 @@ def test_drafts_that_are_never_accepted_are_given_up() -> None:
     assert 0 < tried < 60
 
 
+def test_of_many_slots_some_are_tried_and_those_that_accept_always() -> None:
+    rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(20)]
+    drafter = make_drafter()
+    for row in rows:
+        drafter.open(row.slot)
+    tried = []
+    for _ in range(3):
+        added, drafts = drafter.add_drafts(rows)
+        tried.append(sorted(drafts))
+        counts = np.ones(20, dtype=np.int64)
+        counts[[i for i in drafts if i == 4]] = 2
+        drawn = Drawn(tokens=np.zeros(20, dtype=np.int32), counts=counts)
+        drafter.learn(added, drafts, drawn, 1.0)
+    assert tried == [[*range(8)], [4, *range(8, 16)], [0, 1, 2, 3, 4, *range(16, 20)]]
+    drafter.close(4)
+    assert len(drafter.add_drafts(rows[8:])[1]) == 8
+
+
 def test_a_step_has_room_for_so_many_drafts() -> None:
     rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(3)]
     drafter = make_drafter()
