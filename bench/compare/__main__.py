@@ -116,7 +116,7 @@ def decoding_parts(chosen: Sequence[str], peers: Sequence[str]) -> list[Part]:
         tasks = Speculation(tasks=trio.run(known_tasks))
         kinds = ("", "text", "model") if peers else ("", "text")
         if peers:  # which take their time
-            tasks = attrs.evolve(tasks, name="speculation_peers", streams=(1, 8))
+            tasks = attrs.evolve(tasks, name="speculation_peers", streams=(1,))
         servers = [
             _make(name, attrs.evolve(plain, drafts=kind))
             for name in ("", *peers)

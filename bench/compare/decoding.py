@@ -124,8 +124,8 @@ class Beams:
         return self.turns(-1)
 
     def turns(self, round: int) -> list[Turn]:
-        """Return two searches with prompts of their own."""
-        prompts = exact_prompts(2, self.prompt_tokens, f"{self.name} {round}")
+        """Return four searches with prompts of their own."""
+        prompts = exact_prompts(4, self.prompt_tokens, f"{self.name} {round}")
         return [Turn(case=f"{self.beams} beams", measure=partial(self._take, prompts))]
 
     async def _take(self, prompts: Sequence[str], one: Running) -> Taken:

@@ -73,13 +73,13 @@ async def test_searches_must_give_all_beams(monkeypatch: pytest.MonkeyPatch) -> 
 
     def post(port: int, path: str, body: dict[str, Any]) -> Any:
         bodies.append(body)
-        return {"choices": [{"text": "beam"}] * (4 if len(bodies) < 3 else 1)}
+        return {"choices": [{"text": "beam"}] * (4 if len(bodies) < 5 else 1)}
 
     monkeypatch.setattr(decoding, "post", post)
     (turn,) = Beams().turns(0)
     taken = await turn.measure(running("trioserve"))
-    assert taken.answers == ["beam", "beam"]
-    assert [body["n"] for body in bodies] == [4, 4]
+    assert taken.answers == ["beam"] * 4
+    assert [body["n"] for body in bodies] == [4] * 4
     assert bodies[0]["prompt"] != bodies[1]["prompt"]
     with pytest.raises(InvalidRun, match="1 beams"):
         await turn.measure(running("trioserve"))
