@@ -1,0 +1,92 @@
+"""The places of requests: on which of an engine's schedulers each is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+
+from trioserve.engine.routing.policy import Policy
+from trioserve.engine.routing.router import Router
+from trioserve.protocol.errors import EngineError
+from trioserve.requests.request import Finish, FinishReason, Request
+from trioserve.scheduler.moving import fits, movable
+from trioserve.scheduler.scheduler import Scheduler
+
+
+class Placement:
+    """The schedulers of an engine, and the requests that are placed on them.
+
+    Args:
+        schedulers: One for each worker.
+        policy: The choice of a worker for each request.
+    """
+
+    def __init__(self, schedulers: Iterable[Scheduler], policy: Policy) -> None:
+        self.schedulers: tuple[Scheduler, ...] = ()
+        """The schedulers whose workers serve, or will again."""
+        self.gone: list[Scheduler] = []
+        """Schedulers whose workers are gone for good; their counts go on counting."""
+        self._router = Router(policy)
+        self._retiring: set[Scheduler] = set()
+        """Schedulers on which nothing more is placed."""
+        for each in schedulers:
+            self.add(each)
+
+    def place(self, request: Request) -> Scheduler:
+        """Return the scheduler for a tokenized request: of a worker that is there, if one is."""
+        staying = [each for each in self.schedulers if each not in self._retiring]
+        present = [each for each in staying if each.attached]
+        return self._router.place(request, present or staying)
+
+    def move_requests(self, lost: Scheduler) -> None:
+        """Hand the requests of a worker that was lost, or is to be removed, to the others."""
+        if lost.core is None:
+            return
+        for request in movable(lost.core):
+            others = [each for each in self.schedulers if self._may_take(each, lost, request)]
+            if others:
+                moving = lost.take_out(request)
+                request.scheduler = self._router.place(request, others)
+                request.scheduler.take_in(moving)
+
+    def _may_take(self, other: Scheduler, lost: Scheduler, request: Request) -> bool:
+        if other is lost or other in self._retiring or not other.attached:
+            return False
+        return other.core is not None and fits(other.core, request)
+
+    def add(self, scheduler: Scheduler) -> None:
+        """Place requests on one more scheduler."""
+        scheduler.on_loss = functools.partial(self.move_requests, scheduler)
+        self.schedulers = (*self.schedulers, scheduler)
+
+    @contextlib.contextmanager
+    def retiring(self, scheduler: Scheduler) -> Iterator[None]:
+        """Place nothing on ``scheduler`` in the block; remove it at the end, unless it fails."""
+        self._retiring.add(scheduler)
+        try:
+            yield
+            self._remove(scheduler)
+        finally:
+            self._retiring.remove(scheduler)
+
+    def give_up(self, scheduler: Scheduler, reason: str) -> bool:
+        """Go on without a worker that isn't replaced any more; return False if it was the last one.
+
+        Its requests go to the others. Those that may have ended it fail.
+        """
+        if self.schedulers == (scheduler,):
+            return False
+        self.move_requests(scheduler)
+        self._remove(scheduler)
+        if scheduler.core is not None:
+            error = EngineError(f"the worker of this request was given up: {reason}")
+            for request in scheduler.core.unfinished_requests():
+                for sequence in request.sequences:
+                    scheduler.abort(sequence, Finish(FinishReason.ERROR, error=error))
+        return True
+
+    def _remove(self, scheduler: Scheduler) -> None:
+        if scheduler in self.schedulers:
+            self.schedulers = tuple(each for each in self.schedulers if each is not scheduler)
+            self.gone.append(scheduler)
