@@ -20,15 +20,25 @@ _log = logging.getLogger("gpu.devices")
 def choose_device(name: str) -> str:
     """Return ``cpu`` or ``cuda:N``. ``auto`` prefers a usable GPU, and logs why one isn't usable.
 
+    A number behind the name, as in ``auto:1``, chooses a GPU: the current one without.
+
     Raises:
         ModelLoadError: ``name`` is cuda and no GPU is usable.
     """
+    name, _, number = name.partition(":")
     # Importing torch is slow, and without a driver there is no GPU to ask it for.
     if name == "cpu" or (name == "auto" and not _has_driver()):
         return "cpu"
     import torch
 
     obstacle = _obstacle_here()
+    if obstacle is None and number:
+        if int(number) >= torch.cuda.device_count():
+            raise ModelLoadError(
+                f"--data-parallel-size needs a GPU for each worker: there are "
+                f"{torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(int(number))
     if obstacle is None:
         return f"cuda:{torch.cuda.current_device()}"
     if name == "cuda":

@@ -19,7 +19,7 @@ from trioserve.engine.idle_check import IdleCheck
 from trioserve.engine.schedulers import Schedulers
 from trioserve.observability.live.prefix import prefix_of_all
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
-from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.protocol.errors import EngineError, InvalidRequest, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.scheduler import Scheduler
@@ -35,8 +35,10 @@ STEP = 0.01
 class Pair(Schedulers):
     """Two schedulers; a request names its own by its priority."""
 
-    def for_request(self, request: Request) -> Scheduler:
-        return self[request.priority]
+    def __init__(self, schedulers: list[Scheduler]) -> None:
+        super().__init__(schedulers)
+        placement: Any = self.placement
+        placement.place = lambda request: self[request.priority]
 
 
 @attrs.define(eq=False)
@@ -383,8 +385,15 @@ async def test_every_worker_is_called(autojump_clock: object) -> None:
         assert await two.pair.call_all("ping", 5) == [5, 5]
         assert await two.pair.call("ping", 5) == 5
         assert two.pair.attached
+        # One of them is enough.
         await two.pair[0].worker_power.turn_off()
+        assert two.pair.attached
+        await two.pair.wait_attached()
+        assert await two.pair.call_all("ping", 5) == [5]
+        await two.pair[1].worker_power.turn_off()
         assert not two.pair.attached
+        with pytest.raises(WorkerLost, match="there is no worker to call 'ping'"):
+            await two.pair.call("ping")
         with trio.move_on_after(1) as scope:
             await two.pair.wait_attached()
         assert scope.cancelled_caught
@@ -415,6 +424,7 @@ async def test_a_grammar_is_prepared_by_every_worker(autojump_clock: object) -> 
             # The answer is forgotten with either worker.
             await two.pair[1].worker_power.turn_off()
             two.pair[1].worker_power.turn_on()
+            await two.pair[1].wait_attached()
             await ask()
             assert sorted(prepared) == [0, 0, 1, 1]
             nursery.cancel_scope.cancel()

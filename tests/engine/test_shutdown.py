@@ -11,11 +11,9 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import Engine, EngineError, Grammar, RequestAborted, ShuttingDown
+from trioserve import Engine, EngineConfig, EngineError, Grammar, RequestAborted, ShuttingDown
 from trioserve.testing import FakeWorker, WorkerDies
-from trioserve.testing import fake_engine as simulation
-from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.workers.supervisor import Supervisor
+from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 
 Clock = trio.testing.MockClock
 
@@ -147,29 +145,25 @@ async def by_error(_: trio.CancelScope) -> None:
 
 @pytest.mark.parametrize("leave", [by_return, by_cancel, by_error])
 async def test_requests_of_other_tasks_end_at_once_when_the_block_is_left(
-    leave: Leave, monkeypatch: pytest.MonkeyPatch, autojump_clock: Clock
+    leave: Leave, autojump_clock: Clock
 ) -> None:
     readers = [Reader() for _ in range(5)]
     left_at = 0.0
 
-    def supervise(open_worker: Any, **options: Any) -> Supervisor:
-        """Over workers that take ten seconds to end."""
+    @contextlib.asynccontextmanager
+    async def slow_to_end() -> AsyncIterator[Any]:
+        """Run a worker that takes ten seconds to end."""
+        try:
+            worker = FakeWorker(step_time=0.1)
+            async with run_fake_worker(worker, EngineConfig("fake")) as opened:
+                yield opened
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(10)
 
-        @contextlib.asynccontextmanager
-        async def slow_to_end() -> AsyncIterator[Any]:
-            try:
-                async with open_worker() as worker:
-                    yield worker
-            finally:
-                with trio.CancelScope(shield=True):
-                    await trio.sleep(10)
-
-        return Supervisor(open_worker=slow_to_end, **options)
-
-    monkeypatch.setattr(simulation, "Supervisor", supervise)
     async with trio.open_nursery() as nursery:
         with trio.CancelScope() as scope, contextlib.suppress(LookupError):
-            async with open_fake_engine(lambda: FakeWorker(step_time=0.1)) as engine:
+            async with open_fake_engine(open_worker=slow_to_end) as engine:
                 for reader in readers:
                     nursery.start_soon(lambda each=reader: each.read(engine, "a", max_tokens=1000))
                 await trio.sleep(1)

@@ -17,6 +17,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "disturbance": ("none", "preempted", "worker killed", "paused"),
     "threads": ("1", "2"),
     "plans": ("1", "2"),
+    "workers": ("1", "2"),
     "front_ends": ("1", "2"),
 }
 """Values by dimension; weights of another format have other outputs, all else changes nothing."""
@@ -34,6 +35,7 @@ class Configuration:
     disturbance: str = "none"
     threads: str = "1"
     plans: str = "1"
+    workers: str = "1"
     front_ends: str = "1"
 
     @property

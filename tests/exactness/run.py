@@ -149,6 +149,7 @@ def _options(configuration: Configuration, model: str) -> list[str]:
         "--quantization": configuration.quantization,
         "--num-threads": configuration.threads,
         "--max-plans-in-flight": configuration.plans,
+        "--data-parallel-size": configuration.workers,
         "--max-num-batched-tokens": configuration.chunks,
         "--api-server-count": configuration.front_ends,
         "--block-size": str(_PAGE_SIZE),

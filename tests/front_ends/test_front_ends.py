@@ -457,6 +457,22 @@ async def test_control_reaches_all(tmp_path: Path) -> None:
         await server.wait_nothing_held()
 
 
+async def test_several_workers_behind_several_front_ends(tmp_path: Path) -> None:
+    async with open_server(tmp_path, slow_worker, data_parallel_size=2) as server:
+        first, second = server.front_ends
+        async with trio.open_nursery() as nursery:
+            for front_end in (first, second):
+                for number in range(3):
+                    nursery.start_soon(
+                        partial(front_end.engine.complete, f"prompt {number}", max_tokens=20)
+                    )
+        workers = await first.server_api.workers()
+        assert [each.index for each in workers] == [0, 1]
+        assert all(each.num_steps > 10 for each in workers)
+        assert await second.server_api.flush_cache() > 0
+        await server.wait_nothing_held()
+
+
 async def test_steps_of_all_are_told(tmp_path: Path) -> None:
     async with open_server(tmp_path, slow_worker) as server:
         first, second = server.front_ends

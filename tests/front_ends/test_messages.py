@@ -168,6 +168,8 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
         *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
         "beams",
+        "scheduler",
+        "num_cached_when_placed",
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
     assert {field.name for field in attrs.fields(Request)} - stays == travels

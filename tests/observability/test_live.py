@@ -561,7 +561,7 @@ async def test_of_many_tasks_few_are_looked_at() -> None:
 async def test_the_tree_names_the_engines_tasks() -> None:
     async with open_fake_engine() as engine, live.watch(engine) as snapshots:
         names = {node.name for node in tasks_of((await anext(snapshots)).tasks)}
-    wanted = ("TokenizerTask.run", "Schedulers.run", "Detokenizer.run", "Supervisor.run")
+    wanted = ("TokenizerTask.run", "Schedulers.run", "Detokenizer.run", "WorkerGroup.run_worker")
     assert all(any(name.endswith(each) for name in names) for each in wanted)
 
 

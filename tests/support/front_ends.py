@@ -13,6 +13,7 @@ import trio
 
 from trioserve import EngineConfig, ServerConfig
 from trioserve._util.pair_socket import PairSocket
+from trioserve.engine.engine_worker import EngineWorker
 from trioserve.engine.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.request_engine import RequestEngine
@@ -29,7 +30,6 @@ from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import FrontEndLost
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import (
     FAKE_CHAT_TEMPLATE,
@@ -39,7 +39,7 @@ from trioserve.testing.fake_engine import (
 )
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
-from trioserve.workers.supervisor import OpenWorker, Supervisor
+from trioserve.workers.supervisor import OpenWorker
 
 __all__ = ["FrontEnd", "Server", "open_server"]
 
@@ -97,20 +97,11 @@ async def open_server(
     engine_config = EngineConfig("fake", **options)
     config = ServerConfig(engine=engine_config, api_server_count=count, **(server_options or {}))
     metrics = Metrics("fake")
-    scheduler = Scheduler(engine_config, metrics)
-    supervisor = Supervisor(
-        open_worker=open_worker or (lambda: run_fake_worker(make_worker(), engine_config)),
-        max_restarts=engine_config.max_worker_restarts,
-        judge=scheduler.judge,
-        worker_power=scheduler.worker_power,
-        on_loss=metrics.worker_lost,
-        on_replaced=metrics.worker_replaced,
-    )
+    opened = open_worker or (lambda: run_fake_worker(make_worker(), engine_config))
     async with (
         open_host(
             config,
-            scheduler,
-            supervisor,
+            lambda index: EngineWorker.of(index, engine_config, metrics, opened),
             metrics,
             task="generate" if encoder is None else encoder.task,
         ) as engine_server,

@@ -10,7 +10,7 @@ import trio
 
 from tests.support.tiny_models import make_tiny
 from trioserve import EngineConfig, ModelLoadError, open_engine
-from trioserve.engine.worker_start import make_workers
+from trioserve.engine.worker_start import WorkerProcesses
 from trioserve.protocol.errors import NoRoomForWorker
 from trioserve.workers import process as worker_process
 from trioserve.workers.process import Workers
@@ -22,7 +22,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def workers_of(path: Path) -> Workers:
-    return make_workers(EngineConfig(str(path)), path, None, None)
+    (workers,) = WorkerProcesses.of(EngineConfig(str(path)), path, None, None).first
+    return workers
 
 
 _others: set[int] = set()

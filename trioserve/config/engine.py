@@ -16,6 +16,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import KERNEL_ISAS
 
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
+ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "fp8")
 PREFIX_CACHE_SCOPES = ("server", "key")
@@ -227,10 +228,36 @@ class EngineConfig(ModelOptions):
         in_bytes=True,
     )
 
+    data_parallel_size: int = option(
+        1,
+        "workers, each with the whole model: on GPUs one each, on a CPU with a share of the cores",
+        group="worker",
+        page="workers#Several workers",
+        common=True,
+        kind=int,
+        low=1,
+        high=1024,
+    )
+    routing_policy: str = option(
+        "predicted",
+        "choice of a worker for a request: by the predicted time to the first token, in turn, by "
+        "the fewest requests, or by the longest cached prefix",
+        choices=ROUTING_POLICIES,
+        group="worker",
+        page="workers#Routing",
+    )
+    routing_temperature: float = option(
+        0.0,
+        "with more than 0, workers that cost more than the best one are chosen now and then",
+        group="worker",
+        page="workers#Routing",
+        kind=float,
+        low=0,
+    )
     num_threads: int | None = option(
         None,
-        "threads that the worker computes with on a CPU",
-        unset="the cores that it may use",
+        "threads that each worker computes with on a CPU",
+        unset="its share of the cores that may be used",
         group="worker",
         page="architecture#A step on a CPU",
         common=True,

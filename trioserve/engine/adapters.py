@@ -17,10 +17,10 @@ class EngineAdapters:
     """The adapters that requests of one engine may name.
 
     Args:
-        managers: The managers of each scheduler's adapters.
+        managers: Returns the manager of each scheduler's adapters.
     """
 
-    _managers: Sequence[AdapterManager]
+    _managers: Callable[[], Sequence[AdapterManager]]
     catalogue: Catalogue = attrs.field(init=False, factory=Catalogue)
     on_change: Callable[[], None] = attrs.field(init=False, default=lambda: None)
     """Called when the catalogue has changed."""
@@ -42,9 +42,9 @@ class EngineAdapters:
 
         self._loading.add(name)
         try:
-            await all_together(load, self._managers)
+            await all_together(load, self._managers())
         except BaseException:
-            for each in self._managers:
+            for each in self._managers():
                 each.forget(adapter)
             raise
         finally:
@@ -70,10 +70,10 @@ class EngineAdapters:
         """
         adapter = self.catalogue.remove(name)
         self.on_change()
-        for gone in [each.unload(adapter) for each in self._managers]:
+        for gone in [each.unload(adapter) for each in self._managers()]:
             await gone.wait()
 
     def name_of(self, number: int) -> str | None:
         """Return the name of the adapter with that number; None if it is unknown."""
-        names = (each.name_of(number) for each in self._managers)
+        names = (each.name_of(number) for each in self._managers())
         return next((name for name in names if name is not None), None)

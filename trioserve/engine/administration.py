@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from trioserve.observability.statistics import EngineStatistics
+from trioserve.observability.worker_report import WorkerReport
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
@@ -60,6 +61,15 @@ class Administration(Protocol):
 
     async def iterations(self) -> list[Iteration]:
         """Return the newest steps since the last call. The first call returns none."""
+
+    async def workers(self) -> list[WorkerReport]:
+        """Return :attr:`trioserve.Engine.workers`."""
+
+    async def add_worker(self) -> WorkerReport:
+        """Add a worker as :meth:`trioserve.Engine.add_worker`."""
+
+    async def remove_worker(self, index: int) -> None:
+        """Remove a worker as :meth:`trioserve.Engine.remove_worker`."""
 
     async def cache_events(self) -> list[CacheEvent]:
         """Return the prefix cache's newest events since the last call."""

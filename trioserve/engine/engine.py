@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import attrs
 
@@ -14,7 +14,9 @@ from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.sessions.session import MAX_CAPACITY, Session
 from trioserve.engine.sessions.sessions import Sessions
+from trioserve.engine.worker_group import WorkerGroup
 from trioserve.observability.statistics import EngineStatistics
+from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol.errors import EngineError, Paused
 from trioserve.workers.supervisor import WorkerLife
 
@@ -24,8 +26,8 @@ class Engine(RequestEngine, OperatedEngine):
     """A running engine. Made by :func:`open_engine`; every method is for the same trio program."""
 
     _backend: Schedulers
-    worker_life: Callable[[], WorkerLife]
-    """Returns the state of the worker process."""
+    worker_group: WorkerGroup
+    """The workers."""
     sessions: Sessions = attrs.field(init=False)
     """The open sessions."""
     control: Control = attrs.field(init=False)
@@ -42,6 +44,32 @@ class Engine(RequestEngine, OperatedEngine):
     def schedulers(self) -> Schedulers:
         """The schedulers of the engine."""
         return self._backend
+
+    @property
+    def workers(self) -> list[WorkerReport]:
+        """The states of the workers at this moment."""
+        return self.worker_group.reports()
+
+    def worker_life(self) -> WorkerLife:
+        """Return the state of the first worker process that doesn't run, or of the first one."""
+        return self.worker_group.life
+
+    async def add_worker(self) -> WorkerReport:
+        """Start one more worker; return its state once it serves.
+
+        Raises:
+            InvalidRequest: nothing is computed now, or the model is an encoder.
+            CallFailed: it can't load the model.
+        """
+        return await self.worker_group.add()
+
+    async def remove_worker(self, index: int) -> None:
+        """End the worker of that number, once all of its requests have gone to others.
+
+        Raises:
+            InvalidRequest: there is no such worker, or no other one.
+        """
+        await self.worker_group.remove(index)
 
     @contextlib.contextmanager
     def open_session(
@@ -77,6 +105,7 @@ class Engine(RequestEngine, OperatedEngine):
             super().statistics(),
             num_sessions=len(self.sessions),
             memory_released=self.control.memory_released,
+            workers=tuple(self.workers),
         )
 
     def check_integrity(self) -> None:

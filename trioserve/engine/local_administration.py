@@ -11,7 +11,9 @@ from trioserve.engine.control import Control
 from trioserve.engine.engine import Engine
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.sessions.sessions import Sessions
+from trioserve.engine.worker_group import WorkerGroup
 from trioserve.observability.statistics import EngineStatistics
+from trioserve.observability.worker_report import WorkerReport
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
@@ -29,6 +31,9 @@ class AdministeredEngine(Protocol):
     def sessions(self) -> Sessions: ...
 
     def statistics(self) -> EngineStatistics: ...
+
+    @property
+    def worker_group(self) -> WorkerGroup: ...
 
 
 @attrs.define(eq=False)
@@ -100,6 +105,18 @@ class SharedAdministration:
     async def iterations(self) -> list[Iteration]:
         """Return the newest steps since the last call; the first returns none."""
         return self._iterations.take()
+
+    async def workers(self) -> list[WorkerReport]:
+        """Return :attr:`trioserve.Engine.workers`."""
+        return self._engine.worker_group.reports()
+
+    async def add_worker(self) -> WorkerReport:
+        """Add a worker as :meth:`trioserve.Engine.add_worker`."""
+        return await self._engine.worker_group.add()
+
+    async def remove_worker(self, index: int) -> None:
+        """Remove a worker as :meth:`trioserve.Engine.remove_worker`."""
+        await self._engine.worker_group.remove(index)
 
     async def cache_events(self) -> list[CacheEvent]:
         """Return the prefix cache's newest events since the last call; the first returns none."""

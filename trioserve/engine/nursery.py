@@ -1,4 +1,4 @@
-"""The nursery: the engine's tasks and the worker's supervisor under one parent.
+"""The nursery: the engine's tasks and the workers' supervisors under one parent.
 
 ::
 
@@ -23,32 +23,28 @@ import attrs
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.config.adapter_paths import named_paths
 from trioserve.engine.backend import Backend
 from trioserve.engine.engine import Engine
 from trioserve.engine.idle_check import AskedWorkers, IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
-from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks, open_tasks
-from trioserve.engine.worker_start import locate_model, log_loaded, make_workers
+from trioserve.engine.worker_group import MakeWorker, WorkerGroup
+from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
 from trioserve.observability.tracing import open_tracing
-from trioserve.pooling.batcher import supervised_batcher
 from trioserve.pooling.requests import Encoding
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer_task import TokenizerTask
 from trioserve.text.worker_validation import WorkerValidation
-from trioserve.workers.process import OnProgress, Workers
-from trioserve.workers.supervisor import Supervisor
+from trioserve.workers.process import OnProgress
 
 _Engine = TypeVar("_Engine", bound=RequestEngine)
 
@@ -97,65 +93,47 @@ async def _open_worker(
 ) -> AsyncIterator[Engine]:
     """Run the engine over a worker process of its own."""
     path = await locate_model(config)
-    workers = make_workers(config, path, on_progress, mock)
-    async with workers.process_ahead():
+    processes = WorkerProcesses.of(config, path, on_progress, mock)
+    async with processes.ahead():
         loaded = await LoadedModel.read(config, path)
         metrics = Metrics(loaded.name, config.metrics_prefix)
-        scheduler, supervisor = open_scheduler(config, metrics, workers)
         async with run_engine(
             config,
             loaded,
-            scheduler,
+            processes.maker(config, metrics),
             metrics,
-            supervisor,
             asks_idle_worker=True,
             while_loading=while_loading,
         ) as engine:
-            log_loaded(loaded.name, engine.ready)
+            log_loaded(loaded.name, engine.ready, config.data_parallel_size)
             loaded.log_defaults()
             yield engine
-
-
-def open_scheduler(
-    config: EngineConfig, metrics: Metrics, workers: Workers
-) -> tuple[Scheduler, Supervisor]:
-    """Return a scheduler, and the supervisor of the ``workers`` to be attached to it."""
-    scheduler = Scheduler(config, metrics)
-    workers.weights = lambda: scheduler.weights.path
-    supervisor = Supervisor(
-        open_worker=workers.open,
-        max_restarts=config.max_worker_restarts,
-        judge=scheduler.judge,
-        worker_power=scheduler.worker_power,
-        on_loss=metrics.worker_lost,
-        on_replaced=metrics.worker_replaced,
-    )
-    return scheduler, supervisor
 
 
 @contextlib.asynccontextmanager
 async def run_engine(
     config: EngineConfig,
     model: LoadedModel,
-    scheduler: Scheduler,
+    make_worker: MakeWorker,
     metrics: Metrics,
-    supervisor: Supervisor,
     *,
     asks_idle_worker: bool = False,
     while_loading: Callable[[], None] | None = None,
 ) -> AsyncIterator[Engine]:
-    """Run an engine over any kind of worker; :func:`open_engine` gives it the real one.
+    """Run an engine over any kind of workers; :func:`open_engine` makes real ones.
 
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     ``while_loading`` is called in a thread, and done when the block begins.
     """
-    scheduler.stop_string_at_end = model.stop_string_at_end
-    schedulers = join_schedulers(
-        config, scheduler, supervisor, metrics, encodes=model.encoder is not None
+    group = WorkerGroup.of(
+        config,
+        metrics,
+        make_worker,
+        encodes=model.encoder is not None,
+        stop_string_at_end=model.stop_string_at_end,
     )
-    encoding: Encoding | None = None
-    if model.encoder is not None:
-        encoding = Encoding(encoder=model.encoder, compute=schedulers.encode)
+    schedulers, encoder = group.schedulers, model.encoder
+    encoding = None if encoder is None else Encoding(encoder=encoder, compute=schedulers.encode)
 
     start_task: Callable[[Callable[..., Awaitable[None]]], None]
 
@@ -165,12 +143,11 @@ async def run_engine(
         called = trio.Event()
 
         async def call_meanwhile() -> None:
-            if while_loading is not None:
-                await in_thread(while_loading)
+            await in_thread(while_loading or (lambda: None))
             called.set()
 
         tasks.start_soon(call_meanwhile)
-        ready = await start_worker(tasks, config, schedulers, supervisor)
+        ready = await group.start(tasks, config)
         await called.wait()
         return ready
 
@@ -182,8 +159,8 @@ async def run_engine(
         start,
         functools.partial(
             Engine,
-            worker_life=lambda: supervisor.life,
-            worker_restarts=lambda: supervisor.restarts,
+            worker_group=group,
+            worker_restarts=lambda: group.num_restarts,
             encoding=encoding,
         ),
         validation=WorkerValidation(
@@ -194,33 +171,6 @@ async def run_engine(
         schedulers.notify_idle(engine.on_none_open)
         engine.sessions.start_task = start_task
         yield engine
-
-
-def join_schedulers(
-    config: EngineConfig,
-    scheduler: Scheduler,
-    supervisor: Supervisor,
-    metrics: Metrics,
-    *,
-    encodes: bool,
-) -> Schedulers:
-    """Return the schedulers of an engine with one worker, which ``encodes`` texts or generates."""
-    if not encodes:
-        return Schedulers([scheduler])
-    return Schedulers([scheduler], [supervised_batcher(config, scheduler, supervisor, metrics)])
-
-
-async def start_worker(
-    tasks: EngineTasks, config: EngineConfig, schedulers: Schedulers, supervisor: Supervisor
-) -> wire.Ready:
-    """Start the worker of ``schedulers``; return once it has loaded the model and all adapters."""
-    (scheduler,) = schedulers
-    ready: wire.Ready = await tasks.start(supervisor.run, scheduler.attach)
-    for batcher in schedulers.batchers:
-        batcher.set_limits(ready)
-        tasks.start_soon(batcher.run)
-    await schedulers.adapters.load_first(named_paths(config.lora_modules))
-    return ready
 
 
 @attrs.frozen(kw_only=True)

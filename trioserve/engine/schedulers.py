@@ -13,9 +13,12 @@ from trioserve._util.channels import receive_waiting
 from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription, subscribe_to
 from trioserve._util.together import all_together
 from trioserve.engine.adapters import EngineAdapters
+from trioserve.engine.routing.placement import Placement
+from trioserve.engine.routing.policy import Policy
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns, Floats
+from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
@@ -31,29 +34,41 @@ class Schedulers:
     Args:
         schedulers: One for each worker.
         batchers: The batchers of texts for the same workers, if the model is an encoder.
+        policy: The choice of a worker for each request.
     """
 
-    def __init__(self, schedulers: Seq[Scheduler], batchers: Seq[Batcher] = ()) -> None:
-        self._all = tuple(schedulers)
+    def __init__(
+        self,
+        schedulers: Seq[Scheduler],
+        batchers: Seq[Batcher] = (),
+        policy: Policy | None = None,
+    ) -> None:
+        self.placement = Placement(schedulers, policy or Policy())
+        """The choice of a scheduler for each request."""
         self.batchers = tuple(batchers)
-        self.adapters = EngineAdapters([each.adapters for each in self._all])
-        self.pins = PrefixPins(lambda: [each.core for each in self._all if each.core is not None])
+        self.adapters = EngineAdapters(lambda: [each.adapters for each in self])
+        self.pins = PrefixPins(lambda: [each.core for each in self if each.core is not None])
+        self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
+        self._on_idle: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Scheduler]:
-        return iter(self._all)
+        return iter(self.placement.schedulers)
 
     def __getitem__(self, index: int) -> Scheduler:
-        return self._all[index]
+        return self.placement.schedulers[index]
 
     # ---- requests
 
     def for_request(self, request: Request) -> Scheduler:
-        """Return the scheduler that computes ``request``, which stays the same until its end.
+        """Return the scheduler that computes ``request``; any one before it is placed."""
+        placed: Scheduler | None = request.scheduler
+        return self[0] if placed is None else placed
 
-        This is the only place that chooses a scheduler; there is one to choose from.
-        """
-        (only,) = self._all
-        return only
+    def add(self, scheduler: Scheduler) -> None:
+        """Add a scheduler whose worker serves."""
+        scheduler.outputs = self._outputs
+        scheduler.on_idle = self._on_idle
+        self.placement.add(scheduler)
 
     async def run(
         self,
@@ -68,13 +83,17 @@ class Schedulers:
             outputs: Outputs of steps and aborts, for the detokenizer. The buffer must be unbounded,
                 because an abort can't wait.
         """
+        self._outputs = outputs
         for each in self:
             each.outputs = outputs
-        await self.wait_attached()
+        for each in self:
+            await each.wait_attached()
         async for first in requests:
             # Requests that came together are submitted together, so that they share a plan.
             for request in (first, *receive_waiting(requests)):
-                self.for_request(request).submit(request)
+                request.scheduler = self.placement.place(request)
+                # A worker may have been attached after the grammar was checked.
+                request.scheduler.submit(request, compiles=len(self.placement.schedulers) > 1)
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent."""
@@ -83,10 +102,10 @@ class Schedulers:
     async def encode(self, columns: Columns, tenant: str = "") -> Floats:
         """Compute texts as :meth:`trioserve.pooling.batcher.Batcher.compute`, on one worker.
 
-        This is the only place that chooses a batcher; an encoder has one.
+        It is the worker with the fewest tokens to be computed.
         """
-        (only,) = self.batchers
-        return await only.compute(columns, tenant)
+        batcher = min(self.batchers, key=lambda each: each.core.num_waiting_tokens)
+        return await batcher.compute(columns, tenant)
 
     @property
     def catalogue(self) -> Catalogue:
@@ -97,8 +116,8 @@ class Schedulers:
 
     @property
     def attached(self) -> bool:
-        """True while every scheduler has a worker."""
-        return all(each.attached for each in self)
+        """True while a scheduler has a worker."""
+        return any(each.attached for each in self)
 
     @property
     def num_attached(self) -> int:
@@ -106,16 +125,22 @@ class Schedulers:
         return sum(each.num_attached for each in self)
 
     async def wait_attached(self) -> None:
-        """Block until every scheduler has a worker."""
-        for each in self:
-            await each.wait_attached()
+        """Block until a scheduler has a worker."""
+
+        async def wait(scheduler: Scheduler) -> None:
+            await scheduler.wait_attached()
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for each in self:
+                nursery.start_soon(wait, each)
 
     async def call(self, name: str, arguments: object = None) -> Any:
-        """Call every worker by name, and return the first one's answer.
+        """Call all workers that are there by name, and return the first one's answer.
 
         Raises:
             EngineError: A worker reports why it can't.
-            WorkerLost: A worker is missing, or was lost or hung before it answered.
+            WorkerLost: There is none, or one was lost or hung before it answered.
         """
         return (await self.call_all(name, arguments))[0]
 
@@ -125,7 +150,10 @@ class Schedulers:
         async def call(_: int, scheduler: Scheduler) -> Any:
             return await scheduler.call(name, arguments)
 
-        return await all_together(call, self._all)
+        present = [each for each in self if each.attached]
+        if not present:
+            raise WorkerLost(f"there is no worker to call {name!r}")
+        return await all_together(call, present)
 
     # ---- pauses
 
@@ -181,6 +209,7 @@ class Schedulers:
 
     def notify_idle(self, note: Callable[[], None]) -> None:
         """Have ``note`` called whenever a scheduler becomes idle. Others may not be."""
+        self._on_idle = note
         for each in self:
             each.on_idle = note
 
@@ -211,7 +240,7 @@ class Schedulers:
 
     def statistics(self) -> SchedulerStatistics:
         """Return the sum of the counts of this moment; texts count as sequences."""
-        total = sum_of([each.statistics() for each in self])
+        total = sum_of([each.statistics() for each in (*self, *self.placement.gone)])
         for batcher in self.batchers:
             total = batcher.counted_in(total)
         return total

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import attrs
 
 from trioserve.config import EngineConfig
 from trioserve.config.speculation import parse_speculative
+from trioserve.engine.engine_worker import EngineWorker
 from trioserve.engine.loaded_model import in_thread
+from trioserve.engine.worker_group import MakeWorker
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
+from trioserve.protocol.machine import Machine
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
 from trioserve.workers.process import OnProgress, Workers
@@ -30,18 +36,65 @@ async def locate_model(config: EngineConfig) -> Path:
     return await in_thread(lambda: locate(config.model, revision=config.revision))
 
 
-def make_workers(
-    config: EngineConfig,
-    path: Path,
-    on_progress: OnProgress | None,
-    mock: wire.MockSteps | None,
-) -> Workers:
-    """Return the worker processes for the model at ``path``, of which none is started yet."""
-    return Workers(
-        start=start_message(config, path, mock),
-        start_timeout=config.worker_start_timeout,
-        on_progress=on_progress or (lambda _: None),
-    )
+@attrs.define(eq=False)
+class WorkerProcesses:
+    """The processes of an engine's workers, a series of them for each worker.
+
+    The first series' progress is shown while it loads: the others load the same.
+    """
+
+    _make: Callable[[int], Workers]
+    first: list[Workers]
+    """The processes of the workers that start with the engine."""
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        path: Path,
+        on_progress: OnProgress | None,
+        mock: wire.MockSteps | None,
+    ) -> WorkerProcesses:
+        """Return the processes for the model at ``path``; none is started yet."""
+        start = start_message(config, path, mock)
+        count = config.data_parallel_size
+        start = attrs.evolve(start, num_sharing=count)
+        if count > 1 and not start.num_threads:
+            start = attrs.evolve(start, num_threads=max(int(Machine().cores()) // count, 1))
+
+        def make(index: int) -> Workers:
+            return Workers(
+                start=attrs.evolve(start, device=device_of(start.device, index, count)),
+                start_timeout=config.worker_start_timeout,
+                on_progress=on_progress if on_progress and not index else (lambda _: None),
+            )
+
+        return cls(make, [make(index) for index in range(count)])
+
+    @contextlib.asynccontextmanager
+    async def ahead(self) -> AsyncIterator[None]:
+        """Start the first process of each worker, as :meth:`Workers.process_ahead`."""
+        async with contextlib.AsyncExitStack() as stack:
+            for each in self.first:
+                await stack.enter_async_context(each.process_ahead())
+            yield
+
+    def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
+        """Return the function that makes workers over these processes."""
+
+        def make(index: int) -> EngineWorker:
+            is_first = index < len(self.first)
+            workers = self.first[index] if is_first else self._make(index)
+            made = EngineWorker.of(index, config, metrics, workers.open)
+            workers.weights = lambda: made.scheduler.weights.path
+            return made
+
+        return make
+
+
+def device_of(device: str, index: int, count: int) -> str:
+    """Return the device of worker ``index`` of ``count``: a GPU of its own, if it is for GPUs."""
+    return f"{device}:{index}" if count > 1 and device in ("auto", "cuda") else device
 
 
 def start_message(
@@ -86,8 +139,8 @@ def _speculative(config: EngineConfig) -> SpeculativeConfig | None:
     return attrs.evolve(options, model=str(locate(options.model).resolve()))
 
 
-def log_loaded(name: str, ready: wire.Ready) -> None:
-    """Log what a worker has loaded, and why it is slow, if it is."""
+def log_loaded(name: str, ready: wire.Ready, num_workers: int) -> None:
+    """Log what the workers have loaded, and why they are slow, if they are."""
     _log.info(
         "model loaded",
         model=name,
@@ -95,6 +148,7 @@ def log_loaded(name: str, ready: wire.Ready) -> None:
         computing=ready.computing,
         dtype=ready.dtype,
         max_model_len=ready.max_model_len,
+        **({"workers": num_workers} if num_workers > 1 else {}),
         kv_cache_tokens=ready.num_pages * ready.page_size,
         **({"host_tokens": ready.num_host_pages * ready.page_size} if ready.num_host_pages else {}),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
+from trioserve.observability.worker_report import WorkerReport
 
 
 @attrs.frozen
@@ -14,7 +15,7 @@ class EngineStatistics:
     ``num_tokenizing`` outputs belong to requests that are not yet in the queue; ``num_streams``
     streams are open; ``stream_bytes`` of output wait for slow readers; ``num_sessions`` sessions
     are open; ``front_end_restarts`` front ends were replaced, if there are any; ``memory_released``
-    is true while the worker's memory is released.
+    is true while the worker's memory is released; ``workers`` are the states of all workers.
     """
 
     scheduler: SchedulerStatistics
@@ -25,6 +26,7 @@ class EngineStatistics:
     num_sessions: int = 0
     front_end_restarts: int = 0
     memory_released: bool = False
+    workers: tuple[WorkerReport, ...] = ()
 
     def summary(self) -> str:
         """Return the numbers in a few readable lines."""

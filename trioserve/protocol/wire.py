@@ -120,10 +120,9 @@ class Start:
     max_loras: int = 0
     """The most adapters in one plan."""
     free_memory: int = 0
-    """:attr:`Ready.free_memory` of the first worker; 0 for the first worker itself.
-
-    The memory of a process that has ended may come back a little later.
-    """
+    """:attr:`Ready.free_memory` of the first process; 0 for that itself. It may come back late."""
+    num_sharing: int = 1
+    """Number of workers that share a CPU's memory."""
     speculative: SpeculativeConfig | None = None
     """Options of speculative decoding; None for none."""
     mock: MockSteps | None = None

@@ -210,6 +210,10 @@ class Request:
     """Sequences that hold beams besides ``sequences``; nothing of them is delivered."""
     beams: Any = None
     """The scheduler's own record of its beam search."""
+    scheduler: Any = None
+    """The scheduler that computes it; None until it is placed on one."""
+    num_cached_when_placed: int = 0
+    """Tokens of the prompt that the prefix cache there had when it was placed."""
     admitted: trio.Event = attrs.field(factory=trio.Event)
     on_tokenized: Callable[[], None] | None = None
     """Called when ``prompt_ids`` are there; may raise ``QueueFull``."""

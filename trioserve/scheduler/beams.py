@@ -92,6 +92,10 @@ class BeamGroup:
         """Add the result of a beam that holds a slot."""
         self._found[seq_state.sequence] = _Found(seq_state.num_stays, token, continuations)
 
+    def forget_results(self) -> None:
+        """Forget the results of beams: the search goes on with another worker."""
+        self._found.clear()
+
     def waits(self, sequence: Sequence) -> bool:
         """Return True if the result of the sequence's beam is there, and the next beams aren't.
 

@@ -117,6 +117,10 @@ class SchedulerCore(SchedulerState):
             return None
         return wire.Drop(slot=seq_state.slot, generation=seq_state.generation)
 
+    def unfinished_requests(self) -> list[Request]:
+        """Return the requests with sequences that haven't finished."""
+        return list(dict.fromkeys(each.sequence.request for each in self._unfinished()))
+
     def next_plan(self, now: float) -> wire.Plan | None:
         """Return the worker's next plan; None if there is nothing to do or enough is in flight."""
         return self._planner.next_plan(now)

@@ -32,6 +32,8 @@ MAX_KILLS = 2
 MAX_ALONE = 5
 """Deaths in a row, with one request in flight, before it is the culprit despite its progress."""
 
+KillRecord = tuple[int, int]
+"""Mark of a sequence that was in flight when its worker was killed, and number of kills."""
 Flight = Mapping[Sequence, int]
 """Sequences in flight, and the number of tokens of each that would have been computed."""
 
@@ -57,7 +59,7 @@ class FaultIsolation:
     """Deaths in a row at which it was alone."""
     _progressed: bool = attrs.field(init=False, default=False)
     """True if an output of a suspect has got past its mark since the last death."""
-    _killed: dict[Sequence, tuple[int, int]] = attrs.field(init=False, factory=dict)
+    _killed: dict[Sequence, KillRecord] = attrs.field(init=False, factory=dict)
     """Sequences in flight when the worker was killed: mark, and number of kills."""
 
     @property
@@ -126,6 +128,15 @@ class FaultIsolation:
                 del self._killed[sequence]
             if sequence in self._marks and computed >= self._marks[sequence]:
                 self._clear(sequence)
+
+    def take_kills(self, sequences: Iterable[Sequence]) -> dict[Sequence, KillRecord]:
+        """Remove and return the records of sequences that go to another worker."""
+        found = {each: self._killed.pop(each, None) for each in sequences}
+        return {each: record for each, record in found.items() if record is not None}
+
+    def add_kills(self, records: Mapping[Sequence, KillRecord]) -> None:
+        """Add the records of sequences that come from another worker."""
+        self._killed.update(records)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget ``sequence``, which has finished."""

@@ -21,7 +21,13 @@ from trioserve.observability.logs import get_logger
 from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
-from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.request import (
+    Finish,
+    Request,
+    Sequence,
+    SequenceOutput,
+    State,
+)
 from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.calls import Calls
@@ -30,6 +36,7 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.grammar_recompiling import recompile
 from trioserve.scheduler.hang_detection import HangDetection
 from trioserve.scheduler.limits import SchedulerLimits
+from trioserve.scheduler.moving import Moving, take_in, take_out
 from trioserve.scheduler.pause_control import PauseControl
 from trioserve.scheduler.plan_sender import PlanSender
 from trioserve.scheduler.watchdog import Watchdog
@@ -66,6 +73,8 @@ class Scheduler:
         """Time when the last worker was attached; infinity once its loss has been judged."""
         self._planned = Conditions()
         """Conditions that may change with each plan, or when there is none to make."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called when the loss of the worker has been judged."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the last plan has come back and no sequence is left."""
         self._num_steps_idle = 0
@@ -84,10 +93,14 @@ class Scheduler:
 
     # ---- requests
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, compiles: bool = False) -> None:
         """Take in a tokenized request; a worker must have been attached. Never blocks.
 
         A request that has finished meanwhile is dropped.
+
+        Args:
+            request: The request.
+            compiles: True if the worker may have to compile its grammar.
         """
         assert self._core is not None, "no worker has been attached yet"
         if all(sequence.state is State.FINISHED for sequence in request.sequences):
@@ -97,8 +110,25 @@ class Scheduler:
         except InvalidRequest as error:
             request.reject(error)
             return
+        grammar = request.sequences[0].sampler.grammar
+        if compiles and grammar is not None:
+            self._core.uncompiled[grammar] = None
+            self._planned.notify()
         request.admit()
         self._sender.wake()
+
+    def take_out(self, request: Request) -> Moving:
+        """Take out a movable request (:mod:`~trioserve.scheduler.moving`)."""
+        moving = take_out(self._existing_core(), request)
+        self._notify()
+        return moving
+
+    def take_in(self, moving: Moving) -> None:
+        """Take in a request that was taken out of another scheduler."""
+        take_in(self._existing_core(), moving)
+        self._planned.notify()
+        self._sender.wake()
+        self._notify()
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent.
@@ -200,6 +230,7 @@ class Scheduler:
         )
         self._attached_at = math.inf
         self._end(outputs, str(loss))
+        self.on_loss()
         return num_deaths
 
     def _end(self, outputs: list[SequenceOutput], reason: str) -> None:

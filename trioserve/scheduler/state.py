@@ -57,9 +57,13 @@ class SchedulerState:
         """Number of the next plan."""
         self.num_waiting_tokens = 0
         """Tokens, prompt and output so far, of all sequences that wait for a slot."""
+        self.num_waiting_cached = 0
+        """Waiting tokens that the prefix cache had when their requests were placed."""
         self.waiting_of_tenants = TenantCounts()
         """Sequences that wait for a slot and their tokens, by tenant."""
         self.has_worker = True
+        self.num_taken_in = 0
+        """Number of requests that came from other workers."""
         self.num_arrivals = 0
         """Number of requests ever submitted, which is the newest request's arrival number."""
         self.step_times = StepTimeModel()
@@ -83,6 +87,7 @@ class SchedulerState:
         """Count a sequence that begins (1) or ceases (-1) to wait for a slot."""
         num_tokens = sign * sequence.num_tokens
         self.num_waiting_tokens += num_tokens
+        self.num_waiting_cached += sign * sequence.request.num_cached_when_placed
         self.waiting_of_tenants.add(sequence.request.tenant, sign, num_tokens)
 
     def move(self, sequence: Sequence, state: State) -> None:

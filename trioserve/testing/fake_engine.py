@@ -25,8 +25,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
+from trioserve.engine.engine_worker import EngineWorker
 from trioserve.engine.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.engine.nursery import run_engine
+from trioserve.engine.worker_group import MakeWorker
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
@@ -34,7 +36,6 @@ from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 from trioserve.testing.fake_loop import serve_fake
 from trioserve.testing.fake_worker import FakeWorker
@@ -43,7 +44,7 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers import Link
-from trioserve.workers.supervisor import OpenWorker, Supervisor
+from trioserve.workers.supervisor import OpenWorker
 
 FAKE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -96,17 +97,14 @@ async def open_fake_engine(
         ),
     )
     metrics = Metrics(model.name, config.metrics_prefix)
-    scheduler = Scheduler(config, metrics)
-    supervisor = Supervisor(
-        open_worker=open_worker or (lambda: run_fake_worker(make_worker(), config)),
-        max_restarts=config.max_worker_restarts,
-        judge=scheduler.judge,
-        worker_power=scheduler.worker_power,
-        on_loss=metrics.worker_lost,
-        on_replaced=metrics.worker_replaced,
-    )
-    async with run_engine(config, model, scheduler, metrics, supervisor) as engine:
+    opened = open_worker or (lambda: run_fake_worker(make_worker(), config))
+    make = _worker_maker(config, metrics, opened)
+    async with run_engine(config, model, make, metrics) as engine:
         yield engine
+
+
+def _worker_maker(config: EngineConfig, metrics: Metrics, opened: OpenWorker) -> MakeWorker:
+    return lambda index: EngineWorker.of(index, config, metrics, opened)
 
 
 @contextlib.asynccontextmanager
@@ -130,19 +128,12 @@ async def open_fake_encoder(
     """
     shape = encoder_config or fake_encoder_config(task)
     config = EngineConfig("fake", **options)
-    make = make_worker or (lambda: fake_encoder(shape))
+    make_fake = make_worker or (lambda: fake_encoder(shape))
     metrics = Metrics("fake", config.metrics_prefix)
-    scheduler = Scheduler(config, metrics)
-    supervisor = Supervisor(
-        open_worker=open_worker or (lambda: run_fake_worker(make(), config)),
-        max_restarts=config.max_worker_restarts,
-        judge=scheduler.judge,
-        worker_power=scheduler.worker_power,
-        on_loss=metrics.worker_lost,
-        on_replaced=metrics.worker_replaced,
-    )
+    opened = open_worker or (lambda: run_fake_worker(make_fake(), config))
     model = fake_encoder_model(shape)
-    async with run_engine(config, model, scheduler, metrics, supervisor) as engine:
+    make = _worker_maker(config, metrics, opened)
+    async with run_engine(config, model, make, metrics) as engine:
         yield engine
 
 

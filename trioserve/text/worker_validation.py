@@ -72,17 +72,17 @@ class ValidatingWorker(Protocol):
 
     @property
     def attached(self) -> bool:
-        """True while every scheduler has a worker."""
+        """True while there is a worker."""
 
     @property
     def num_attached(self) -> int:
         """Number of workers attached since the start, the present ones included."""
 
     async def wait_attached(self) -> None:
-        """Block until every scheduler has a worker."""
+        """Block until there is a worker."""
 
     async def call(self, name: str, arguments: object = None) -> Any:
-        """Call every worker; raises ``EngineError`` or ``WorkerLost``."""
+        """Call all workers that are there; raises ``EngineError`` or ``WorkerLost``."""
 
 
 @attrs.define(eq=False)

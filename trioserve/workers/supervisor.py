@@ -30,7 +30,9 @@ class WorkerLife:
     """The state of the worker."""
 
     state: str = "starting"
-    """``starting`` (the first one loads), ``running``, ``restarting`` or ``released``."""
+    """``starting`` (the first one loads), ``running``, ``restarting``, ``released`` or ``ended``
+    (none will follow).
+    """
     since: float = 0.0
     """Time of the last change, in seconds on trio's clock."""
     pid: int | None = None
@@ -87,6 +89,7 @@ class Supervisor:
             await self._run(attach, task_status)
         finally:
             self.worker_power.end()
+            self._note_life("ended")
 
     async def _run(self, attach: Attach, task_status: trio.TaskStatus[wire.Ready]) -> None:
         started = False

@@ -57,6 +57,40 @@ async def until(condition: Any) -> None:
             await trio.sleep(0.001)
 
 
+async def test_workers_are_listed() -> None:
+    async with serving() as (engine, client):
+        assert (await client.get("/workers")).status_code == 401
+        await engine.complete("word", max_tokens=3)
+        response = await client.get("/workers", headers=ADMIN)
+        (worker,) = json.loads(await response.get_data(True))["workers"]
+        assert (worker["index"], worker["state"], worker["restarts"]) == (0, "running", 0)
+        assert worker["num_steps"] >= 3
+        assert worker["pages_free"] <= worker["pages_total"] == 256
+        assert worker["decode_ms"] > 0
+        assert [each.state for each in engine.workers] == ["running"]
+
+
+async def test_workers_are_added_and_removed() -> None:
+    async with serving() as (engine, client):
+
+        async def remove(index: str) -> tuple[int, Any]:
+            response = await client.delete(f"/workers/{index}", headers=ADMIN)
+            return response.status_code, json.loads(await response.get_data(True))
+
+        status, answer = await remove("0")
+        assert (status, answer["error"]["param"]) == (400, "index")
+        added = await control(client, "/workers")
+        assert (added["index"], added["state"]) == (1, "running")
+        assert (await generate(client, "one", 3))[0] == 200
+        assert (await remove("0"))[0] == 200
+        assert [each.index for each in engine.workers] == [1]
+        assert (await generate(client, "two", 3))[0] == 200
+        for wrong in ("x", "-1", "7", "9" * 40):
+            status, answer = await remove(wrong)
+            assert (status, answer["error"]["param"]) == (400, "index")
+        assert (await client.delete("/workers/1")).status_code == 401
+
+
 async def test_pause_and_continue() -> None:
     async with serving() as (engine, client):
         await control(client, "/pause_generation", {"mode": "in_place"})

@@ -67,7 +67,6 @@ CAN: dict[Refusal, Callable[[], bool]] = {
         set(typing.get_args(Prompt)) != {TextPrompt, TokensPrompt, ChatPrompt}
     ),
     Refusal.MEDIA: lambda: told("modalities"),
-    Refusal.SEVERAL_WORKERS: lambda: option("parallel-size"),
     Refusal.DISAGGREGATION: lambda: option("disaggregation"),
     Refusal.STREAM_INTERVALS: lambda: option("stream-interval"),
     Refusal.REASONING_BUDGETS: lambda: sampled("thinking"),

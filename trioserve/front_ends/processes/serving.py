@@ -10,8 +10,7 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.engine.nursery import open_scheduler
-from trioserve.engine.worker_start import locate_model, log_loaded, make_workers
+from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded
 from trioserve.front_ends.processes.pool import ProcessPool
 from trioserve.front_ends.server.engine_server import open_host
 from trioserve.http.server.listeners import open_shared_listening, removing_socket_file
@@ -34,10 +33,10 @@ async def serve_with_front_ends(
     task = await trio.to_thread.run_sync(task_of, path)
     name = (config.served_model_name or (_name_of(config, path),))[0]
     metrics = Metrics(name, config.engine.metrics_prefix)
-    workers = make_workers(config.engine, path, on_progress, mock)
-    scheduler, supervisor = open_scheduler(config.engine, metrics, workers)
-    async with open_host(config, scheduler, supervisor, metrics, task=task) as engine_server:
-        log_loaded(name, engine_server.ready)
+    processes = WorkerProcesses.of(config.engine, path, on_progress, mock)
+    make_worker = processes.maker(config.engine, metrics)
+    async with open_host(config, make_worker, metrics, task=task) as engine_server:
+        log_loaded(name, engine_server.ready, config.engine.data_parallel_size)
         listening = await open_shared_listening(config, config.api_server_count)
         with removing_socket_file(config), contextlib.closing(listening):
             pool = ProcessPool(

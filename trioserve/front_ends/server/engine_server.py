@@ -23,10 +23,9 @@ from trioserve._util.pair_socket import PairSocket
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine.control import Control
 from trioserve.engine.idle_check import IdleCheck
-from trioserve.engine.nursery import join_schedulers, start_worker
-from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.engine.tasks import open_tasks
+from trioserve.engine.worker_group import MakeWorker, WorkerGroup
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.heartbeat import patience_of
 from trioserve.front_ends.messages import Offered
@@ -46,9 +45,7 @@ from trioserve.protocol.errors import EngineError, Paused
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.request import Request, SequenceOutput
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.text.worker_validation import WorkerValidation
-from trioserve.workers.supervisor import Supervisor
 
 
 class EngineServer:
@@ -57,8 +54,7 @@ class EngineServer:
     Args:
         config: the server's options.
         ready: the first worker's device and limits.
-        schedulers: compute the requests of all front ends.
-        supervisor: keeps their worker alive.
+        workers: compute the requests of all front ends.
         metrics: this process's own.
         submit: takes a request in for validation.
     """
@@ -67,8 +63,7 @@ class EngineServer:
         self,
         config: ServerConfig,
         ready: wire.Ready,
-        schedulers: Schedulers,
-        supervisor: Supervisor,
+        workers: WorkerGroup,
         metrics: Metrics,
         submit: Callable[[Request], None],
     ) -> None:
@@ -77,8 +72,8 @@ class EngineServer:
         self.metrics = metrics
         self.failure: EngineError | None = None
         """Why everything is ending, once it is."""
-        self.schedulers = schedulers
-        self._supervisor = supervisor
+        self.worker_group = workers
+        self.schedulers = schedulers = workers.schedulers
         self.front_end_restarts = 0
         """Front ends that were replaced."""
         self._peers = Peers()
@@ -101,7 +96,7 @@ class EngineServer:
             tally=lambda: Tally.of_snapshot(self._snapshot()),
             health=self._health,
             weight_version=lambda: self.control.weight_version,
-            worker_life=lambda: supervisor.life,
+            worker_life=lambda: workers.life,
         )
         """The source of snapshots."""
         self._context = self._make_context(config, submit)
@@ -223,10 +218,11 @@ class EngineServer:
             num_tokenizing=sum(each.num_tokenizing for each in counted),
             num_streams=sum(each.num_streams for each in counted),
             stream_bytes=sum(each.stream_bytes for each in counted),
-            worker_restarts=self._supervisor.restarts,
+            worker_restarts=self.worker_group.num_restarts,
             num_sessions=len(self.sessions),
             front_end_restarts=self.front_end_restarts,
             memory_released=self.control.memory_released,
+            workers=tuple(self.worker_group.reports()),
         )
 
     def check_integrity(self) -> None:
@@ -254,8 +250,7 @@ class EngineServer:
 @contextlib.asynccontextmanager
 async def open_host(
     config: ServerConfig,
-    scheduler: Scheduler,
-    supervisor: Supervisor,
+    make_worker: MakeWorker,
     metrics: Metrics,
     *,
     task: ModelTask = "generate",
@@ -270,9 +265,8 @@ async def open_host(
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     engine_server: EngineServer | None = None
-    schedulers = join_schedulers(
-        config.engine, scheduler, supervisor, metrics, encodes=task != "generate"
-    )
+    workers = WorkerGroup.of(config.engine, metrics, make_worker, encodes=task != "generate")
+    schedulers = workers.schedulers
     validation = WorkerValidation(
         schedulers, timeout=config.engine.grammar_timeout, observe_grammar=metrics.observe_grammar
     )
@@ -284,9 +278,9 @@ async def open_host(
     async with open_tasks(on_failure) as tasks:
         tasks.start_soon(validation.run, validation_inbox, to_scheduler)
         tasks.start_soon(schedulers.run, scheduler_inbox, to_routing)
-        ready = await start_worker(tasks, config.engine, schedulers, supervisor)
+        ready = await workers.start(tasks, config.engine)
         submit = to_validation.send_nowait
-        engine_server = EngineServer(config, ready, schedulers, supervisor, metrics, submit)
+        engine_server = EngineServer(config, ready, workers, metrics, submit)
         engine_server.sessions.start_task = tasks.start_soon
         tasks.is_ready = True
         tasks.start_soon(engine_server.route, routing_inbox)

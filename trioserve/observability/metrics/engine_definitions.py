@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trioserve.observability.metrics.definition import (
     Definition,
+    Samples,
     Scrape,
     counter,
     engine_counter,
@@ -11,6 +14,7 @@ from trioserve.observability.metrics.definition import (
     gauge,
     histogram,
 )
+from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol.grammar import GRAMMAR_KINDS
 
 GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")
@@ -29,6 +33,10 @@ def _cache_config(scrape: Scrape) -> dict[str, object]:
         "num_gpu_blocks": ready.num_pages,
         "num_gpu_blocks_override": config.num_gpu_blocks_override,
     }
+
+
+def _by_worker(scrape: Scrape, read: Callable[[WorkerReport], float]) -> Samples:
+    return [((str(each.index),), read(each)) for each in scrape.statistics.workers]
 
 
 CACHE = (
@@ -174,6 +182,37 @@ WORKER = (
         "worker_restarts",
         lambda s: s.statistics.worker_restarts,
         "Workers started in place of a dead one",
+    ),
+    Definition(
+        name="worker_up",
+        kind="gauge",
+        help="1 while the worker of that number runs",
+        group="worker",
+        labels=("worker",),
+        watching=True,
+        read=lambda s: _by_worker(s, lambda each: each.state == "running"),
+    ),
+    Definition(
+        name="worker_sequences",
+        kind="gauge",
+        help="Sequences that a worker computes, or that wait for a slot of it",
+        group="worker",
+        labels=("worker", "state"),
+        watching=True,
+        read=lambda s: [
+            ((str(each.index), state), count)
+            for each in s.statistics.workers
+            for state, count in (("running", each.num_running), ("waiting", each.num_waiting))
+        ],
+    ),
+    Definition(
+        name="worker_kv_cache_usage_perc",
+        kind="gauge",
+        help="Share of a worker's KV cache that requests hold, from 0 to 1",
+        group="worker",
+        labels=("worker",),
+        watching=True,
+        read=lambda s: _by_worker(s, lambda each: each.kv_usage),
     ),
     Definition(
         name="engine_sleep_state",

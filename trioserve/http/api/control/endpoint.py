@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import quart
 
 from trioserve.http.api.control.schemas import (
@@ -26,12 +27,16 @@ from trioserve.http.api.control.schemas import (
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
     WeightVersion,
+    WorkerEntry,
+    WorkerList,
 )
 from trioserve.http.api.generations import renamed
 from trioserve.http.api.openai.fields import ID_PREFIXES
 from trioserve.http.api.service import Service, json_response
 from trioserve.protocol.errors import InvalidRequest
 
+MAX_DIGITS = 9
+"""Most digits of a worker's number."""
 _ADAPTER_NAMES = {"name": "lora_name", "path": "lora_path", "adapter": "lora_name"}
 """The endpoint's names of fields, by the engine's names of arguments."""
 
@@ -56,6 +61,24 @@ class ControlEndpoints:
         await self._service.read_if_any(ContinueRequest)
         await self._service.server_api.resume()
         return json_response(Done(message="what waits is computed"))
+
+    async def workers(self) -> quart.Response:
+        """Handle ``GET /workers``."""
+        reports = await self._service.server_api.workers()
+        workers = [WorkerEntry(**attrs.asdict(each)) for each in reports]
+        return json_response(WorkerList(workers=workers))
+
+    async def add_worker(self) -> quart.Response:
+        """Handle ``POST /workers``."""
+        report = await self._service.server_api.add_worker()
+        return json_response(WorkerEntry(**attrs.asdict(report)))
+
+    async def remove_worker(self, index: str) -> quart.Response:
+        """Handle ``DELETE /workers/{index}``."""
+        if not index.isdecimal() or len(index) > MAX_DIGITS:
+            raise InvalidRequest(f"index must be a worker's number, got {index!r}", param="index")
+        await self._service.server_api.remove_worker(int(index))
+        return json_response(Done(message=f"worker {index} has ended"))
 
     async def is_paused(self) -> quart.Response:
         """Handle ``GET /is_paused``."""

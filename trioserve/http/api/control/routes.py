@@ -21,10 +21,40 @@ from trioserve.http.api.control.schemas import (
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
     WeightVersion,
+    WorkerEntry,
+    WorkerList,
 )
 from trioserve.http.api.route import Route
 
 ROUTES = (
+    Route(
+        method="GET",
+        rule="/workers",
+        handler="workers",
+        summary="State and load of each worker",
+        group="Control",
+        response=WorkerList,
+        control=True,
+    ),
+    Route(
+        method="POST",
+        rule="/workers",
+        handler="add_worker",
+        summary="Start one more worker; answered once it serves",
+        group="Control",
+        response=WorkerEntry,
+        errors=(503,),
+        control=True,
+    ),
+    Route(
+        method="DELETE",
+        rule="/workers/<index>",
+        handler="remove_worker",
+        summary="End a worker once its requests have gone to the others",
+        group="Control",
+        response=Done,
+        control=True,
+    ),
     Route(
         method="POST",
         rule="/pause_generation",

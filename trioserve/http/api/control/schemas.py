@@ -77,6 +77,31 @@ class AbortManyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ]
 
 
+class WorkerEntry(msgspec.Struct, kw_only=True):
+    """The state of one worker."""
+
+    index: Annotated[int, about("Its place among the workers, from 0.")]
+    state: Annotated[str, about("`starting`, `running`, `restarting`, `released` or `ended`.")]
+    pid: Annotated[int | None, about("Process id while it runs.")]
+    restarts: Annotated[int, about("Number of its processes that were replaced.")]
+    last_loss: Annotated[str | None, about("Reason of the last loss.")]
+    num_running: Annotated[int, about("Sequences that are computed.")]
+    num_waiting: Annotated[int, about("Sequences that wait for a slot.")]
+    num_steps: Annotated[int, about("Steps computed since the start.")]
+    pages_total: Annotated[int, about("Pages of its KV cache.")]
+    pages_free: Annotated[int, about("Pages that hold nothing.")]
+    pages_cached: Annotated[int, about("Cached pages that no running sequence holds.")]
+    decode_ms: Annotated[
+        float, about("Milliseconds that a step with one more stream is expected to take.")
+    ]
+
+
+class WorkerList(msgspec.Struct, kw_only=True):
+    """The states of all workers."""
+
+    workers: Annotated[list[WorkerEntry], about("The workers, by their index.")]
+
+
 class AbortReply(msgspec.Struct, kw_only=True):
     """Number of aborted requests."""
 

@@ -224,8 +224,8 @@ class GenerationRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
     bootstrap_port: Annotated[Any, one_worker()] = None
     bootstrap_room: Annotated[Any, one_worker()] = None
     disagg_prefill_dp_rank: Annotated[Any, one_worker()] = None
-    routed_dp_rank: Annotated[Any, only(refusal=Refusal.SEVERAL_WORKERS)] = None
-    data_parallel_rank: Annotated[Any, only(refusal=Refusal.SEVERAL_WORKERS)] = None
+    routed_dp_rank: Annotated[Any, only(refusal=Refusal.CHOSEN_WORKERS)] = None
+    data_parallel_rank: Annotated[Any, only(refusal=Refusal.CHOSEN_WORKERS)] = None
 
 
 class PromptLogprobReply(msgspec.Struct):

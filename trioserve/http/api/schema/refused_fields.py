@@ -96,7 +96,7 @@ class Refusal(enum.Enum):
     CACHED_TOKEN_DETAILS = "usage tells the number of cached tokens"
     ROUTED_EXPERTS = "the experts that computed a token aren't reported"
     READING_MEDIA = "the models that are served read text only"
-    SEVERAL_WORKERS = "there is one worker"
+    CHOSEN_WORKERS = "the server chooses the worker of a request"
     MISSING_SPECIAL_TOKENS = "the model was trained with its special tokens"
     VECTOR_TYPES = "vectors are given as they are computed"
     BIG_ENDIAN = "numbers in base64 are little-endian"

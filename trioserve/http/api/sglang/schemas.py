@@ -241,7 +241,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_room: Annotated[Any, one_worker()] = None
     bootstrap_pair_key: Annotated[Any, one_worker()] = None
     decode_tp_size: Annotated[Any, one_worker()] = None
-    routed_dp_rank: Annotated[Any, only(refusal=Refusal.SEVERAL_WORKERS)] = None
+    routed_dp_rank: Annotated[Any, only(refusal=Refusal.CHOSEN_WORKERS)] = None
     disagg_prefill_dp_rank: Annotated[Any, one_worker()] = None
 
 

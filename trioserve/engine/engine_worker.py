@@ -1,0 +1,58 @@
+"""One of an engine's workers, as the engine's process has it."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.config import EngineConfig
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.worker_report import WorkerReport
+from trioserve.scheduler.scheduler import Scheduler
+from trioserve.scheduler.step_time import StepLoad
+from trioserve.workers.supervisor import OpenWorker, Supervisor
+
+
+@attrs.frozen(eq=False)
+class EngineWorker:
+    """The scheduler of a worker, and the supervisor of its process."""
+
+    index: int
+    """Its number, which no other worker of the engine ever has."""
+    scheduler: Scheduler
+    supervisor: Supervisor
+
+    @classmethod
+    def of(
+        cls, index: int, config: EngineConfig, metrics: Metrics, open_worker: OpenWorker
+    ) -> EngineWorker:
+        """Return a worker that isn't started yet; ``open_worker`` opens its life."""
+        scheduler = Scheduler(config, metrics)
+        supervisor = Supervisor(
+            open_worker=open_worker,
+            max_restarts=config.max_worker_restarts,
+            judge=scheduler.judge,
+            worker_power=scheduler.worker_power,
+            on_loss=metrics.worker_lost,
+            on_replaced=metrics.worker_replaced,
+        )
+        return cls(index, scheduler, supervisor)
+
+    def report(self) -> WorkerReport:
+        """Return the worker's state at this moment."""
+        life, counts = self.supervisor.life, self.scheduler.statistics()
+        core = self.scheduler.core
+        step = StepLoad(decodes=counts.num_running + 1)
+        return WorkerReport(
+            index=self.index,
+            state=life.state,
+            pid=life.pid,
+            restarts=self.supervisor.restarts,
+            last_loss=life.last_loss,
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            num_steps=counts.num_steps,
+            pages_total=counts.pages_total,
+            pages_free=counts.pages_free,
+            pages_cached=counts.pages_cached,
+            decode_ms=0.0 if core is None else 1000 * core.step_times.predict(step),
+        )

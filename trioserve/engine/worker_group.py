@@ -1,0 +1,220 @@
+"""The workers of an engine: started together, added and removed while the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from trioserve._util.together import all_together
+from trioserve.config import EngineConfig
+from trioserve.config.adapter_paths import named_paths
+from trioserve.engine.engine_worker import EngineWorker
+from trioserve.engine.routing.policy import Policy
+from trioserve.engine.schedulers import Schedulers
+from trioserve.engine.tasks import EngineTasks
+from trioserve.observability.logs import get_logger
+from trioserve.observability.metrics import Metrics
+from trioserve.observability.worker_report import WorkerReport
+from trioserve.pooling.batcher import supervised_batcher
+from trioserve.protocol import wire
+from trioserve.protocol.errors import (
+    CallFailed,
+    EngineError,
+    InvalidRequest,
+    ModelLoadError,
+    WorkerLost,
+)
+from trioserve.scheduler.beams import StopStringAtEnd
+from trioserve.workers.supervisor import WorkerLife
+
+MakeWorker = Callable[[int], EngineWorker]
+"""Function that makes the worker of a number, which isn't started yet."""
+_REMOVAL = "removal"
+"""Key under which a worker is paused that is about to be removed."""
+_log = get_logger("trioserve.engine")
+
+
+@attrs.define(eq=False)
+class WorkerGroup:
+    """The workers of an engine, and their schedulers as one back end."""
+
+    _make: MakeWorker
+    _workers: list[EngineWorker]
+    schedulers: Schedulers
+    """The schedulers of the workers."""
+    stop_string_at_end: StopStringAtEnd | None = None
+    """Finds the stop strings of beams; None if there is no text."""
+    _tasks: EngineTasks | None = attrs.field(init=False, default=None)
+    _num_made: int = attrs.field(init=False)
+    _num_restarts: int = attrs.field(init=False, default=0)
+    """Restarts of workers that were removed."""
+    _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+
+    def __attrs_post_init__(self) -> None:
+        self._num_made = len(self._workers)
+        for each in self._workers:
+            each.scheduler.stop_string_at_end = self.stop_string_at_end
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        metrics: Metrics,
+        make: MakeWorker,
+        *,
+        encodes: bool,
+        stop_string_at_end: StopStringAtEnd | None = None,
+    ) -> WorkerGroup:
+        """Return as many workers as the options say, which ``encodes`` texts or generate."""
+        workers = [make(index) for index in range(config.data_parallel_size)]
+        batchers = []
+        if encodes:
+            batchers = [
+                supervised_batcher(config, each.scheduler, each.supervisor, metrics)
+                for each in workers
+            ]
+        policy = Policy(config.routing_policy, config.routing_temperature, config.seed or 0)
+        schedulers = Schedulers([each.scheduler for each in workers], batchers, policy)
+        return cls(make, workers, schedulers, stop_string_at_end)
+
+    async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:
+        """Start all workers; return once they have loaded the model and all adapters.
+
+        Returns:
+            The message of the first one, with the least limits of all.
+        """
+        self._tasks = tasks
+
+        async def start(_: int, worker: EngineWorker) -> wire.Ready:
+            ready: wire.Ready = await tasks.start(self.run_worker, worker)
+            return ready
+
+        every = await all_together(start, self._workers)
+        for batcher, ready in zip(self.schedulers.batchers, every, strict=False):
+            batcher.set_limits(ready)
+            tasks.start_soon(batcher.run)
+        await self.schedulers.adapters.load_first(named_paths(config.lora_modules))
+        return attrs.evolve(every[0], max_model_len=min(each.max_model_len for each in every))
+
+    async def run_worker(
+        self, worker: EngineWorker, task_status: trio.TaskStatus[wire.Ready]
+    ) -> None:
+        """Run a worker and its successors. If they are given up, the others go on."""
+        try:
+            await worker.supervisor.run(worker.scheduler.attach, task_status=task_status)
+        except (ModelLoadError, WorkerLost) as error:
+            if worker.scheduler.core is None or self.schedulers.batchers:
+                raise
+            if not self.schedulers.placement.give_up(worker.scheduler, str(error)):
+                raise
+            _log.error("worker given up", worker=worker.index, reason=str(error))
+
+    # ---- while the engine runs
+
+    async def add(self) -> WorkerReport:
+        """Start one more worker; return once it serves.
+
+        Raises:
+            InvalidRequest: Nothing is computed now, or the model is an encoder.
+            CallFailed: The worker can't load the model.
+        """
+        self._check_changeable()
+        async with self._lock:
+            worker = self._make(self._num_made)
+            self._num_made += 1
+            worker.scheduler.stop_string_at_end = self.stop_string_at_end
+            worker.scheduler.weights.path = self.schedulers[0].weights.path
+            assert self._tasks is not None
+            error = await self._tasks.start(self._try_to_run, worker)
+            if error is not None:
+                raise CallFailed("no worker could be added", str(error)) from error
+            for adapter in self.schedulers.adapters.catalogue:
+                await worker.scheduler.adapters.load(adapter)
+            self._workers.append(worker)
+            self.schedulers.add(worker.scheduler)
+        _log.info("worker added", worker=worker.index, workers=len(self._workers))
+        return worker.report()
+
+    async def _try_to_run(
+        self, worker: EngineWorker, task_status: trio.TaskStatus[Exception | None]
+    ) -> None:
+        """Run a worker as :meth:`run_worker`; report the error if it can't be started."""
+        started = False
+
+        class Status:
+            def started(self, _: object = None) -> None:
+                nonlocal started
+                started = True
+                task_status.started(None)
+
+        try:
+            await self.run_worker(worker, Status())
+        except (EngineError, ModelLoadError, WorkerLost) as error:
+            if started:
+                raise
+            task_status.started(error)
+
+    async def remove(self, index: int) -> None:
+        """End the worker of that number, once all of its requests have gone to others.
+
+        Requests that may not move are finished first. Cancelling it keeps the worker.
+
+        Raises:
+            InvalidRequest: There is no such worker, or no other one.
+        """
+        self._check_changeable()
+        async with self._lock:
+            worker = next((each for each in self._workers if each.index == index), None)
+            if worker is None:
+                raise InvalidRequest(f"there is no worker {index}", param="index")
+            if len(list(self.schedulers)) == 1 and worker.scheduler in self.schedulers:
+                raise InvalidRequest("the last worker can't be removed", param="index")
+            with self.schedulers.placement.retiring(worker.scheduler):
+                await self._drain(worker)
+            self._workers.remove(worker)
+            self._num_restarts += worker.supervisor.restarts
+        await worker.scheduler.worker_power.turn_off()
+        _log.info("worker removed", worker=index, workers=len(self._workers))
+
+    async def _drain(self, worker: EngineWorker) -> None:
+        """Move all requests of a worker on which none is placed any more."""
+        scheduler = worker.scheduler
+        if scheduler.core is None:
+            return
+        try:
+            scheduler.pause_control.close(_REMOVAL, retract=True)
+            await scheduler.pause_control.wait_drained()
+            self.schedulers.placement.move_requests(scheduler)
+        finally:
+            scheduler.pause_control.resume(_REMOVAL)
+        await scheduler.pause_control.wait_finished(scheduler.core.num_arrivals)
+
+    def _check_changeable(self) -> None:
+        """Refuse changes that a pause or an encoder makes impossible."""
+        if self.schedulers.batchers:
+            raise InvalidRequest("workers of an encoder are added at the start only")
+        if self.schedulers.paused or not all(each.worker_power.is_on for each in self.schedulers):
+            raise InvalidRequest("the engine is paused: resume it first")
+
+    # ---- observation
+
+    def reports(self) -> list[WorkerReport]:
+        """Return the state of each worker."""
+        return [each.report() for each in self._workers]
+
+    @property
+    def life(self) -> WorkerLife:
+        """The state of the first worker that doesn't run, or of the first one if all do.
+
+        Workers that were given up count only if there are no others.
+        """
+        every = [each.supervisor.life for each in self._workers]
+        lives = [life for life in every if life.state != "ended"] or every
+        return next((life for life in lives if life.state != "running"), lives[0])
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of workers replaced since the start."""
+        return self._num_restarts + sum(each.supervisor.restarts for each in self._workers)

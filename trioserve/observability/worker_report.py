@@ -1,0 +1,41 @@
+"""The state of one worker at one moment."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class WorkerReport:
+    """The state of one of an engine's workers at one moment."""
+
+    index: int
+    """Its place among the workers, from 0."""
+    state: str
+    """``starting``, ``running``, ``restarting``, ``released`` or ``ended``."""
+    pid: int | None
+    """Process id while it runs."""
+    restarts: int
+    """Number of its processes that were replaced."""
+    last_loss: str | None
+    """Reason of the last loss."""
+    num_running: int
+    """Sequences that are computed."""
+    num_waiting: int
+    """Sequences that wait for a slot."""
+    num_steps: int
+    """Steps computed since the start."""
+    pages_total: int
+    """Pages of its KV cache."""
+    pages_free: int
+    """Pages that hold nothing."""
+    pages_cached: int
+    """Pages of the prefix cache that no running sequence holds."""
+    decode_ms: float
+    """Milliseconds that a step with one more stream takes now, as its steps so far predict."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that requests hold, from 0 to 1."""
+        free = self.pages_free + self.pages_cached
+        return (self.pages_total - free) / max(self.pages_total, 1)
