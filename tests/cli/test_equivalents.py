@@ -30,7 +30,7 @@ def test_all_unknown_options_are_named_at_once(capsys: pytest.CaptureFixture[str
         "  --model-path (SGLang): use the first argument",
         "  --mem-fraction-static (SGLang): use --gpu-memory-utilization: the share of everything, "
         "weights and cache and what a step needs",
-        "  --tp-size 2 (SGLang): not there yet: one worker, one device",
+        "  --tp-size 2 (SGLang): not there yet: a worker has one device",
         "  --prot; did you mean --port?",
         "  --nonsense",
         "see trioserve serve --help",
@@ -76,8 +76,8 @@ def test_options_that_change_nothing_are_taken(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == [
         "trioserve serve: --enable-chunked-prefill changes nothing here: always so",
-        "trioserve serve: --tensor-parallel-size 1 changes nothing here: one worker, one device",
-        "trioserve serve: -pp 1 changes nothing here: one worker, one device",
+        "trioserve serve: --tensor-parallel-size 1 changes nothing here: a worker has one device",
+        "trioserve serve: -pp 1 changes nothing here: a worker has one device",
     ]
     assert len(lines) == 10
     assert all(" changes nothing here: " in each for each in lines)

@@ -172,14 +172,14 @@ def results_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reports_dropped_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = CudaExecutor._end
+    end = CudaExecutor.draw
 
     def end_and_drop(self: CudaExecutor, step: CudaStep) -> Any:
         ending = end(self, step)
         step.reports.clear()
         return ending
 
-    monkeypatch.setattr(CudaExecutor, "_end", end_and_drop)
+    monkeypatch.setattr(CudaExecutor, "draw", end_and_drop)
 
 
 def memory_that_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,15 +135,12 @@ async def run_engine(
     schedulers, encoder = group.schedulers, model.encoder
     encoding = None if encoder is None else Encoding(encoder=encoder, compute=schedulers.encode)
 
-    start_task: Callable[[Callable[..., Awaitable[None]]], None]
-
     async def start(tasks: EngineTasks) -> wire.Ready:
-        nonlocal start_task
-        start_task = tasks.start_soon
         called = trio.Event()
 
         async def call_meanwhile() -> None:
-            await in_thread(while_loading or (lambda: None))
+            if while_loading is not None:
+                await in_thread(while_loading)
             called.set()
 
         tasks.start_soon(call_meanwhile)
@@ -169,7 +166,7 @@ async def run_engine(
         asked_workers=schedulers if asks_idle_worker else None,
     ) as engine:
         schedulers.notify_idle(engine.on_none_open)
-        engine.sessions.start_task = start_task
+        engine.sessions.start_task = group.start_task
         yield engine
 
 

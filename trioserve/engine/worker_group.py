@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import attrs
 import trio
@@ -110,6 +110,11 @@ class WorkerGroup:
             if not self.schedulers.placement.give_up(worker.scheduler, str(error)):
                 raise
             _log.error("worker given up", worker=worker.index, reason=str(error))
+
+    def start_task(self, run: Callable[..., Awaitable[None]]) -> None:
+        """Start a task of the engine."""
+        assert self._tasks is not None
+        self._tasks.start_soon(run)
 
     # ---- while the engine runs
 

@@ -95,6 +95,7 @@ async def _ask(client: httpx.AsyncClient, route: Route, rule: str, streams: bool
     if body is not None and route.events is not None:
         body = {**body, "stream": streams}
     path = rule.replace("<path:name>", "index.html" if "console" in rule else "x")
+    path = path.replace("<index>", "0")
     return await client.request(route.method, path, json=body)
 
 

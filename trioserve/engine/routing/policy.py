@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from trioserve.scheduler.prompt_share import PromptWork, tokens_beside
-from trioserve.scheduler.step_time import FIXED, StepLoad, StepTimeModel
+from trioserve.scheduler.prompt_share import longest_step
+from trioserve.scheduler.step_time import StepTimeModel
 
 HOST_COPY = 0.1
 """Time to copy a page from the host, by the time to compute it."""
@@ -68,25 +68,7 @@ class WorkerLoad:
 
 def predicted_ttft(load: WorkerLoad, prompt: int) -> float:
     """Return the seconds until the first token of a prompt of ``prompt`` tokens."""
-    model = load.model
-    own = max(prompt - load.cached - load.cached_on_host, 1)
-    work = load.prompt_tokens + own
-    decodes = StepLoad(decodes=load.num_decodes, context=load.context)
-    decode = model.predict(decodes)
-    if load.num_decodes:
-        waiting = PromptWork(remaining=work, context=load.cached)
-        share = tokens_beside(model, [waiting], decode, load.itl_target)
-    else:
-        share = work
-    steps = math.ceil(work / min(share, load.max_tokens))
-    context = load.cached + load.cached_on_host
-    seconds = model.seconds_of(load.prompt_tokens, 0) + model.seconds_of(own, context)
-    seconds += HOST_COPY * model.seconds_of(load.cached_on_host, load.cached)
-    # The fixed cost of a step is in its decodes' time.
-    seconds += steps * (decode if load.num_decodes else model.coefficients[FIXED])
-    if load.num_ahead and load.num_decodes:
-        seconds += load.num_ahead * OUTPUT_TOKENS * decode / load.num_decodes
-    return seconds
+    return _Prediction(load, prompt).ttft()
 
 
 def predicted_cost(load: WorkerLoad, prompt: int) -> float:
@@ -95,14 +77,46 @@ def predicted_cost(load: WorkerLoad, prompt: int) -> float:
     Its prompt delays those that come later; as many are taken to come as wait now. So overloaded
     workers keep prefixes together, and compute less. Longer steps delay all streams.
     """
-    model = load.model
-    context = load.cached + load.cached_on_host
-    own = model.seconds_of(max(prompt - context, 1), context)
-    before = model.predict(StepLoad(decodes=load.num_decodes, context=load.context))
-    after = model.predict(StepLoad(decodes=load.num_decodes + 1, context=load.context + prompt))
-    # All sequences wait for the longer step, the request for the whole of it.
-    longer = load.num_decodes * (after - before) + after
-    return predicted_ttft(load, prompt) + own * (1 + load.num_prompts) + OUTPUT_TOKENS * longer
+    found = _Prediction(load, prompt)
+    return found.ttft() + found.own * (1 + load.num_prompts) + OUTPUT_TOKENS * found.longer()
+
+
+class _Prediction:
+    """The times of a prompt on a worker, in seconds."""
+
+    def __init__(self, load: WorkerLoad, prompt: int) -> None:
+        self._load, self._prompt = load, prompt
+        self._fixed, self._row, _, self._read = load.model.coefficients
+        context = load.cached + load.cached_on_host
+        self._own_tokens = max(prompt - context, 1)
+        self.own = load.model.seconds_of(self._own_tokens, context)
+        """The time to compute what isn't cached of the prompt."""
+        self._decode = self._fixed + load.num_decodes * self._row + load.context * self._read
+        """The time of a step without prompts."""
+
+    def ttft(self) -> float:
+        """Return the time until the first token."""
+        load = self._load
+        waits = load.model.seconds_of(load.prompt_tokens, 0)
+        if load.cached_on_host:
+            waits += HOST_COPY * load.model.seconds_of(load.cached_on_host, load.cached)
+        seconds = waits + self.own
+        steps = math.ceil((load.prompt_tokens + self._own_tokens) / load.max_tokens)
+        if load.num_decodes and seconds > 0:
+            # A step has as much of prompts as the scheduler allows beside its decodes.
+            stretch = seconds / self.own if self.own else 1.0
+            room = longest_step(self._decode, stretch, load.itl_target) - self._decode
+            if room > 0:
+                steps = max(steps, math.ceil(seconds / room))
+        seconds += steps * (self._decode if load.num_decodes else self._fixed)
+        if load.num_ahead and load.num_decodes:
+            seconds += load.num_ahead * OUTPUT_TOKENS * self._decode / load.num_decodes
+        return seconds
+
+    def longer(self) -> float:
+        """Return the time by which a step delays the request and all other streams."""
+        more = self._row + self._prompt * self._read
+        return self._decode + more + self._load.num_decodes * more
 
 
 class Policy:

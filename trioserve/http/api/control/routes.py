@@ -43,7 +43,7 @@ ROUTES = (
         summary="Start one more worker; answered once it serves",
         group="Control",
         response=WorkerEntry,
-        errors=(503,),
+        errors=(400, 503),
         control=True,
     ),
     Route(
@@ -53,6 +53,7 @@ ROUTES = (
         summary="End a worker once its requests have gone to the others",
         group="Control",
         response=Done,
+        errors=(400,),
         control=True,
     ),
     Route(
