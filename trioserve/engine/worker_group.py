@@ -44,18 +44,16 @@ class WorkerGroup:
     _workers: list[EngineWorker]
     schedulers: Schedulers
     """The schedulers of the workers."""
-    stop_string_at_end: StopStringAtEnd | None = None
-    """Finds the stop strings of beams; None if there is no text."""
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
     _num_made: int = attrs.field(init=False)
+    """Number of workers made, with those that were removed or couldn't be started."""
     _num_restarts: int = attrs.field(init=False, default=0)
     """Restarts of workers that were removed."""
     _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
 
-    def __attrs_post_init__(self) -> None:
-        self._num_made = len(self._workers)
-        for each in self._workers:
-            each.scheduler.stop_string_at_end = self.stop_string_at_end
+    @_num_made.default
+    def _count(self) -> int:
+        return len(self._workers)
 
     @classmethod
     def of(
@@ -67,8 +65,17 @@ class WorkerGroup:
         encodes: bool,
         stop_string_at_end: StopStringAtEnd | None = None,
     ) -> WorkerGroup:
-        """Return as many workers as the options say, which ``encodes`` texts or generate."""
-        workers = [make(index) for index in range(config.data_parallel_size)]
+        """Return as many workers as the options say, which ``encodes`` texts or generate.
+
+        ``stop_string_at_end`` finds the stop strings of beams; None if there is no text.
+        """
+
+        def make_worker(index: int) -> EngineWorker:
+            worker = make(index)
+            worker.scheduler.stop_string_at_end = stop_string_at_end
+            return worker
+
+        workers = [make_worker(index) for index in range(config.data_parallel_size)]
         batchers = []
         if encodes:
             batchers = [
@@ -77,7 +84,7 @@ class WorkerGroup:
             ]
         policy = Policy(config.routing_policy, config.routing_temperature, config.seed or 0)
         schedulers = Schedulers([each.scheduler for each in workers], batchers, policy)
-        return cls(make, workers, schedulers, stop_string_at_end)
+        return cls(make_worker, workers, schedulers)
 
     async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:
         """Start all workers; return once they have loaded the model and all adapters.
@@ -129,7 +136,6 @@ class WorkerGroup:
         async with self._lock:
             worker = self._make(self._num_made)
             self._num_made += 1
-            worker.scheduler.stop_string_at_end = self.stop_string_at_end
             worker.scheduler.weights.path = self.schedulers[0].weights.path
             assert self._tasks is not None
             error = await self._tasks.start(self._try_to_run, worker)
@@ -174,7 +180,7 @@ class WorkerGroup:
             worker = next((each for each in self._workers if each.index == index), None)
             if worker is None:
                 raise InvalidRequest(f"there is no worker {index}", param="index")
-            if len(list(self.schedulers)) == 1 and worker.scheduler in self.schedulers:
+            if list(self.schedulers) == [worker.scheduler]:
                 raise InvalidRequest("the last worker can't be removed", param="index")
             with self.schedulers.placement.retiring(worker.scheduler):
                 await self._drain(worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -50,6 +50,16 @@ def integer(low: int, wanted: str, *, high: int = MAX_COUNT) -> Any:
             raise refuse(attribute.name, value, wanted)
         if not low <= value <= high:
             raise refuse(attribute.name, value, wanted)
+
+    return check
+
+
+def one_of(choices: Sequence[str]) -> Any:
+    """Return a validator: one of the strings ``choices``."""
+
+    def check(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+        if value not in choices:
+            raise refuse(attribute.name, value, f"one of {', '.join(choices)}")
 
     return check
 

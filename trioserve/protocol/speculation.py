@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import attrs
 
-from trioserve.protocol.checks import boolean, integer, refuse
+from trioserve.protocol.checks import boolean, integer, one_of, refuse
 from trioserve.protocol.number_formats import QUANTIZATIONS
 
 METHODS = ("suffix", "ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 31
-
-
-def _method(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in METHODS:
-        raise refuse(attribute.name, value, f"one of {', '.join(METHODS)}")
-
-
-def _quantization(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in QUANTIZATIONS:
-        raise refuse(attribute.name, value, f"one of {', '.join(QUANTIZATIONS)}")
 
 
 def _model(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -38,7 +28,7 @@ class SpeculativeConfig:
         InvalidRequest: a field is out of its range; ``param`` names it.
     """
 
-    method: str = attrs.field(default="suffix", validator=_method)
+    method: str = attrs.field(default="suffix", validator=one_of(METHODS))
     num_speculative_tokens: int = attrs.field(
         default=15,
         validator=integer(
@@ -57,7 +47,7 @@ class SpeculativeConfig:
 
     model: str = attrs.field(default="", validator=_model)
     """Draft model: a folder, a GGUF file or a name, like the model."""
-    quantization: str = attrs.field(default="auto", validator=_quantization)
+    quantization: str = attrs.field(default="auto", validator=one_of(QUANTIZATIONS))
     """Number format of the draft model's weights, as ``--quantization`` has it."""
     adaptive: bool = attrs.field(default=True, validator=boolean)
     """False to verify all drafts that are found, whatever they cost."""

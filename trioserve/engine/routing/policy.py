@@ -61,6 +61,11 @@ class WorkerLoad:
     """Target for the gap between two tokens, in seconds."""
 
     @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that needn't be computed."""
+        return self.cached + self.cached_on_host
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that run or wait."""
         return self.num_decodes + self.num_ahead
@@ -87,9 +92,8 @@ class _Prediction:
     def __init__(self, load: WorkerLoad, prompt: int) -> None:
         self._load, self._prompt = load, prompt
         self._fixed, self._row, _, self._read = load.model.coefficients
-        context = load.cached + load.cached_on_host
-        self._own_tokens = max(prompt - context, 1)
-        self.own = load.model.seconds_of(self._own_tokens, context)
+        self._own_tokens = max(prompt - load.num_cached, 1)
+        self.own = load.model.seconds_of(self._own_tokens, load.num_cached)
         """The time to compute what isn't cached of the prompt."""
         self._decode = self._fixed + load.num_decodes * self._row + load.context * self._read
         """The time of a step without prompts."""
@@ -157,5 +161,5 @@ class Policy:
         if self._name == "least_loaded":
             return load.num_sequences
         if self._name == "prefix":
-            return -(load.cached + load.cached_on_host) + load.num_sequences / (1 << 20)
+            return -load.num_cached + load.num_sequences / (1 << 20)
         return predicted_cost(load, prompt)

@@ -62,7 +62,7 @@ class Router:
             return workers[0].scheduler
         loads = [_load_of(each, request) for each in workers]
         index = self._policy.choose(loads, len(request.prompt_ids))
-        request.num_cached_when_placed = loads[index].cached + loads[index].cached_on_host
+        request.num_cached_when_placed = loads[index].num_cached
         coming = workers[index].coming
         coming[request] = None
         if len(coming) > MAX_COMING:
@@ -134,12 +134,7 @@ def _coming(worker: _Worker, request: Request, namespace: Namespace, page_size: 
 
 def _is_coming(request: Request) -> bool:
     """Return True if the prompt of ``request`` may still have to be computed."""
-    return request.sequences[0].state in (
-        State.CREATED,
-        State.TOKENIZING,
-        State.WAITING,
-        State.PREFILL,
-    )
+    return request.sequences[0].state in _BEFORE_DECODE
 
 
 def _common(one: Seq[int], other: Seq[int], page_size: int) -> int:
