@@ -160,8 +160,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except UsageError as error:
             print(f"bench: {error}", file=sys.stderr)
             return 2
-    # A developer's shell may hold libraries to one thread; servers start as a user's would.
-    for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "MKL_"))]:
+    # A developer's shell may hold libraries to one thread, or keep no bytecode; servers start as a
+    # user's would.
+    foreign = ("OMP_", "KMP_", "MKL_", "PYTHONDONTWRITEBYTECODE")
+    for name in [name for name in os.environ if name.startswith(foreign)]:
         del os.environ[name]
     parts = parts_of(chosen, options.formats, options.compare, widths, _make)
     parts += decoding_parts(chosen, options.compare)

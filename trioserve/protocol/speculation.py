@@ -37,7 +37,7 @@ class SpeculativeConfig:
     )
     """Most draft tokens of a sequence in one step."""
     prompt_lookup_min: int = attrs.field(
-        default=2, validator=integer(1, "an integer from 1 to 64", high=64)
+        default=1, validator=integer(1, "an integer from 1 to 64", high=64)
     )
     """Fewest tokens that must have occurred before."""
     prompt_lookup_max: int = attrs.field(

@@ -8,11 +8,13 @@ from gpu.sampling.drafting.sources import Draft, DraftKind
 
 _DECAY = 0.97
 """Weight of what came before one more draft."""
-_PRIOR_WEIGHT = 4.0
+_PRIOR_WEIGHT = 8.0
 _FIRST_GUESS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 """Shares accepted after matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens."""
-_MODEL_GUESS = 0.7
-"""Share of a draft model's tokens accepted. With a low guess it would never be tried."""
+_MODEL_GUESS = 0.9
+"""Share of a draft model's tokens accepted. It is high, because each draft takes a step of the
+model: with a lower guess none would be tried, and nothing learned.
+"""
 
 
 @attrs.define
@@ -39,11 +41,14 @@ class Share:
 
 
 class Acceptance:
-    """Shares of accepted draft tokens: by kind and match over all sequences, and of each slot."""
+    """Shares of accepted draft tokens, by the length of the match: over all sequences and by slot.
+
+    A sequence's short matches say little of its long ones, so they are counted apart.
+    """
 
     def __init__(self) -> None:
         self._by_length = {kind: [Share() for _ in _FIRST_GUESS] for kind in DraftKind}
-        self._by_slot: dict[int, Share] = {}
+        self._by_slot: dict[int, dict[int, Share]] = {}
 
     def open(self, slot: int) -> None:
         """Forget what is known of a slot."""
@@ -54,13 +59,12 @@ class Acceptance:
         place = _place(draft.match_length)
         guess = _MODEL_GUESS if draft.kind is DraftKind.MODEL else _FIRST_GUESS[place]
         prior = self._by_length[draft.kind][place].estimate(guess)
-        share = self._by_slot.get(slot)
+        share = self._by_slot.get(slot, {}).get(place)
         return prior if share is None else share.estimate(prior)
 
     def skip(self, slot: int) -> None:
         """Note a step without drafts, so that a slot that was hard to draft for gets new tries."""
-        share = self._by_slot.get(slot)
-        if share is not None:
+        for share in self._by_slot.get(slot, {}).values():
             share.fade()
 
     def add(self, slot: int, draft: Draft, accepted: int) -> None:
@@ -69,8 +73,9 @@ class Acceptance:
         The first token that isn't accepted ends the trial; those behind it say nothing.
         """
         tried = min(accepted + 1, len(draft.tokens))
-        self._by_slot.setdefault(slot, Share()).add(accepted, tried)
-        self._by_length[draft.kind][_place(draft.match_length)].add(accepted, tried)
+        place = _place(draft.match_length)
+        self._by_slot.setdefault(slot, {}).setdefault(place, Share()).add(accepted, tried)
+        self._by_length[draft.kind][place].add(accepted, tried)
 
 
 def _place(match_length: int) -> int:

@@ -146,7 +146,7 @@ def test_a_prediction_is_drafted_from_its_beginning_and_where_it_is_met_again() 
         make_row(0, [1], prediction=prediction),
         make_row(1, [1, 5, 6], prediction=prediction),
         make_row(2, [1, 9, 7], prediction=prediction),
-        make_row(3, [1, 9, 9], prediction=prediction),
+        make_row(3, [1, 9, 2], prediction=prediction),
         make_row(4, [1, 5, 6, 7, 8], prediction=prediction),
     )
     assert {index: draft.tokens for index, draft in found.items()} == {
