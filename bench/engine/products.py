@@ -79,7 +79,15 @@ def measure(*, rows: Sequence[int] = (1, 8, 32, 128, 512), rounds: int = 7) -> M
         what, bound = f"bf16 products, {count} rows", 1.2 if count <= 32 else 0.9
         one = Verdict(what=what, against="oneDNN bf16", bound=bound, reached=ratio, rounds=rounds)
         verdicts.append(attrs.asdict(one))
+    whole = torch.cat([weight.flatten() for weight in weights]).view(torch.int64)
+    for _ in range(rounds):
+        began = time.perf_counter()
+        whole.sum()
+        found.add("read", rate=8e-9 * len(whole) / (time.perf_counter() - began))
+    # A product with one row takes two operations for each weight of two bytes.
+    read, own = found.medians()["read"]["rate"], rates[rows[0], "bf16"]["rate"] / rows[0]
+    note = f"One row reads the weights in bf16 at {own:.0f} GB/s; a sum of them reads {read:.0f}."
     heads = ["rows", *(f"{name}, GFLOP/s" for name in steps), "bf16 / oneDNN"]
     # oneDNN computes with all that the processor has; a slower instruction set is no match for it.
     facts = {} if os.environ.get("TRIOSERVE_CPU_ISA") else {"verdicts": verdicts}
-    return Made(markdown(heads, lines), facts)
+    return Made(f"{markdown(heads, lines)}\n\n{note}", facts)
