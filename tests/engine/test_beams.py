@@ -175,7 +175,7 @@ async def test_the_best_of_more_beams_are_returned(tiny: Path) -> None:
         assert best.usage.completion_tokens == sum(len(each.token_ids) for each in best.outputs)
         with pytest.raises(InvalidRequest, match=r"n must be at most beam_width \(2\)"):
             await engine.complete([5, 6], beam_width=2, n=3)
-        with pytest.raises(InvalidRequest, match="takes at most 32 stop ids"):
+        with pytest.raises(InvalidRequest, match="takes at most 32 stop strings and stop ids"):
             await engine.complete([5, 6], beam_width=32, stop_token_ids=list(range(5, 100)))
 
 

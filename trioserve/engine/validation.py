@@ -215,8 +215,8 @@ def _for_beams(params: SamplingParams, sampler: SamplerParams) -> SamplerParams:
     if count > MAX_CONTINUATIONS:
         most = MAX_CONTINUATIONS - params.beam_width
         raise InvalidRequest(
-            f"a beam search of width {params.beam_width} takes at most {most} stop ids, the "
-            f"model's included, got {count - params.beam_width}",
+            f"a beam search of width {params.beam_width} takes at most {most} stop strings and "
+            f"stop ids, the model's included, got {count - params.beam_width}",
             param="stop_token_ids",
         )
     return attrs.evolve(

@@ -39,9 +39,11 @@ T = TypeVar("T")
 def num_continuations(params: SamplingParams, sampler: SamplerParams) -> int:
     """Return the number of continuations of each beam that the next choice needs.
 
-    They are enough for ``width`` beams even if all stop ids are among them.
+    They are enough for ``width`` beams even if all stop ids are among them, and a token that
+    completes each stop string.
     """
-    return params.beam_width + max(params.beam_width, count_ids(sampler.stop_ids))
+    num_ends = count_ids(sampler.stop_ids) + len(params.stop)
+    return params.beam_width + max(params.beam_width, num_ends)
 
 
 @attrs.frozen(eq=False)
