@@ -70,6 +70,7 @@ async def open_fake_engine(
     eos_token_ids: tuple[int, ...] = (),
     generation_defaults: dict[str, Any] | None = None,
     open_worker: OpenWorker | None = None,
+    worker_maker: Callable[[EngineConfig, Metrics], MakeWorker] | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """Open an engine with a fake model called ``fake`` for the block.
@@ -82,6 +83,8 @@ async def open_fake_engine(
         generation_defaults: Default sampling parameters, as in ``generation_config.json``.
         open_worker: Context manager that runs one worker; it replaces ``make_worker``. Usually a
             wrapper of :func:`run_fake_worker`.
+        worker_maker: Returns the function that makes the worker of each number. It replaces
+            ``open_worker`` where several workers aren't alike.
         options: Fields of :class:`~trioserve.EngineConfig`.
 
     Raises:
@@ -97,8 +100,11 @@ async def open_fake_engine(
         ),
     )
     metrics = Metrics(model.name, config.metrics_prefix)
-    opened = open_worker or (lambda: run_fake_worker(make_worker(), config))
-    make = _worker_maker(config, metrics, opened)
+    if worker_maker is not None:
+        make = worker_maker(config, metrics)
+    else:
+        opened = open_worker or (lambda: run_fake_worker(make_worker(), config))
+        make = _worker_maker(config, metrics, opened)
     async with run_engine(config, model, make, metrics) as engine:
         yield engine
 

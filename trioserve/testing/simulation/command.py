@@ -133,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_numbers,
         help="run the seed with only these loads and unloads of adapters",
     )
+    parser.add_argument(
+        "--changes", type=_numbers, help="run the seed with only these changes of workers"
+    )
     parser.add_argument("--trace", action="store_true", help="print the scenario and all events")
     return parser
 
@@ -143,7 +146,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _replay(options: argparse.Namespace) -> int:
     scenario = draw_scenario(options.seed).only(
-        options.clients, options.faults, options.pauses, options.adapters
+        options.clients, options.faults, options.pauses, options.adapters, options.changes
     )
     report = simulate(scenario)
     if options.trace:
@@ -153,8 +156,11 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _listing(scenario: Scenario) -> list[str]:
-    events = (*scenario.clients, *scenario.faults, *scenario.pauses, *scenario.adapters)
-    parts = [scenario.options, scenario.worker, *events]
+    events = (
+        *(*scenario.clients, *scenario.faults, *scenario.pauses),
+        *(*scenario.adapters, *scenario.changes),
+    )
+    parts = [scenario.options, scenario.worker, *scenario.members, *events]
     return [*map(str, parts), f"ends: {scenario.ends} at {scenario.ends_at:.3f}"]
 
 
@@ -166,12 +172,15 @@ def _describe(report: Report) -> str:
     faults = ",".join(str(whole.faults.index(fault)) for fault in scenario.faults)
     pauses = ",".join(str(whole.pauses.index(pause)) for pause in scenario.pauses)
     adapters = ",".join(str(whole.adapters.index(change)) for change in scenario.adapters)
+    changes = ",".join(str(whole.changes.index(change)) for change in scenario.changes)
     return "\n".join(
         [
             f"seed {scenario.seed}: {report.violation}",
             *(f"    {line}" for line in report.trace.lines[-12:]),
             f"again: {COMMAND} --seed {scenario.seed} --clients {clients} --faults {faults or ','} "
-            f"--pauses {pauses or ','} --adapters {adapters or ','} --trace",
+            f"--pauses {pauses or ','} --adapters {adapters or ','} "
+            + (f"--changes {changes or ','} " if whole.changes else "")
+            + "--trace",
         ]
     )
 

@@ -9,6 +9,7 @@ import attrs
 
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.retention import Retention, RetentionRange
+from trioserve.testing.simulation.draw_cluster import with_cluster
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
     AdapterChange,
@@ -29,6 +30,8 @@ FIRST_RAGGED = 1000
 """From this seed on, the workers of half of the scenarios draft tokens."""
 FIRST_BEAMS = 2000
 """From this seed on, some clients of half of the scenarios search with beams."""
+FIRST_CLUSTERS = 3000
+"""From this seed on, most scenarios have several workers."""
 REFUSED_GRAMMAR = "refused"
 """Text of a grammar that every worker refuses."""
 
@@ -48,7 +51,7 @@ def draw_scenario(seed: int) -> Scenario:
     clients = [_client(rng, number, worker, span) for number in range(count)]
     if rng.random() < CROWDED:
         clients = _crowd(rng, clients)
-    faults = _faults(rng)
+    faults = draw_faults(rng)
     options = _options(rng)
     if rng.random() < POISONED:
         # This client kills every worker that runs it. The engine must find it before it fails.
@@ -63,7 +66,7 @@ def draw_scenario(seed: int) -> Scenario:
     clients = _with_beams(random.Random(f"beams {seed}"), clients, seed)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
     adapters, clients = _with_adapters(random.Random(f"adapters {seed}"), clients, span, options)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         options=options,
         worker=worker,
@@ -75,6 +78,7 @@ def draw_scenario(seed: int) -> Scenario:
         ends=rng.choice(("idle", "idle", "idle", "drain", "abort", "cancel")),
         ends_at=rng.uniform(0, span + 0.6),
     )
+    return scenario if seed < FIRST_CLUSTERS else with_cluster(seed, scenario, span, draw_faults)
 
 
 def _worker(rng: random.Random) -> WorkerKind:
@@ -244,7 +248,8 @@ def _departure(rng: random.Random) -> Departure:
             return Departure(how="checkpoint", at=rng.randint(1, 12), when_woken=when_woken)
 
 
-def _faults(rng: random.Random) -> list[Fault]:
+def draw_faults(rng: random.Random) -> list[Fault]:
+    """Return the faults of one worker's processes."""
     if rng.random() < 0.4:
         return []
     kinds = (

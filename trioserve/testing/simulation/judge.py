@@ -22,6 +22,7 @@ from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
 from trioserve.testing.fake_model import fake_logprobs
 from trioserve.testing.simulation.adapters import AdapterChecker
+from trioserve.testing.simulation.cluster import ClusterChecker
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
 from trioserve.testing.simulation.expected import (
     ExpectedOutput,
@@ -31,7 +32,6 @@ from trioserve.testing.simulation.expected import (
 )
 from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 from trioserve.testing.simulation.trace import Violation
-from trioserve.testing.simulation.watch import MessageChecker
 
 
 @attrs.define(eq=False)
@@ -39,7 +39,7 @@ class RunState:
     """The state of the run that can explain a client's error."""
 
     scenario: Scenario
-    checker: MessageChecker
+    checkers: ClusterChecker
     adapters: AdapterChecker
     ended: bool = False
     """True once the scenario's end has begun: draining, abort or cancellation."""
@@ -47,10 +47,7 @@ class RunState:
     @property
     def failed(self) -> bool:
         """True if so many workers died that the engine may fail."""
-        limit: int = self.scenario.options["max_worker_restarts"]
-        never_there = self.checker.num_ready == 0 and self.checker.deaths > 0
-        too_many = self.checker.deaths_without_progress > limit and not self.scenario.is_poisoned
-        return too_many or never_there
+        return self.checkers.engine_may_fail
 
 
 @attrs.define(eq=False)
@@ -107,7 +104,7 @@ class Visit:
         """Most outputs that may wait until the worker has compiled the request's grammar."""
         if self.entered_at is None or self.client.params.get("grammar") is None:
             return 0
-        return sum(not self.is_over(index) for index in range(self.client.num_outputs))
+        return sum(not self.is_over(index) for index in range(self.client.num_sequences))
 
     @property
     def num_chunks(self) -> int:
@@ -238,8 +235,8 @@ class Visit:
             # A tenant may take half of what the others leave, so its own share counts twice.
             weight = 2 if self.client.tenant and each.tenant == self.client.tenant else 1
             num_tokens = self._most_prompt_tokens(each) + each.params["max_tokens"]
-            tokens += weight * num_tokens * each.num_outputs
-            outputs += weight * each.num_outputs
+            tokens += weight * num_tokens * each.num_sequences
+            outputs += weight * each.num_sequences
         return outputs > most or tokens > most_tokens
 
     def _most_prompt_tokens(self, client: SimulatedClient) -> int:
@@ -264,8 +261,9 @@ class Visit:
         params, worker = self.client.params, self.run_state.scenario.worker
         grammar = params.get("grammar")
         options = self.run_state.scenario.options
-        slow = worker.call_time + worker.link_delay >= options["grammar_timeout"]
         scenario = self.run_state.scenario
+        link_delay = worker.link_delay + 2 * max(each.link_delay for each in scenario.members)
+        slow = worker.call_time + link_delay >= options["grammar_timeout"]
         troubled = bool(scenario.faults) or scenario.is_poisoned
         if grammar is not None and (slow or troubled or grammar.text == REFUSED_GRAMMAR):
             return True
@@ -282,10 +280,14 @@ class Visit:
         return (
             run_state.failed
             or (run_state.ended and run_state.scenario.ends == "cancel")
-            or (client.number in run_state.checker.possible_culprits and self._may_be_culprit())
+            or (
+                client.number in run_state.checkers.places.possible_culprits
+                and self._may_be_culprit()
+            )
+            or run_state.checkers.was_on_a_worker_given_up(client.number)
             or self._has_nothing_to_draw()
             or (worker.pages_after_loss is not None and not self._fits())
-            or (client.params.get("grammar") is not None and run_state.checker.deaths >= 3)
+            or (client.params.get("grammar") is not None and run_state.checkers.deaths >= 3)
         )
 
     def _may_be_culprit(self) -> bool:

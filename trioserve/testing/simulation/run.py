@@ -65,10 +65,10 @@ def run_scenario(scenario: Scenario) -> Report:
         violation=world.violation,
         trace=world.trace,
         digest=world.trace.digest(),
-        num_steps=world.checker.num_steps,
-        num_tokens=world.checker.num_tokens,
+        num_steps=world.checkers.num_steps,
+        num_tokens=world.checkers.num_tokens,
         num_checkpoints=world.num_checkpoints,
-        workers_lost=world.checker.deaths,
+        workers_lost=world.checkers.deaths,
         outcomes=dict(sorted(world.outcomes.items())),
     )
 

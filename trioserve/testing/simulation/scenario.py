@@ -82,6 +82,11 @@ class SimulatedClient:
         """Number of its beams; 0 if it samples."""
         return int(self.params.get("beam_width", 0))
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that the engine computes for it."""
+        return max(self.num_outputs, self.beam_width)
+
 
 @attrs.frozen(kw_only=True)
 class Fault:
@@ -98,14 +103,28 @@ class Fault:
     fatal        the plan of that step fails, and the worker must be replaced
     hangs        that step never ends
     pauses       that step takes ``seconds`` more
+    cut          for ``seconds`` no message arrives, from ``at`` seconds after it was ready
+    slow         likewise, messages take ``SLOW_LINK`` seconds more
     ============ ===============================================================================
     """
 
     worker: int
-    """Number of the worker, from 0."""
+    """Number of the worker process, from 0: one comes after the other."""
     what: str
     at: float
     seconds: float = 0.0
+    index: int = 0
+    """Index of the engine's worker that the process belongs to."""
+
+    @property
+    def is_of_link(self) -> bool:
+        """True if it concerns the link, not the process."""
+        return self.what in ("cut", "slow")
+
+    @property
+    def is_at_step(self) -> bool:
+        """True if it happens in a step."""
+        return not self.is_of_link and self.what not in ("killed", "loading")
 
 
 @attrs.frozen(kw_only=True)
@@ -124,6 +143,18 @@ class Pause:
 
 
 @attrs.frozen(kw_only=True)
+class WorkerChange:
+    """An addition or removal of a worker."""
+
+    at: float
+    """Seconds after the engine is up."""
+    what: str
+    """``add`` or ``remove``."""
+    index: int = 0
+    """Index of the worker to remove."""
+
+
+@attrs.frozen(kw_only=True)
 class AdapterChange:
     """A load or unload of an adapter."""
 
@@ -139,6 +170,18 @@ class AdapterChange:
     def is_bad(self) -> bool:
         """True if it can't be loaded."""
         return self.path.endswith("/bad")
+
+
+@attrs.frozen(kw_only=True)
+class Member:
+    """A worker of a cluster, beside what all of its workers have in common."""
+
+    slowness: float = 1.0
+    """Factor of the time of its steps."""
+    link_delay: float = 0.0
+    """Latency of a message in either direction, in seconds."""
+    clock_rate: float = 1.0
+    """Seconds that it measures in a second, so that the times of its steps are reported wrongly."""
 
 
 @attrs.frozen(kw_only=True)
@@ -222,6 +265,9 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     pauses: tuple[Pause, ...] = ()
     adapters: tuple[AdapterChange, ...] = ()
+    members: tuple[Member, ...] = (Member(),)
+    """The first workers. One that is added has the properties of one of these."""
+    changes: tuple[WorkerChange, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ends: str = "idle"
     """``idle``: the run ends when all clients are done; ``drain``: also, new requests are refused
@@ -235,14 +281,29 @@ class Scenario:
         """True if a client is poisonous."""
         return any(client.poisonous for client in self.clients)
 
+    @property
+    def is_cluster(self) -> bool:
+        """True if there are several workers."""
+        return len(self.members) > 1
+
+    def member(self, index: int) -> Member:
+        """Return the properties of the worker of that index."""
+        return self.members[index % len(self.members)]
+
+    def is_far(self, index: int) -> bool:
+        """Return True if messages to the worker of that index may be on their way for a while."""
+        of_link = any(each.is_of_link and each.index == index for each in self.faults)
+        return of_link or self.member(index).link_delay > 0
+
     def only(
         self,
         clients: Collection[int] | None = None,
         faults: Collection[int] | None = None,
         pauses: Collection[int] | None = None,
         adapters: Collection[int] | None = None,
+        changes: Collection[int] | None = None,
     ) -> Scenario:
-        """Return the scenario with only these clients, faults, pauses and adapter changes.
+        """Return the scenario with only these clients, faults, pauses and changes.
 
         Each argument has their indices; None keeps all.
         """
@@ -253,6 +314,7 @@ class Scenario:
             faults=_at(self.faults, faults),
             pauses=_at(self.pauses, pauses),
             adapters=_at(self.adapters, adapters),
+            changes=_at(self.changes, changes),
         )
 
 

@@ -55,6 +55,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield attrs.evolve(
             scenario, adapters=tuple(other for other in scenario.adapters if other is not change)
         )
+    for worker_change in scenario.changes:
+        yield attrs.evolve(
+            scenario, changes=tuple(each for each in scenario.changes if each is not worker_change)
+        )
     for pause in scenario.pauses:
         yield attrs.evolve(
             scenario, pauses=tuple(other for other in scenario.pauses if other is not pause)

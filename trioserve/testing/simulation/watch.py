@@ -1,4 +1,4 @@
-"""Checks of every plan and result between the engine and its workers.
+"""Checks of every plan and result between the engine and one of its workers.
 
 The checker records, from the messages alone, the pages that each plan in flight may touch and the
 owners of its rows. So it finds a page or slot that is reused too early, a row for a request that
@@ -17,6 +17,7 @@ import trio
 
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
+from trioserve.testing.simulation.places import PlaceChecker
 from trioserve.testing.simulation.scenario import client_of
 from trioserve.testing.simulation.sharing import SharingChecker
 from trioserve.testing.simulation.trace import Trace, Violation
@@ -45,8 +46,11 @@ class _PlanInFlight:
 
 @attrs.define(eq=False)
 class MessageChecker:
-    """Records and checks the messages of one scenario, over all of its workers."""
+    """Records and checks the messages of one worker, over all of its processes."""
 
+    index: int
+    label: str
+    """The worker's name before each event; "" if there is only one."""
     trace: Trace
     depth: int
     page_size: int
@@ -54,18 +58,19 @@ class MessageChecker:
     """Returns True if no more tokens may be computed for an output."""
     adapter_is_gone: Callable[[int], bool]
     """Returns True if the adapter of a client's request was unloaded."""
+    on_fault: Callable[[], None]
+    """Called when a process is lost or a plan fails."""
     after_step: Callable[[], None]
     """Called when the engine has made a plan or taken a message."""
     report: Callable[[Exception], None]
     """Called with a violation."""
     turns: OrderChecker
     sharing: SharingChecker
+    places: PlaceChecker
     slots: dict[int, _OpenSlot] = attrs.field(factory=dict)
     in_flight: deque[_PlanInFlight] = attrs.field(factory=deque)
-    possible_culprits: set[int] = attrs.field(factory=set)
-    """Clients that were alone in flight at a failure, or that a worker named."""
-    is_paused: bool = False
-    """True once the engine has reported that it is paused: nothing is in flight."""
+    lost_with: set[int] = attrs.field(factory=set)
+    """Clients that were in flight when a process was lost."""
     since_flush: set[int] | None = None
     """Pages handed out since the last flush of the prefix cache; None before the first."""
     num_unanswered: int = 0
@@ -76,17 +81,23 @@ class MessageChecker:
     num_tokens: int = 0
     steps_of_worker: int = 0
     num_ready: int = 0
-    """Number of workers so far."""
+    """Number of processes so far."""
     deaths: int = 0
     deaths_without_progress: int = 0
     num_failures: int = 0
+    num_poisoned: int = 0
+    """Processes that a poisonous client has ended."""
+
+    def note(self, event: str) -> None:
+        """Record an event of the worker."""
+        self.trace.note(f"{self.label}{event}")
 
     def is_calling(self, *names: str) -> bool:
         """Return True if a call with one of ``names`` is unanswered."""
         return any(name in names for name in self.calls.values())
 
     def worker_ready(self) -> None:
-        """Record a new worker, which has no state."""
+        """Record a new process, which has no state."""
         self.num_ready += 1
         self._forget()
 
@@ -94,12 +105,14 @@ class MessageChecker:
         self.slots.clear()
         self.in_flight.clear()
         self.calls.clear()
+        self.places.forget(self.index)
         self.steps_of_worker = self.num_unanswered = 0
 
     def worker_lost(self) -> None:
-        """Record that the worker was lost."""
+        """Record that the process was lost."""
+        self.lost_with |= {client for plan in self.in_flight for client, _ in plan.rows}
         self._suspect([row for plan in self.in_flight for row in plan.rows])
-        self.turns.on_fault()
+        self.on_fault()
         self.deaths += 1
         self.deaths_without_progress = (
             1 if self.steps_of_worker else self.deaths_without_progress + 1
@@ -110,7 +123,7 @@ class MessageChecker:
         """Record ``rows`` as possible causes of a failure."""
         clients = {client for client, _ in rows}
         if len(clients) == 1:
-            self.possible_culprits |= clients
+            self.places.possible_culprits |= clients
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -127,13 +140,14 @@ class MessageChecker:
         if isinstance(message, wire.Plan):
             self._on_plan(message)
         elif isinstance(message, wire.Reset):
-            self.trace.note("reset")
+            self.note("reset")
             self.slots.clear()
             self.in_flight.clear()
+            self.places.forget(self.index)
         elif isinstance(message, wire.Drop):
-            self.trace.note(f"drop {message.slot}")
+            self.note(f"drop {message.slot}")
         elif isinstance(message, wire.Call):
-            self.trace.note(f"call {message.number} {message.name}")
+            self.note(f"call {message.number} {message.name}")
             self.calls[message.number] = message.name
 
     def _on_plan(self, plan: wire.Plan) -> None:
@@ -149,15 +163,14 @@ class MessageChecker:
             self.slots[slot].pages.append(page)
         counts = _pairs(plan.row_slots, plan.row_counts)
         rows = [(self.slots[slot].row, count) for slot, count in counts]
-        self.trace.note(
+        self.note(
             f"plan {plan.number}: "
             + " ".join(f"{client}.{index}x{count}" for (client, index), count in rows)
             + "".join(f" open {each.slot}@{each.computed}" for each in plan.opened)
             + (f" close {closed}" if closed else "")
             + (f" pages {pages}" if pages else "")
         )
-        if rows and self.is_paused:
-            raise Violation("nothing is computed in a pause", f"plan {plan.number}")
+        self.places.planned(self.index, [row for row, _ in rows])
         for row, _ in rows:
             if self.is_over(row):
                 raise Violation("nothing is computed for a client that has left", f"output {row}")
@@ -189,6 +202,7 @@ class MessageChecker:
         if any(other.row == row for other in self.slots.values()):
             raise Violation("an output has one slot", f"output {row}")
         self.sharing.opened(opened, row[0])
+        self.places.opened(opened, row)
         pages = wire.ints(opened.pages).tolist()
         shared = opened.computed // self.page_size
         is_beam = sampler.processed_logprobs  # which shares the pages of one that still runs
@@ -222,6 +236,7 @@ class MessageChecker:
         """Check ``message``, which the engine takes next."""
         if isinstance(message, wire.StepResult):
             plan = self.in_flight.popleft()
+            self.places.answered(self.index, plan.rows)
             self.num_unanswered -= 1
             self.num_steps += 1
             self.steps_of_worker += 1
@@ -233,22 +248,23 @@ class MessageChecker:
                 plan.rows, touched, itertools.pairwise(offsets), strict=True
             ):
                 self.turns.sampled(row, stop - start)
+                self.places.sampled(row, stop - start)
                 is_open = slot in self.slots and self.slots[slot].generation == generation
                 if is_open and stop > start:
                     self.slots[slot].has_output = True
-            self.trace.note(f"result {message.number}: {tokens}")
+            self.note(f"result {message.number}: {tokens}")
         elif isinstance(message, wire.Failure):
-            self.trace.note(f"failure {message.number}: {message.message}, slot {message.slot}")
+            self.note(f"failure {message.number}: {message.message}, slot {message.slot}")
             self.num_unanswered -= 1
             self.num_failures += 1
-            self.turns.on_fault()
+            self.on_fault()
             for plan in self.in_flight:
                 if plan.number == message.number:
                     self._suspect(plan.rows)
                     named = dict(zip(plan.touched, plan.rows, strict=True)).get(message.slot)
-                    self.possible_culprits |= set() if named is None else {named[0]}
+                    self.places.possible_culprits |= set() if named is None else {named[0]}
         elif isinstance(message, wire.Reply):
-            self.trace.note(f"reply {message.number}: {message.error or 'fine'}")
+            self.note(f"reply {message.number}: {message.error or 'fine'}")
             self.calls.pop(message.number, None)
 
 
@@ -284,7 +300,7 @@ class CheckedLink:
         try:
             message = await self._link.receive()
         except WorkerLost:
-            self._checker.trace.note("the link is closed")
+            self._checker.note("the link is closed")
             raise
         with self._checker.reporting():
             self._checker.on_receive(message)

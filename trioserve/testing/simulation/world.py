@@ -15,8 +15,11 @@ from trioserve.requests.generation import GenerationStream
 from trioserve.requests.request import Request
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.simulation.adapters import AdapterChecker
+from trioserve.testing.simulation.cluster import ClusterChecker
 from trioserve.testing.simulation.judge import RunState, Visit
-from trioserve.testing.simulation.scenario import Pause, Scenario, SimulatedClient
+from trioserve.testing.simulation.operators import Operators
+from trioserve.testing.simulation.places import PlaceChecker
+from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 from trioserve.testing.simulation.sessions import SessionChecker
 from trioserve.testing.simulation.sharing import SharingChecker
 from trioserve.testing.simulation.trace import (
@@ -52,16 +55,30 @@ class World:
         self.violation: Violation | None = None
         self.engine: Engine | None = None
         self.num_checkpoints = 0
-        self.pausing = trio.Lock()
-        """Held during a pause, because the engine allows one at a time."""
         self.outcomes: dict[str, int] = {}
         self.adapters = AdapterChecker(self.trace, self._may_lose_workers)
-        self.checker = MessageChecker(
+        self.checkers = ClusterChecker(scenario, self._make_checker)
+        self.workers = SimulatedWorkers(scenario, self.checkers)
+        self.operators = Operators(scenario, self.trace, self.checkers, self.workers, self.check)
+        self.run_state = RunState(scenario, self.checkers, self.adapters)
+        self.visits = {each.number: Visit(each, self.run_state) for each in scenario.clients}
+        self.sessions = SessionChecker()
+        self.all_left = trio.Event()
+        self.scope = trio.CancelScope()
+        self.engine_scope = trio.CancelScope()
+
+    def _make_checker(self, index: int, places: PlaceChecker) -> MessageChecker:
+        """Return the checker of the messages of the worker of that index."""
+        scenario = self.scenario
+        return MessageChecker(
+            index=index,
+            label=f"worker {index}: " if scenario.is_cluster else "",
             trace=self.trace,
             depth=scenario.options["max_plans_in_flight"],
             page_size=scenario.worker.page_size,
             is_over=lambda row: self.visits[row[0]].is_over(row[1]),
             adapter_is_gone=self.adapters.is_gone,
+            on_fault=self.checkers.disturb,
             after_step=self.check,
             report=self.report,
             turns=OrderChecker.of(scenario, self._is_due),
@@ -73,18 +90,13 @@ class World:
                 ),
                 enabled=scenario.options["enable_prefix_caching"],
             ),
+            places=places,
         )
-        self.workers = SimulatedWorkers(scenario, self.checker)
-        self.run_state = RunState(scenario, self.checker, self.adapters)
-        self.visits = {each.number: Visit(each, self.run_state) for each in scenario.clients}
-        self.sessions = SessionChecker()
-        self.all_left = trio.Event()
-        self.scope = trio.CancelScope()
-        self.engine_scope = trio.CancelScope()
 
     def _may_lose_workers(self) -> bool:
-        away = any(pause.mode == "release" for pause in self.scenario.pauses)
-        return away or bool(self.scenario.faults) or self.scenario.is_poisoned
+        scenario = self.scenario
+        away = any(pause.mode == "release" for pause in scenario.pauses) or scenario.changes
+        return bool(away or scenario.faults) or scenario.is_poisoned
 
     def _is_due(self, row: Row, num_tokens: int) -> bool:
         client, index = row
@@ -120,24 +132,33 @@ class World:
             return
         try:
             self.check()
+            self.workers.check_places()
             self._check_not_stalled(self.engine)
         except Exception as error:
             self.report(error)
 
     def _check_not_stalled(self, engine: Engine) -> None:
         now = engine.statistics()
-        if not engine.healthy or self.workers.current is None or self.checker.num_unanswered:
+        operators = self.operators
+        if not engine.healthy or operators.pausing.locked() or operators.num_changing:
             return
-        if self.pausing.locked() or self.checker.is_calling("load_adapter", "unload_adapter"):
+        if self.scenario.worker.link_delay:
             return
-        busy = now.scheduler.num_running + now.scheduler.num_waiting
-        if self.checker.is_calling("prepare"):
-            busy -= sum(visit.num_waiting_for_grammar for visit in self.visits.values())
-        if busy > 0 and not self.scenario.worker.link_delay:
-            raise Violation("outputs that can be computed are computed", f"{busy} outputs, no plan")
-        slots = self.workers.current.slots
-        if not now.num_streams and not self.scenario.worker.link_delay and slots:
-            raise Violation("the worker is told of each slot that closes", f"{slots}")
+        for index, worker in self.workers.current.items():
+            checker = self.checkers.of(index)
+            if checker.num_unanswered or checker.is_calling("load_adapter", "unload_adapter"):
+                continue
+            counts = self.workers.made[index].scheduler.statistics()
+            busy = counts.num_running + counts.num_waiting
+            if checker.is_calling("prepare"):
+                busy -= sum(visit.num_waiting_for_grammar for visit in self.visits.values())
+            if busy > 0:
+                raise Violation(
+                    "outputs that can be computed are computed", f"{busy} outputs, no plan"
+                )
+            if not now.num_streams and worker.slots and not self.scenario.is_far(index):
+                detail = f"{worker.slots}"
+                raise Violation("the worker is told of each slot that closes", detail)
 
     # ---- the run
 
@@ -171,7 +192,7 @@ class World:
             with self.engine_scope:
                 async with (
                     open_fake_engine(
-                        open_worker=self.workers.open,
+                        worker_maker=self.workers.maker,
                         eos_token_ids=self.scenario.eos_token_ids,
                         **self.scenario.options,
                     ) as self.engine,
@@ -184,8 +205,12 @@ class World:
                         nursery.start_soon(
                             self._reported, self.adapters.change, self.engine, change
                         )
+                    for worker_change in self.scenario.changes:
+                        nursery.start_soon(
+                            self._reported, self.operators.change, self.engine, worker_change
+                        )
                     for pause in self.scenario.pauses:
-                        clients.start_soon(self._reported, self._pause, self.engine, pause)
+                        clients.start_soon(self._reported, self.operators.pause, self.engine, pause)
                     if self.scenario.ends != "idle":
                         clients.start_soon(self._end, self.engine)
                     await self._wait_until_done(self.engine)
@@ -204,23 +229,29 @@ class World:
         held = {name: idle[name] for name in ("num_running", "num_waiting", "plans_in_flight")}
         held |= {"pages_held": now.scheduler.pages_held, "streams": now.num_streams}
         held |= {"bytes": now.stream_bytes, "tokenizing": now.num_tokenizing}
+        held |= {"pins": len(engine.schedulers.pins.names())}
+        held |= {"slots": sum(len(each.slots) for each in self.workers.current.values())}
         if any(held.values()):
             raise Violation("nothing is held when nothing runs", str(held))
         ends = sum(visit.num_request_ends for visit in self.visits.values())
         counted = sum(engine.metrics.request_n.counts) + engine.metrics.num_rejected
         if counted != ends:
             raise Violation("each request is counted once", f"{counted}, not {ends}")
+        if self.operators.num_changing:
+            raise Violation("adding and removing workers comes to an end")
+        self.operators.check_weights()
+        self.checkers.check_poison()
         engine.check_integrity()
 
     async def _unload_all(self, engine: Engine) -> None:
-        """Unload all adapters, and check that the worker has none."""
+        """Unload all adapters, and check that no worker has any."""
         if not self.scenario.adapters:
             return
         if self.adapters.num_open:
             raise Violation("loading and unloading come to an end", f"{self.adapters.num_open}")
         await self.adapters.unload_all(engine)
         await trio.sleep(SETTLING)
-        held = {} if self.workers.current is None else self.workers.current.adapters
+        held = [each.adapters for each in self.workers.current.values() if each.adapters]
         if held or engine.adapters:
             raise Violation("no adapter is left", f"{held}, {engine.adapters}")
 
@@ -231,43 +262,9 @@ class World:
         if not self.run_state.failed:
             raise Violation(
                 "the engine fails only for too many deaths",
-                f"{error!r} after {self.checker.deaths_without_progress} of {limit}",
+                f"{error!r} after {[each.deaths_without_progress for each in self.checkers]} "
+                f"of {limit}",
             ) from error
-
-    async def _pause(self, engine: Engine, pause: Pause) -> None:
-        await trio.sleep(pause.at)
-        async with self.pausing:
-            self.trace.note(f"pause: {pause.mode}")
-            # A preempted output may run after another one that found a free slot.
-            self.checker.turns.on_fault()
-            try:
-                await self._hold_pause(engine, pause)
-            except TrioserveError as error:
-                # The worker or the engine has ended meanwhile.
-                self.trace.note(f"the pause fails: {error!r}")
-            self.trace.note("the pause ends")
-
-    async def _hold_pause(self, engine: Engine, pause: Pause) -> None:
-        if pause.mode.startswith("swap "):
-            weights = f"weights of {trio.current_time()}"
-            await engine.control.swap_weights(weights, pause.mode.partition(" ")[2])
-            self.checker.since_flush = set()
-            return
-        if pause.mode == "release":
-            await engine.release_memory()
-        else:
-            await engine.pause(pause.mode)
-        self.checker.is_paused = True
-        if pause.flushes and pause.mode != "release":
-            self.trace.note(f"{engine.flush_cache()} pages are flushed")
-            self.checker.since_flush = set()
-            self.check()
-        await trio.sleep(pause.seconds)
-        self.checker.is_paused = False
-        if pause.mode == "release":
-            await engine.resume_memory()
-        else:
-            engine.resume()
 
     async def _end(self, engine: Engine) -> None:
         await trio.sleep(self.scenario.ends_at)

@@ -1,0 +1,149 @@
+"""Simulated clusters of workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from trioserve.config.engine import ROUTING_POLICIES
+from trioserve.testing.simulation import (
+    Fault,
+    Report,
+    Scenario,
+    SimulatedClient,
+    WorkerKind,
+    draw_scenario,
+    simulate,
+)
+from trioserve.testing.simulation.draw import FIRST_CLUSTERS
+from trioserve.testing.simulation.expected import ids_of
+from trioserve.testing.simulation.scenario import (
+    AdapterChange,
+    Member,
+    Pause,
+    WorkerChange,
+    seed_of,
+)
+
+STEP = 0.01
+OPTIONS: dict[str, Any] = {
+    "seed": 0,
+    "max_num_seqs": 3,
+    "max_num_queued_reqs": 100,
+    "max_plans_in_flight": 2,
+    "scheduling_policy": "fcfs",
+    "capacity_policy": "max_utilization",
+    "enable_prefix_caching": True,
+    "grammar_timeout": 1.0,
+    "max_worker_restarts": 3,
+    "watchdog_timeout": 5.0,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_cpu_loras": 2,
+    "routing_policy": "round_robin",
+}
+KIND = WorkerKind(
+    num_pages=40,
+    page_size=4,
+    max_model_len=64,
+    max_num_batched_tokens=8,
+    alphabet=ids_of("ab "),
+    step_time=STEP,
+    load_time=0.5,
+)
+
+
+def cluster(
+    *,
+    num_clients: int = 6,
+    every: float = 0.0,
+    lengths: tuple[int, ...] = (30,),
+    adapter: str = "",
+    members: tuple[Member, ...] = (Member(), Member()),
+    worker: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **events: Any,
+) -> Scenario:
+    """Return a scenario of several workers, and clients that arrive one after the other."""
+    clients = [
+        SimulatedClient(
+            number=number,
+            arrives=number * every,
+            prompt="abcabcab",
+            params={
+                "max_tokens": lengths[number % len(lengths)],
+                "seed": seed_of(1, number),
+            },
+            adapter=adapter,
+        )
+        for number in range(num_clients)
+    ]
+    return Scenario(
+        seed=0,
+        options={**OPTIONS, "data_parallel_size": len(members), **(options or {})},
+        worker=attrs.evolve(KIND, **(worker or {})),
+        clients=tuple(clients),
+        members=members,
+        **events,
+    )
+
+
+def killed(index: int, at: float, worker: int = 0) -> Fault:
+    return Fault(index=index, worker=worker, what="killed", at=at)
+
+
+def add(at: float = 0.0) -> WorkerChange:
+    return WorkerChange(at=at, what="add")
+
+
+def remove(index: int, at: float) -> WorkerChange:
+    return WorkerChange(at=at, what="remove", index=index)
+
+
+def pause(mode: str, at: float = 0.1, seconds: float = 1.0) -> Pause:
+    return Pause(at=at, mode=mode, seconds=seconds)
+
+
+def load(name: str, at: float = 0.0) -> AdapterChange:
+    return AdapterChange(at=at, what="load", name=name, path=f"/{name}")
+
+
+def unload(name: str, at: float) -> AdapterChange:
+    return AdapterChange(at=at, what="unload", name=name)
+
+
+def run(scenario: Scenario, *, orders: int = 1) -> Report:
+    """Run a scenario in several orders of tasks; return the last report."""
+    for seed in range(orders):
+        report = simulate(attrs.evolve(scenario, seed=seed))
+        assert report.violation is None, f"order {seed}: {report.violation}"
+    return report
+
+
+@pytest.mark.parametrize("what", ["dies", "hangs", "killed", "cut", "slow"])
+def test_requests_outlive_what_befalls_their_worker(what: str) -> None:
+    at = 4 if what in ("dies", "hangs") else 0.05
+    report = run(cluster(faults=(Fault(index=0, worker=0, what=what, at=at, seconds=20.0),)))
+    assert report.outcomes == {"whole": 6}
+    assert report.workers_lost == (what != "slow")
+
+
+def test_workers_may_be_far_and_slow_and_their_clocks_wrong() -> None:
+    strange = Member(slowness=20.0, link_delay=0.05, clock_rate=0.0)
+    for policy in ROUTING_POLICIES:
+        report = run(cluster(members=(strange, Member()), options={"routing_policy": policy}))
+        assert report.outcomes == {"whole": 6}
+
+
+def test_most_seeds_have_several_workers() -> None:
+    assert not any(draw_scenario(seed).is_cluster for seed in range(0, FIRST_CLUSTERS, 29))
+    scenarios = [draw_scenario(seed) for seed in range(FIRST_CLUSTERS, FIRST_CLUSTERS + 200)]
+    found = [each for each in scenarios if each.is_cluster]
+    assert 130 < len(found) < 170
+    assert {len(each.members) for each in found} == {2, 3, 4}
+    assert {fault.what for each in found for fault in each.faults} >= {"cut", "slow", "dies"}
+    assert {change.what for each in found for change in each.changes} == {"add", "remove"}
+    policies = {each.options["routing_policy"] for each in found}
+    assert policies == set(ROUTING_POLICIES)
