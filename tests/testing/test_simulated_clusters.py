@@ -114,6 +114,13 @@ def unload(name: str, at: float) -> AdapterChange:
     return AdapterChange(at=at, what="unload", name=name)
 
 
+MEETINGS = {
+    "a removal, and a loss that isn't judged yet": cluster(
+        faults=(Fault(index=0, worker=0, what="hangs", at=4),), changes=(remove(0, 0.06),)
+    ),
+}
+
+
 def run(scenario: Scenario, *, orders: int = 1) -> Report:
     """Run a scenario in several orders of tasks; return the last report."""
     for seed in range(orders):
@@ -135,6 +142,12 @@ def test_workers_may_be_far_and_slow_and_their_clocks_wrong() -> None:
     for policy in ROUTING_POLICIES:
         report = run(cluster(members=(strange, Member()), options={"routing_policy": policy}))
         assert report.outcomes == {"whole": 6}
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_all_requests_outlive_events_that_meet(meeting: str) -> None:
+    scenario = MEETINGS[meeting]
+    assert run(scenario, orders=4).outcomes == {"whole": len(scenario.clients)}
 
 
 def test_most_seeds_have_several_workers() -> None:

@@ -1,7 +1,8 @@
 """Requests that move to another worker: taken out of one scheduler, and taken in by another.
 
 A request moves with its tokens, which determine all that is computed next. A suspect of its
-worker's death doesn't move, so that no request can end several workers.
+worker's death doesn't move, so that no request can end several workers. Until a death has been
+judged, all requests that were in flight stay.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.requests.request import Request, Sequence, State
+from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.fault_isolation import KillRecord
 from trioserve.scheduler.limits import most_tokens
 from trioserve.scheduler.sequence_state import SequenceState
@@ -31,9 +33,9 @@ class Moving:
     """Sequences that were held back."""
 
 
-def movable(state: SchedulerState) -> list[Request]:
+def movable(state: SchedulerCore) -> list[Request]:
     """Return the requests without a slot that may move, in the order of their turns."""
-    suspects = set(state.fault_isolation.suspects)
+    suspects = {*state.fault_isolation.suspects, *state.recovery.unjudged}
     waiting = (each.sequence.request for each in state.waiting.in_turn())
     return [
         request

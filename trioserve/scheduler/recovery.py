@@ -42,6 +42,11 @@ class Recovery:
     _num_steps: int = attrs.field(init=False, default=0)
     """Number of completed steps at the last death."""
 
+    @property
+    def unjudged(self) -> set[Request]:
+        """Requests that were in flight at a loss that isn't judged yet."""
+        return {sequence.request for sequence in self._flight}
+
     def on_step(self, plan: InFlight) -> None:
         """Note that ``plan`` has been computed and its rows are counted."""
         self._num_failures = 0
@@ -118,6 +123,7 @@ class Recovery:
         assert not state.has_worker
         state.limits = limits
         self._forget_worker()
+        self._flight = {}  # A worker that was sent away has no loss to be judged.
         state.await_compiling()
         state.has_worker = True
         self._num_failures = 0
