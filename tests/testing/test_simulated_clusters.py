@@ -118,6 +118,26 @@ MEETINGS = {
     "a removal, and a loss that isn't judged yet": cluster(
         faults=(Fault(index=0, worker=0, what="hangs", at=4),), changes=(remove(0, 0.06),)
     ),
+    "a worker given up while the other one is replaced": cluster(
+        options={"max_worker_restarts": 1},
+        worker={"load_time": 2.0},
+        faults=(
+            killed(1, 0.1),
+            killed(0, 0.15),
+            Fault(index=0, worker=1, what="loading", at=0.1),
+        ),
+    ),
+    "a removal, and all others given up": cluster(
+        options={"max_worker_restarts": 0},
+        members=(Member(slowness=5.0), Member()),
+        faults=(killed(1, 0.08),),
+        changes=(remove(0, 0.06),),
+    ),
+    "a release of memory, and a worker that is given up": cluster(
+        options={"max_worker_restarts": 0},
+        faults=(Fault(index=0, worker=1, what="loading", at=0.1),),
+        pauses=(pause("release"),),
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.weight_swap import WeightSwap
 from trioserve.model_files import locate
 from trioserve.observability.logs import get_logger
-from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
+from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError, WorkerLost
 from trioserve.requests.request import Request
 from trioserve.scheduler.scheduler import Scheduler
 
@@ -131,7 +131,11 @@ class Control:
             each.worker_power.turn_on()
         self._schedulers.resume(_MEMORY)
         for each in self._schedulers:
-            await each.worker_power.wait_serving()
+            try:
+                await each.worker_power.wait_serving()
+            except WorkerLost:
+                if each in self._schedulers:  # Otherwise the others go on without it.
+                    raise
 
     @property
     def memory_released(self) -> bool:

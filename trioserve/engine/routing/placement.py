@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.routing.router import Router
-from trioserve.protocol.errors import EngineError
+from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Request
 from trioserve.scheduler.moving import fits, movable
 from trioserve.scheduler.scheduler import Scheduler
@@ -39,19 +39,24 @@ class Placement:
         present = [each for each in staying if each.attached]
         return self._router.place(request, present or staying)
 
-    def move_requests(self, lost: Scheduler) -> None:
-        """Hand the requests of a worker that was lost, or is to be removed, to the others."""
+    def move_requests(self, lost: Scheduler, *, must_leave: bool = False) -> None:
+        """Hand the requests of a worker that was lost, or is to be removed, to the others.
+
+        Those that ``must_leave`` it may wait for a worker that is being replaced.
+        """
         if lost.core is None:
             return
         for request in movable(lost.core):
-            others = [each for each in self.schedulers if self._may_take(each, lost, request)]
+            able = [each for each in self.schedulers if self._may_take(each, lost, request)]
+            others = [each for each in able if each.attached] or (able if must_leave else [])
             if others:
+                other = self._router.place(request, others)
                 moving = lost.take_out(request)
-                request.scheduler = self._router.place(request, others)
-                request.scheduler.take_in(moving)
+                request.scheduler = other
+                other.take_in(moving)
 
     def _may_take(self, other: Scheduler, lost: Scheduler, request: Request) -> bool:
-        if other is lost or other in self._retiring or not other.attached:
+        if other is lost or other in self._retiring:
             return False
         return other.core is not None and fits(other.core, request)
 
@@ -62,22 +67,32 @@ class Placement:
 
     @contextlib.contextmanager
     def retiring(self, scheduler: Scheduler) -> Iterator[None]:
-        """Place nothing on ``scheduler`` in the block; remove it at the end, unless it fails."""
+        """Place nothing on ``scheduler`` in the block; remove it at the end, unless it fails.
+
+        Raises:
+            InvalidRequest: It is the last one, because the others were given up meanwhile.
+        """
         self._retiring.add(scheduler)
         try:
             yield
+            if scheduler not in self._retiring:
+                raise InvalidRequest("the last worker can't be removed", param="index")
             self._remove(scheduler)
         finally:
-            self._retiring.remove(scheduler)
+            self._retiring.discard(scheduler)
 
     def give_up(self, scheduler: Scheduler, reason: str) -> bool:
         """Go on without a worker that isn't replaced any more; return False if it was the last one.
 
-        Its requests go to the others. Those that may have ended it fail.
+        Its requests go to the others. Those that may have ended it fail. A worker that was to be
+        removed stays if no other one is left.
         """
-        if self.schedulers == (scheduler,):
+        others = {each for each in self.schedulers if each is not scheduler}
+        if not others:
             return False
-        self.move_requests(scheduler)
+        if others <= self._retiring:
+            self._retiring -= others
+        self.move_requests(scheduler, must_leave=True)
         self._remove(scheduler)
         if scheduler.core is not None:
             error = EngineError(f"the worker of this request was given up: {reason}")
