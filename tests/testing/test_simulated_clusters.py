@@ -133,6 +133,20 @@ MEETINGS = {
         faults=(killed(1, 0.08),),
         changes=(remove(0, 0.06),),
     ),
+    "an addition, and a pause": cluster(
+        num_clients=20, every=0.1, changes=(add(),), pauses=(pause("in_place"),)
+    ),
+    "an addition, and a weight swap": cluster(changes=(add(),), pauses=(pause("swap retract"),)),
+    "an addition, and a release of memory": cluster(
+        num_clients=20, every=0.1, changes=(add(),), pauses=(pause("release"),)
+    ),
+    "a pause that waits, and a worker that dies": cluster(
+        num_clients=2,
+        every=0.001,
+        lengths=(2, 30),
+        faults=(killed(1, 0.2),),
+        pauses=(pause("wait", at=0.05),),
+    ),
     "a release of memory, and a worker that is given up": cluster(
         options={"max_worker_restarts": 0},
         faults=(Fault(index=0, worker=1, what="loading", at=0.1),),

@@ -48,6 +48,8 @@ class Schedulers:
         self.batchers = tuple(batchers)
         self.adapters = EngineAdapters(lambda: [each.adapters for each in self])
         self.pins = PrefixPins(lambda: [each.core for each in self if each.core is not None])
+        self.changing = trio.Lock()
+        """Held while workers are added or removed, or their weights are swapped."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
         self._on_idle: Callable[[], None] = lambda: None
 
@@ -65,7 +67,8 @@ class Schedulers:
         return self[0] if placed is None else placed
 
     def add(self, scheduler: Scheduler) -> None:
-        """Add a scheduler whose worker serves."""
+        """Add a scheduler whose worker serves. It takes part in the pauses that are in force."""
+        scheduler.pause_control.join(self[0].pause_control)
         scheduler.outputs = self._outputs
         scheduler.on_idle = self._on_idle
         self.placement.add(scheduler)
@@ -180,25 +183,27 @@ class Schedulers:
 
         Cancelling it before that ends the pause.
         """
-        pausable: list[PauseControl | Batcher] = [
-            *(each.pause_control for each in self),
-            *self.batchers,
-        ]
-        arrivals = [(each, each.close_behind(holder)) for each in pausable]
+        last = {each: each.close_behind(holder) for each in self._pausable()}
+
+        def busy() -> list[PauseControl | Batcher]:
+            # A request may have moved to any worker; it counts as older than all others there.
+            return [each for each in self._pausable() if not each.has_finished(last.get(each, 0))]
+
         try:
-            for each, last in arrivals:
-                await each.wait_finished(last)
+            while unfinished := busy():
+                await unfinished[0].wait_finished(last.get(unfinished[0], 0))
         except BaseException:
             self.resume(holder)
             raise
         await self.pause(holder)
 
+    def _pausable(self) -> list[PauseControl | Batcher]:
+        return [*(each.pause_control for each in self), *self.batchers]
+
     def resume(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""
-        for each in self:
-            each.pause_control.resume(holder)
-        for batcher in self.batchers:
-            batcher.resume(holder)
+        for each in self._pausable():
+            each.resume(holder)
 
     @property
     def paused(self) -> bool:

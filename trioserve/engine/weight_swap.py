@@ -28,7 +28,6 @@ class WeightSwap:
     """
 
     _schedulers: Schedulers
-    _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
 
     async def run(
         self, path: str, clear: Callable[[str], Awaitable[None]], *, num_bytes: int = 0
@@ -51,7 +50,7 @@ class WeightSwap:
         async def read(_: int, scheduler: Scheduler) -> str:
             return await scheduler.weights.read(path, num_bytes=num_bytes)
 
-        async with self._lock:
+        async with self._schedulers.changing:
             try:
                 checksums = await all_together(read, self._schedulers)
                 await clear(HOLDER)

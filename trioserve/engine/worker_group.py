@@ -49,7 +49,6 @@ class WorkerGroup:
     """Number of workers made, with those that were removed or couldn't be started."""
     _num_restarts: int = attrs.field(init=False, default=0)
     """Restarts of workers that were removed."""
-    _lock: trio.Lock = attrs.field(init=False, factory=trio.Lock)
 
     @_num_made.default
     def _count(self) -> int:
@@ -133,7 +132,7 @@ class WorkerGroup:
             CallFailed: The worker can't load the model.
         """
         self._check_changeable()
-        async with self._lock:
+        async with self.schedulers.changing:
             worker = self._make(self._num_made)
             self._num_made += 1
             worker.scheduler.weights.path = self.schedulers[0].weights.path
@@ -145,6 +144,8 @@ class WorkerGroup:
                 await worker.scheduler.adapters.load(adapter)
             self._workers.append(worker)
             self.schedulers.add(worker.scheduler)
+            if not self.schedulers[0].worker_power.is_on:  # Memory was released meanwhile.
+                await worker.scheduler.worker_power.turn_off()
         _log.info("worker added", worker=worker.index, workers=len(self._workers))
         return worker.report()
 
@@ -176,7 +177,7 @@ class WorkerGroup:
             InvalidRequest: There is no such worker, or no other one.
         """
         self._check_changeable()
-        async with self._lock:
+        async with self.schedulers.changing:
             worker = next((each for each in self._workers if each.index == index), None)
             if worker is None:
                 raise InvalidRequest(f"there is no worker {index}", param="index")

@@ -264,9 +264,13 @@ class Batcher:
         self.core.pause_gate.close_behind(holder, self.core.num_arrivals)
         return self.core.num_arrivals
 
+    def has_finished(self, last: int) -> bool:
+        """Return True if all requests up to the one of that number are computed."""
+        return self.core.num_open_until(last) == 0
+
     async def wait_finished(self, last: int) -> None:
         """Block until all requests up to the one of that number are computed."""
-        await self._conditions.wait_for(lambda: self.core.num_open_until(last) == 0)
+        await self._conditions.wait_for(lambda: self.has_finished(last))
 
     def resume(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""

@@ -50,10 +50,17 @@ class PauseControl:
         core.pause_gate.close_behind(holder, core.num_arrivals)
         return core.num_arrivals
 
+    def has_finished(self, last: int) -> bool:
+        """Return True if all requests up to the one of that number have finished."""
+        return self._core().num_unfinished_until(last) == 0
+
     async def wait_finished(self, last: int) -> None:
         """Block until all requests up to the one of that number have finished."""
-        core = self._core()
-        await self._conditions.wait_for(lambda: core.num_unfinished_until(last) == 0)
+        await self._conditions.wait_for(lambda: self.has_finished(last))
+
+    def join(self, other: PauseControl) -> None:
+        """Take part in all pauses of another scheduler."""
+        self._core().pause_gate.join(other._core().pause_gate)
 
     def resume(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""

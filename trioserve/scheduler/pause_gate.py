@@ -38,6 +38,11 @@ class PauseGate:
         self._last_arrivals[holder] = arrival
         self._closed_by.discard(holder)
 
+    def join(self, other: PauseGate) -> None:
+        """Take part in all pauses of ``other``, with no arrival so far."""
+        self._closed_by |= other._closed_by
+        self._last_arrivals |= dict.fromkeys(other._last_arrivals, 0)
+
     def release(self, holder: str) -> None:
         """End the pause of that key. Idempotent."""
         self._closed_by.discard(holder)
