@@ -140,6 +140,34 @@ MEETINGS = {
     "an addition, and a release of memory": cluster(
         num_clients=20, every=0.1, changes=(add(),), pauses=(pause("release"),)
     ),
+    "an addition, and an adapter that is loaded and unloaded": cluster(
+        num_clients=20,
+        every=0.1,
+        adapter="x",
+        worker={"call_time": 0.3},
+        changes=(add(),),
+        adapters=(load("x", at=0.4), unload("x", at=3.0)),
+    ),
+    "an addition, and an adapter that is unloaded": cluster(
+        num_clients=4,
+        adapter="x",
+        worker={"call_time": 0.1},
+        changes=(add(at=0.2),),
+        adapters=(load("x"), unload("x", at=0.75)),
+    ),
+    "an adapter that is unloaded while its requests move": cluster(
+        every=0.001,
+        lengths=(30, 1),
+        adapter="x",
+        faults=(killed(0, 0.12),),
+        adapters=(load("x"), unload("x", at=0.1)),
+    ),
+    "two adapters that are loaded on a worker that is removed": cluster(
+        num_clients=2,
+        worker={"call_time": 1.0},
+        changes=(remove(0, 0.1),),
+        adapters=(load("x"), load("y")),
+    ),
     "a pause that waits, and a worker that dies": cluster(
         num_clients=2,
         every=0.001,

@@ -42,7 +42,9 @@ class EngineAdapters:
 
         self._loading.add(name)
         try:
-            await all_together(load, self._managers())
+            # A worker may be added meanwhile.
+            while lacking := [each for each in self._managers() if not each.holds(adapter)]:
+                await all_together(load, lacking)
         except BaseException:
             for each in self._managers():
                 each.forget(adapter)
@@ -51,6 +53,18 @@ class EngineAdapters:
             self._loading.remove(name)
         self.catalogue.add(adapter)
         self.on_change()
+
+    async def load_all(self, manager: AdapterManager) -> None:
+        """Load the adapters that requests may name on a worker that is about to serve.
+
+        Raises:
+            InvalidRequest: An adapter can't be served there.
+            WorkerLost: The worker was lost meanwhile.
+            EngineError: It couldn't load one.
+        """
+        while lacking := [each for each in self.catalogue if not manager.holds(each)]:
+            await manager.load(lacking[0])
+        manager.keep(list(self.catalogue))
 
     async def load_first(self, named_paths: Sequence[tuple[str, str]]) -> None:
         """Load the adapters given at the start, by name and folder.
@@ -70,8 +84,10 @@ class EngineAdapters:
         """
         adapter = self.catalogue.remove(name)
         self.on_change()
-        for gone in [each.unload(adapter) for each in self._managers()]:
-            await gone.wait()
+        # A request that uses it takes it along when it moves to another worker.
+        while holding := [each for each in self._managers() if each.holds(adapter)]:
+            for gone in [each.unload(adapter) for each in holding]:
+                await gone.wait()
 
     def name_of(self, number: int) -> str | None:
         """Return the name of the adapter with that number; None if it is unknown."""

@@ -138,16 +138,31 @@ class WorkerGroup:
             worker.scheduler.weights.path = self.schedulers[0].weights.path
             assert self._tasks is not None
             error = await self._tasks.start(self._try_to_run, worker)
+            if error is None:
+                error = await self._load_adapters(worker)
             if error is not None:
                 raise CallFailed("no worker could be added", str(error)) from error
-            for adapter in self.schedulers.adapters.catalogue:
-                await worker.scheduler.adapters.load(adapter)
             self._workers.append(worker)
             self.schedulers.add(worker.scheduler)
             if not self.schedulers[0].worker_power.is_on:  # Memory was released meanwhile.
                 await worker.scheduler.worker_power.turn_off()
         _log.info("worker added", worker=worker.index, workers=len(self._workers))
         return worker.report()
+
+    async def _load_adapters(self, worker: EngineWorker) -> Exception | None:
+        """Load all adapters on a new worker; end it and return the error if that fails."""
+        error: Exception | None = None
+        serves = False
+        try:
+            await self.schedulers.adapters.load_all(worker.scheduler.adapters)
+            serves = worker.supervisor.life.state != "ended"
+        except (EngineError, InvalidRequest, WorkerLost) as failure:
+            error = failure
+        finally:
+            if not serves:
+                with trio.CancelScope(shield=True):
+                    await worker.scheduler.worker_power.turn_off()
+        return error if serves else error or WorkerLost("it isn't replaced any more")
 
     async def _try_to_run(
         self, worker: EngineWorker, task_status: trio.TaskStatus[Exception | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import attrs
@@ -79,6 +79,35 @@ class AdapterManager:
         except BaseException:
             self.forget(adapter)
             raise
+
+    def holds(self, adapter: Adapter) -> bool:
+        """Return True if the adapter is loaded, being loaded, or being unloaded."""
+        return adapter.number in self._held
+
+    def hold_as(self, other: AdapterManager, number: int) -> None:
+        """Hold the adapter of a request that comes from another scheduler; 0 is no adapter.
+
+        An adapter that is being unloaded may be held only where requests use it.
+        """
+        if number and number not in self._held:
+            source = other._held[number]
+            held = _AdapterEntry(source.adapter, source.checksum, is_leaving=source.is_leaving)
+            held.settled.set()
+            self._held[number] = held
+            self._core().residency.ask(number)
+            self._recheck()
+
+    def keep(self, adapters: Collection[Adapter]) -> None:
+        """Unload all adapters but these."""
+        for held in list(self._held.values()):
+            if held.adapter not in adapters:
+                self.unload(held.adapter)
+
+    def close(self) -> None:
+        """End all waits for loads and unloads, because there will be no worker any more."""
+        for held in self._held.values():
+            held.settled.set()
+            held.gone.set()
 
     def unload(self, adapter: Adapter) -> trio.Event:
         """Unload an adapter that no request may name any more.

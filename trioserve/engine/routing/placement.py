@@ -51,6 +51,7 @@ class Placement:
             others = [each for each in able if each.attached] or (able if must_leave else [])
             if others:
                 other = self._router.place(request, others)
+                other.adapters.hold_as(lost.adapters, request.adapter)
                 moving = lost.take_out(request)
                 request.scheduler = other
                 other.take_in(moving)
@@ -78,6 +79,7 @@ class Placement:
             if scheduler not in self._retiring:
                 raise InvalidRequest("the last worker can't be removed", param="index")
             self._remove(scheduler)
+            scheduler.adapters.close()
         finally:
             self._retiring.discard(scheduler)
 
@@ -94,6 +96,7 @@ class Placement:
             self._retiring -= others
         self.move_requests(scheduler, must_leave=True)
         self._remove(scheduler)
+        scheduler.adapters.close()
         if scheduler.core is not None:
             error = EngineError(f"the worker of this request was given up: {reason}")
             for request in scheduler.core.unfinished_requests():
