@@ -23,6 +23,9 @@ import trio
 from trioserve.engine.engine import Engine
 from trioserve.engine.lifecycle import OpenGenerations
 from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.routing import placement
+from trioserve.engine.routing.placement import Placement
+from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.sessions.session import Session
 from trioserve.protocol.errors import RequestAborted, WorkerLost
 from trioserve.requests.generation import GenerationStream
@@ -35,10 +38,11 @@ from trioserve.requests.request import (
     State,
 )
 from trioserve.requests.stream import Chunk
-from trioserve.scheduler import drafts, planning, result_processing, sequence_state
+from trioserve.scheduler import drafts, planning, result_processing, scheduler, sequence_state
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.beams import BeamGroup, Beams
 from trioserve.scheduler.memory import Memory
+from trioserve.scheduler.moving import Moving
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
@@ -50,16 +54,20 @@ from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.state import SchedulerState
 from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
-from trioserve.testing.simulation.draw import FIRST_BEAMS, FIRST_RAGGED
+from trioserve.testing.simulation.draw import FIRST_BEAMS, FIRST_CLUSTERS, FIRST_RAGGED
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+UNREPORTED = "none known"
+"""Origin of a fault that no issue is known of."""
+
+
 @attrs.frozen
 class PlantedFault:
-    """A fault, and the issue of another project that reports it.
+    """A fault, and the issue of another project that reports it, if one is known.
 
     Seeds before ``first_seed`` have nothing that it could harm.
     """
@@ -548,6 +556,69 @@ def _goes_on_untold(original: Any) -> Any:
 def _old_continuations(original: Any) -> Any:
     """Choose among continuations of a slot that the beam has left."""
     return lambda self, sequence: sequence in self._found and sequence.seq_state.holds_slot
+
+
+@plants(
+    "a request that moves stays where it was, too",
+    UNREPORTED,
+    *(scheduler, "take_out", FIRST_CLUSTERS),
+)
+def _resumed_twice(original: Any) -> Any:
+    """Compute a request of a lost worker elsewhere, and on that worker's successor as well."""
+    return lambda state, request: Moving(request, {}, set())
+
+
+@plants(
+    "a request that moves goes on one token too early",
+    "ai-dynamo/dynamo#7930",
+    *(scheduler, "take_in", FIRST_CLUSTERS),
+)
+def _one_token_too_early(original: Any) -> Any:
+    """Forget the last token of each output that moves."""
+
+    def take_in(state: SchedulerState, moving: Moving) -> None:
+        for sequence in moving.request.sequences:
+            del sequence.output_ids[-1:]
+        original(state, moving)
+
+    return take_in
+
+
+@plants(
+    "pages are freed on another worker",
+    UNREPORTED,
+    *(Schedulers, "for_request", FIRST_CLUSTERS),
+)
+def _freed_elsewhere(original: Any) -> Any:
+    """End all requests on the first worker, wherever they are computed."""
+    return lambda self, request: self[0]
+
+
+@plants(
+    "a removed worker still gets requests",
+    "vllm-project/vllm#55772",
+    *(Placement, "_remove", FIRST_CLUSTERS),
+)
+def _kept_among_the_workers(original: Any) -> Any:
+    """Keep a worker in the router's picture when it has been removed."""
+    return lambda self, scheduler: None
+
+
+@plants(
+    "a request that ends workers is tried on one after the other",
+    "sgl-project/sglang#7028",
+    *(placement, "movable", FIRST_CLUSTERS),
+)
+def _suspects_move(original: Any) -> Any:
+    """Let requests move that may have ended their worker."""
+
+    def movable(state: Any) -> list[Request]:
+        innocent = mock.Mock(suspects=[])
+        with mock.patch.object(state, "fault_isolation", innocent):
+            requests: list[Request] = original(state)
+        return requests
+
+    return movable
 
 
 def find(fault: PlantedFault, *, most_seeds: int = 3000) -> Find:

@@ -31,6 +31,7 @@ from trioserve.testing.simulation import (
     simulate,
 )
 from trioserve.testing.simulation.command import Totals, main, run_seeds
+from trioserve.testing.simulation.draw import FIRST_CLUSTERS
 from trioserve.testing.simulation.expected import expected_outputs, ids_of
 from trioserve.testing.simulation.scenario import AdapterChange, seed_of
 
@@ -42,7 +43,8 @@ however fast it is, so that it tries no life that others can't."""
 
 def test_nothing_goes_wrong_in_many_lives_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
     totals, started = Totals(), time.monotonic()
-    for report in run_seeds(itertools.count(), seconds=60 * SECONDS):
+    seeds = itertools.chain.from_iterable(zip(itertools.count(), itertools.count(FIRST_CLUSTERS)))
+    for report in run_seeds(seeds, seconds=60 * SECONDS):
         totals.add(report)
         totals.seconds = time.monotonic() - started
         assert report.violation is None, (
@@ -61,6 +63,7 @@ def test_nothing_goes_wrong_in_many_lives_of_an_engine(capsys: pytest.CaptureFix
     wanted.add("AdapterNotFound")
     assert wanted <= totals.outcomes.keys()
     kinds = {"loading", "killed", "dies", "fails", "fails_in_row", "fatal", "hangs", "pauses"}
+    kinds |= {"cut", "slow"}
     assert kinds <= totals.faults.keys()
     assert totals.workers_lost > FEWEST_SEEDS / 10
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from unittest import mock
 
+import attrs
 import pytest
 
 from tests.faults import planted
 from tests.faults.planted import FAULTS, PlantedFault, find, main
+from trioserve.engine.routing.policy import Policy, WorkerLoad
+from trioserve.testing.simulation import draw_scenario, run_scenario
+from trioserve.testing.simulation.draw import FIRST_CLUSTERS
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -15,6 +21,24 @@ def test_a_planted_fault_is_found(fault: PlantedFault) -> None:
     report = find(fault, most_seeds=400).report
     assert report is not None
     assert report.violation is not None
+
+
+def test_a_router_that_is_wrong_is_no_fault() -> None:
+    """It doesn't know of what the caches hold, and decides by the loads of some requests ago."""
+    seen: list[tuple[WorkerLoad, ...]] = []
+    choose = Policy.choose
+
+    def choose_wrongly(self: Policy, loads: Sequence[WorkerLoad], prompt: int) -> int:
+        forgetful = (attrs.evolve(each, cached=0, cached_on_host=0) for each in loads)
+        seen.append(tuple(forgetful))
+        stale = [each for each in seen[-8:] if len(each) == len(loads)]
+        return choose(self, stale[0], prompt)
+
+    with mock.patch.object(Policy, "choose", choose_wrongly):
+        for seed in range(FIRST_CLUSTERS, FIRST_CLUSTERS + 60):
+            report = run_scenario(draw_scenario(seed))
+            assert report.violation is None, f"seed {seed}: {report.violation}"
+    assert len(seen) > 60
 
 
 def test_a_fault_that_is_not_found_is_told_by_the_exit_status(
