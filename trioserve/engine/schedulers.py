@@ -245,7 +245,8 @@ class Schedulers:
 
     def statistics(self) -> SchedulerStatistics:
         """Return the sum of the counts of this moment; texts count as sequences."""
-        total = sum_of([each.statistics() for each in (*self, *self.placement.gone)])
+        gone = [each.statistics().totals for each in self.placement.gone]
+        total = sum_of([*(each.statistics() for each in self), *gone])
         for batcher in self.batchers:
             total = batcher.counted_in(total)
         return total

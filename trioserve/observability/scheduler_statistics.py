@@ -122,6 +122,13 @@ class SchedulerStatistics(Counters):
     waiting_adapters: tuple[str, ...] = ()
     """Names of the adapters of waiting sequences; some may run as well."""
 
+    @property
+    def totals(self) -> SchedulerStatistics:
+        """The counters alone, of a scheduler whose worker is gone for good."""
+        return SchedulerStatistics(
+            **{field.name: getattr(self, field.name) for field in attrs.fields(Counters)}
+        )
+
 
 def sum_of(statistics: Iterable[SchedulerStatistics]) -> SchedulerStatistics:
     """Return the sums of the numbers of several schedulers, and the names of all adapters."""
