@@ -17,7 +17,7 @@ from trioserve.config import EngineConfig
 from trioserve.engine.control import Control
 from trioserve.engine.idle_check import IdleCheck
 from trioserve.engine.schedulers import Schedulers
-from trioserve.observability.live.prefix import prefix_of_all
+from trioserve.observability.live.prefix import IDS_FOR_EACH, prefix_of_all
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
 from trioserve.protocol.errors import EngineError, InvalidRequest, WorkerLost
 from trioserve.protocol.grammar import Grammar
@@ -349,11 +349,12 @@ async def test_the_prefixes_of_both_are_shown_apart(autojump_clock: object) -> N
             for prompt in ([1] * 40, [2] * 40, [3] * 40):
                 two.send(index, prompt, max_tokens=1)
         await trio.sleep(5 * STEP)
-        caches = [each.core.memory.prefix for each in two.pair if each.core is not None]
+        cores = [each.core for each in two.pair if each.core is not None]
+        caches = {3: cores[0].memory.prefix, 5: cores[1].memory.prefix}
         prefix = prefix_of_all(caches, 100)
-        ids = [node.id for node in prefix.nodes]
-        assert len(set(ids)) == len(ids) == 6
-        assert {id // 256 for id in ids} == {0, 1}
+        assert len({node.id for node in prefix.nodes}) == len(prefix.nodes) == 6
+        assert {node.id // IDS_FOR_EACH for node in prefix.nodes} == {3, 5}
+        assert [node.worker for node in prefix.nodes] == [3, 3, 3, 5, 5, 5]
         assert prefix_of_all(caches, 2).num_left_out == 8
 
 

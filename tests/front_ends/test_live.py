@@ -37,7 +37,7 @@ async def seen(take: TakeSnapshot, condition: Callable[[Snapshot], bool]) -> Sna
 
 async def until_unwatched(server: Server) -> None:
     monitor = server.engine_server.monitor
-    iterations = monitor.schedulers[0].feeds.iterations.feed
+    iterations = monitor.workers.schedulers[0].feeds.iterations.feed
     with trio.fail_after(60):
         while monitor.departures.is_wanted or iterations.is_wanted:
             await trio.sleep(0.01)

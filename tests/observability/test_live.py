@@ -17,7 +17,6 @@ from trioserve import Engine, EngineError
 from trioserve.observability import live
 from trioserve.observability.live.figures import quantile
 from trioserve.observability.live.monitor import (
-    MAX_STEPS,
     MAX_WATCHERS,
     STAY_SECONDS,
     SnapshotSubscription,
@@ -26,6 +25,7 @@ from trioserve.observability.live.prefix import PAGES_FOR_EACH, prefix_of
 from trioserve.observability.live.requests import shown_requests
 from trioserve.observability.live.schema import RequestRow, Snapshot, TaskNode
 from trioserve.observability.live.tasks import task_tree
+from trioserve.observability.live.workers import MAX_STEPS
 from trioserve.protocol.errors import ContextTooLong, WatcherLimit
 from trioserve.requests.request import TRANSITIONS
 from trioserve.scheduler.page_pool import PagePool
@@ -318,7 +318,7 @@ def agreeing(snapshot: Snapshot) -> Snapshot:
 async def test_nothing_is_recorded_while_nobody_watches() -> None:
     async with open_fake_engine() as engine:
         monitor = live.monitor_of(engine)
-        iterations = monitor.schedulers[0].feeds.iterations.feed
+        iterations = monitor.workers.schedulers[0].feeds.iterations.feed
 
         def wanted() -> list[bool]:
             return [monitor.departures.is_wanted, iterations.is_wanted]

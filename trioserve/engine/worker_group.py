@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import attrs
 import trio
@@ -27,6 +27,7 @@ from trioserve.protocol.errors import (
     WorkerLost,
 )
 from trioserve.scheduler.beams import StopStringAtEnd
+from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.supervisor import WorkerLife
 
 MakeWorker = Callable[[int], EngineWorker]
@@ -47,6 +48,8 @@ class WorkerGroup:
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
     _num_made: int = attrs.field(init=False)
     """Number of workers made, with those that were removed or couldn't be started."""
+    _joining: EngineWorker | None = attrs.field(init=False, default=None)
+    """The worker that is being added."""
     _num_restarts: int = attrs.field(init=False, default=0)
     """Restarts of workers that were removed."""
 
@@ -109,7 +112,7 @@ class WorkerGroup:
     ) -> None:
         """Run a worker and its successors. If they are given up, the others go on."""
         try:
-            await worker.supervisor.run(worker.scheduler.attach, task_status=task_status)
+            await worker.run(task_status)
         except (ModelLoadError, WorkerLost) as error:
             if worker.scheduler.core is None or self.schedulers.batchers:
                 raise
@@ -136,18 +139,26 @@ class WorkerGroup:
             worker = self._make(self._num_made)
             self._num_made += 1
             worker.scheduler.weights.path = self.schedulers[0].weights.path
-            assert self._tasks is not None
-            error = await self._tasks.start(self._try_to_run, worker)
-            if error is None:
-                error = await self._load_adapters(worker)
-            if error is not None:
-                raise CallFailed("no worker could be added", str(error)) from error
+            self._joining = worker
+            try:
+                await self._start_one(worker)
+            finally:
+                self._joining = None
             self._workers.append(worker)
             self.schedulers.add(worker.scheduler)
             if not self.schedulers[0].worker_power.is_on:  # Memory was released meanwhile.
                 await worker.scheduler.worker_power.turn_off()
         _log.info("worker added", worker=worker.index, workers=len(self._workers))
         return worker.report()
+
+    async def _start_one(self, worker: EngineWorker) -> None:
+        """Start a worker beside the others; return once it has the model and all adapters."""
+        assert self._tasks is not None
+        error = await self._tasks.start(self._try_to_run, worker)
+        if error is None:
+            error = await self._load_adapters(worker)
+        if error is not None:
+            raise CallFailed("no worker could be added", str(error)) from error
 
     async def _load_adapters(self, worker: EngineWorker) -> Exception | None:
         """Load all adapters on a new worker; end it and return the error if that fails."""
@@ -198,8 +209,12 @@ class WorkerGroup:
                 raise InvalidRequest(f"there is no worker {index}", param="index")
             if list(self.schedulers) == [worker.scheduler]:
                 raise InvalidRequest("the last worker can't be removed", param="index")
-            with self.schedulers.placement.retiring(worker.scheduler):
-                await self._drain(worker)
+            worker.draining = True
+            try:
+                with self.schedulers.placement.retiring(worker.scheduler):
+                    await self._drain(worker)
+            finally:
+                worker.draining = False
             self._workers.remove(worker)
             self._num_restarts += worker.supervisor.restarts
         await worker.scheduler.worker_power.turn_off()
@@ -227,9 +242,18 @@ class WorkerGroup:
 
     # ---- observation
 
+    def __iter__(self) -> Iterator[EngineWorker]:
+        yield from self._workers
+        if self._joining is not None:
+            yield self._joining
+
+    def number_of(self, scheduler: Scheduler | None) -> int | None:
+        """Return the number of the worker of ``scheduler``; None if there is no such worker."""
+        return next((each.index for each in self if each.scheduler is scheduler), None)
+
     def reports(self) -> list[WorkerReport]:
-        """Return the state of each worker."""
-        return [each.report() for each in self._workers]
+        """Return the state of each worker, with one that is being added."""
+        return [each.report() for each in self]
 
     @property
     def life(self) -> WorkerLife:

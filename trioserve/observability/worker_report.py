@@ -10,9 +10,13 @@ class WorkerReport:
     """The state of one of an engine's workers at one moment."""
 
     index: int
-    """Its place among the workers, from 0."""
+    """Its number, from 0, which no other worker of the engine ever has."""
     state: str
-    """``starting``, ``running``, ``restarting``, ``released`` or ``ended``."""
+    """``starting``, ``running``, ``stalled`` (a step is so late that it may be hung), ``draining``
+    (it is being removed), ``restarting``, ``released`` or ``ended``.
+    """
+    device: str
+    """Name of its device; empty while the first process loads."""
     pid: int | None
     """Process id while it runs."""
     restarts: int
@@ -33,6 +37,11 @@ class WorkerReport:
     """Pages of the prefix cache that no running sequence holds."""
     decode_ms: float
     """Milliseconds that a step with one more stream takes now, as its steps so far predict."""
+
+    @property
+    def is_up(self) -> bool:
+        """True while its process serves, even if a step is late."""
+        return self.state in ("running", "stalled", "draining")
 
     @property
     def kv_usage(self) -> float:

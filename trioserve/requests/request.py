@@ -210,8 +210,9 @@ class Request:
     """Sequences that hold beams besides ``sequences``; nothing of them is delivered."""
     beams: Any = None
     """The scheduler's own record of its beam search."""
-    scheduler: Any = None
-    """The scheduler that computes it; None until it is placed on one."""
+    num_moves: int = attrs.field(init=False, default=0)
+    """Number of times that it went from one scheduler to another."""
+    _scheduler: Any = attrs.field(init=False, default=None)
     num_cached_when_placed: int = 0
     """Tokens of the prompt that the prefix cache there had when it was placed."""
     admitted: trio.Event = attrs.field(factory=trio.Event)
@@ -226,6 +227,16 @@ class Request:
     """The pooled hidden states of the prompt, a float32 column, where asked for."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache when it first ran."""
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler that computes it; None until it is placed on one."""
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.num_moves += self._scheduler not in (None, scheduler)
+        self._scheduler = scheduler
 
     @property
     def all_sequences(self) -> list[Sequence]:

@@ -89,14 +89,13 @@ class EngineServer:
         self._clock = SharedClock.now()
         self._closed_requests: Feed[Request] = Feed()
         self.monitor = Monitor(
-            schedulers=schedulers,
+            workers=workers,
             departures=self._closed_requests,
             open_requests=self._peers.newest_requests,
             statistics=self.statistics,
             tally=lambda: Tally.of_snapshot(self._snapshot()),
             health=self._health,
             weight_version=lambda: self.control.weight_version,
-            worker_life=lambda: workers.life,
         )
         """The source of snapshots."""
         self._context = self._make_context(config, submit)

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import attrs
+import msgspec
 
-from trioserve.observability.live.schema import Latency, Quantiles, Rates
+from trioserve.observability.live.schema import Latency, Quantiles, Rates, WorkerRates
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.histogram import (
     FIRST_TOKEN_SECONDS,
@@ -76,16 +77,30 @@ def rates_of(before: Look, after: Look, iterations: Sequence[Iteration]) -> Rate
     seconds = after.time - before.time
     if seconds <= 0:
         return Rates()
-    was, is_ = before.scheduler, after.scheduler
+    num_finished = sum(after.tally.finished.values()) - sum(before.tally.finished.values())
+    num_generated = after.tally.generation_tokens - before.tally.generation_tokens
+    rates = worker_rates_of(seconds, before.scheduler, after.scheduler, iterations)
+    return Rates(
+        **{**msgspec.structs.asdict(rates), "generated_tokens_per_s": num_generated / seconds},
+        requests_per_s=num_finished / seconds,
+    )
+
+
+def worker_rates_of(
+    seconds: float,
+    was: SchedulerStatistics,
+    is_: SchedulerStatistics,
+    iterations: Sequence[Iteration],
+) -> WorkerRates:
+    """Return the rates of steps between two readings, ``seconds`` apart."""
+    if seconds <= 0:
+        return WorkerRates()
     num_steps = is_.num_steps - was.num_steps
     step_us, idle_us = is_.step_us - was.step_us, is_.idle_us - was.idle_us
-    num_finished = sum(after.tally.finished.values()) - sum(before.tally.finished.values())
     rows = [each.num_sequences for each in iterations if each.num_sequences]
-    return Rates(
-        generated_tokens_per_s=(after.tally.generation_tokens - before.tally.generation_tokens)
-        / seconds,
+    return WorkerRates(
+        generated_tokens_per_s=(is_.num_tokens_sampled - was.num_tokens_sampled) / seconds,
         prompt_tokens_per_s=(is_.num_prefill_tokens - was.num_prefill_tokens) / seconds,
-        requests_per_s=num_finished / seconds,
         steps_per_s=num_steps / seconds,
         gpu_idle_share=_share(idle_us, step_us + idle_us),
         step_ms=_share(step_us / 1000, num_steps),

@@ -11,23 +11,22 @@ from typing import Protocol
 import attrs
 import trio
 
-from trioserve._util.feed import Feed, Subscription
-from trioserve.engine.schedulers import Schedulers
+from trioserve._util.feed import Feed
+from trioserve.engine.worker_group import WorkerGroup
 from trioserve.observability.health import Patient, health_word
 from trioserve.observability.live.figures import Lately, Look, Tally, latency_of, rates_of
 from trioserve.observability.live.prefix import prefix_of_all
 from trioserve.observability.live.requests import request_row, shown_requests
 from trioserve.observability.live.schema import (
     Counts,
-    Pages,
     Prefix,
     RequestRow,
     Snapshot,
-    Step,
     TaskNode,
     WorkerState,
 )
 from trioserve.observability.live.tasks import task_tree
+from trioserve.observability.live.workers import WatchedWorkers, pages_of
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol import wire
@@ -35,7 +34,6 @@ from trioserve.protocol.errors import WatcherLimit
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.request import Request
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.iterations import Iteration
 from trioserve.workers.supervisor import WorkerLife
 
 DEFAULT_REQUESTS = 200
@@ -44,8 +42,6 @@ MAX_REQUESTS = 1000
 DEFAULT_NODES = 300
 MAX_NODES = 2000
 """The most nodes of the prefix tree in a snapshot."""
-MAX_STEPS = 50
-"""The most steps in a snapshot."""
 MAX_WATCHERS = 16
 """The most subscriptions to one engine: each snapshot takes some of its time."""
 STAY_SECONDS = 10.0
@@ -86,10 +82,7 @@ class MonitoredEngine(Patient, Protocol):
     def newest_requests(self) -> Iterator[Request]: ...
 
     @property
-    def schedulers(self) -> Schedulers: ...
-
-    @property
-    def worker_life(self) -> Callable[[], WorkerLife]: ...
+    def worker_group(self) -> WorkerGroup: ...
 
     @property
     def closed_requests(self) -> Feed[Request]: ...
@@ -101,7 +94,7 @@ class MonitoredEngine(Patient, Protocol):
 class Monitor:
     """The sources of an engine's snapshots, in the process that has its schedulers."""
 
-    schedulers: Schedulers
+    workers: WorkerGroup
     departures: Feed[Request]
     """Requests as they end. They are published while a subscription is open."""
     open_requests: Callable[[], Iterator[Request]]
@@ -110,26 +103,25 @@ class Monitor:
     tally: Callable[[], Tally]
     health: Callable[[], str]
     weight_version: Callable[[], str]
-    worker_life: Callable[[], WorkerLife]
 
     @classmethod
     def of(cls, engine: MonitoredEngine) -> Monitor:
         """Return the monitor of an engine with its schedulers in this process."""
         return cls(
-            schedulers=engine.schedulers,
+            workers=engine.worker_group,
             departures=engine.closed_requests,
             open_requests=lambda: engine.newest_requests,
             statistics=engine.statistics,
             tally=lambda: Tally.of(engine.metrics),
             health=lambda: health_word(engine),
             weight_version=lambda: engine.weight_version,
-            worker_life=engine.worker_life,
         )
 
     @property
-    def cores(self) -> list[SchedulerCore]:
-        """The cores of the schedulers that have had a worker."""
-        return [each.core for each in self.schedulers if each.core is not None]
+    def cores(self) -> dict[int, SchedulerCore]:
+        """The cores of the workers that have been attached, by the workers' numbers."""
+        cores = {each.index: each.scheduler.core for each in self.workers if each.state != "ended"}
+        return {index: core for index, core in cores.items() if core is not None}
 
     def row_of(self, request: Request, offset: float, *, is_over: bool = False) -> RequestRow:
         """Return the row of ``request`` now; ``offset`` is the difference of Unix time and trio's
@@ -137,7 +129,8 @@ class Monitor:
         """
         return request_row(
             request,
-            adapter_name=self.schedulers.adapters.name_of,
+            adapter_name=self.workers.schedulers.adapters.name_of,
+            worker=self.workers.number_of(request.scheduler),
             offset=offset,
             now=trio.current_time(),
             is_over=is_over,
@@ -157,11 +150,9 @@ class Monitor:
         if self.departures.num_readers >= MAX_WATCHERS:
             raise WatcherLimit(f"{MAX_WATCHERS} watch the engine already; that is the limit")
         departures = RecentRequests(self, max(requests, 1))
-        with (
-            self.departures.read_by(departures),
-            self.schedulers.iterations(MAX_STEPS) as iterations,
-        ):
-            yield SnapshotSubscription(self, departures, iterations, requests, nodes)
+        workers = WatchedWorkers(self.workers)
+        with self.departures.read_by(departures), workers.opened():
+            yield SnapshotSubscription(self, departures, workers, requests, nodes)
 
 
 class RecentRequests:
@@ -203,13 +194,13 @@ class SnapshotSubscription:
         self,
         monitor: Monitor,
         departures: RecentRequests,
-        iterations: Subscription[Iteration],
+        workers: WatchedWorkers,
         max_requests: int,
         max_nodes: int,
     ) -> None:
         self._monitor = monitor
         self._departures = departures
-        self._iterations = iterations
+        self._workers = workers
         self._max_requests = max_requests
         self._max_nodes = max_nodes
         self._lately = Lately()
@@ -233,17 +224,17 @@ class SnapshotSubscription:
         statistics = monitor.statistics()
         before, self._look = self._look, self._look_at(statistics)
         since = self._lately.add(self._look)
-        iterations = self._iterations.take()
+        workers = self._workers.take(offset)
         rows = self._rows(offset)
         return Snapshot(
             now=self._look.time + offset,
             health=monitor.health(),
-            paused=monitor.schedulers.paused,
+            paused=monitor.workers.schedulers.paused,
             weight_version=monitor.weight_version(),
-            worker=_worker_state(monitor.worker_life(), statistics.worker_restarts, offset),
+            worker=_worker_state(monitor.workers.life, statistics.worker_restarts, offset),
             counts=self._counts(statistics),
-            pages=_pages(statistics),
-            rates=rates_of(before, self._look, iterations),
+            pages=pages_of(statistics.scheduler),
+            rates=rates_of(before, self._look, workers.iterations),
             latency=latency_of(since, self._look),
             requests=rows,
             num_requests_left_out=max(
@@ -251,7 +242,8 @@ class SnapshotSubscription:
             ),
             prefix=self._prefix(),
             tasks=_whole_tree(processes),
-            steps=[_step(each, offset) for each in iterations],
+            steps=workers.steps,
+            workers=workers.rows,
         )
 
     def _look_at(self, statistics: EngineStatistics) -> Look:
@@ -262,7 +254,9 @@ class SnapshotSubscription:
         self._ended.extend(self._departures.take())
         while self._ended and self._ended[0][0] < trio.current_time() - STAY_SECONDS:
             self._ended.popleft()
-        running = (each.sequence.request for core in monitor.cores for each in core.running)
+        running = (
+            each.sequence.request for core in monitor.cores.values() for each in core.running
+        )
         shown = shown_requests(running, monitor.open_requests(), self._max_requests)
         rows = [monitor.row_of(each, offset) for each in shown]
         # Finished requests get the room that the others leave, but always a quarter.
@@ -278,7 +272,7 @@ class SnapshotSubscription:
             tokenizing=statistics.num_tokenizing,
             waiting=statistics.scheduler.num_waiting,
             running=statistics.scheduler.num_running,
-            preempted=sum(len(core.preempted) for core in self._monitor.cores),
+            preempted=sum(len(core.preempted) for core in self._monitor.cores.values()),
             streams=statistics.num_streams,
             sessions=statistics.num_sessions,
             finished_total=sum(finished.values()),
@@ -287,7 +281,7 @@ class SnapshotSubscription:
         )
 
     def _prefix(self) -> Prefix:
-        caches = [core.memory.prefix for core in self._monitor.cores]
+        caches = {index: core.memory.prefix for index, core in self._monitor.cores.items()}
         return prefix_of_all(caches, self._max_nodes)
 
 
@@ -301,33 +295,9 @@ def _worker_state(life: WorkerLife, restarts: int, offset: float) -> WorkerState
     )
 
 
-def _pages(statistics: EngineStatistics) -> Pages:
-    scheduler = statistics.scheduler
-    return Pages(
-        total=scheduler.pages_total,
-        free=scheduler.pages_free,
-        cached=scheduler.pages_cached,
-        held=scheduler.pages_held,
-        host_total=scheduler.host_pages_total,
-        host_used=scheduler.host_pages_cached,
-    )
-
-
 def _whole_tree(others: Sequence[TaskNode] | None) -> TaskNode:
     own = task_tree()
     if others is None:
         return own
     engine = TaskNode(name="engine", state="", children=[own])
     return TaskNode(name="server", state="", children=[engine, *others])
-
-
-def _step(iteration: Iteration, offset: float) -> Step:
-    return Step(
-        number=iteration.number,
-        at=round(iteration.time + offset, 4),
-        rows_prefill=iteration.num_prefills,
-        rows_decode=iteration.num_sequences - iteration.num_prefills,
-        tokens=iteration.num_prefill_tokens + iteration.num_decode_tokens,
-        ms=iteration.step_us / 1000,
-        idle_ms=iteration.idle_us / 1000,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from trioserve.observability.live.schema import Prefix, PrefixNode
 from trioserve.scheduler.prefix_cache import PrefixCache
@@ -14,25 +14,27 @@ PAGES_FOR_EACH = 8
 """Pages to look at for each requested node. Past this number, a run is cut and its rest
 left out.
 """
+IDS_FOR_EACH = 1 << 32
+"""Ids of runs for each worker; none has more pages."""
 
 
-def prefix_of_all(caches: Sequence[PrefixCache], most: int) -> Prefix:
-    """Return at most ``most`` runs of pages of several caches, as many of each."""
+def prefix_of_all(caches: Mapping[int, PrefixCache], most: int) -> Prefix:
+    """Return at most ``most`` runs of pages of the workers' caches, as many of each."""
     nodes: list[PrefixNode] = []
-    num_left_out = first_id = 0
-    for cache in caches:
-        prefix = prefix_of(cache, most // len(caches), first_id)
+    num_left_out = 0
+    for worker, cache in caches.items():
+        prefix = prefix_of(cache, most // len(caches), worker)
         nodes += prefix.nodes
         num_left_out += prefix.num_left_out
-        first_id += cache.pool.num_pages + cache.pool.num_host_pages
     return Prefix(nodes=nodes, num_left_out=num_left_out)
 
 
-def prefix_of(cache: PrefixCache, most: int, first_id: int = 0) -> Prefix:
+def prefix_of(cache: PrefixCache, most: int, worker: int = 0) -> Prefix:
     """Return at most ``most`` runs of pages, those nearest to the roots first.
 
-    A run's id is the number of its first page, counted from ``first_id``.
+    A run's id is the number of its first page, counted from the worker's first id.
     """
+    first_id = worker * IDS_FOR_EACH
     pool = cache.pool
 
     def look_of(node: Node) -> tuple[int, bool]:
@@ -58,7 +60,9 @@ def prefix_of(cache: PrefixCache, most: int, first_id: int = 0) -> Prefix:
         users, on_host = look
         id = first_id + first.page
         nodes.append(
-            PrefixNode(id=id, parent=parent, pages=num_pages, users=users, on_host=on_host)
+            PrefixNode(
+                id=id, worker=worker, parent=parent, pages=num_pages, users=users, on_host=on_host
+            )
         )
         _append_children(left, last, id, most - len(nodes))
     return Prefix(nodes=nodes, num_left_out=cache.num_nodes - num_seen)

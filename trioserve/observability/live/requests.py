@@ -16,6 +16,7 @@ def request_row(
     request: Request,
     *,
     adapter_name: Callable[[int], str | None],
+    worker: int | None,
     offset: float,
     now: float,
     is_over: bool = False,
@@ -25,6 +26,7 @@ def request_row(
     Args:
         request: of this process.
         adapter_name: the name of the adapter with that number.
+        worker: the number of the worker that computes it.
         offset: the difference of Unix time and trio's clock.
         now: the time on trio's clock.
         is_over: whether the caller has left; a request that hadn't ended counts as aborted.
@@ -53,6 +55,8 @@ def request_row(
         max_tokens=first.max_tokens or request.params.max_tokens,
         outputs=len(sequences),
         pages=num_pages,
+        worker=worker,
+        moves=request.num_moves,
         priority=request.priority,
         adapter=adapter_name(request.adapter) if request.adapter else None,
         timeline=[

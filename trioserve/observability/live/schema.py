@@ -24,6 +24,8 @@ __all__ = [
     "Snapshot",
     "Step",
     "TaskNode",
+    "WorkerRates",
+    "WorkerRow",
     "WorkerState",
 ]
 
@@ -59,13 +61,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker process."""
+    """The worker process; of several, the first that doesn't run."""
 
     pid: int | None
     state: str
     """``starting``, ``running``, ``restarting`` or ``released`` (its memory was given back)."""
     restarts: int
-    """Number of workers that were replaced."""
+    """Number of worker processes that were replaced, those of all workers."""
     since: float
     """Beginning of that state."""
     last_death: str | None
@@ -101,17 +103,15 @@ class Pages(msgspec.Struct, frozen=True, kw_only=True):
     host_used: int
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates since the last snapshot; null in the first one."""
+class WorkerRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of the steps since the last snapshot; null in the first one."""
 
     generated_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     """Prompt tokens computed, and output tokens recomputed after a preemption."""
-    requests_per_s: float = 0.0
-    """Outputs that ended."""
     steps_per_s: float = 0.0
     gpu_idle_share: float | None = None
-    """Share of the time with work in which the worker was idle."""
+    """Share of the time with work in which the device was idle."""
     step_ms: float | None = None
     batch_rows: float | None = None
     """Average number of sequences in a step."""
@@ -119,6 +119,42 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the tokens of sequences that got a slot which the prefix cache had."""
     draft_acceptance_share: float | None = None
     """Share of the verified draft tokens that were accepted."""
+
+
+class Rates(WorkerRates, frozen=True, kw_only=True):
+    """The rates of all workers together, as :class:`WorkerRates`, and of the requests."""
+
+    requests_per_s: float = 0.0
+    """Outputs that ended."""
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the workers."""
+
+    index: int
+    """Its number, which no other worker ever has."""
+    state: str
+    """``starting`` (the model loads), ``running``, ``stalled`` (a step is so late that it may be
+    hung), ``draining`` (it is being removed), ``restarting`` (it was lost, and the next process
+    loads), ``released`` (its memory was given back) or ``ended`` (it was lost too often).
+    """
+    device: str
+    """Name of its device; empty while the first process loads."""
+    pid: int | None
+    restarts: int
+    """Number of its processes that were replaced."""
+    since: float
+    """Time of its process's start or loss, whichever was last."""
+    last_loss: str | None
+    """Reason of its last loss."""
+    running: int
+    """Outputs that it computes."""
+    waiting: int
+    """Outputs that wait for a slot of it."""
+    decode_ms: float
+    """Milliseconds that a step with one more stream takes now, as its steps so far predict."""
+    pages: Pages
+    rates: WorkerRates
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -164,6 +200,10 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int
     pages: int
     """Pages in its block tables; a page shared by outputs counts for each."""
+    worker: int | None = None
+    """The worker that computes it, or did last; null until it is placed on one."""
+    moves: int = 0
+    """Number of times that it went to another worker."""
     priority: int
     adapter: str | None
     timeline: Timeline
@@ -175,6 +215,8 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     """Id of the first page, equal in all snapshots while the page stays in its place."""
+    worker: int = 0
+    """The worker that has the pages."""
     parent: int | None
     pages: int
     users: int
@@ -184,7 +226,7 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the prefix tree: parents first, newest branches first."""
+    """A part of each worker's prefix tree: parents first, newest branches first."""
 
     nodes: list[PrefixNode]
     num_left_out: int
@@ -204,9 +246,11 @@ class TaskNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of the worker."""
+    """A step of a worker."""
 
     number: int
+    """Steps of this worker, this one included."""
+    worker: int = 0
     at: float
     """Time of its result."""
     rows_prefill: int
@@ -239,4 +283,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     prefix: Prefix
     tasks: TaskNode
     steps: Annotated[list[Step], msgspec.Meta(max_length=50)]
-    """The newest steps since the last snapshot, oldest first."""
+    """The newest steps since the last snapshot, as many of each worker, oldest first."""
+    workers: list[WorkerRow] = []
+    """The workers by number, with those that start. The other fields are of all together."""

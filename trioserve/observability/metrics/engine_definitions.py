@@ -190,7 +190,7 @@ WORKER = (
         group="worker",
         labels=("worker",),
         watching=True,
-        read=lambda s: _by_worker(s, lambda each: each.state == "running"),
+        read=lambda s: _by_worker(s, lambda each: each.is_up),
     ),
     Definition(
         name="worker_sequences",

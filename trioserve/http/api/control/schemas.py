@@ -80,8 +80,15 @@ class AbortManyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 class WorkerEntry(msgspec.Struct, kw_only=True):
     """The state of one worker."""
 
-    index: Annotated[int, about("Its place among the workers, from 0.")]
-    state: Annotated[str, about("`starting`, `running`, `restarting`, `released` or `ended`.")]
+    index: Annotated[int, about("Its number, from 0, which no other worker ever has.")]
+    state: Annotated[
+        str,
+        about(
+            "`starting`, `running`, `stalled` (a step is so late that it may be hung), `draining` "
+            "(it is being removed), `restarting`, `released` or `ended` (it was given up)."
+        ),
+    ]
+    device: Annotated[str, about("Name of its device; empty while the first process loads.")]
     pid: Annotated[int | None, about("Process id while it runs.")]
     restarts: Annotated[int, about("Number of its processes that were replaced.")]
     last_loss: Annotated[str | None, about("Reason of the last loss.")]
