@@ -1,14 +1,16 @@
-"""Draws ``top.svg``: what ``trioserve top`` shows of a server that a few clients use.
+"""Draws ``top.svg`` and ``top-workers.svg``: what ``trioserve top`` shows of a server in use.
 
-Run ``python docs/pictures/terminal.py`` where trioserve is installed. It takes half a minute and
-needs no model: the worker computes nothing and says a fixed text.
+Run ``python docs/pictures/terminal.py`` where trioserve is installed. It takes a minute and needs
+no model: the workers compute nothing and say a fixed text. One of four is killed.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ from trioserve.load.remote import Remote
 
 WIDTH, HEIGHT = 100, 22
 PICTURES = 25
-CLIENTS = 7
+CLIENTS_PER_WORKER = 7
 SERVE = (
     *("serve", "smollm2-135m", "--port", "0", "--mock-worker", "12ms,20000/s"),
     *("--log-level", "warning"),
@@ -35,21 +37,26 @@ WORDS = ("keeper", "lighthouse", "wrote", "down", "what", "sea", "had", "brought
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "trioserve", *SERVE]
+    draw_server("top", workers=1)
+    draw_server("top-workers", workers=4)
+
+
+def draw_server(name: str, *, workers: int) -> None:
+    command = [sys.executable, "-m", "trioserve", *SERVE, "--data-parallel-size", str(workers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            view = trio.run(use_and_watch, server.stdout.readline().split()[-1])
+            view = trio.run(use_and_watch, server.stdout.readline().split()[-1], workers)
         finally:
             server.terminate()
     view.url = "http://127.0.0.1:8000"
-    Path(__file__).with_name("top.svg").write_text(svg(view))
+    Path(__file__).with_name(f"{name}.svg").write_text(svg(view))
 
 
-async def use_and_watch(url: str) -> View:
+async def use_and_watch(url: str, workers: int) -> View:
     remote, _ = remote_of(RemoteOptions(url=url))
     async with trio.open_nursery() as nursery:
-        for number in range(CLIENTS):
+        for number in range(CLIENTS_PER_WORKER * workers):
             nursery.start_soon(ask_again_and_again, remote, number)
         view = await watch(remote)
         nursery.cancel_scope.cancel()
@@ -74,13 +81,18 @@ async def ask_again_and_again(remote: Remote, number: int) -> None:
 
 
 async def watch(remote: Remote) -> View:
+    """Watch for a while; the third of several workers is killed just before the end."""
     view = View(url=remote.url)
     async with SnapshotFeed.open(remote, "", 0.5) as feed:
-        view.greet(feed.hello)
+        view.on_open(feed.hello)
         async for shown in feed:
-            view.take(shown.picture, trio.current_time())
-            if len(view.moments) == PICTURES:
+            view.take(shown.snapshot, trio.current_time())
+            if len(view.samples) == PICTURES:
                 break
+            if view.workers and len(view.samples) == PICTURES - 1:
+                pid = view.workers[2].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
     return view
 
 

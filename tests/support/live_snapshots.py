@@ -17,10 +17,12 @@ from trioserve.observability.live.schema import (
     RequestRow,
     Snapshot,
     TaskNode,
+    WorkerRates,
+    WorkerRow,
     WorkerState,
 )
 
-__all__ = ["NOW", "hello", "row", "snapshot", "some_rows"]
+__all__ = ["NOW", "hello", "row", "snapshot", "some_rows", "some_workers", "worker"]
 
 NOW = 1_800_000_000.0
 
@@ -68,6 +70,48 @@ def some_rows() -> list[RequestRow]:
         row(3),
         row(4, "finished", finish_reason="abort"),
     ]
+
+
+def worker(index: int, state: str = "running", **changes: Any) -> WorkerRow:
+    usual = WorkerRow(
+        index=index,
+        state=state,
+        device="NVIDIA H200",
+        pid=4242 + index,
+        restarts=0,
+        since=NOW - 3720,
+        last_loss=None,
+        running=index,
+        waiting=1,
+        decode_ms=11.3,
+        pages=Pages(total=1000, free=500, cached=200, held=300, host_total=0, host_used=0),
+        rates=WorkerRates(
+            generated_tokens_per_s=200.0 + index,
+            prompt_tokens_per_s=1203.0,
+            steps_per_s=98.0,
+            gpu_idle_share=0.12,
+            step_ms=9.84,
+            batch_rows=2.5,
+        ),
+    )
+    return msgspec.structs.replace(usual, **changes)
+
+
+def some_workers() -> list[WorkerRow]:
+    """Return four workers, of which the third was lost."""
+    lost = worker(
+        2,
+        "restarting",
+        pid=None,
+        restarts=1,
+        since=NOW - 12,
+        last_loss="worker 4244 was killed by signal 9",
+        running=0,
+        waiting=0,
+        pages=Pages(total=1000, free=1000, cached=0, held=0, host_total=0, host_used=0),
+        rates=WorkerRates(),
+    )
+    return [worker(0), worker(1), lost, worker(3)]
 
 
 def snapshot(after: float = 0.0, **changes: Any) -> Snapshot:

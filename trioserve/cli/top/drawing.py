@@ -10,7 +10,21 @@ from rich.text import Text
 from trioserve.cli.top.glyphs import Glyphs, bar, count, duration, seconds, sparkline
 from trioserve.cli.top.table import request_lines, task_lines
 from trioserve.cli.top.view import Sample, View
-from trioserve.observability.live.schema import Hello, Quantiles, Snapshot
+from trioserve.cli.top.workers import (
+    front_ends,
+    restarts_of,
+    worker_line,
+    worker_lines,
+    workers_line,
+)
+from trioserve.observability.live.schema import (
+    Hello,
+    Pages,
+    Quantiles,
+    Snapshot,
+    WorkerRates,
+    WorkerRow,
+)
 from trioserve.protocol.errors import printable
 
 _WIDE = 76
@@ -51,11 +65,7 @@ def draw(
     """
     upper = [_title(view, now, interval)]
     if view.hello is not None and view.snapshot is not None:
-        upper.append(_worker(view.hello, view.snapshot))
-        short = height is not None and height < _SHORT
-        if not short:
-            upper += _meters(view, view.snapshot, width, glyphs)
-        upper += _state(view.snapshot, width, glyphs)
+        upper += _upper(view, view.hello, view.snapshot, width, height, glyphs)
     head, body = (task_lines if view.show_tasks else request_lines)(view, width, glyphs)
     lower = [head]
     if height is None:
@@ -73,6 +83,33 @@ def draw(
         line.no_wrap = True
         line.truncate(width, overflow="crop")
     return Drawing(lines, page)
+
+
+def _upper(
+    view: View, hello: Hello, snapshot: Snapshot, width: int, height: int | None, glyphs: Glyphs
+) -> list[Text]:
+    """Return the lines about the server, or about the worker that is looked at alone."""
+    chosen = view.chosen
+    lines = [workers_line(hello, snapshot) if view.workers else _worker(hello, snapshot)]
+    if chosen is not None:
+        lines.append(worker_line(chosen, snapshot.now))
+    if height is None or height >= _SHORT:
+        if chosen is None:
+            lines += _meters(view, snapshot, width, glyphs)
+        else:
+            lines += _worker_meters(view, chosen, width, glyphs)
+    if chosen is not None:
+        lines.append(_pages(chosen.pages, chosen.rates.cache_hit_share, width, glyphs))
+        now = Text(f" {'requests':<12} ").append(f"{chosen.running} running", style="bold")
+        return [*lines, now.append(f", {chosen.waiting} waiting")]
+    lines += [
+        _pages(snapshot.pages, snapshot.rates.cache_hit_share, width, glyphs),
+        _requests(snapshot),
+    ]
+    if view.workers:
+        most = len(view.workers) if height is None else max(height // 3, 2)
+        lines += worker_lines(snapshot, width, most, glyphs)
+    return lines
 
 
 def _title(view: View, now: float, interval: float) -> Text:
@@ -105,13 +142,8 @@ def _worker(hello: Hello, snapshot: Snapshot) -> Text:
         line.append(f" as {worker.pid}")
     line.append(f" for {duration(snapshot.now - worker.since)}")
     if worker.restarts:
-        times = "restart" if worker.restarts == 1 else "restarts"
-        line.append(f", {worker.restarts} {times}", style="yellow")
-        if worker.last_death:
-            line.append(f" ({printable(worker.last_death)})", style="yellow")
-    if hello.front_ends > 1:
-        line.append(f"; {hello.front_ends} front ends", style="dim")
-    return line
+        line.append(f", {restarts_of(worker.restarts, worker.last_death)}", style="yellow")
+    return line.append_text(front_ends(hello))
 
 
 @attrs.frozen
@@ -139,16 +171,54 @@ def _meters(view: View, snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[
         _Meter("next token", _quantiles(latency.itl), lambda m: m.itl),
         _Meter("in the queue", _quantiles(latency.queue), lambda m: m.queue),
     ]
+    steps = Text(f" {'steps':<12} {_steps(rates)}")
+    return _beside(view, left, right, steps, width, glyphs)
+
+
+def _worker_meters(view: View, worker: WorkerRow, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return the meters of one worker; latencies are known of the server only."""
+    rates, index = worker.rates, worker.index
+
+    def past(read: Callable[[WorkerRates], float | None]) -> Callable[[Sample], float | None]:
+        return lambda sample: read(sample.workers[index]) if index in sample.workers else None
+
+    def figure(number: float | None, unit: str) -> str:
+        return "-" if number is None else f"{number:.1f}{unit}"
+
+    idle = "-" if rates.gpu_idle_share is None else f"{rates.gpu_idle_share:.0%}"
+    generated, prompts = rates.generated_tokens_per_s, rates.prompt_tokens_per_s
+    left = [
+        _Meter("generated", f"{count(generated)} tok/s", past(lambda r: r.generated_tokens_per_s)),
+        _Meter("prompts", f"{count(prompts)} tok/s", past(lambda r: r.prompt_tokens_per_s)),
+        _Meter("device idle", idle, past(lambda r: r.gpu_idle_share), top=1.0),
+    ]
+    right = [
+        _Meter("step", figure(rates.step_ms, " ms"), past(lambda r: r.step_ms)),
+        _Meter("rows a step", figure(rates.batch_rows, ""), past(lambda r: r.batch_rows)),
+    ]
+    steps = Text(f" {'one more':<12} {worker.decode_ms:.1f} ms a step, as predicted")
+    if rates.draft_acceptance_share is not None:
+        steps.append(f"; {rates.draft_acceptance_share:.0%} of drafts")
+    return _beside(view, left, right, steps, width, glyphs)
+
+
+def _beside(
+    view: View,
+    left: Sequence[_Meter],
+    right: Sequence[_Meter],
+    last: Text,
+    width: int,
+    glyphs: Glyphs,
+) -> list[Text]:
+    """Return meters in two columns with ``last`` below the right ones; in one if there is less
+    room.
+    """
     samples = list(view.samples)
     if width < _WIDE:
         return [_meter(meter, samples, width, _LONG_FIGURE, glyphs) for meter in (*left, *right)]
     left_width = (width - 2) * 9 // 20
     right_width = width - 2 - left_width
-    steps = Text(f" {'steps':<12} {_steps(snapshot)}")
-    beside = [
-        *(_meter(meter, samples, right_width, _LONG_FIGURE, glyphs) for meter in right),
-        steps,
-    ]
+    beside = [*(_meter(meter, samples, right_width, _LONG_FIGURE, glyphs) for meter in right), last]
     lines = []
     for meter, other in zip(left, beside, strict=True):
         line = _meter(meter, samples, left_width, _SHORT_FIGURE, glyphs)
@@ -171,8 +241,7 @@ def _quantiles(quantiles: Quantiles | None) -> str:
     return f"{seconds(quantiles.p50)}, p99 {seconds(quantiles.p99)}"
 
 
-def _steps(snapshot: Snapshot) -> str:
-    rates = snapshot.rates
+def _steps(rates: WorkerRates) -> str:
     facts = [f"{rates.steps_per_s:.0f}/s"]
     if rates.step_ms is not None:
         facts.append(f"{rates.step_ms:.1f} ms")
@@ -183,9 +252,7 @@ def _steps(snapshot: Snapshot) -> str:
     return "  ".join(facts)
 
 
-def _state(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
-    """Return the lines about the page pool and the numbers of requests."""
-    pages, counts = snapshot.pages, snapshot.counts
+def _pages(pages: Pages, hit_share: float | None, width: int, glyphs: Glyphs) -> Text:
     line = Text(f" {'pages':<12} ")
     held, cached, free = bar(
         (pages.held, pages.cached), pages.total, max(min(width - 60, 60), 10), glyphs
@@ -195,8 +262,13 @@ def _state(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     line.append(f" of {count(pages.total)}", style="dim")
     if pages.host_total:
         line.append(f", host {count(pages.host_used)} of {count(pages.host_total)}")
-    if snapshot.rates.cache_hit_share is not None:
-        line.append(f", {snapshot.rates.cache_hit_share:.0%} found")
+    if hit_share is not None:
+        line.append(f", {hit_share:.0%} found")
+    return line
+
+
+def _requests(snapshot: Snapshot) -> Text:
+    counts = snapshot.counts
     now = Text(f" {'requests':<12} ")
     now.append(f"{counts.running} running", style="bold")
     now.append(f", {counts.waiting} waiting")
@@ -212,15 +284,17 @@ def _state(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     now.append(
         f", {count(counts.errors_total)} failed", style="red" if counts.errors_total else "dim"
     )
-    return [line, now]
+    return now
 
 
 def _footer(view: View, start: int, page: int, total: int, glyphs: Glyphs, width: int) -> Text:
+    worker = "all" if view.chosen is None else view.chosen.index
     keys = [
         ("q", "quit"),
         ("p", "go on" if view.paused else "pause"),
         ("t", "requests" if view.show_tasks else "tasks"),
         *([] if view.show_tasks else [("s", f"sort: {view.sort}")]),
+        *([("w", f"worker: {worker}")] if view.workers else []),
         (glyphs.arrows, "scroll"),
     ]
     left_out = (

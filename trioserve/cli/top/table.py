@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import attrs
 from rich.text import Text
@@ -63,33 +63,47 @@ class _Column:
     rank: int
     """In a narrow terminal, columns with the highest rank are left out first."""
     left: bool = False
-    wanted: Callable[[Sequence[RequestRow]], bool] = lambda rows: True
-    """Returns True if the requests need the column."""
+    wanted: Callable[[View], bool] = lambda view: True
+    """Returns True if the view needs the column."""
 
 
 _COLUMNS = (
     _Column(title="STATE", width=10, cell=_Cells.state, rank=0, left=True),
     _Column(title="AGE", width=7, cell=_Cells.age, rank=1),
     _Column(title="PROMPT", width=6, cell=lambda cells: count(cells.row.prompt_tokens), rank=3),
-    _Column(title="CACHED", width=6, cell=lambda cells: count(cells.row.cached_tokens), rank=6),
+    _Column(title="CACHED", width=6, cell=lambda cells: count(cells.row.cached_tokens), rank=7),
     _Column(title="OUTPUT", width=6, cell=lambda cells: count(cells.row.output_tokens), rank=2),
-    _Column(title="DONE", width=8, cell=_Cells.done, rank=4, left=True),
-    _Column(title="TOK/S", width=6, cell=_Cells.tokens_per_second, rank=5),
-    _Column(title="PAGES", width=5, cell=lambda cells: count(cells.row.pages), rank=7),
+    _Column(title="DONE", width=8, cell=_Cells.done, rank=5, left=True),
+    _Column(title="TOK/S", width=6, cell=_Cells.tokens_per_second, rank=6),
+    _Column(title="PAGES", width=5, cell=lambda cells: count(cells.row.pages), rank=8),
+    _Column(
+        title="WORKER",
+        width=6,
+        cell=lambda cells: "" if cells.row.worker is None else str(cells.row.worker),
+        rank=4,
+        wanted=lambda view: bool(view.workers) and view.chosen is None,
+    ),
+    _Column(
+        title="MOVES",
+        width=5,
+        cell=lambda cells: str(cells.row.moves or ""),
+        rank=9,
+        wanted=lambda view: any(row.moves for row in view.rows),
+    ),
     _Column(
         title="PRIORITY",
         width=8,
         cell=lambda cells: str(cells.row.priority),
-        rank=8,
-        wanted=lambda rows: any(row.priority for row in rows),
+        rank=10,
+        wanted=lambda view: any(row.priority for row in view.rows),
     ),
     _Column(
         title="ADAPTER",
         width=12,
         cell=_Cells.adapter,
-        rank=9,
+        rank=11,
         left=True,
-        wanted=lambda rows: any(row.adapter for row in rows),
+        wanted=lambda view: any(row.adapter for row in view.rows),
     ),
 )
 
@@ -97,7 +111,7 @@ _COLUMNS = (
 def request_lines(view: View, width: int, glyphs: Glyphs) -> tuple[Text, list[Text]]:
     """Return the table's head and a line for each request."""
     rows = view.rows
-    wanted = [column for column in _COLUMNS if column.wanted(rows)]
+    wanted = [column for column in _COLUMNS if column.wanted(view)]
     columns, id_width = _fit(wanted, width)
     titles = ["REQUEST".ljust(id_width), *(_aligned(column, column.title) for column in columns)]
     head = Text(" ".join(titles).ljust(width)[:width], style="reverse")

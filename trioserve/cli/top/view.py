@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 
-from trioserve.observability.live.schema import Hello, Quantiles, RequestRow, Snapshot, TaskNode
+from trioserve.observability.live.schema import (
+    Hello,
+    Quantiles,
+    RequestRow,
+    Snapshot,
+    TaskNode,
+    WorkerRates,
+    WorkerRow,
+)
 
 _HISTORY = 240
 """Number of snapshots in a sparkline."""
@@ -41,6 +49,8 @@ class Sample:
     itl: float | None
     queue: float | None
     idle: float | None
+    workers: Mapping[int, WorkerRates]
+    """The rates of each worker, by its number."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Sample:
@@ -53,6 +63,7 @@ class Sample:
             itl=_median(latency.itl),
             queue=_median(latency.queue),
             idle=rates.gpu_idle_share,
+            workers={each.index: each.rates for each in snapshot.workers},
         )
 
 
@@ -77,6 +88,8 @@ class View:
     paused: bool = False
     show_tasks: bool = False
     sort: str = "newest"
+    worker: int | None = None
+    """Number of the worker that is looked at alone; None for all."""
     scroll: int = 0
     """Number of lines of the lower part that are scrolled out at the top."""
     quit: bool = False
@@ -119,6 +132,8 @@ class View:
             names = list(SORTS)
             self.sort = names[(names.index(self.sort) + 1) % len(names)]
             self.scroll = 0
+        elif key in ("w", "W"):
+            self._choose_worker(1 if key == "w" else -1)
         elif key == "home":
             self.scroll = 0
         elif key == "end":
@@ -136,12 +151,32 @@ class View:
         self._unseen.clear()
         self._waiting = None
 
+    def _choose_worker(self, step: int) -> None:
+        """Look at the next worker alone, and at all after the last one."""
+        numbers = [None, *(each.index for each in self.workers)]
+        place = numbers.index(self.worker) if self.worker in numbers else 0
+        self.worker = numbers[(place + step) % len(numbers)]
+        self.scroll = 0
+
+    @property
+    def workers(self) -> list[WorkerRow]:
+        """The workers if there are several; a single one is the whole."""
+        workers = [] if self.snapshot is None else self.snapshot.workers
+        return workers if len(workers) > 1 else []
+
+    @property
+    def chosen(self) -> WorkerRow | None:
+        """The worker that is looked at alone, if there is one."""
+        return next((each for each in self.workers if each.index == self.worker), None)
+
     @property
     def rows(self) -> list[RequestRow]:
-        """Requests in the chosen order."""
-        rows = [] if self.snapshot is None else self.snapshot.requests
+        """Requests in the chosen order, of the chosen worker."""
+        rows = [] if self.snapshot is None else list(self.snapshot.requests)
+        if self.chosen is not None:
+            rows = [row for row in rows if row.worker == self.worker]
         key = SORTS[self.sort]
-        return list(rows) if key is None else sorted(rows, key=key)
+        return rows if key is None else sorted(rows, key=key)
 
     @property
     def num_lines(self) -> int:
@@ -150,7 +185,7 @@ class View:
             return 0
         if self.show_tasks:
             return _num_nodes(self.snapshot.tasks)
-        return len(self.snapshot.requests)
+        return len(self.rows)
 
 
 def _num_nodes(node: TaskNode) -> int:
