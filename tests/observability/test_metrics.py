@@ -276,6 +276,9 @@ def test_gauges_are_read_when_somebody_asks() -> None:
     assert pages == [2, 5, 1]
     places = [value(metrics, "kv_cache_host_pages", state=each) for each in ("cached", "free")]
     assert places == [3, 7]
+    assert [value(metrics, "worker_up", worker=each) for each in "01"] == [1, 0]
+    usage = [value(metrics, "worker_kv_cache_usage_perc", worker=each) for each in "01"]
+    assert usage == [0.5, 0]
     states = {
         state: value(metrics, "engine_sleep_state", sleep_state=state)
         for state in ("awake", "weights_offloaded", "discard_all")

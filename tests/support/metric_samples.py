@@ -9,6 +9,7 @@ from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
+from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
@@ -56,6 +57,25 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return samples(metrics)[f"trioserve:{name}", tuple(sorted(labels.items()))]
 
 
+def report(index: int, state: str) -> WorkerReport:
+    """Return the report of one of two workers with 8 pages together."""
+    return WorkerReport(
+        index=index,
+        state=state,
+        device="fake",
+        pid=None,
+        restarts=index,
+        last_loss=None,
+        num_running=2 * (1 - index),
+        num_waiting=3 * index,
+        num_steps=7,
+        pages_total=4,
+        pages_free=1 - index,
+        pages_cached=1 + 3 * index,
+        decode_ms=1.0,
+    )
+
+
 @attrs.frozen
 class Watched:
     """An engine as far as a scrape looks at it."""
@@ -97,4 +117,5 @@ class Watched:
             worker_restarts=5,
             num_sessions=3,
             front_end_restarts=4,
+            workers=(report(0, "running"), report(1, "restarting")),
         )
