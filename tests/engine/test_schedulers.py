@@ -355,7 +355,8 @@ async def test_the_prefixes_of_both_are_shown_apart(autojump_clock: object) -> N
         assert len({node.id for node in prefix.nodes}) == len(prefix.nodes) == 6
         assert {node.id // IDS_FOR_EACH for node in prefix.nodes} == {3, 5}
         assert [node.worker for node in prefix.nodes] == [3, 3, 3, 5, 5, 5]
-        assert prefix_of_all(caches, 2).num_left_out == 8
+        few = prefix_of_all(caches, 2)
+        assert (few.num_left_out, few.left_out_by_worker) == (8, {3: 4, 5: 4})
 
 
 async def test_each_idle_worker_is_asked(autojump_clock: object) -> None:

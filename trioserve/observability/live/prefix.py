@@ -21,12 +21,12 @@ IDS_FOR_EACH = 1 << 32
 def prefix_of_all(caches: Mapping[int, PrefixCache], most: int) -> Prefix:
     """Return at most ``most`` runs of pages of the workers' caches, as many of each."""
     nodes: list[PrefixNode] = []
-    num_left_out = 0
+    left_out: dict[int, int] = {}
     for worker, cache in caches.items():
         prefix = prefix_of(cache, most // len(caches), worker)
         nodes += prefix.nodes
-        num_left_out += prefix.num_left_out
-    return Prefix(nodes=nodes, num_left_out=num_left_out)
+        left_out[worker] = prefix.num_left_out
+    return Prefix(nodes=nodes, num_left_out=sum(left_out.values()), left_out_by_worker=left_out)
 
 
 def prefix_of(cache: PrefixCache, most: int, worker: int = 0) -> Prefix:

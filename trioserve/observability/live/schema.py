@@ -231,6 +231,8 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[PrefixNode]
     num_left_out: int
     """Pages outside of these nodes."""
+    left_out_by_worker: dict[int, int] = {}
+    """The same pages, by the worker that has them."""
 
 
 class TaskNode(msgspec.Struct, frozen=True, kw_only=True):
