@@ -29,6 +29,7 @@ LOAD = (
     "--output-tokens 140 --range-ratio 0.7 --warmup 0"
 )
 """More clients than sequences run, with chats that begin alike and answers of all lengths."""
+SEVERAL = [*SERVE, "--data-parallel-size", "4", "--mock-worker", "15ms,20000/s"]
 
 
 @contextlib.contextmanager
@@ -87,18 +88,41 @@ def engine(browser: Browser, url: str, folder: Path) -> None:
     page.screenshot(path=folder / "console-restart.png", clip=clip)  # type: ignore[arg-type]
 
 
+def workers(browser: Browser, url: str, folder: Path) -> None:
+    """Picture four workers at work, the third of which was just killed."""
+    page = open_page(browser, url, "engine", size=WIDE, dark=False)
+    page.wait_for_timeout(WATCHED)
+    row = page.locator(".workers-table tr[data-index='2']")
+    found = re.search(r"\d+", row.locator(".worker-process").inner_text())
+    assert found is not None
+    os.kill(int(found[0]), signal.SIGKILL)
+    page.wait_for_selector(".workers-table [data-trouble]")
+    page.wait_for_timeout(600)
+    clip = {"x": 0, "y": 44, "width": WIDE["width"], "height": 480}
+    page.screenshot(path=folder / "console-workers.png", clip=clip)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def server_of(serve: list[str]) -> Iterator[str]:
+    """Yield the URL of a server that is started for the block."""
+    with started(*serve) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[-1]
+
+
 def main(folder: Path) -> None:
     """Take all pictures into ``folder``."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         sys.exit("the pictures are taken with Chromium: apt install chromium")
-    with started(*SERVE) as server, sync_playwright() as playwright:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        playground(browser, url, folder)
-        with started("bench", url, *LOAD.split()):
-            engine(browser, url, folder)
+        with server_of(SERVE) as url:
+            playground(browser, url, folder)
+            with started("bench", url, *LOAD.split()):
+                engine(browser, url, folder)
+        with server_of(SEVERAL) as url, started("bench", url, *LOAD.split()):
+            workers(browser, url, folder)
         browser.close()
 
 

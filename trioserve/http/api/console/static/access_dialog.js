@@ -9,7 +9,7 @@ export class AccessDialog {
   #admin = keyField(
     "admin-key",
     "Admin key",
-    "To pause the server, end requests, empty the cache.",
+    "To pause the server, end requests, empty the cache, add and remove workers.",
   );
 
   constructor() {

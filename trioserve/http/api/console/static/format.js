@@ -49,6 +49,11 @@ export function plural(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+/** How often a request went to another worker: "moved once", "moved 2 times". */
+export function movesOf({ moves }) {
+  return moves === 1 ? "moved once" : `moved ${count(moves)} times`;
+}
+
 function twoDigits(number) {
   return String(Math.floor(number)).padStart(2, "0");
 }

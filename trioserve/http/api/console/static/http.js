@@ -27,6 +27,7 @@ export class ServerError extends Error {
 /**
  * @typedef {object} Options
  * @property {object} [body] sent as JSON; without one, the request is a GET
+ * @property {string} [method] another one
  * @property {AbortSignal} [signal] ends the request, and with it what the server does for it
  * @property {boolean} [asAdmin] whether the admin key is sent, where there is one
  */
@@ -70,11 +71,11 @@ export function errorIn(body, status = 0) {
   return body?.error?.message ? new ServerError(status, body.error) : null;
 }
 
-async function send(path, { body, signal, asAdmin = false }) {
+async function send(path, { body, method, signal, asAdmin = false }) {
   const headers = authorization(asAdmin);
   const init = { headers, signal, cache: "no-store", credentials: "omit" };
+  init.method = method ?? (body === undefined ? "GET" : "POST");
   if (body !== undefined) {
-    init.method = "POST";
     init.body = JSON.stringify(body);
     headers["Content-Type"] = "application/json";
   }

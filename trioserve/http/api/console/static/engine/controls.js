@@ -1,16 +1,19 @@
-/** What an admin may do: pause and resume, empty the cache, end a request. */
+/** What an admin may do: pause, empty the cache, end a request, add and remove workers. */
 
 import { serverHasAdminKey } from "../access.js";
 import { announce } from "../announcer.js";
 import { button, element, write } from "../dom.js";
 import { plural } from "../format.js";
 import { call } from "../http.js";
+import { RemovalDialog } from "./removal.js";
 
 export class Controls {
   areAllowed = false;
   #isPaused = false;
   #pause = button("Pause", () => this.#togglePause());
   #flush = button("Empty the cache", () => this.#flushCache());
+  #add = button("Add a worker", () => this.#addWorker());
+  #removal = new RemovalDialog((index) => this.#removeWorker(index));
   #said = element("span", { class: "hint", role: "status" });
   #readOnly = element("span", { class: "hint" });
   #askForKey;
@@ -19,8 +22,10 @@ export class Controls {
   /** @param {{askForKey: (why: string) => void}} page */
   constructor({ askForKey }) {
     this.#askForKey = askForKey;
-    this.#buttons = element("span", { class: "row", hidden: true }, this.#pause, this.#flush);
-    this.element = element("div", { class: "controls" }, this.#buttons, this.#said, this.#readOnly);
+    const buttons = [this.#pause, this.#flush, this.#add];
+    this.#buttons = element("span", { class: "row", hidden: true }, ...buttons);
+    const parts = [this.#buttons, this.#said, this.#readOnly, this.#removal.element];
+    this.element = element("div", { class: "controls" }, ...parts);
   }
 
   /** @param {boolean} areAllowed as the server says of whoever reads the feed */
@@ -49,6 +54,23 @@ export class Controls {
     );
   }
 
+  /** End a worker, once that is confirmed. */
+  askToRemove(worker) {
+    this.#removal.open(worker);
+  }
+
+  async #addWorker() {
+    this.#add.disabled = true;
+    this.#say("A worker loads the model.");
+    await this.#do("/workers", null, ({ index }) => `Worker ${index} serves.`, "POST");
+    this.#add.disabled = false;
+  }
+
+  async #removeWorker(index) {
+    this.#say(`The requests of worker ${index} move to the others.`);
+    await this.#do(`/workers/${index}`, null, () => `Worker ${index} has ended.`, "DELETE");
+  }
+
   async #togglePause() {
     if (this.#isPaused) await this.#do("/resume", {}, () => "Requests go on.");
     else await this.#do("/pause", {}, () => "Paused: nothing is computed.");
@@ -63,9 +85,10 @@ export class Controls {
   }
 
   /** Call a route, and say what came of it: `sentence` of its reply, or why it refused. */
-  async #do(path, body, sentence) {
+  async #do(path, body, sentence, method) {
     try {
-      this.#say(sentence(await call(path, { body, asAdmin: true })));
+      const options = { body: body ?? undefined, method, asAdmin: true };
+      this.#say(sentence(await call(path, options)));
     } catch (error) {
       this.#say(error.message);
     }

@@ -8,9 +8,11 @@ import { Figures } from "./figures.js";
 import { Pages } from "./pages.js";
 import { Prefix } from "./prefix.js";
 import { Requests } from "./requests.js";
+import { scopeTo } from "./scope.js";
 import { Steps } from "./steps.js";
 import { Tasks } from "./tasks.js";
 import { Worker } from "./worker.js";
+import { Workers } from "./workers.js";
 
 const STATES = {
   off: ["off", ""],
@@ -22,7 +24,12 @@ const STATES = {
 
 export class Engine {
   #hello = null;
+  #picture = null;
+  #chosen = null;
   #controls;
+  #worker = new Worker();
+  #workers;
+  #figures = new Figures();
   #panels;
   #pages = new Pages();
   #state = element("p", { class: "pill", role: "status", id: "feed" });
@@ -42,15 +49,16 @@ export class Engine {
   constructor(place, { askForKey }) {
     this.askForKey = askForKey;
     this.#controls = new Controls({ askForKey });
-    const worker = new Worker();
-    const [figures, requests, prefix] = [new Figures(), new Requests(this.#controls), new Prefix()];
+    this.#workers = new Workers(this.#controls, (index) => this.#choose(index));
+    const [requests, prefix] = [new Requests(this.#controls), new Prefix()];
     const [tasks, steps] = [new Tasks(), new Steps()];
-    this.#panels = [worker, figures, requests, prefix, tasks, steps, this.#controls];
+    this.#panels = [requests, prefix, tasks, steps, this.#controls];
     this.#body = element(
       "div",
       { class: "engine-body", hidden: true },
-      element("div", { class: "engine-top" }, worker.element, this.#controls.element),
-      figures.element,
+      element("div", { class: "engine-top" }, this.#worker.element, this.#controls.element),
+      this.#workers.element,
+      this.#figures.element,
       element(
         "div",
         { class: "panels" },
@@ -95,8 +103,25 @@ export class Engine {
   #show(picture) {
     this.#body.hidden = false;
     this.#refusal.hidden = true;
-    for (const panel of this.#panels) panel.show(picture);
-    this.#pages.show(picture, this.#hello.page_size);
+    this.#picture = picture;
+    this.#worker.show(picture);
+    this.#figures.add(picture);
+    this.#showScope();
+  }
+
+  /** Look at one worker alone, or at all of them again. */
+  #choose(index) {
+    this.#chosen = index;
+    this.#showScope();
+  }
+
+  #showScope() {
+    const scoped = scopeTo(this.#picture, this.#chosen);
+    this.#chosen = scoped.scope;
+    this.#workers.show(this.#picture, this.#chosen);
+    this.#figures.show(scoped);
+    for (const panel of this.#panels) panel.show(scoped);
+    this.#pages.show(scoped, this.#hello.page_size);
   }
 
   #showState(name, error) {

@@ -3,6 +3,7 @@
 import { element, list, svg, write } from "../dom.js";
 import { duration, durationParts, figure, percent } from "../format.js";
 import { History, niceCeiling } from "./history.js";
+import { scopeTo, severalOf } from "./scope.js";
 
 const SPAN = 180; // seconds of history
 const GAP = 3; // seconds without a picture that break a line
@@ -45,14 +46,17 @@ const FIGURES = [
     label: "Step",
     of: ({ rates }) => (rates.step_ms === null ? null : rates.step_ms / 1000),
     parts: durationParts,
-    aside: ({ rates }) => `${figure(rates.requests_per_s)} requests/s`,
+    aside: ({ rates, scope, worker }) =>
+      scope === null
+        ? `${figure(rates.requests_per_s)} requests/s`
+        : `${duration(worker.decode_ms / 1000)} with one more`,
   },
 ];
 
 export class Figures {
   #tiles = FIGURES.map((one) => new Tile(one));
-  #restarts = null;
-  #restartTimes = [];
+  /** By the worker's number, and null for all: figures and restarts of the last minutes. */
+  #pasts = new Map();
 
   constructor() {
     this.element = element(
@@ -62,17 +66,37 @@ export class Figures {
     );
   }
 
-  show(picture) {
-    const { now, worker } = picture;
-    if (this.#restarts !== null && worker.restarts > this.#restarts) this.#restartTimes.push(now);
-    this.#restarts = worker.restarts;
-    this.#restartTimes = this.#restartTimes.filter((at) => at > now - SPAN);
-    for (const tile of this.#tiles) tile.show(picture, this.#restartTimes);
+  /** Keep the figures of a picture, those of each worker, too. */
+  add(picture) {
+    const indexes = severalOf(picture).map(({ index }) => index);
+    const pasts = [null, ...indexes].map((index) => [index, this.#pasts.get(index) ?? new Past()]);
+    this.#pasts = new Map(pasts);
+    for (const [index, past] of this.#pasts) past.add(scopeTo(picture, index));
+  }
+
+  /** Show a picture that was added, or one worker's part of it. */
+  show(scoped) {
+    const past = this.#pasts.get(scoped.scope);
+    this.#tiles.forEach((tile, i) => tile.show(scoped, past.histories[i], past.restarts));
+  }
+}
+
+/** The figures of the last minutes, and when there were restarts. */
+class Past {
+  histories = FIGURES.map(() => new History(SPAN));
+  restarts = [];
+  #number = null;
+
+  add(scoped) {
+    const { now, worker } = scoped;
+    if (this.#number !== null && worker.restarts > this.#number) this.restarts.push(now);
+    this.#number = worker.restarts;
+    this.restarts = this.restarts.filter((at) => at > now - SPAN);
+    FIGURES.forEach(({ of }, i) => this.histories[i].add(now, of(scoped)));
   }
 }
 
 class Tile {
-  #history = new History(SPAN);
   #number = element("span", { class: "figure-number" });
   #unit = element("span", { class: "figure-unit" });
   #aside = element("dd", { class: "figure-aside" });
@@ -98,19 +122,18 @@ class Tile {
     );
   }
 
-  show(picture, restarts) {
+  show(picture, history, restarts) {
     const { of, parts, aside, most } = this.figure;
     const value = of(picture);
     const [number, unit] = parts(value);
     write(this.#number, number);
     write(this.#unit, unit);
     write(this.#aside, aside(picture));
-    this.#history.add(picture.now, value);
-    const ceiling = most ?? niceCeiling(this.#history.peak);
-    this.#line.setAttribute("d", this.#history.path(WIDTH, HEIGHT, ceiling, GAP));
-    write(this.#peak, this.#history.peak ? parts(ceiling).join("\u202f") : "");
-    const from = picture.now - this.#history.shown;
-    const x = (at) => (WIDTH * (at - from)) / this.#history.shown;
+    const ceiling = most ?? niceCeiling(history.peak);
+    this.#line.setAttribute("d", history.path(WIDTH, HEIGHT, ceiling, GAP));
+    write(this.#peak, history.peak ? parts(ceiling).join("\u202f") : "");
+    const from = picture.now - history.shown;
+    const x = (at) => (WIDTH * (at - from)) / history.shown;
     const inSight = restarts.filter((at) => at > from);
     list(
       this.#restarts,
@@ -131,6 +154,7 @@ function latency(name, label, title) {
     title,
     of: ({ latency }) => latency[name]?.p50 ?? null,
     parts: durationParts,
-    aside: ({ latency }) => `p99 ${duration(latency[name]?.p99)}`,
+    aside: ({ latency, scope }) =>
+      `p99 ${duration(latency[name]?.p99)}${scope === null ? "" : ", all workers"}`,
   };
 }

@@ -1,7 +1,7 @@
 /** What is known of one request: its figures, how long it was in each state, and the way to end it. */
 
 import { button, element, list, setAttribute, write } from "../dom.js";
-import { count, duration, NONE, percent } from "../format.js";
+import { count, duration, movesOf, NONE, percent } from "../format.js";
 import { spansOf } from "./timeline.js";
 
 const FACTS = [
@@ -11,6 +11,7 @@ const FACTS = [
   ["Output", (r) => `${count(r.output_tokens)} of at most ${count(r.max_tokens)} tokens`],
   ["Outputs", (r) => count(r.outputs)],
   ["Pages", (r) => count(r.pages)],
+  ["Worker", (r) => [r.worker ?? NONE, r.moves ? movesOf(r) : ""].filter(String).join(", ")],
   ["Priority", (r) => String(r.priority)],
   ["Adapter", (r) => r.adapter ?? NONE],
   ["Ended", (r) => r.finish_reason ?? "not yet"],

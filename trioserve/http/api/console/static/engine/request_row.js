@@ -1,7 +1,7 @@
 /** A request's row: its state, how far it has come, and its last seconds as bars. */
 
 import { button, element, list, setAttribute, svg, write } from "../dom.js";
-import { count } from "../format.js";
+import { count, movesOf } from "../format.js";
 import { barsOf, progressOf, spansOf } from "./timeline.js";
 
 const WINDOW = 20; // seconds that the bars show, up to now
@@ -11,6 +11,7 @@ const HEIGHT = 10;
 export class RequestRow {
   #state = element("span");
   #tokens = element("span", { class: "request-tokens" });
+  #worker = element("span", { class: "request-worker" });
   #progress = element("progress", { max: 1, "aria-label": "Progress" });
   #name;
   #bars = svg("svg", {
@@ -22,7 +23,10 @@ export class RequestRow {
 
   constructor(id, onSelect) {
     this.#name = button(shortened(id), onSelect, { class: "request-id", title: id });
-    const parts = [this.#state, this.#name, this.#tokens, this.#progress, this.#bars];
+    const parts = [
+      ...[this.#state, this.#name, this.#worker],
+      ...[this.#tokens, this.#progress, this.#bars],
+    ];
     this.element = element(
       "li",
       { class: "request", "data-id": id },
@@ -38,6 +42,8 @@ export class RequestRow {
     setAttribute(this.#state, "class", `state state-${word}`);
     write(this.#state, word);
     write(this.#tokens, tokensOf(request));
+    write(this.#worker, workerOf(request));
+    setAttribute(this.#worker, "title", request.moves ? movesOf(request) : null);
     const progress = progressOf(request);
     setAttribute(this.#progress, "value", (progress ?? 0).toFixed(3));
     setAttribute(this.#progress, "data-unknown", progress === null);
@@ -60,6 +66,12 @@ function tokensOf({ prompt_tokens, cached_tokens, output_tokens, max_tokens }) {
   const cached = cached_tokens ? ` (${count(cached_tokens)} cached)` : "";
   const most = max_tokens === null ? "" : ` of ${count(max_tokens)}`;
   return `${count(prompt_tokens)}${cached} → ${count(output_tokens)}${most}`;
+}
+
+/** The worker's number, with a mark if the request came to it from another. */
+function workerOf({ worker, moves }) {
+  if (worker === null || worker === undefined) return "";
+  return `${moves ? "→ " : ""}worker ${worker}`;
 }
 
 /** The part of an id that tells requests apart. */

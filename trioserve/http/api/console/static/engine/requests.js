@@ -1,11 +1,12 @@
 /** The requests: lanes of their states, a row for each with its timeline, details of one. */
 
-import { button, element, list, write } from "../dom.js";
+import { button, element, list, setAttribute, write } from "../dom.js";
 import { count, plural } from "../format.js";
 import { Lanes } from "./lanes.js";
 import { panel } from "./panel.js";
 import { RequestDetails } from "./request_details.js";
 import { RequestRow } from "./request_row.js";
+import { severalOf } from "./scope.js";
 import { inOrder } from "./timeline.js";
 
 const FEW = 8; // rows, until all are asked for
@@ -39,8 +40,9 @@ export class Requests {
 
   show(picture) {
     this.#picture = picture;
-    const { requests, counts } = picture;
-    write(this.note, totals(counts));
+    const { requests, counts, scope } = picture;
+    write(this.note, scope === null ? totals(counts) : `those of worker ${scope}`);
+    setAttribute(this.#rows, "data-several", severalOf(picture).length > 0);
     this.#lanes.show(requests, this.#selected);
     const shown = this.#rowsOf(requests);
     this.#showRows(shown);

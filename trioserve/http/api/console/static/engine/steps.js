@@ -1,15 +1,17 @@
-/** The worker's latest steps: how long each took, what was in it, how long it waited before. */
+/** The latest steps: how long each took, what was in it, how long the worker waited before. */
 
 import { element, list, setAttribute, svg, write } from "../dom.js";
 import { count, figure, plural } from "../format.js";
 import { niceCeiling } from "./history.js";
+import { keyOf, LatestSteps } from "./latest_steps.js";
 import { panel } from "./panel.js";
+import { severalOf } from "./scope.js";
 
 const MOST = 120;
 const HEIGHT = 56;
 
 export class Steps {
-  #steps = [];
+  #kept = new LatestSteps(MOST);
   #drawing = svg("svg", {
     class: "steps",
     viewBox: `0 0 ${MOST} ${HEIGHT}`,
@@ -24,24 +26,17 @@ export class Steps {
     this.note = note;
   }
 
-  show({ steps }) {
-    const last = this.#steps.at(-1)?.number ?? -1;
-    // Numbers begin anew with a new engine.
-    if (steps.length && steps.at(-1).number < last) this.#steps = [];
-    this.#steps.push(...steps.filter(({ number }) => number > (this.#steps.at(-1)?.number ?? -1)));
-    this.#steps.splice(0, this.#steps.length - MOST);
-    const most = niceCeiling(Math.max(0, ...this.#steps.map(({ ms }) => ms)));
-    write(
-      this.note,
-      this.#steps.length ? `the latest ${this.#steps.length}, up to ${figure(most)} ms` : "",
-    );
-    const placed = this.#steps.map((step, i) => ({
-      ...step,
-      x: MOST - this.#steps.length + i,
-      most,
-    }));
-    list(this.#drawing, placed, ({ number }) => number, newBar, drawBar);
-    write(this.#latest, this.#steps.length ? sentence(this.#steps.at(-1)) : "No steps yet.");
+  /** @param {object} scoped a picture, or one worker's part of it */
+  show(scoped) {
+    this.#kept.add(scoped);
+    const steps = this.#kept.of(scoped.scope);
+    const most = niceCeiling(Math.max(0, ...steps.map(({ ms }) => ms)));
+    write(this.note, steps.length ? `the latest ${steps.length}, up to ${figure(most)} ms` : "");
+    const placed = steps.map((step, i) => ({ ...step, x: MOST - steps.length + i, most }));
+    list(this.#drawing, placed, keyOf, newBar, drawBar);
+    const isNamed = scoped.scope !== null || severalOf(scoped).length > 0;
+    const latest = steps.at(-1);
+    write(this.#latest, latest ? sentence(latest, isNamed) : "No steps yet.");
   }
 }
 
@@ -65,13 +60,14 @@ function place(rect, x, y, height) {
   setAttribute(rect, "height", height.toFixed(2));
 }
 
-function sentence({ number, rows_prefill, rows_decode, tokens, ms, idle_ms }) {
+function sentence({ number, worker, rows_prefill, rows_decode, tokens, ms, idle_ms }, isNamed) {
   const rows = [
     rows_prefill ? `${count(rows_prefill)} in prefill` : null,
     rows_decode ? `${count(rows_decode)} in decode` : null,
   ].filter(Boolean);
+  const place = isNamed ? ` of worker ${worker}` : "";
   return (
-    `Step ${number}: ${rows.join(", ") || "no rows"}, ${plural(tokens, "token")}, ` +
+    `Step ${number}${place}: ${rows.join(", ") || "no rows"}, ${plural(tokens, "token")}, ` +
     `${figure(ms)} ms after ${figure(idle_ms)} ms idle`
   );
 }

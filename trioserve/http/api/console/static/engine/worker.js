@@ -1,7 +1,8 @@
-/** The worker process: whether it is there, since when, and that it was replaced. */
+/** The worker processes: whether they are there, since when, and that one was replaced. */
 
-import { element, setAttribute, write } from "../dom.js";
+import { element, list, setAttribute, write } from "../dom.js";
 import { age, plural } from "../format.js";
+import { noticeOf, severalOf, summaryOf } from "./scope.js";
 
 const NOTICED = 60; // seconds for which a restart is pointed out
 
@@ -16,6 +17,7 @@ export class Worker {
   #state = element("span", { class: "pill" });
   #facts = element("span", { class: "worker-facts" });
   #restart = element("p", { class: "notice notice-restart", role: "status", hidden: true });
+  #notices = element("ul", { class: "worker-notices", "aria-live": "polite", hidden: true });
 
   constructor() {
     this.element = element(
@@ -23,10 +25,52 @@ export class Worker {
       { class: "worker" },
       element("p", { class: "worker-line" }, this.#state, " ", this.#facts),
       this.#restart,
+      this.#notices,
     );
   }
 
-  show({ now, health, paused, worker, weight_version }) {
+  show(picture) {
+    const workers = severalOf(picture);
+    if (workers.length) this.#showSeveral(picture, workers);
+    else this.#showOne(picture);
+    this.#showNotices(workers, picture.now);
+  }
+
+  #showSeveral({ health, paused, worker, weight_version }, workers) {
+    const [tone, text] = summaryOf(workers);
+    const isWell = health === "ok";
+    setAttribute(this.#state, "data-tone", isWell ? (paused ? "warn" : tone) : "bad");
+    setAttribute(this.#state, "data-worker", worker.state);
+    write(this.#state, isWell ? (paused ? "Paused" : text) : this.#word(health, ""));
+    const facts = [
+      isWell && !paused ? null : text,
+      plural(worker.restarts, "restart"),
+      weight_version ? `weights ${weight_version}` : null,
+    ];
+    write(this.#facts, facts.filter(Boolean).join(" · "));
+    this.#restart.hidden = true;
+  }
+
+  /** One line for each worker of which there is something to say. */
+  #showNotices(workers, now) {
+    const told = workers
+      .map((worker) => ({ index: worker.index, state: worker.state, text: noticeOf(worker, now) }))
+      .filter(({ text }) => text !== null);
+    this.#notices.hidden = told.length === 0;
+    list(
+      this.#notices,
+      told,
+      ({ index }) => index,
+      () => element("li"),
+      (item, { state, text }) => {
+        const isBack = state === "running";
+        setAttribute(item, "class", isBack ? "notice notice-restart" : "notice");
+        write(item, text);
+      },
+    );
+  }
+
+  #showOne({ now, health, paused, worker, weight_version }) {
     const isWell = health === "ok" && worker.state === "running";
     setAttribute(this.#state, "data-tone", isWell ? (paused ? "warn" : "good") : "bad");
     setAttribute(this.#state, "data-worker", worker.state);
