@@ -61,6 +61,7 @@ async def test_every_front_end_shows_the_whole_server(tmp_path: Path) -> None:
             snapshot = await seen(take, lambda snapshot: snapshot.counts.finished_total == 1)
             (row,) = snapshot.requests
             assert (row.state, row.finish_reason) == ("finished", "length")
+            assert (row.worker, [each.index for each in snapshot.workers]) == (0, [0])
             assert [state for state, _ in row.timeline] == [
                 *("tokenizing", "waiting", "prefill", "decode", "finished")
             ]

@@ -39,9 +39,10 @@ export class Worker {
   #showSeveral({ health, paused, worker, weight_version }, workers) {
     const [tone, text] = summaryOf(workers);
     const isWell = health === "ok";
+    const word = this.#word(health, worker.state === "released" ? worker.state : "");
     setAttribute(this.#state, "data-tone", isWell ? (paused ? "warn" : tone) : "bad");
     setAttribute(this.#state, "data-worker", worker.state);
-    write(this.#state, isWell ? (paused ? "Paused" : text) : this.#word(health, ""));
+    write(this.#state, isWell ? (paused ? "Paused" : text) : word);
     const facts = [
       isWell && !paused ? null : text,
       plural(worker.restarts, "restart"),
