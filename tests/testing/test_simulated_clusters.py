@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from trioserve.config.engine import ROUTING_POLICIES
+from trioserve.protocol.grammar import Grammar
 from trioserve.testing.simulation import (
     Fault,
     Report,
@@ -61,6 +62,7 @@ def cluster(
     every: float = 0.0,
     lengths: tuple[int, ...] = (30,),
     adapter: str = "",
+    params: dict[str, Any] | None = None,
     members: tuple[Member, ...] = (Member(), Member()),
     worker: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
@@ -75,6 +77,7 @@ def cluster(
             params={
                 "max_tokens": lengths[number % len(lengths)],
                 "seed": seed_of(1, number),
+                **(params or {}),
             },
             adapter=adapter,
         )
@@ -174,6 +177,19 @@ MEETINGS = {
         lengths=(2, 30),
         faults=(killed(1, 0.2),),
         pauses=(pause("wait", at=0.05),),
+    ),
+    "a weight swap, and a worker that is given up": cluster(
+        num_clients=4,
+        options={"max_worker_restarts": 0},
+        worker={"call_time": 0.1},
+        faults=(killed(0, 0.35),),
+        pauses=(pause("swap retract", at=0.2),),
+    ),
+    "a release of memory, and grammars that were being compiled": cluster(
+        worker={"call_time": 0.3},
+        params={"grammar": Grammar("regex", "fine")},
+        faults=(killed(0, 0.05), killed(1, 0.08)),
+        pauses=(pause("release", at=0.2),),
     ),
     "a release of memory, and a worker that is given up": cluster(
         options={"max_worker_restarts": 0},

@@ -18,7 +18,6 @@ from trioserve.engine.routing.policy import Policy
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns, Floats
-from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
@@ -153,9 +152,8 @@ class Schedulers:
         async def call(_: int, scheduler: Scheduler) -> Any:
             return await scheduler.call(name, arguments)
 
-        present = [each for each in self if each.attached]
-        if not present:
-            raise WorkerLost(f"there is no worker to call {name!r}")
+        # Without any, each says why.
+        present = [each for each in self if each.attached] or list(self)
         return await all_together(call, present)
 
     # ---- pauses

@@ -77,12 +77,13 @@ class WeightSwap:
                 return error
             return None
 
-        errors = await all_together(swap, self._schedulers)
-        failures = [
-            (each, error) for each, error in zip(self._schedulers, errors, strict=True) if error
-        ]
+        schedulers = list(self._schedulers)
+        errors = await all_together(swap, schedulers)
+        failures = [(each, error) for each, error in zip(schedulers, errors, strict=True) if error]
         if len(failures) == len(errors):
             raise failures[0][1]
+        # A worker may have been given up meanwhile.
+        failures = [(each, error) for each, error in failures if each in self._schedulers]
         for scheduler, error in failures:
             _log.error("weights not swapped, worker replaced", path=path, reason=str(error))
             scheduler.weights.path = path

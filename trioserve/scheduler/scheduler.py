@@ -20,7 +20,12 @@ from trioserve.config import EngineConfig
 from trioserve.observability.logs import get_logger
 from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
-from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost
+from trioserve.protocol.errors import (
+    InvalidRequest,
+    RequestAborted,
+    WorkerLost,
+    WorkerSentAway,
+)
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.beams import StopStringAtEnd
@@ -306,10 +311,12 @@ class Scheduler:
 
         Raises:
             EngineError: The worker reports why it can't.
+            WorkerSentAway: The worker was sent away on request.
             WorkerLost: There is no worker, or it was lost or hung before it answered.
         """
         if not self.attached:
-            raise WorkerLost(f"there is no worker to call {name!r}")
+            kind = WorkerLost if self.worker_power.is_on else WorkerSentAway
+            raise kind(f"there is no worker to call {name!r}")
         return await self._calls.call(name, arguments, num_bytes=num_bytes)
 
     def report_fault(self, reason: str) -> None:
