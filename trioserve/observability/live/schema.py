@@ -232,7 +232,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     num_left_out: int
     """Pages outside of these nodes."""
     left_out_by_worker: dict[int, int] = {}
-    """The same pages, by the worker that has them."""
+    """Pages outside of these nodes, by the worker that has them."""
 
 
 class TaskNode(msgspec.Struct, frozen=True, kw_only=True):
