@@ -15,9 +15,9 @@ after its call, and steps go on meanwhile. :class:`Quit` ends the worker.
 from __future__ import annotations
 
 import hashlib
-import typing
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
 import attrs
 import msgspec
@@ -41,7 +41,9 @@ class WireError(Exception):
 
 def from_ints(values: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
     """Encode integers as a column of int32."""
-    return np.asarray(values, dtype="<i4").tobytes()
+    if isinstance(values, np.ndarray):
+        return np.asarray(values, dtype="<i4").tobytes()
+    return struct.pack(f"<{len(values)}i", *values)  # Quicker for a list.
 
 
 def ints(column: bytes) -> npt.NDArray[np.int32]:
@@ -359,7 +361,7 @@ Message = (
     | Drop
 )
 
-_CLASSES: tuple[type, ...] = typing.get_args(Message)
+_CLASSES: tuple[type, ...] = get_args(Message)
 _PARTS = (OpenSlot, PromptPiece, PooledPrompt, MockSteps, SamplerParams, Grammar, SpeculativeConfig)
 """The classes of the messages' fields."""
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
@@ -386,7 +388,7 @@ def decode(data: bytes) -> Message:
         message = _DECODERS[data[0]].decode(memoryview(data)[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"damaged {_CLASSES[data[0]].__name__} message: {error}") from error
-    return typing.cast(Message, message)
+    return cast(Message, message)
 
 
 def schema_hash() -> str:

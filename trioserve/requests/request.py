@@ -215,6 +215,8 @@ class Request:
     _scheduler: Any = attrs.field(init=False, default=None)
     num_cached_when_placed: int = 0
     """Tokens of the prompt that the prefix cache there had when it was placed."""
+    coming: Any = None
+    """The router's record of its prompt, until that has been computed."""
     admitted: trio.Event = attrs.field(factory=trio.Event)
     on_tokenized: Callable[[], None] | None = None
     """Called when ``prompt_ids`` are there; may raise ``QueueFull``."""
@@ -227,6 +229,14 @@ class Request:
     """The pooled hidden states of the prompt, a float32 column, where asked for."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache when it first ran."""
+
+    _prompt_column: bytes = attrs.field(init=False, default=b"", repr=False)
+
+    def prompt_column(self) -> bytes:
+        """Return ``prompt_ids``, which must be there, as on the wire. They are encoded once."""
+        if not self._prompt_column:
+            self._prompt_column = from_ints(self.prompt_ids)
+        return self._prompt_column
 
     @property
     def scheduler(self) -> Any:
@@ -321,6 +331,10 @@ class Sequence:
         assert state in TRANSITIONS[self.state], f"{self.request.id}: {self.state} to {state}"
         if state is State.FINISHED:
             self.finished_in = self.state
+        coming = self.request.coming
+        if coming is not None and self.index == 0 and state in (State.DECODE, State.FINISHED):
+            coming.end()
+            self.request.coming = None
         self.state = state
 
     def note_history(self, now: float) -> None:

@@ -46,6 +46,8 @@ class Residency:
     most_together: int
     known: set[int] = attrs.field(init=False, factory=set)
     """Adapters that sequences may use."""
+    load_seconds: float = attrs.field(init=False, default=0.0)
+    """Time for which the last adapter was loaded."""
     _present: dict[int, None] = attrs.field(init=False, factory=dict)
     """Adapters that the worker holds, the least recently used first."""
     _placed: dict[int, None] = attrs.field(init=False, factory=dict)
@@ -75,8 +77,9 @@ class Residency:
         self._asked.pop(number, None)
         self._placed.pop(number, None)
 
-    def on_loaded(self, number: int) -> None:
-        """Note that the worker has loaded an adapter."""
+    def on_loaded(self, number: int, seconds: float = 0.0) -> None:
+        """Note that the worker has loaded an adapter in so many seconds."""
+        self.load_seconds = seconds
         self._present[number] = None
         self._asked.pop(number, None)
 

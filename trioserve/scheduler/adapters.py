@@ -189,7 +189,7 @@ class AdapterManager:
             "path": adapter.path,
             "checksum": held.checksum,
         }
-        residency = self._core().residency
+        residency, began = self._core().residency, trio.current_time()
         try:
             match await self._call("load_adapter", arguments):
                 case {"error": str(message), "missing": True}:
@@ -197,7 +197,7 @@ class AdapterManager:
                 case {"error": str(message)}:
                     error = InvalidRequest(message, param="path")
                 case {"checksum": str(checksum), "rank": int(rank)}:
-                    residency.on_loaded(adapter.number)
+                    residency.on_loaded(adapter.number, trio.current_time() - began)
                     if not held.checksum:
                         _log.info("adapter loaded", name=adapter.name, rank=rank)
                     held.checksum = checksum

@@ -17,12 +17,7 @@ import attrs
 import msgspec
 
 from trioserve._util.feed import Feed
-from trioserve.scheduler.prefix_tree import Node
-
-FLUSHED = object()
-"""Marker in the namespaces of flushed pages, which no request can match. A caller's salt never
-equals it.
-"""
+from trioserve.scheduler.prefix_tree import FLUSHED, Node
 
 
 class CacheEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):

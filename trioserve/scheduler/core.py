@@ -137,6 +137,8 @@ class SchedulerCore(SchedulerState):
         plan = self.in_flight[0]
         results = Results.read(result, plan, self.limits.vocab_size)
         self.in_flight.popleft()
+        if self.memory.slots.num_retiring:
+            self.feeds.note_load()
         self.memory.acknowledge(plan.number)
         self.counters.count_step(result, plan.num_tokens, plan.num_decodes, had_work=self._has_work)
         load = plan.load

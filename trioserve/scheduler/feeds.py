@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 
 from trioserve.observability.scheduler_statistics import Counters
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
+from trioserve.scheduler.prefix_index import WorkerPages
 
 
 @attrs.define(eq=False)
@@ -17,9 +20,18 @@ class Feeds:
     iterations: Iterations = attrs.field(init=False)
 
     cache: CacheEvents = attrs.field(init=False, factory=CacheEvents)
+    indexed: WorkerPages | None = attrs.field(init=False, default=None)
+    """The prefix cache in the index over all workers, if there are several."""
+    on_load_changed: Callable[[], None] | None = attrs.field(init=False, default=None)
+    """Called after a change of the sequences that wait or run."""
 
     def __attrs_post_init__(self) -> None:
         self.iterations = Iterations(self.counters)
+
+    def note_load(self) -> None:
+        """Note that other sequences wait or run than before."""
+        if self.on_load_changed is not None:
+            self.on_load_changed()
 
     def close(self, error: Exception) -> None:
         """End the feeds: readers get ``error``. Idempotent."""

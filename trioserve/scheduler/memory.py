@@ -33,6 +33,8 @@ class Memory:
         num_host_pages = limits.num_host_pages if limits.enable_prefix_caching else 0
         self.pool = PagePool(limits.num_pages, num_host_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size, feeds.cache)
+        if feeds.indexed is not None:
+            self.prefix.join(feeds.indexed)
         self.slots = SlotAllocator(limits.max_num_seqs)
         self.counts = TokenCounts(limits.max_num_seqs, limits.vocab_size)
 

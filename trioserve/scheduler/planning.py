@@ -18,6 +18,9 @@ from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.state import SchedulerState
 from trioserve.scheduler.token_counts import Ints
 
+LOAD_NOTED = 16
+"""Plans after which the load is noted even if it has changed by the tokens of decodes only."""
+
 
 @attrs.define(eq=False)
 class Planner:
@@ -52,6 +55,8 @@ class Planner:
         plan, in_flight = built
         state.in_flight.append(in_flight)
         state.next_number += 1
+        if in_flight.load.prompt_tokens or not in_flight.number % LOAD_NOTED:
+            state.feeds.note_load()
         return plan
 
     def _preempt_non_suspects(self) -> None:

@@ -33,10 +33,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
-from trioserve.scheduler.cache_events import FLUSHED, CacheEvents
+from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.page_priorities import Priorities
-from trioserve.scheduler.prefix_tree import NO_PAGE, Namespace, Node, PrefixMatch
+from trioserve.scheduler.prefix_index import WorkerPages
+from trioserve.scheduler.prefix_tree import FLUSHED, NO_PAGE, Namespace, Node, PrefixMatch
 
 
 @attrs.define(eq=False, repr=False)
@@ -51,6 +52,8 @@ class PrefixCache:
     """Levels of the pages, by which they are evicted."""
     copies: list[tuple[int, int]] = attrs.field(init=False, factory=list)
     """Copies of pages to be done, in order: (source, destination)."""
+    _indexed: WorkerPages | None = attrs.field(init=False, default=None)
+    """Record of the pages in the index over all workers, if there are several."""
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
     _num_flushes: int = attrs.field(init=False, default=0)
@@ -66,6 +69,21 @@ class PrefixCache:
     def num_nodes(self) -> int:
         """Number of pages in the tree, including those on the host."""
         return len(self._node_of)
+
+    def join(self, indexed: WorkerPages) -> None:
+        """Report all pages, now and from now on, to the index over all workers."""
+        self._indexed = indexed
+        nodes = list(self._roots.values())
+        for node in nodes:
+            nodes.extend(node.children.values())
+            if node.parent is not None:
+                indexed.on_added(node, on_host=self.pool.is_on_host(node.page))
+
+    def leave_index(self) -> None:
+        """Remove all pages from the index, if this cache has joined one."""
+        if self._indexed is not None:
+            self._indexed.forget(self._node_of.values())
+            self._indexed = None
 
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
@@ -284,6 +302,8 @@ class PrefixCache:
         while self.pool.num_idle:
             self._discard(self._node_of[self.pool.next_idle()])
         self.events.on_cleared()
+        if self._indexed is not None:
+            self._indexed.forget(self._node_of.values())
         self._num_flushes += 1
         roots, self._roots = self._roots, {}
         for root in roots.values():
@@ -345,6 +365,8 @@ class PrefixCache:
         del self._node_of[node.page]
         node.page = page
         self._node_of[page] = node
+        if self._indexed is not None:
+            self._indexed.on_moved(node, on_host=self.pool.is_on_host(page))
         if self.events.feed.is_wanted:
             self.events.on_moved(node, on_host=self.pool.is_on_host(page))
 
@@ -354,6 +376,8 @@ class PrefixCache:
         assert parent is not None
         del parent.children[node.key]
         self.priorities.on_removed(node)
+        if self._indexed is not None:
+            self._indexed.on_removed(node)
         if self.events.feed.is_wanted:
             self.events.on_removed(node)
         if parent.parent is None and not parent.children:
@@ -364,6 +388,8 @@ class PrefixCache:
         node = parent.children[key] = Node(parent, key, page, plan, parent.depth + 1)
         self._node_of[page] = node
         self.priorities.on_added(node)
+        if self._indexed is not None:
+            self._indexed.on_added(node)
         if self.events.feed.is_wanted:
             self.events.on_stored(node)
         return node

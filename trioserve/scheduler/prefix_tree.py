@@ -6,8 +6,14 @@ from collections.abc import Hashable
 
 import attrs
 
+from trioserve.scheduler.prefix_runs import PageRun
+
 Namespace = tuple[Hashable, ...]
 NO_PAGE = -1
+FLUSHED = object()
+"""Marker in the namespaces of flushed pages, which no request can match. A caller's salt never
+equals it.
+"""
 
 
 @attrs.define(eq=False)
@@ -24,6 +30,8 @@ class Node:
     depth: int
     """Number of pages from the root to this one, inclusive."""
     children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict, repr=False)
+    run: PageRun | None = attrs.field(init=False, default=None, repr=False)
+    """PageRun in the index over all workers that has the page, or has been split below it."""
 
 
 @attrs.frozen

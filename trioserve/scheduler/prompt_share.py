@@ -27,9 +27,12 @@ import math
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from trioserve.scheduler.step_time import FIXED, StepTimeModel
 
+Floats = npt.NDArray[np.float64]
 PATIENCE = 10.0
 """Stretch of a prompt from which a given target grows."""
 OVERHEAD = 0.05
@@ -97,6 +100,18 @@ def longest_step(decode: float, stretch: float, target: float | None) -> float:
     if target is None:
         return decode * (1 + math.pow(stretch, 2 / 3))
     return max(target, max(target, decode) * stretch / PATIENCE)
+
+
+def rooms_beside(decodes: Floats, stretches: Floats, target: float | None) -> Floats:
+    """Return the seconds for prompts in the longest step of each worker, as :func:`longest_step`.
+
+    They are infinite where ``target`` leaves none.
+    """
+    if target is None:
+        return decodes * np.power(stretches, 2 / 3)
+    longest = np.maximum(target, np.maximum(target, decodes) * stretches / PATIENCE)
+    rooms = longest - decodes
+    return np.where(rooms > 0, rooms, np.inf)
 
 
 def tokens_beside(

@@ -152,8 +152,10 @@ class Recovery:
         for seq_state in state.waiting.take_all():
             state.groups.enter(seq_state)
         state.requeue_preempted()
+        state.memory.prefix.leave_index()
         state.memory = Memory(state.limits, state.feeds)
         state.feeds.cache.on_cleared()
+        state.feeds.note_load()
 
 
 def _fits(seq_state: SequenceState, limits: SchedulerLimits) -> bool:

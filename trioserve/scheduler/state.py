@@ -89,6 +89,7 @@ class SchedulerState:
         self.num_waiting_tokens += num_tokens
         self.num_waiting_cached += sign * sequence.request.num_cached_when_placed
         self.waiting_of_tenants.add(sequence.request.tenant, sign, num_tokens)
+        self.feeds.note_load()
 
     def move(self, sequence: Sequence, state: State) -> None:
         """Move ``sequence`` to ``state``, and note when a preempted one does."""
@@ -157,6 +158,7 @@ class SchedulerState:
         """Take slot and pages from a running sequence."""
         self.running.remove(seq_state)
         self.memory.leave(seq_state)
+        self.feeds.note_load()
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence``, which hasn't finished, and free what it holds."""

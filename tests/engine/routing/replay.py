@@ -19,7 +19,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from trioserve.engine.routing.policy import Policy, WorkerLoad
+from trioserve.engine.routing.policy import KnownPrefix, Loads, Policy, WorkerLoad
 from trioserve.scheduler.step_time import StepLoad, StepTimeModel
 
 BLOCK = 512
@@ -139,7 +139,6 @@ def by_policy(name: str) -> Choose:
         loads = [
             WorkerLoad(
                 model=each.model,
-                cached=each.cached(asked),
                 prompt_tokens=each.prompt_tokens,
                 num_prompts=len(each.prompts),
                 num_decodes=len(each.ends),
@@ -149,7 +148,8 @@ def by_policy(name: str) -> Choose:
             )
             for each in workers
         ]
-        return policy.choose(loads, asked.prompt)
+        cached = np.array([each.cached(asked) for each in workers])
+        return policy.choose(Loads.of(loads), asked.prompt, KnownPrefix(cached=cached))
 
     return choose
 

@@ -35,9 +35,10 @@ class Placement:
 
     def place(self, request: Request) -> Scheduler:
         """Return the scheduler for a tokenized request: of a worker that is there, if one is."""
+        if not self._retiring:
+            return self._router.place(request)
         staying = [each for each in self.schedulers if each not in self._retiring]
-        present = [each for each in staying if each.attached]
-        return self._router.place(request, present or staying)
+        return self._router.place(request, [each for each in staying if each.attached] or staying)
 
     def move_requests(self, lost: Scheduler, *, must_leave: bool = False) -> None:
         """Hand the requests of a worker that was lost, or is to be removed, to the others.
@@ -65,6 +66,7 @@ class Placement:
         """Place requests on one more scheduler."""
         scheduler.on_loss = functools.partial(self.move_requests, scheduler)
         self.schedulers = (*self.schedulers, scheduler)
+        self._router.add(scheduler)
 
     @contextlib.contextmanager
     def retiring(self, scheduler: Scheduler) -> Iterator[None]:
@@ -108,3 +110,4 @@ class Placement:
         if scheduler in self.schedulers:
             self.schedulers = tuple(each for each in self.schedulers if each is not scheduler)
             self.gone.append(scheduler)
+            self._router.remove(scheduler)

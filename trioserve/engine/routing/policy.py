@@ -6,24 +6,27 @@ A route costs the predicted time to the first token, and the time that it takes 
   request's own. Beside decodes, a step has as many of their tokens as
   :mod:`~trioserve.scheduler.prompt_share` gives them.
 - Pages in the host's memory are copied, which takes a small part of the time to compute them.
+- An adapter that the worker doesn't hold is loaded.
 - Without a free slot, the request waits for a sequence to end.
-- What is computed of the prompt delays those that come later.
+- What is computed of the prompt delays those that come later. As many are taken to come as wait
+  now. So overloaded workers keep prefixes together, and compute less.
 - Each row that decodes makes the steps of all others longer.
 
 The times are those of the worker's own model (:mod:`~trioserve.scheduler.step_time`), so a slower
-worker gets less.
+worker gets less. They are computed for all workers at once, in columns.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from trioserve.scheduler.prompt_share import longest_step
+from trioserve.scheduler.prompt_share import rooms_beside
 from trioserve.scheduler.step_time import StepTimeModel
 
 HOST_COPY = 0.1
@@ -33,18 +36,21 @@ OUTPUT_TOKENS = 64
 _GUESS = StepTimeModel()
 """Times of steps where nothing is known of any worker."""
 _GUESS.coefficients = [1e-2, 1e-4, 1e-4, 0.0]
+_TINY = 1e-18
+"""Seconds that are never missed, so that no time is 0."""
+_NEVER = 1e18
+"""Seconds of a step beside which there is always room: one without decodes."""
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class WorkerLoad:
-    """The load of a worker, as far as it matters for one request."""
+    """The load of a worker, as it matters for any request."""
 
     model: StepTimeModel
     """Times of its steps, as far as they are known."""
-    cached: int = 0
-    """Tokens of the prompt that its prefix cache has, or will have before the request's turn."""
-    cached_on_host: int = 0
-    """Tokens of the prompt behind those whose pages are in the host's memory."""
     prompt_tokens: int = 0
     """Tokens of other prompts that it has to compute first."""
     num_prompts: int = 0
@@ -57,70 +63,114 @@ class WorkerLoad:
     """Sequences that need a slot before the request gets one; 0 if one is free."""
     max_tokens: int = 1 << 30
     """Most tokens of a step."""
+
+
+@attrs.define(eq=False)
+class Loads:
+    """The loads of workers in columns, [number of workers] each.
+
+    A worker without steps so far is taken to be like the first one that has some.
+    """
+
     itl_target: float | None = None
     """Target for the gap between two tokens, in seconds."""
+    _columns: Floats = attrs.field(init=False, factory=lambda: np.zeros((11, 0)))
+    _rows: list[Floats] = attrs.field(init=False, factory=list)
+    _like: StepTimeModel | None = attrs.field(init=False, default=None)
+    _unknown: dict[int, WorkerLoad] = attrs.field(init=False, factory=dict)
+    """Loads of workers without steps."""
 
-    @property
-    def num_cached(self) -> int:
-        """Tokens of the prompt that needn't be computed."""
-        return self.cached + self.cached_on_host
+    def __len__(self) -> int:
+        number: int = self._columns.shape[1]
+        return number
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that run or wait."""
-        return self.num_decodes + self.num_ahead
+    @classmethod
+    def of(cls, loads: Sequence[WorkerLoad], itl_target: float | None = None) -> Loads:
+        """Return the columns of ``loads``."""
+        made = cls(itl_target)
+        made._resize(len(loads))
+        for index, load in enumerate(loads):
+            made[index] = load
+        return made
+
+    def _resize(self, number: int) -> None:
+        columns = np.zeros((len(self._columns), number))
+        columns[:, : len(self)] = self._columns
+        self._columns, self._rows = columns, list(columns)
+
+    def __setitem__(self, index: int, load: WorkerLoad) -> None:
+        """Set the load of a worker, which may be a new one."""
+        if index >= len(self):
+            self._resize(index + 1)
+        if not load.model.is_known:
+            self._unknown[index] = load
+        else:
+            self._unknown.pop(index, None)
+            if self._like is None:
+                self._like = load.model
+                for each, other in self._unknown.items():
+                    self._write(each, other)
+        self._write(index, load)
+
+    def _write(self, index: int, load: WorkerLoad) -> None:
+        model = load.model if load.model.is_known else self._like or _GUESS
+        fixed, row, token, read = model.coefficients
+        decodes = load.num_decodes
+        step = fixed + decodes * row + load.context * read
+        ahead = load.num_ahead * step / decodes if decodes else 0.0
+        streams = OUTPUT_TOKENS * (1 + decodes)
+        self._columns[:, index] = (
+            token + _TINY, read / 2, step, step + _TINY if decodes else _NEVER,
+            model.seconds_of(load.prompt_tokens, 0), load.prompt_tokens, load.max_tokens,
+            OUTPUT_TOKENS * (ahead + step) + streams * row, streams * read,
+            1 + load.num_prompts, decodes + load.num_ahead,
+        )  # fmt: skip
+
+    def num_sequences(self) -> Floats:
+        """Return the sequences that run or wait."""
+        return self._rows[-1]
+
+    def costs(self, prompt: int, prefix: KnownPrefix) -> Floats:
+        """Return the times to the first token, and what the request takes from others.
+
+        Args:
+            prompt: Number of tokens of the prompt.
+            prefix: What the workers have for it.
+        """
+        token, half_read, step, decode, waits, prompt_tokens, most = self._rows[:7]
+        always, context, prompts = self._rows[7:10]
+        known = prefix.num_cached()
+        own_tokens = prompt - known
+        own = own_tokens * (token + half_read * (prompt + known))
+        seconds = waits + own
+        if prefix.on_host is not None:
+            ends = prefix.cached + known
+            seconds += HOST_COPY * prefix.on_host * (token + half_read * ends)
+        # A step has as much of prompts as the scheduler allows beside its decodes.
+        beside = seconds / rooms_beside(decode, seconds / own, self.itl_target)
+        steps = np.ceil(np.maximum(beside, (prompt_tokens + own_tokens) / most))
+        seconds += steps * step
+        if prefix.loading is not None:
+            seconds += prefix.loading
+        return seconds + own * prompts + prompt * context + always
 
 
-def predicted_ttft(load: WorkerLoad, prompt: int) -> float:
-    """Return the seconds until the first token of a prompt of ``prompt`` tokens."""
-    return _Prediction(load, prompt).ttft()
+@attrs.define(kw_only=True)
+class KnownPrefix:
+    """The parts of a prompt that workers have, [number of workers] each."""
 
-
-def predicted_cost(load: WorkerLoad, prompt: int) -> float:
-    """Return the time to the first token, and what the request takes from others.
-
-    Its prompt delays those that come later; as many are taken to come as wait now. So overloaded
-    workers keep prefixes together, and compute less. Longer steps delay all streams.
+    cached: Floats
+    """Tokens of the prompt that each prefix cache has, or will have before the request's turn. The
+    last token is never among them.
     """
-    found = _Prediction(load, prompt)
-    return found.ttft() + found.own * (1 + load.num_prompts) + OUTPUT_TOKENS * found.longer()
+    on_host: Floats | None = None
+    """Tokens behind those whose pages are in the host's memory."""
+    loading: Floats | None = None
+    """Seconds for its adapter to be loaded."""
 
-
-class _Prediction:
-    """The times of a prompt on a worker, in seconds."""
-
-    def __init__(self, load: WorkerLoad, prompt: int) -> None:
-        self._load, self._prompt = load, prompt
-        self._fixed, self._row, _, self._read = load.model.coefficients
-        self._own_tokens = max(prompt - load.num_cached, 1)
-        self.own = load.model.seconds_of(self._own_tokens, load.num_cached)
-        """The time to compute what isn't cached of the prompt."""
-        self._decode = self._fixed + load.num_decodes * self._row + load.context * self._read
-        """The time of a step without prompts."""
-
-    def ttft(self) -> float:
-        """Return the time until the first token."""
-        load = self._load
-        waits = load.model.seconds_of(load.prompt_tokens, 0)
-        if load.cached_on_host:
-            waits += HOST_COPY * load.model.seconds_of(load.cached_on_host, load.cached)
-        seconds = waits + self.own
-        steps = math.ceil((load.prompt_tokens + self._own_tokens) / load.max_tokens)
-        if load.num_decodes and seconds > 0:
-            # A step has as much of prompts as the scheduler allows beside its decodes.
-            stretch = seconds / self.own if self.own else 1.0
-            room = longest_step(self._decode, stretch, load.itl_target) - self._decode
-            if room > 0:
-                steps = max(steps, math.ceil(seconds / room))
-        seconds += steps * (self._decode if load.num_decodes else self._fixed)
-        if load.num_ahead and load.num_decodes:
-            seconds += load.num_ahead * OUTPUT_TOKENS * self._decode / load.num_decodes
-        return seconds
-
-    def longer(self) -> float:
-        """Return the time by which a step delays the request and all other streams."""
-        more = self._row + self._prompt * self._read
-        return self._decode + more + self._load.num_decodes * more
+    def num_cached(self) -> Floats:
+        """Return the tokens of the prompt that needn't be computed."""
+        return self.cached if self.on_host is None else self.cached + self.on_host
 
 
 class Policy:
@@ -140,26 +190,31 @@ class Policy:
         self._random = random.Random(seed)
         self._turns = itertools.count()
 
-    def choose(self, loads: Sequence[WorkerLoad], prompt: int) -> int:
-        """Return the index of the worker for a prompt of ``prompt`` tokens."""
-        if self._name == "round_robin":
-            return next(self._turns) % len(loads)
-        # A worker without steps so far is taken to be like the others.
-        like = next((each.model for each in loads if each.model.is_known), _GUESS)
-        known = [each if each.model.is_known else attrs.evolve(each, model=like) for each in loads]
-        costs = [self._cost(load, prompt) for load in known]
-        least = min(costs)
-        if self._temperature > 0:
-            scale = self._temperature * max(abs(least), 1e-9)
-            weights = [math.exp((least - cost) / scale) for cost in costs]
-            return self._random.choices(range(len(loads)), weights)[0]
-        # Equals take turns, so that an idle server uses all of its workers.
-        best = [index for index, cost in enumerate(costs) if cost <= least]
-        return best[next(self._turns) % len(best)]
+    def choose(
+        self, loads: Loads, prompt: int, prefix: KnownPrefix, among: Bools | None = None
+    ) -> int:
+        """Return the index of the worker for a prompt of ``prompt`` tokens.
 
-    def _cost(self, load: WorkerLoad, prompt: int) -> float:
+        ``among`` is true for workers that may be chosen; None stands for all.
+        """
+        costs = self._costs(loads, prompt, prefix)
+        if among is not None:
+            costs[~among] = np.inf
+        least = np.minimum.reduce(costs)
+        if self._temperature > 0 and self._name != "round_robin":
+            scale = self._temperature * max(abs(least), 1e-9)
+            weights = np.exp((least - costs) / scale)
+            return self._random.choices(range(len(loads)), weights.tolist())[0]
+        # Equals take turns, so that an idle server uses all of its workers.
+        best = (costs <= least).nonzero()[0]
+        return int(best[next(self._turns) % len(best)])
+
+    def _costs(self, loads: Loads, prompt: int, prefix: KnownPrefix) -> Floats:
+        if self._name == "predicted":
+            return loads.costs(prompt, prefix)
+        if self._name == "round_robin":
+            return np.zeros(len(loads))
+        num_sequences = loads.num_sequences()
         if self._name == "least_loaded":
-            return load.num_sequences
-        if self._name == "prefix":
-            return -load.num_cached + load.num_sequences / (1 << 20)
-        return predicted_cost(load, prompt)
+            return num_sequences
+        return num_sequences / (1 << 20) - prefix.num_cached()

@@ -1,150 +1,211 @@
-"""The router: places each request on one of the schedulers, from what they hold at that moment."""
+"""The router: places each request on one of the schedulers, from what they hold at that moment.
+
+A decision doesn't go through the workers one by one. What they have of a prompt is in one index
+(:mod:`~trioserve.scheduler.prefix_index`), and their loads are in columns. The load of a worker is
+read again only after a change of its scheduler.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Sequence as Seq
 
 import attrs
+import numpy as np
 
-from trioserve.engine.routing.policy import Policy, WorkerLoad
+from trioserve.engine.routing.policy import Bools, Floats, KnownPrefix, Loads, Policy, WorkerLoad
 from trioserve.requests.request import Request, State
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.prefix_index import PrefixIndex, RunPath, WorkerPages
 from trioserve.scheduler.prefix_tree import Namespace
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import namespace_of
 
-_BEFORE_DECODE = (State.CREATED, State.TOKENIZING, State.WAITING, State.PREFILL)
-MAX_COMING = 256
-"""Prompts of a worker, not computed yet, whose prefixes are looked for."""
-
-
-@attrs.define
-class _Running:
-    """The running sequences of a worker after one of its plans."""
-
-    plan: int = -1
-    num_decodes: int = 0
-    context: int = 0
-    prefill_tokens: int = 0
-    num_prefills: int = 0
-
 
 @attrs.define(eq=False)
 class _Worker:
-    """A worker, as the router knows it."""
+    """A worker as the router knows it."""
 
     scheduler: Scheduler
-    coming: OrderedDict[Request, None] = attrs.field(factory=OrderedDict)
-    """Requests placed on it whose prompts it may still have to compute, the newest last."""
-    running: _Running = attrs.field(factory=_Running)
+    core: SchedulerCore
+
+    def load(self) -> WorkerLoad:
+        """Return its load after the last plan."""
+        core = self.core
+        num_waiting = core.num_waiting
+        counts, slots = core.memory.counts, core.running.slots
+        decodes, lengths = counts.decodes[slots], counts.length[slots]
+        num_decodes = int(np.count_nonzero(decodes))
+        prompt_tokens = core.num_waiting_tokens - core.num_waiting_cached
+        if num_decodes < len(slots):
+            left = lengths - counts.planned[slots]
+            prompt_tokens += int(left[~decodes].sum())
+            lengths = lengths[decodes]
+        return WorkerLoad(
+            model=core.step_times,
+            prompt_tokens=prompt_tokens,
+            num_prompts=num_waiting + len(slots) - num_decodes,
+            num_decodes=num_decodes,
+            context=int(np.add.reduce(lengths)),
+            num_ahead=max(1 + num_waiting - core.memory.slots.num_free, 0),
+            max_tokens=core.limits.max_num_batched_tokens,
+        )
 
 
 @attrs.define(eq=False)
 class Router:
     """The choice of a scheduler for each request.
 
+    In the index, the pages and prompts of a worker have holder ``2 * number``, and its pages on the
+    device the next one, if others can be on the host.
+
     Args:
         policy: The choice among their loads.
     """
 
     _policy: Policy
-    _workers: dict[Scheduler, _Worker] = attrs.field(init=False, factory=dict)
+    _new: list[Scheduler] = attrs.field(init=False, factory=list)
+    """Schedulers that aren't among the workers so far."""
+    _workers: dict[int, _Worker] = attrs.field(init=False, factory=dict)
+    """The workers by number, once there are several."""
+    _numbers: dict[Scheduler, int] = attrs.field(init=False, factory=dict)
+    _free_numbers: list[int] = attrs.field(init=False, factory=list)
+    """Numbers of workers that were removed."""
+    _absent: set[int] = attrs.field(init=False, factory=set)
+    """Numbers without a worker process now."""
+    _changed: set[int] = attrs.field(init=False, factory=set)
+    """Workers whose loads have to be read again."""
+    _loads: Loads = attrs.field(init=False, factory=Loads)
+    _index: PrefixIndex = attrs.field(init=False, factory=PrefixIndex)
+    _page_sizes: set[int] = attrs.field(init=False, factory=set)
+    _with_host_pages: list[int] = attrs.field(init=False, factory=list)
+    """Numbers of workers that may have pages on the host."""
 
-    def place(self, request: Request, among: Seq[Scheduler]) -> Scheduler:
-        """Return one of the schedulers ``among`` for a tokenized request, and note that it is."""
-        for gone in self._workers.keys() - set(among):
-            if not gone.attached:
-                del self._workers[gone]
-        workers = [self._workers.setdefault(each, _Worker(each)) for each in among]
-        if len(workers) == 1:
+    def add(self, scheduler: Scheduler) -> None:
+        """Place requests on ``scheduler``, too."""
+        self._new.append(scheduler)
+
+    def remove(self, scheduler: Scheduler) -> None:
+        """Place no more requests on ``scheduler``, and forget its pages."""
+        if scheduler in self._new:
+            self._new.remove(scheduler)
+            return
+        number = self._numbers.pop(scheduler)
+        worker = self._workers.pop(number)
+        worker.core.memory.prefix.leave_index()
+        scheduler.feeds.indexed, scheduler.feeds.on_load_changed = None, None
+        if number in self._with_host_pages:
+            self._with_host_pages.remove(number)
+        self._changed.discard(number)
+        self._absent.add(number)
+        self._free_numbers.append(number)
+
+    def place(self, request: Request, among: Seq[Scheduler] | None = None) -> Scheduler:
+        """Return a scheduler for a tokenized request, and note that it gets it.
+
+        Args:
+            request: The request.
+            among: Schedulers that may be chosen, at least one. By default all may whose workers are
+                there, or all if none is.
+        """
+        if request.coming is not None:  # It was placed on a worker that is lost, or removed.
+            request.coming.end()
+            request.coming = None
+        count = len(self._numbers) + len(self._new) if among is None else len(among)
+        if count > 1:
+            self._update()
+        if count == 1 or not self._workers:
             request.num_cached_when_placed = 0
-            return workers[0].scheduler
-        loads = [_load_of(each, request) for each in workers]
-        index = self._policy.choose(loads, len(request.prompt_ids))
-        request.num_cached_when_placed = loads[index].num_cached
-        coming = workers[index].coming
-        coming[request] = None
-        if len(coming) > MAX_COMING:
-            coming.popitem(last=False)
-        return workers[index].scheduler
+            return (among or (*self._numbers, *self._new))[0]
+        prefix, paths = self._prefix_of(request)
+        mask = self._mask(among)
+        number = self._policy.choose(self._loads, len(request.prompt_ids), prefix, mask)
+        request.num_cached_when_placed = int(prefix.num_cached()[number])
+        worker = self._workers[number]
+        limits = worker.core.limits
+        if limits.enable_prefix_caching and request.sequences[0].state is not State.FINISHED:
+            namespace, page_size = _namespace_of(request), limits.page_size
+            request.coming = self._index.add_coming(
+                namespace, page_size, request.prompt_column(), 2 * number, paths[page_size]
+            )
+        return worker.scheduler
 
+    def _update(self) -> None:
+        """Take in new schedulers, and what has changed."""
+        for scheduler in [each for each in self._new if each.core is not None]:
+            self._new.remove(scheduler)
+            self._take_in(scheduler)
+        while self._changed:
+            number = self._changed.pop()
+            worker = self._workers[number]
+            self._loads[number] = worker.load()
+            self._loads.itl_target = worker.core.limits.itl_target
+            self._page_sizes.add(worker.core.limits.page_size)
+            if worker.scheduler.attached:
+                self._absent.discard(number)
+            else:
+                self._absent.add(number)
 
-def _load_of(worker: _Worker, request: Request) -> WorkerLoad:
-    """Return the load of a worker that has been attached, as it matters for ``request``."""
-    core = worker.scheduler.core
-    assert core is not None
-    state = _running_of(worker, core)
-    cached = on_host = 0
-    if core.limits.enable_prefix_caching:
-        namespace = namespace_of(request.cache_salt, request.adapter)
-        match = core.memory.prefix.match(namespace, request.prompt_ids, core.next_number)
-        size = core.limits.page_size
-        on_host = match.num_on_host * size
-        cached = len(match.nodes) * size - on_host
-        coming = _coming(worker, request, namespace, size)
-        if coming > cached + on_host:
-            cached, on_host = coming, 0
-    free = core.memory.slots.num_free - core.num_waiting
-    return WorkerLoad(
-        model=core.step_times,
-        cached=cached,
-        cached_on_host=on_host,
-        prompt_tokens=core.num_waiting_tokens - core.num_waiting_cached + state.prefill_tokens,
-        num_prompts=core.num_waiting + state.num_prefills,
-        num_decodes=state.num_decodes,
-        context=state.context,
-        num_ahead=max(1 - free, 0),
-        max_tokens=core.limits.max_num_batched_tokens,
-        itl_target=core.limits.itl_target,
-    )
+    def _take_in(self, scheduler: Scheduler) -> None:
+        core = scheduler.core
+        assert core is not None
+        number = self._free_numbers.pop() if self._free_numbers else len(self._numbers)
+        self._numbers[scheduler] = number
+        self._workers[number] = _Worker(scheduler, core)
+        self._changed.add(number)
+        scheduler.feeds.on_load_changed = functools.partial(self._changed.add, number)
+        if core.limits.enable_prefix_caching:
+            on_device = None
+            if core.memory.pool.num_host_pages:
+                self._with_host_pages.append(number)
+                on_device = 2 * number + 1
+            scheduler.feeds.indexed = WorkerPages(self._index, 2 * number, on_device)
+            core.memory.prefix.join(scheduler.feeds.indexed)
 
-
-def _running_of(worker: _Worker, core: SchedulerCore) -> _Running:
-    """Return the running sequences after the last plan; they are counted once a plan."""
-    if worker.running.plan != core.next_number:
-        counts, slots = core.memory.counts, core.running.slots
-        decodes = counts.decodes[slots]
-        lengths = counts.length[slots]
-        missing = lengths - counts.planned[slots]
-        worker.running = _Running(
-            core.next_number,
-            num_decodes=int(decodes.sum()),
-            context=int(lengths[decodes].sum()),
-            prefill_tokens=int(missing[~decodes].sum()),
-            num_prefills=int((~decodes).sum()),
-        )
-    return worker.running
-
-
-def _coming(worker: _Worker, request: Request, namespace: Namespace, page_size: int) -> int:
-    """Return the tokens of the longest prefix that another prompt placed there will bring."""
-    longest = 0
-    tokens = request.prompt_ids
-    for other in [each for each in worker.coming if not _is_coming(each)]:
-        del worker.coming[other]
-    for other in worker.coming:
-        known = other.prompt_ids
-        if known[: longest + page_size] != tokens[: longest + page_size]:
-            continue
-        if namespace_of(other.cache_salt, other.adapter) == namespace:
-            longest = max(longest, _common(known, tokens, page_size))
-    return min(longest, (len(tokens) - 1) // page_size * page_size)
-
-
-def _is_coming(request: Request) -> bool:
-    """Return True if the prompt of ``request`` may still have to be computed."""
-    return request.sequences[0].state in _BEFORE_DECODE
-
-
-def _common(one: Seq[int], other: Seq[int], page_size: int) -> int:
-    """Return the number of tokens in whole pages that both begin with."""
-    most = min(len(one), len(other)) // page_size
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * page_size] == other[: middle * page_size]:
-            low = middle
+    def _mask(self, among: Seq[Scheduler] | None) -> Bools | None:
+        """Return a mask of the workers that may be chosen; None for all."""
+        if among is not None:
+            numbers = {self._numbers[each] for each in among if each in self._numbers}
+        elif not self._absent:
+            return None
         else:
-            high = middle - 1
-    return low * page_size
+            numbers = self._workers.keys() - self._absent
+        mask = np.zeros(len(self._loads), dtype=np.bool_)
+        mask[list(numbers or self._workers)] = True
+        return mask
+
+    def _prefix_of(self, request: Request) -> tuple[KnownPrefix, dict[int, RunPath]]:
+        """Return what each worker has for the request, and its paths by the size of pages."""
+        namespace, tokens = _namespace_of(request), request.prompt_column()
+        found = np.zeros((2, 2 * len(self._loads)))
+        paths = {
+            page_size: self._index.find(namespace, page_size, tokens, *found)
+            for page_size in self._page_sizes
+        }
+        held, coming = found[:, ::2]
+        on_host = None
+        if self._with_host_pages:
+            on_host = np.zeros(len(self._loads))
+            numbers = self._with_host_pages
+            on_host[numbers] = (held - found[0, 1::2])[numbers]
+            on_host[coming > held] = 0
+        cached = np.maximum(held, coming)
+        prefix = KnownPrefix(
+            cached=cached if on_host is None else cached - on_host,
+            on_host=on_host,
+            loading=self._loading(request.adapter) if request.adapter else None,
+        )
+        return prefix, paths
+
+    def _loading(self, adapter: int) -> Floats:
+        """Return the seconds for which an adapter has to be loaded on each worker."""
+        seconds = np.zeros(len(self._loads))
+        for number, worker in self._workers.items():
+            residency = worker.core.residency
+            if not residency.is_present(adapter):
+                seconds[number] = residency.load_seconds
+        return seconds
+
+
+def _namespace_of(request: Request) -> Namespace:
+    return namespace_of(request.cache_salt, request.adapter)
