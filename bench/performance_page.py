@@ -26,6 +26,7 @@ QUIET = 0.1
 PARTS: Mapping[str, Sequence[str]] = {
     "bench.front_end.sse": (),
     "bench.micro": (),
+    "tests.engine.routing.decision": (),
     "bench.front_end": (),
     "bench.engine.accuracy": (),
     "bench.engine.beams": (),

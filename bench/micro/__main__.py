@@ -1,7 +1,6 @@
 """Micro-benchmarks of the Python path, by size: ``python -m bench.micro``.
 
-Each case does its part of a step for 1 to 4,096 rows. The table has the processor time of a call
-and of a row.
+Each case does its part of a step for 1 to 4,096 rows. A call's and a row's CPU time is measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Cases of plain functions: what a call of each does for ``rows`` rows, ready to be repeated.
-
-They are made of requests, a scheduler over them, and a worker without a model.
-"""
+"""Cases of plain functions: what a call of each does for ``rows`` rows, ready to be repeated."""
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ from trioserve.requests.request import (
 )
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
@@ -87,9 +85,9 @@ class Loop:
     now: float = 0.0
 
     @classmethod
-    def of(cls, rows: int) -> Loop:
+    def of(cls, rows: int, num_pages: int | None = None, feeds: Feeds | None = None) -> Loop:
         """Return the loop once every prompt has been computed; each plan is a step of decoding."""
-        sizes = {"page_size": PAGE_SIZE, "num_pages": 256 * rows}
+        sizes = {"page_size": PAGE_SIZE, "num_pages": num_pages or 256 * rows}
         sizes |= {"max_model_len": 1 << 14, "vocab_size": VOCAB_SIZE}
         most = max(rows * PROMPT_TOKENS, 8192)
         limits = SchedulerLimits(
@@ -103,7 +101,10 @@ class Loop:
         )
         executor = MockExecutor(wire.MockSteps(step_seconds=0.0), np.arange(500, 600, dtype="i4"))
         runner = Runner(executor, SlotTable(**sizes), max_num_batched_tokens=most)
-        core, budget = SchedulerCore(limits, Metrics("micro")), StreamBudget(1 << 40, 1 << 40)
+        core, budget = (
+            SchedulerCore(limits, Metrics("micro"), feeds),
+            StreamBudget(1 << 40, 1 << 40),
+        )
         for row in range(rows):
             core.submit(make_request([row + 1] + [7] * (PROMPT_TOKENS - 1), budget), 0.0)
         plan = core.next_plan(0.0)
