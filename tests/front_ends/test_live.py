@@ -12,6 +12,8 @@ import trio.testing
 
 from tests.support.front_ends import Server, open_server
 from trioserve import Engine, EngineError
+from trioserve.engine.cache_copy import CacheCopy
+from trioserve.engine.cache_feed import CacheFeed
 from trioserve.front_ends.calls import EngineCalls
 from trioserve.front_ends.messages import RpcCall, RpcCancel
 from trioserve.front_ends.rpc import RpcPeer
@@ -116,7 +118,7 @@ async def test_who_changes_their_mind_watches_nothing() -> None:
         async def look_around() -> list[TaskNode]:
             return []
 
-        watches = FrontEndSubscriptions(monitor, look_around)
+        watches = FrontEndSubscriptions(monitor, look_around, CacheFeed(tuple))
         rpc = RpcPeer(lambda _: None, EngineCalls.handlers(watches), EngineError("gone"))
         rpc.on_ask(RpcCall(1, "watch", [7, 1, 1]), nursery)
         rpc.on_withdraw(RpcCancel(1))
@@ -177,3 +179,21 @@ async def test_nobody_of_that_number_watches(tmp_path: Path) -> None:
         watches: FrontEndSubscriptions = front_end.peer._watches
         watches.leave(99)
         watches.leave_all()
+
+
+async def test_the_caches_are_read_through_a_front_end(tmp_path: Path) -> None:
+    async with open_server(tmp_path, slow) as server:
+        first, second = server.front_ends
+        await second.engine.complete("a" * 40, max_tokens=3)
+        copied = CacheCopy()
+        async with first.server_api.read_cache() as take:
+            copied.apply(await take())
+            assert len(copied.pages[0]) == 2
+            await second.engine.complete("b" * 40, max_tokens=3)
+            while len(copied.pages[0]) < 4:
+                copied.apply(await take())
+        feed = server.engine_server.schedulers.cache_feed
+        with trio.fail_after(10):
+            while feed.events.is_wanted:
+                await trio.sleep(0.01)
+        await server.wait_nothing_held()

@@ -33,7 +33,7 @@ class EngineWorker:
         cls, index: int, config: EngineConfig, metrics: Metrics, open_worker: OpenWorker
     ) -> EngineWorker:
         """Return a worker that isn't started yet; ``open_worker`` opens its life."""
-        scheduler = Scheduler(config, metrics)
+        scheduler = Scheduler(config, metrics, index)
         supervisor = Supervisor(
             open_worker=open_worker,
             max_restarts=config.max_worker_restarts,

@@ -13,6 +13,7 @@ from trioserve._util.channels import receive_waiting
 from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription, subscribe_to
 from trioserve._util.together import all_together
 from trioserve.engine.adapters import EngineAdapters
+from trioserve.engine.cache_feed import CacheFeed
 from trioserve.engine.routing.placement import Placement
 from trioserve.engine.routing.policy import Policy
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
@@ -44,6 +45,8 @@ class Schedulers:
     ) -> None:
         self.placement = Placement(schedulers, policy or Policy())
         """The choice of a scheduler for each request."""
+        self.cache_feed = CacheFeed(lambda: self)
+        """The changes of all prefix caches."""
         self.batchers = tuple(batchers)
         self.adapters = EngineAdapters(lambda: [each.adapters for each in self])
         self.pins = PrefixPins(lambda: [each.core for each in self if each.core is not None])
@@ -71,6 +74,7 @@ class Schedulers:
         scheduler.outputs = self._outputs
         scheduler.on_idle = self._on_idle
         self.placement.add(scheduler)
+        self.cache_feed.add(scheduler)
 
     async def run(
         self,
@@ -264,4 +268,4 @@ class Schedulers:
         self, max_records: int = DEFAULT_MAX_RECORDS
     ) -> contextlib.AbstractContextManager[Subscription[CacheEvent]]:
         """Subscribe to the events of all prefix caches."""
-        return subscribe_to([each.feeds.cache.feed for each in self], max_records)
+        return self.cache_feed.events.subscribe(max_records)

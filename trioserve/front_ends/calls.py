@@ -18,6 +18,7 @@ import attrs
 import msgspec
 
 from trioserve.engine.administration import Administration
+from trioserve.engine.cache_feed import CacheChanges
 from trioserve.engine.sessions.continuation import Continuation
 from trioserve.front_ends.rpc import Handlers, RpcPeer
 from trioserve.http.api.openai.responses.store import ResponseStore
@@ -194,6 +195,16 @@ class EngineCalls(AdministrationCalls):
     @RemoteCall
     async def take_snapshot(self, number: int) -> Snapshot:
         """Return the next snapshot of the subscription of that number."""
+        raise NotImplementedError
+
+    @RemoteCall
+    async def read_cache(self, number: int) -> None:
+        """Open a subscription of that number to the prefix caches."""
+        raise NotImplementedError
+
+    @RemoteCall
+    async def take_changes(self, number: int) -> CacheChanges:
+        """Return the next changes of the subscription of that number."""
         raise NotImplementedError
 
     @RemoteCall

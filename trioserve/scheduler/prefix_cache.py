@@ -85,6 +85,14 @@ class PrefixCache:
             self._indexed.forget(self._node_of.values())
             self._indexed = None
 
+    def nodes(self) -> list[Node]:
+        """Return all pages of the tree, in no order."""
+        return list(self._node_of.values())
+
+    def has(self, node: Node) -> bool:
+        """Return whether ``node`` is still in the tree."""
+        return self._node_of.get(node.page) is node
+
     def match(
         self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
     ) -> PrefixMatch:

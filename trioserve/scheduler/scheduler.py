@@ -52,9 +52,14 @@ class Scheduler:
     Args:
         config: Scheduling options; all other limits come from the attached worker.
         observer: Told of every step and token.
+        index: Number of the worker.
     """
 
-    def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, observer: Observer | None = None, index: int = 0
+    ) -> None:
+        self.index = index
+        """Number of its worker, which no other worker of the engine ever has."""
         self._config = config
         self._observer = observer
         self._core: SchedulerCore | None = None
@@ -89,6 +94,7 @@ class Scheduler:
         self.adapters = AdapterManager(
             self._existing_core, self._calls.call, self._sender.wake, self._deliver
         )
+        self.feeds.cache.adapter_name = self.adapters.name_of
 
     # ---- requests
 

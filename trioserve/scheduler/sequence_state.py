@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from trioserve.requests.request import Sequence
+from trioserve.scheduler.cache_events import adapter_word
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.policy import NO_TURN, Order, queue_order
 from trioserve.scheduler.prefix_tree import Namespace, Node
@@ -20,11 +21,6 @@ NO_LOGPROBS = -1
 
 
 _get_order = operator.attrgetter("order")
-
-
-def adapter_word(number: int) -> str:
-    """Return the second word of an adapter's namespaces, which no other namespace has."""
-    return f"adapter {number}"
 
 
 def namespace_of(salt: str, adapter: int) -> Namespace:

@@ -16,6 +16,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.adapter_residency import Residency
+from trioserve.scheduler.cache_events import adapter_word
 from trioserve.scheduler.decode_hold import DecodeHold
 from trioserve.scheduler.fault_isolation import FaultIsolation
 from trioserve.scheduler.feeds import Feeds
@@ -24,7 +25,7 @@ from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.pause_gate import PauseGate
 from trioserve.scheduler.plan_builder import InFlight, PlanBuilder
 from trioserve.scheduler.sequence_group import SequenceGroups
-from trioserve.scheduler.sequence_state import Running, SequenceState, adapter_word
+from trioserve.scheduler.sequence_state import Running, SequenceState
 from trioserve.scheduler.step_time import StepTimeModel
 from trioserve.scheduler.waiting_queue import WaitingQueue
 

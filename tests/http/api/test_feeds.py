@@ -7,12 +7,18 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
+import trio
 from quart_trio.testing import TrioClient
 
 from tests.support.http_stub import server_config
+from trioserve.engine.cache_copy import CacheCopy
+from trioserve.engine.cache_feed import CacheChanges
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
+from trioserve.http.server.server import serve_app
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 
@@ -140,3 +146,42 @@ async def test_kv_cache_events() -> None:
         events = await asked(client, "/kv_cache_events", "POST")
         kinds = [event["data"]["type"] for event in events]
         assert kinds == ["removed", "removed", "cleared"]
+
+
+async def test_the_stream_begins_with_a_snapshot_and_ends_with_the_server() -> None:
+    config = server_config(admin_api_key=["the-admin-key"], served_model_name=["mine"])
+    shutdown = trio.Event()
+    headers = {"Authorization": "Bearer the-admin-key"}
+    async with open_fake_engine() as engine, trio.open_nursery() as nursery:
+        await engine.complete("a" * 40, max_tokens=1)
+
+        async def serve(task_status: trio.TaskStatus[list[str]]) -> None:
+            app = create_app(engine, config)
+            await serve_app(
+                app, config, shutdown=shutdown, on_drain=engine.drain, task_status=task_status
+            )
+
+        (url,) = await nursery.start(serve)
+        copied, kinds = CacheCopy(), []
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            assert (await client.get("/kv_cache_events")).status_code == 401
+            assert (await client.head("/kv_cache_events", headers=headers)).status_code == 200
+            async with client.stream("GET", "/kv_cache_events", headers=headers) as answer:
+                async for line in answer.aiter_lines():
+                    name, _, value = line.partition(": ")
+                    if name == "event":
+                        kinds.append(value)
+                    elif value and kinds == ["server"]:
+                        assert json.loads(value) == {"models": ["mine"], "page_size": 16}
+                    elif value:
+                        copied.apply(msgspec.json.decode(value, type=CacheChanges))
+                        shutdown.set()
+        assert len(copied.pages[0]) == 2
+        assert set(kinds[1:]) == {"changes"}
+
+
+async def test_a_draining_server_opens_no_stream() -> None:
+    async with serving() as (engine, client):
+        engine.drain()
+        headers = {"Authorization": "Bearer the-admin-key"}
+        assert (await client.get("/kv_cache_events", headers=headers)).status_code == 503

@@ -12,6 +12,7 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import absolute
+from trioserve.engine.cache_feed import CacheChanges
 from trioserve.engine.operations import check_adapter
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.sessions.continuation import Continuation, Generate
@@ -22,7 +23,7 @@ from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.messages import EndSubscription, ReturnPermit
 from trioserve.front_ends.rpc import RpcPeer
 from trioserve.http.api.auth import Caller, Keys
-from trioserve.http.api.server_api import Permit, TakeSnapshot
+from trioserve.http.api.server_api import Permit, TakeChanges, TakeSnapshot
 from trioserve.observability.health import health_word
 from trioserve.observability.live import Snapshot
 from trioserve.observability.live.schema import TaskNode
@@ -155,6 +156,21 @@ class RemoteServer(AdministrationCalls):
             yield take
         finally:
             # It may have begun even if the call failed.
+            self._remote.tell(EndSubscription(number))
+
+    @contextlib.asynccontextmanager
+    async def read_cache(self) -> AsyncIterator[TakeChanges]:
+        """Open a subscription as ``CacheFeed.reader``, to the caches in the engine process."""
+        self._num_watches += 1
+        number = self._num_watches
+
+        async def take() -> CacheChanges:
+            return await self._remote.calls.take_changes(number)
+
+        try:
+            await self._remote.calls.read_cache(number)
+            yield take
+        finally:
             self._remote.tell(EndSubscription(number))
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import attrs
 
+from trioserve.engine.cache_feed import CacheFeed
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.front_ends.clock import SharedClock
 from trioserve.observability.live import Monitor
@@ -51,6 +52,8 @@ class ServerContext:
     sessions: Sessions
     monitor: Monitor
     """The source of snapshots."""
+    caches: CacheFeed
+    """The prefix caches of all workers."""
     look_around: Callable[[], Awaitable[list[TaskNode]]]
     """Asks all front ends for their parts of a snapshot."""
     patience: float

@@ -124,6 +124,7 @@ class EngineServer:
             max_seats=config.max_requests_per_key or 0,
             sessions=self.sessions,
             monitor=self.monitor,
+            caches=self.schedulers.cache_feed,
             look_around=self._peers.look_around,
             patience=patience_of(config.engine),
         )

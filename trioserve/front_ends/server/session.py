@@ -62,7 +62,7 @@ class FrontEndSession:
         """Requests that were open when it went."""
         self._permits = FrontEndPermits(context.permits, context.max_seats)
         self._turns = FrontEndTurns(context.sessions, self.tell)
-        self._watches = FrontEndSubscriptions(context.monitor, context.look_around)
+        self._watches = FrontEndSubscriptions(context.monitor, context.look_around, context.caches)
         parts = (administration, self._turns, self._watches, self._permits)
         handlers = EngineCalls.handlers(*parts)
         self.counted = Counted()

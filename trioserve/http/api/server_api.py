@@ -15,6 +15,7 @@ from typing import Protocol
 import attrs
 
 from trioserve.engine.administration import Administration
+from trioserve.engine.cache_feed import CacheChanges
 from trioserve.engine.local_administration import LocalAdministration
 from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.http.api.auth import Caller, Keys
@@ -29,6 +30,8 @@ from trioserve.observability.live import Snapshot, monitor_of
 Permit = contextlib.AbstractContextManager[None]
 TakeSnapshot = Callable[[], Awaitable[Snapshot]]
 """Function that takes a snapshot of the server."""
+TakeChanges = Callable[[], Awaitable[CacheChanges]]
+"""Function that takes the changes of the prefix caches since its last call, or waits for some."""
 
 
 class ServerApi(Administration, ResponseStore, Protocol):
@@ -47,6 +50,9 @@ class ServerApi(Administration, ResponseStore, Protocol):
 
     def watch(self, *, requests: int, nodes: int) -> AbstractAsyncContextManager[TakeSnapshot]:
         """Take snapshots of the server until the block is left, as ``Monitor.watched``."""
+
+    def read_cache(self) -> AbstractAsyncContextManager[TakeChanges]:
+        """Read the prefix caches until the block is left, as ``CacheFeed.reader``."""
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """Return the function that generates a turn of a session of ``owner``.
@@ -84,6 +90,12 @@ class LocalServer(LocalAdministration, LocalResponses):
                 return watcher.take()
 
             yield take
+
+    @contextlib.asynccontextmanager
+    async def read_cache(self) -> AsyncIterator[TakeChanges]:
+        """Read the prefix caches as :meth:`trioserve.engine.cache_feed.CacheFeed.reader`."""
+        with self._engine.schedulers.cache_feed.reader() as reader:
+            yield reader.take
 
     def turn(self, id: str, owner: str | None, continuation: Continuation) -> Generate:
         """Return the function that generates a turn of a session, or raise ``InvalidRequest``."""

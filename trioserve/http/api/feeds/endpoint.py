@@ -1,6 +1,7 @@
-"""Handlers of ``/iteration_stats`` and ``/kv_cache_events``: events since the last request.
+"""Handlers of ``/iteration_stats`` and ``/kv_cache_events``.
 
-The first request starts the collection and gets nothing; nothing is collected before it.
+Both give the events since the last request. The first request starts the collection and gets
+nothing; nothing is collected before it. ``GET /kv_cache_events`` is a stream for each reader.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime
 import quart
 import trio
 
+from trioserve.http.api.feeds.cache_stream import CacheStream
 from trioserve.http.api.feeds.schemas import (
     BatchStats,
     CacheCleared,
@@ -23,6 +25,7 @@ from trioserve.http.api.feeds.schemas import (
     StoredBlock,
 )
 from trioserve.http.api.service import Service, json_response
+from trioserve.http.api.sse import stream_response
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
@@ -56,6 +59,15 @@ class FeedEndpoints:
         return json_response(
             [_event(each) for each in await self._service.server_api.cache_events()]
         )
+
+    async def kv_cache_stream(self) -> quart.Response:
+        """Handle ``GET /kv_cache_events``: the caches' pages, and what changes, until it is left.
+
+        A HEAD gets the headers only, because the body would never end.
+        """
+        stream = stream_response(CacheStream(self._service))
+        is_get = quart.request.method == "GET"
+        return stream if is_get else quart.Response(b"", headers=stream.headers)
 
 
 def _event(event: CacheEvent) -> KvCacheEvent:

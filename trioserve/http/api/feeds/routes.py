@@ -25,4 +25,15 @@ ROUTES = (
         response=list[KvCacheEvent],
         control=True,
     ),
+    Route(
+        method="GET",
+        rule="/kv_cache_events",
+        handler="kv_cache_stream",
+        summary="All pages of the prefix caches, and then what changes, with the load of each "
+        "worker, as events",
+        group="The server",
+        response="text/event-stream",
+        errors=(429,),
+        control=True,
+    ),
 )
