@@ -201,6 +201,10 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
         """True while an operator's pause lasts: no request is computed."""
         return self._backend.paused
 
+    def stored_salt(self, salt: str, tenant: str) -> str:
+        """Return the digest that stands for a request's salt and tenant in the prefix cache."""
+        return self._requests.stored_salt(salt, tenant)
+
     async def call_worker(self, name: str, arguments: object = None) -> Any:
         """Call the worker by name, for something rare, and return its answer.
 

@@ -88,7 +88,7 @@ class RequestMaker:
             stream=Stream(self.stream_budget),
             times=Times(arrived=now if options.arrived is None else min(options.arrived, now)),
             priority=options.priority,
-            cache_salt=_digest(self._scoped(options.cache_salt, options.tenant)),
+            cache_salt=self.stored_salt(options.cache_salt, options.tenant),
             tenant=options.tenant,
             retention=options.retention,
             adapter=adapter,
@@ -108,10 +108,10 @@ class RequestMaker:
         ]
         return request
 
-    def _scoped(self, salt: str, tenant: str) -> str:
-        """Return the salt under which this tenant's requests of ``salt`` share cached prefixes."""
+    def stored_salt(self, salt: str, tenant: str) -> str:
+        """Return the digest under which this tenant's requests of ``salt`` share cached prefixes."""
         by_tenant = tenant and self.config.prefix_cache_scope == "key"
-        return f"{tenant}\0{salt}" if by_tenant else salt
+        return _digest(f"{tenant}\0{salt}" if by_tenant else salt)
 
     def _draft_scope(self, options: RequestOptions, adapter: int) -> str:
         """Return the name under which outputs may be drafted from each other.

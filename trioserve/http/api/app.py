@@ -45,6 +45,7 @@ from trioserve.http.api.openai.models import ModelEndpoints
 from trioserve.http.api.openai.responses.endpoint import ResponseEndpoints
 from trioserve.http.api.pooling.embeddings import EmbeddingEndpoints
 from trioserve.http.api.pooling.scores import ScoreEndpoints
+from trioserve.http.api.prompt_pages import PromptPagesAsked, PromptPagesReader
 from trioserve.http.api.route import Route
 from trioserve.http.api.routes import served_routes
 from trioserve.http.api.server_api import LocalServer, ServerApi
@@ -134,6 +135,15 @@ def create_app(
     routes = served_routes(config)
     _add_routes(app, service, keys, routes)
     app.register_error_handler(Exception, _on_error)
+    pages = PromptPagesReader(engine)
+
+    async def tell_pages(asked: PromptPagesAsked) -> quart.Response:
+        try:
+            return await pages.reply(asked)
+        except Exception as error:
+            return await _on_error(error)
+
+    app.register_error_handler(PromptPagesAsked, tell_pages)
     entry = _Entry(engine, config, server_api, keys, app.cross_origin, routes)
     # Quart would run a function that isn't async in a thread for each request.
     app.before_request(entry.check)

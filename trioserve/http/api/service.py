@@ -20,6 +20,7 @@ from trioserve.http.api.bounds import AnswerSize, check_batch
 from trioserve.http.api.errors import Forbidden, ModelNotFound
 from trioserve.http.api.generations import Generations, open_generations, renamed
 from trioserve.http.api.jobs import PromptJob
+from trioserve.http.api.prompt_pages import HEADER, PromptPagesAsked
 from trioserve.http.api.schema.ignored_fields import IgnoredFields
 from trioserve.http.api.schema.reading import parse_body, parse_query
 from trioserve.http.api.server_api import ServerApi
@@ -249,6 +250,7 @@ class Service:
         Raises:
             InvalidRequest: together they could never be queued.
             Forbidden: they name a priority, which the key may not.
+            PromptPagesAsked: only the pages of their prompts are asked for.
         """
         if not self.record.may_set_priority:
             _check_no_priority(jobs)
@@ -268,6 +270,8 @@ class Service:
             )
             for job in jobs
         ]
+        if HEADER in quart.request.headers:
+            raise PromptPagesAsked(jobs)
         return open_generations(self.engine, jobs)
 
     async def complete(self, jobs: Sequence[PromptJob]) -> list[Completion]:
