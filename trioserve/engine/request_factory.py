@@ -109,7 +109,7 @@ class RequestMaker:
         return request
 
     def stored_salt(self, salt: str, tenant: str) -> str:
-        """Return the digest under which this tenant's requests of ``salt`` share cached prefixes."""
+        """Return the digest under which this tenant's requests of ``salt`` share prefixes."""
         by_tenant = tenant and self.config.prefix_cache_scope == "key"
         return _digest(f"{tenant}\0{salt}" if by_tenant else salt)
 
