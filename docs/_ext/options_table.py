@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.config.options import Option, options_of
+from trioserve.config.router import RouterConfig
 
 
 def table_lines() -> Iterator[str]:
@@ -15,10 +16,19 @@ def table_lines() -> Iterator[str]:
     for name, group in GROUPS.items():
         yield f"## {group.title}"
         yield ""
-        yield "| Option | Default | Meaning |"
-        yield "| --- | --- | --- |"
-        yield from (_row(option) for option in options if option.group == name)
+        yield from _table(option for option in options if option.group == name)
         yield ""
+
+
+def router_lines() -> Iterator[str]:
+    """Yield a table of the options that only a router has."""
+    return _table(options_of(RouterConfig))
+
+
+def _table(options: Iterable[Option]) -> Iterator[str]:
+    yield "| Option | Default | Meaning |"
+    yield "| --- | --- | --- |"
+    yield from map(_row, options)
 
 
 def _row(option: Option) -> str:

@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "first-time": first_time.newest_lines,
     "metrics": metrics_table.metrics_lines,
     "options": options_table.table_lines,
+    "router-options": options_table.router_lines,
 }
 LANGUAGES = {".py": "py", ".yaml": "yaml", ".yml": "yaml", ".conf": "nginx"}
 """The language of a file's block, by its ending; ``text`` for others."""

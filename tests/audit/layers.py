@@ -46,9 +46,12 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
             "pooling engine"
         ),
         "load": "protocol model_files _util requests engine",
+        "http.router": (
+            "protocol _util config observability scheduler engine http.server http.api load"
+        ),
         "cli": (
             "protocol model_files _util config requests observability engine observability.live "
-            "http.server front_ends load"
+            "http.server http.router front_ends load"
         ),
     },
     "gpu": {

@@ -1,7 +1,7 @@
 """The commands: each checks its options, then runs an engine, a server or a report.
 
-Only here is logging set up, and only ``serve``, ``top`` and, at a terminal, ``chat`` set signal
-handlers. A program that uses trioserve as a library keeps its own.
+Only here is logging set up, and only ``serve``, ``route``, ``top`` and, at a terminal, ``chat`` set
+signal handlers. A program that uses trioserve as a library keeps its own.
 
 Exit codes: 0 for success, such as a drained server; 1 for a failure; 2 for a wrong option; 3 for a
 server that drained but cut requests off; 128 plus the signal's number if a signal ended the command
@@ -25,6 +25,7 @@ from trioserve.cli.flags import (
     chat_server,
     embedded_config,
     engine_config,
+    router_config,
     sampling_fields,
     server_config,
     top_options,
@@ -108,6 +109,19 @@ def _serve(arguments: dict[str, Any]) -> int:
 
     setup_logging(config.log_level, config.log_format)
     return trio.run(run_server, config, mock)
+
+
+def _route(arguments: dict[str, Any]) -> int:
+    config = router_config(arguments, os.environ)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with without_gc():
+        import trio
+
+        from trioserve.cli.route import run_router
+        from trioserve.observability.logs import setup_logging
+
+    setup_logging(config.server.log_level, config.server.log_format)
+    return trio.run(run_router, config)
 
 
 def _chat(arguments: dict[str, Any]) -> int:
@@ -220,6 +234,7 @@ def _bench(arguments: dict[str, Any]) -> int:
 
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "serve": _serve,
+    "route": _route,
     "chat": _chat,
     "generate": _generate,
     "doctor": _doctor,

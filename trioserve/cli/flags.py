@@ -24,10 +24,15 @@ from trioserve.config.options import (
     options_of,
     unknown_variables,
 )
+from trioserve.config.router import (
+    ROUTER_ENGINE_OPTIONS,
+    ROUTER_SERVER_OPTIONS,
+    RouterConfig,
+)
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
-Config = TypeVar("Config", EngineConfig, ServerConfig)
+Config = TypeVar("Config", EngineConfig, ServerConfig, RouterConfig)
 
 
 def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> EngineConfig:
@@ -49,6 +54,22 @@ def server_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
     """
     engine = engine_config(arguments, environment)
     return _config(ServerConfig, arguments, environment, engine=engine)
+
+
+def router_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> RouterConfig:
+    """Return a router's options from flags and variables.
+
+    Raises:
+        UsageError: A value isn't allowed.
+    """
+    engine = _config(
+        EngineConfig, arguments, environment, only=ROUTER_ENGINE_OPTIONS, model="router"
+    )
+    server = _config(
+        ServerConfig, arguments, environment, only=ROUTER_SERVER_OPTIONS, engine=engine
+    )
+    urls = tuple(arguments["urls"])
+    return _config(RouterConfig, arguments, environment, server=server, urls=urls)
 
 
 def bench_options(arguments: Mapping[str, Any]) -> BenchOptions:
@@ -155,7 +176,8 @@ def sampling_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_variable_lines(environment: Mapping[str, str]) -> list[str]:
     """Return a warning for each variable with the prefix of options that isn't an option."""
-    known = [option.name for cls in (EngineConfig, ServerConfig) for option in options_of(cls)]
+    classes = (EngineConfig, ServerConfig, RouterConfig)
+    known = [option.name for cls in classes for option in options_of(cls)]
     return [
         f"{name} is no option" + (f"; did you mean {meant}?" if meant else "")
         for name, meant in unknown_variables(["model", "history", *known], environment)
@@ -163,12 +185,19 @@ def unknown_variable_lines(environment: Mapping[str, str]) -> list[str]:
 
 
 def _config(
-    cls: type[Config], arguments: Mapping[str, Any], environment: Mapping[str, str], **more: Any
+    cls: type[Config],
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    only: Container[str] | None = None,
+    **more: Any,
 ) -> Config:
+    """Return the options of a class, or ``only`` some of them with the defaults of the others."""
     options = list(options_of(cls))
     try:
         values = options_from_environment(cls, environment) | _from_flags(options, arguments)
-        return cls(**values, **more)
+        kept = {name: each for name, each in values.items() if only is None or name in only}
+        return cls(**kept, **more)
     except InvalidRequest as error:
         raise _as_written(error, arguments, options) from error
 

@@ -20,6 +20,11 @@ from trioserve.cli.remote_options import DEFAULT_URL, REMOTE_GROUPS, RemoteOptio
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.config.options import Option, OptionGroup, options_of
+from trioserve.config.router import (
+    ROUTER_ENGINE_OPTIONS,
+    ROUTER_SERVER_OPTIONS,
+    RouterConfig,
+)
 from trioserve.protocol.version import __version__
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -77,6 +82,12 @@ SAMPLING_OPTIONS = (
 _SAMPLING_GROUPS = {
     "sampling": OptionGroup("Sampling (defaults: the model's own)", "terminal#Talk to a model")
 }
+ROUTER_GROUPS = {
+    "upstream": OptionGroup("The servers", "router#Start it"),
+    "worker": OptionGroup("Routing", "router#How it chooses"),
+    "http": GROUPS["http"],
+    "log": GROUPS["log"],
+}
 _Add: TypeAlias = Callable[..., CommandParser]
 """Function that adds a command: name, help, usage, and keywords of :class:`CommandParser`."""
 
@@ -108,6 +119,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
 
     return parser, {
         "serve": _serve(add),
+        "route": _route(add),
         "chat": _chat(add),
         "generate": _generate(add),
         "bench": _bench(add),
@@ -128,6 +140,23 @@ def _serve(add: _Add) -> CommandParser:
     command.variables.add("model")
     command.add_options(_options(EngineConfig, ServerConfig), GROUPS, variables=True)
     command.add_options([MOCK_OPTION], MOCK_GROUPS)
+    return command
+
+
+def _route(add: _Add) -> CommandParser:
+    command = add(
+        "route",
+        "route requests to whole servers, each to the one that answers soonest",
+        "URL [URL ...] [options]",
+        page="router#A router in front of servers",
+        epilog=_EPILOG,
+    )
+    command.add_argument(
+        "urls", metavar="URL", nargs="+", help="a trioserve server, such as http://gpu-1:8000"
+    )
+    shared = (*ROUTER_SERVER_OPTIONS, *ROUTER_ENGINE_OPTIONS)
+    options = [each for each in _options(EngineConfig, ServerConfig) if each.name in shared]
+    command.add_options([*_options(RouterConfig), *options], ROUTER_GROUPS, variables=True)
     return command
 
 

@@ -83,22 +83,6 @@ class CacheCopy:
         pages on the host, so both ends are found by bisection.
         """
         own = self.pages.get(worker, {})
-        last = HOST + 1
-        levels = _Levels(own, hashes)
-        on_device = bisect.bisect_right(levels, DEVICE)
-        cached = bisect.bisect_left(levels, last, lo=on_device)
-        return on_device, cached - on_device
-
-
-@attrs.frozen
-class _Levels(Sequence[int]):
-    """The levels of pages in their order; those that aren't cached are behind all levels."""
-
-    _pages: dict[int, int]
-    _hashes: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        return self._pages.get(self._hashes[index], HOST + 1)
+        device = bisect.bisect_left(hashes, True, key=lambda hash: own.get(hash) != DEVICE)
+        cached = bisect.bisect_left(hashes, True, lo=device, key=lambda hash: hash not in own)
+        return device, cached - device

@@ -90,7 +90,7 @@ def load_report(scheduler: Scheduler) -> LoadReport:
     """Return the report of a scheduler's worker."""
     core = scheduler.core
     if core is None:
-        return LoadReport(worker=scheduler.index)
+        return LoadReport(worker=scheduler.index, serves=scheduler.attached)
     num_decodes, context, num_prefills, prefill_tokens = _running(core)
     fixed, decode, token, read = core.step_times.coefficients
     return LoadReport(

@@ -65,6 +65,14 @@ class KeyLimit(TrioserveError):
     """The key has as many open requests as it may have."""
 
 
+class NoServer(TrioserveError):
+    """No server behind the router can take the request."""
+
+
+class ServerLost(TrioserveError):
+    """The server behind the router was lost before the end of its answer."""
+
+
 @attrs.frozen(kw_only=True)
 class ErrorReply:
     """An error on its way to a client: status, body and headers; ``reason`` is for the log."""
@@ -90,6 +98,8 @@ _KINDS: dict[type[Exception], _Kind] = {
     HostNotAllowed: _Kind(403, "permission_error", "host_not_allowed"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     ResponseNotFound: _Kind(404, "invalid_request_error"),
+    ServerLost: _Kind(502, "server_error", "server_lost"),
+    NoServer: _Kind(503, "service_unavailable_error", "no_server"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     KeyLimit: _Kind(429, "rate_limit_error", "key_limit"),
     SessionLimit: _Kind(429, "rate_limit_error", "session_limit"),
