@@ -55,6 +55,7 @@ ALLOWED = {
     "trioserve/load/connect.py trio.open_tcp_stream": "the load generator, not the server",
     "trioserve/cli/bench.py connect": "the load generator, not the server",
     "trioserve/cli/remote.py connect": "a command that asks a server, not the server",
+    "trioserve/cli/route.py connect": "the servers that the operator names",
     "trioserve/load/remote.py connect": "the client of such commands, not the server",
     "trioserve/load/client.py connect": "the load generator, not the server",
     "gpu/models/transformers_models/reading.py from_pretrained": (

@@ -21,6 +21,7 @@ from trioserve.cli import commands
 from trioserve.cli import serve as serve_module
 from trioserve.cli.flags import engine_config, sampling_fields, server_config
 from trioserve.cli.parser import SAMPLING_OPTIONS, build_parsers, parse
+from trioserve.cli.signals import CUT_OFF
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
 from trioserve.protocol import wire
@@ -279,7 +280,7 @@ def test_the_first_signal_drains(
 
 def test_the_exit_code_says_whether_requests_were_cut_off(serve_as: Serve) -> None:
     fake = FakeServe(then=kill_this_process(signal.SIGTERM), num_cut=2)
-    assert serve_as(fake) == serve_module.CUT_OFF == 3
+    assert serve_as(fake) == CUT_OFF == 3
 
 
 def test_a_server_that_outlives_its_terminal_keeps_to_that(serve_as: Serve) -> None:

@@ -84,7 +84,7 @@ class FeedMachine(OffloadMachine):
         path=st.lists(st.integers(0, 1), min_size=1, max_size=6), salt=st.sampled_from(["", "salt"])
     )
     def match(self, path: list[int], salt: str) -> None:
-        """The copy finds as much of a prompt as the cache."""
+        """Compare how much of a prompt the copy and the cache find."""
         self.settle()
         found = self.cache.match((salt,), path, plan=-1)
         hashes = prompt_hashes(namespace_hash(salt), path, 1)

@@ -1,4 +1,4 @@
-"""Which server gets a request: by what is cached, by load, and by sessions."""
+"""The choice of a server for a request: by its cache, by load, and by sessions."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from trioserve.http.router.choice import Choice
 from trioserve.http.router.upstream import Upstream
 
+_PREFIX = "trioserve_router_"
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 
@@ -17,73 +18,52 @@ class RouterMetrics:
     """Counts of requests and their servers; ``render`` gives them with each server's state."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "trioserve_router_requests",
+        self._registry = CollectorRegistry()
+        self._requests = self._counter(
+            "requests",
             "Answers by server and status; the server is empty if none was reached",
-            ["server", "status"],
-            registry=registry,
+            "server",
+            "status",
         )
-        self._choices = Counter(
-            "trioserve_router_choices",
-            "Requests by chosen server and reason",
-            ["server", "reason"],
-            registry=registry,
+        self._choices = self._counter(
+            "choices", "Requests by chosen server and reason", "server", "reason"
         )
-        self._retries = Counter(
-            "trioserve_router_retries",
-            "Requests sent to another server because this one failed before its answer",
-            ["server"],
-            registry=registry,
+        self._retries = self._counter(
+            "retries",
+            "Requests that another server got because this one gave no answer",
+            "server",
         )
-        self._prompt_tokens = Counter(
-            "trioserve_router_prompt_tokens",
-            "Tokens of routed prompts",
-            ["server"],
-            registry=registry,
-        )
-        self._cached_tokens = Counter(
-            "trioserve_router_cached_tokens",
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of routed prompts", "server")
+        self._cached_tokens = self._counter(
+            "cached_tokens",
             "Tokens of routed prompts that were cached on the server when it was chosen",
-            ["server"],
-            registry=registry,
+            "server",
         )
-        self._predicted = Histogram(
-            "trioserve_router_predicted_ttft_seconds",
-            "Time to the first token as predicted at the choice",
-            buckets=_SECONDS,
-            registry=registry,
+        self._gaps = self._counter(
+            "feed_gaps", "Feeds that were opened again because changes were missing", "server"
         )
-        self._ttft = Histogram(
-            "trioserve_router_ttft_seconds",
-            "Time from the choice to the first bytes of the answer's body",
-            buckets=_SECONDS,
-            registry=registry,
+        self._snapshots = self._counter(
+            "feed_snapshots", "Snapshots of a server's caches", "server"
         )
-        self._gaps = Counter(
-            "trioserve_router_feed_gaps",
-            "Feeds that were opened again because changes were missing",
-            ["server"],
-            registry=registry,
+        self._predicted = self._histogram(
+            "predicted_ttft_seconds", "Time to the first token as predicted at the choice"
         )
-        self._snapshots = Counter(
-            "trioserve_router_feed_snapshots",
-            "Snapshots of a server's caches",
-            ["server"],
-            registry=registry,
+        self._ttft = self._histogram(
+            "ttft_seconds", "Time from the request to the first bytes of the answer's body"
         )
-        self._up = Gauge(
-            "trioserve_router_server_up",
-            "1 if the server gets requests",
-            ["server"],
-            registry=registry,
+        self._up = self._gauge("server_up", "1 if the server gets requests")
+        self._pages = self._gauge(
+            "cached_pages", "Pages in the server's prefix caches, as its feed tells"
         )
-        self._pages = Gauge(
-            "trioserve_router_cached_pages",
-            "Pages in the server's prefix caches, as its feed tells",
-            ["server"],
-            registry=registry,
-        )
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, about, labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str) -> Histogram:
+        return Histogram(_PREFIX + name, about, buckets=_SECONDS, registry=self._registry)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(_PREFIX + name, about, ["server"], registry=self._registry)
 
     def watch(self, upstreams: Sequence[Upstream]) -> None:
         """Show the state of ``upstreams`` at each scrape."""
