@@ -168,7 +168,8 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
         *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
         "beams",
-        "scheduler",
+        "_scheduler",
+        "num_moves",
         "num_cached_when_placed",
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}

@@ -25,7 +25,7 @@ _log = get_logger("trioserve.scheduler")
 
 
 @attrs.define(eq=False)
-class _AdapterEntry:
+class HeldAdapter:
     """An adapter from its load until no sequence uses it any more."""
 
     adapter: Adapter
@@ -54,7 +54,7 @@ class AdapterManager:
     _call: Callable[[str, object], Awaitable[Any]]
     _wake: Callable[[], None]
     _deliver: Callable[[list[SequenceOutput]], None]
-    _held: dict[int, _AdapterEntry] = attrs.field(init=False, factory=dict)
+    _held: dict[int, HeldAdapter] = attrs.field(init=False, factory=dict)
     """Adapters by number: those that are loaded, being loaded, or being unloaded."""
     _loading: int = attrs.field(init=False, default=0)
     """Number of the adapter that the worker is loading; 0 for none."""
@@ -69,7 +69,7 @@ class AdapterManager:
             WorkerLost: The worker was lost while it loaded them.
             EngineError: It couldn't.
         """
-        held = self._held[adapter.number] = _AdapterEntry(adapter)
+        held = self._held[adapter.number] = HeldAdapter(adapter)
         self._core().residency.ask(adapter.number)
         self._recheck()
         try:
@@ -84,14 +84,18 @@ class AdapterManager:
         """Return True if the adapter is loaded, being loaded, or being unloaded."""
         return adapter.number in self._held
 
-    def hold_as(self, other: AdapterManager, number: int) -> None:
-        """Hold the adapter of a request that comes from another scheduler; 0 is no adapter.
+    def held(self, number: int) -> HeldAdapter | None:
+        """Return the adapter of that number as it is held here; None for 0, which is no adapter."""
+        return self._held[number] if number else None
+
+    def hold(self, source: HeldAdapter | None) -> None:
+        """Hold the adapter of a request as the scheduler does that it comes from.
 
         An adapter that is being unloaded may be held only where requests use it.
         """
-        if number and number not in self._held:
-            source = other._held[number]
-            held = _AdapterEntry(source.adapter, source.checksum, is_leaving=source.is_leaving)
+        if source is not None and source.adapter.number not in self._held:
+            number = source.adapter.number
+            held = HeldAdapter(source.adapter, source.checksum, is_leaving=source.is_leaving)
             held.settled.set()
             self._held[number] = held
             self._core().residency.ask(number)
@@ -182,7 +186,7 @@ class AdapterManager:
                     self._changed = trio.Event()
                     await self._changed.wait()
 
-    async def _load(self, held: _AdapterEntry) -> None:
+    async def _load(self, held: HeldAdapter) -> None:
         adapter = held.adapter
         arguments = {
             "number": adapter.number,
@@ -210,7 +214,7 @@ class AdapterManager:
         residency.on_failed(adapter.number)
         self._fail(held, error)
 
-    def _fail(self, held: _AdapterEntry, error: Exception) -> None:
+    def _fail(self, held: HeldAdapter, error: Exception) -> None:
         """Report that an adapter can't be loaded, to its loader or the requests waiting for it."""
         if not held.settled.is_set():
             held.error = error

@@ -17,7 +17,7 @@ import attrs
 import msgspec
 
 from trioserve._util.feed import Feed
-from trioserve.scheduler.prefix_tree import FLUSHED, Namespace, Node
+from trioserve.scheduler.prefix_tree import Namespace, Node
 
 
 class CacheEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):

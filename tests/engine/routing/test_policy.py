@@ -110,6 +110,8 @@ def test_the_columns_have_the_costs_of_each_worker_alone(
     costs = [predicted_cost(each, prompt, target) for each in given]
     prefix = prefix_of(given)
     assert loads.costs(prompt, prefix) == pytest.approx(costs, rel=1e-9)
+    ttfts = [predicted_ttft(each, prompt, target) for each in given]
+    assert loads.ttfts(prompt, prefix) == pytest.approx(ttfts, rel=1e-9)
     chosen = Policy().choose(loads, prompt, prefix)
     assert costs[chosen] == pytest.approx(min(costs), rel=1e-9)
     without_host = KnownPrefix(cached=prefix.cached + prefix.on_host)

@@ -17,6 +17,7 @@ from tests.support.scheduling import ABORT, make_request
 from trioserve.config import EngineConfig
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.routing.router import Router
+from trioserve.engine.routing.worker_load import worker_load
 from trioserve.engine.schedulers import Schedulers
 from trioserve.requests.request import Request, SequenceOutput, State
 from trioserve.scheduler.scheduler import Scheduler
@@ -58,9 +59,9 @@ class CheckedRouter(Router):
             self.num_known += cached > 0
         noted = self._loads._columns.copy()
         for number, worker in self._workers.items():
-            self._loads[number] = worker.load()
+            self._loads[number] = worker_load(worker.core)
         # Between the notes, only the streams' contexts and the model of the times go on.
-        rows = [5, 6, 9, 10]
+        rows = [5, 6, 9, 11]
         assert (noted[rows] == self._loads._columns[rows]).all()
 
     def expected(self, request: Request, scheduler: Scheduler) -> tuple[int, int]:

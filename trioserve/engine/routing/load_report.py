@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from trioserve.engine.routing.policy import WorkerLoad
-from trioserve.scheduler.core import SchedulerCore
+from trioserve.engine.routing.worker_load import worker_load
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.step_time import StepTimeModel
 
@@ -40,35 +40,21 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         """Return the model of its steps' times."""
         return _ReportedTimes(self.coefficients, self.is_known)
 
-    def load(
-        self,
-        model: StepTimeModel,
-        *,
-        cached: int,
-        cached_on_host: int,
-        prompt_tokens: int,
-        num: int,
-    ) -> WorkerLoad:
-        """Return the load as it matters for one request.
+    def load(self, *, prompt_tokens: int, num: int) -> WorkerLoad:
+        """Return the load with requests that were sent to the worker after the report.
 
         Args:
-            model: The result of :meth:`model`.
-            cached: Tokens of the prompt in the worker's cache.
-            cached_on_host: Tokens behind those in the host's memory.
-            prompt_tokens: Tokens of prompts that were sent to it after the report.
-            num: Number of those prompts.
+            prompt_tokens: Tokens of their prompts.
+            num: Number of those requests.
         """
         return WorkerLoad(
-            model=model,
-            cached=cached,
-            cached_on_host=cached_on_host,
+            model=self.model(),
             prompt_tokens=self.prompt_tokens + prompt_tokens,
             num_prompts=self.num_prompts + num,
             num_decodes=self.num_decodes,
             context=self.context,
             num_ahead=max(1 - self.num_free + num, 0),
             max_tokens=self.max_tokens,
-            itl_target=self.itl_target,
         )
 
 
@@ -91,32 +77,18 @@ def load_report(scheduler: Scheduler) -> LoadReport:
     core = scheduler.core
     if core is None:
         return LoadReport(worker=scheduler.index, serves=scheduler.attached)
-    num_decodes, context, num_prefills, prefill_tokens = _running(core)
+    load = worker_load(core)
     fixed, decode, token, read = core.step_times.coefficients
     return LoadReport(
         worker=scheduler.index,
         serves=scheduler.attached and not scheduler.paused,
         is_known=core.step_times.is_known,
         coefficients=(fixed, decode, token, read),
-        prompt_tokens=core.num_waiting_tokens - core.num_waiting_cached + prefill_tokens,
-        num_prompts=core.num_waiting + num_prefills,
-        num_decodes=num_decodes,
-        context=context,
+        prompt_tokens=load.prompt_tokens,
+        num_prompts=load.num_prompts,
+        num_decodes=load.num_decodes,
+        context=load.context,
         num_free=core.memory.slots.num_free - core.num_waiting,
-        max_tokens=core.limits.max_num_batched_tokens,
+        max_tokens=load.max_tokens,
         itl_target=core.limits.itl_target,
-    )
-
-
-def _running(core: SchedulerCore) -> tuple[int, int, int, int]:
-    """Return the number of decodes and their context, and that of prefills and their tokens."""
-    counts, slots = core.memory.counts, core.running.slots
-    decodes = counts.decodes[slots]
-    lengths = counts.length[slots]
-    missing = (lengths - counts.planned[slots])[~decodes]
-    return (
-        int(decodes.sum()),
-        int(lengths[decodes].sum()),
-        len(missing),
-        int(missing.sum()),
     )

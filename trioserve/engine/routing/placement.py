@@ -51,10 +51,10 @@ class Placement:
             able = [each for each in self.schedulers if self._may_take(each, lost, request)]
             others = [each for each in able if each.attached] or (able if must_leave else [])
             if others:
-                other = self._router.place(request, others)
-                other.adapters.hold_as(lost.adapters, request.adapter)
-                moving = lost.take_out(request)
-                request.scheduler = other
+                adapter = lost.adapters.held(request.adapter)
+                moving = lost.take_out(request)  # which counts what was cached where it was placed
+                request.scheduler = other = self._router.place(request, others)
+                other.adapters.hold(adapter)
                 other.take_in(moving)
 
     def _may_take(self, other: Scheduler, lost: Scheduler, request: Request) -> bool:

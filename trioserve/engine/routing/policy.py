@@ -74,7 +74,7 @@ class Loads:
 
     itl_target: float | None = None
     """Target for the gap between two tokens, in seconds."""
-    _columns: Floats = attrs.field(init=False, factory=lambda: np.zeros((11, 0)))
+    _columns: Floats = attrs.field(init=False, factory=lambda: np.zeros((12, 0)))
     _rows: list[Floats] = attrs.field(init=False, factory=list)
     _like: StepTimeModel | None = attrs.field(init=False, default=None)
     _unknown: dict[int, WorkerLoad] = attrs.field(init=False, factory=dict)
@@ -123,7 +123,7 @@ class Loads:
             token + _TINY, read / 2, step, step + _TINY if decodes else _NEVER,
             model.seconds_of(load.prompt_tokens, 0), load.prompt_tokens, load.max_tokens,
             OUTPUT_TOKENS * (ahead + step) + streams * row, streams * read,
-            1 + load.num_prompts, decodes + load.num_ahead,
+            1 + load.num_prompts, OUTPUT_TOKENS * ahead, decodes + load.num_ahead,
         )  # fmt: skip
 
     def num_sequences(self) -> Floats:
@@ -137,8 +137,17 @@ class Loads:
             prompt: Number of tokens of the prompt.
             prefix: What the workers have for it.
         """
-        token, half_read, step, decode, waits, prompt_tokens, most = self._rows[:7]
         always, context, prompts = self._rows[7:10]
+        own, seconds = self._times(prompt, prefix)
+        return seconds + own * prompts + prompt * context + always
+
+    def ttfts(self, prompt: int, prefix: KnownPrefix) -> Floats:
+        """Return the predicted seconds to the first token; arguments are those of :meth:`costs`."""
+        return self._times(prompt, prefix)[1] + self._rows[10]
+
+    def _times(self, prompt: int, prefix: KnownPrefix) -> tuple[Floats, Floats]:
+        """Return the seconds for the prompt alone, and until it is computed, given a slot."""
+        token, half_read, step, decode, waits, prompt_tokens, most = self._rows[:7]
         known = prefix.num_cached()
         own_tokens = prompt - known
         own = own_tokens * (token + half_read * (prompt + known))
@@ -152,7 +161,7 @@ class Loads:
         seconds += steps * step
         if prefix.loading is not None:
             seconds += prefix.loading
-        return seconds + own * prompts + prompt * context + always
+        return own, seconds
 
 
 @attrs.define(kw_only=True)

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 import attrs
 import numpy as np
 
-from trioserve.engine.routing.policy import Bools, Floats, KnownPrefix, Loads, Policy, WorkerLoad
+from trioserve.engine.routing.policy import Bools, Floats, KnownPrefix, Loads, Policy
+from trioserve.engine.routing.worker_load import worker_load
 from trioserve.requests.request import Request, State
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.prefix_index import PrefixIndex, RunPath, WorkerPages
@@ -28,28 +29,6 @@ class _Worker:
 
     scheduler: Scheduler
     core: SchedulerCore
-
-    def load(self) -> WorkerLoad:
-        """Return its load after the last plan."""
-        core = self.core
-        num_waiting = core.num_waiting
-        counts, slots = core.memory.counts, core.running.slots
-        decodes, lengths = counts.decodes[slots], counts.length[slots]
-        num_decodes = int(np.count_nonzero(decodes))
-        prompt_tokens = core.num_waiting_tokens - core.num_waiting_cached
-        if num_decodes < len(slots):
-            left = lengths - counts.planned[slots]
-            prompt_tokens += int(left[~decodes].sum())
-            lengths = lengths[decodes]
-        return WorkerLoad(
-            model=core.step_times,
-            prompt_tokens=prompt_tokens,
-            num_prompts=num_waiting + len(slots) - num_decodes,
-            num_decodes=num_decodes,
-            context=int(np.add.reduce(lengths)),
-            num_ahead=max(1 + num_waiting - core.memory.slots.num_free, 0),
-            max_tokens=core.limits.max_num_batched_tokens,
-        )
 
 
 @attrs.define(eq=False)
@@ -138,7 +117,7 @@ class Router:
         while self._changed:
             number = self._changed.pop()
             worker = self._workers[number]
-            self._loads[number] = worker.load()
+            self._loads[number] = worker_load(worker.core)
             self._loads.itl_target = worker.core.limits.itl_target
             self._page_sizes.add(worker.core.limits.page_size)
             if worker.scheduler.attached:

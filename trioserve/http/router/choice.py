@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
-from trioserve.engine.routing.policy import Policy, predicted_ttft
-from trioserve.http.router.upstream import RoutedPrompt, Upstream
+from trioserve.engine.routing.policy import KnownPrefix, Loads, Policy
+from trioserve.http.router.upstream import RoutedPrompt, RoutedWorker, Upstream
 
 
 @attrs.frozen(kw_only=True)
@@ -56,27 +57,37 @@ def choose(
         sticky: True if the only one is that which has the request's session.
     """
     places = [
-        (upstream, worker, load)
+        (upstream, worker)
         for upstream in upstreams
-        for worker, load in upstream.loads(request.prompts, request.page_size)
+        for worker in upstream.workers(request.prompts, request.page_size)
     ]
     if not places:
         return None
-    loads = [load for _, _, load in places]
-    index = 0 if len(loads) == 1 else policy.choose(loads, request.num_tokens)
-    upstream, worker, load = places[index]
-    most = max(each.num_cached for each in loads)
+    workers = [worker for _, worker in places]
+    loads = Loads.of([each.load for each in workers], workers[0].itl_target)
+    num_tokens = max(request.num_tokens, 1)
+    prefix = _prefix_of(workers, num_tokens)
+    index = 0 if len(workers) == 1 else policy.choose(loads, num_tokens, prefix)
+    upstream, worker = places[index]
+    most = max(each.num_cached for each in workers)
     if len(upstreams) == 1:
         reason = "sticky" if sticky else "only"
     elif most == 0:
         reason = "load"
     else:
-        reason = "cached" if load.num_cached == most else "quicker"
-    known = load.model.is_known
+        reason = "cached" if worker.num_cached == most else "quicker"
+    known = worker.load.model.is_known
     return Choice(
         upstream=upstream,
-        worker=worker,
+        worker=worker.worker,
         reason=reason,
-        num_cached=load.num_cached,
-        ttft=predicted_ttft(load, request.num_tokens) if known else None,
+        num_cached=worker.num_cached,
+        ttft=float(loads.ttfts(num_tokens, prefix)[index]) if known else None,
     )
+
+
+def _prefix_of(workers: Sequence[RoutedWorker], num_tokens: int) -> KnownPrefix:
+    """Return what the workers have; the last token is computed in any case."""
+    known = np.minimum([each.num_cached for each in workers], num_tokens - 1.0)
+    cached = np.minimum([each.cached for each in workers], known)
+    return KnownPrefix(cached=cached, on_host=known - cached)

@@ -27,6 +27,26 @@ class RoutedPrompt:
     hashes: Sequence[int] = ()
 
 
+@attrs.frozen(kw_only=True)
+class RoutedWorker:
+    """A worker of an upstream, as it matters for one request."""
+
+    worker: int
+    """Its number."""
+    load: WorkerLoad
+    cached: int
+    """Tokens of the prompts in its cache, or on their way there."""
+    on_host: int
+    """Tokens behind those in the host's memory."""
+    itl_target: float | None
+    """Target for the gap between two tokens, in seconds."""
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompts that needn't be computed."""
+        return self.cached + self.on_host
+
+
 @attrs.define(eq=False, kw_only=True)
 class SentRequest:
     """A request on its way through one worker of an upstream."""
@@ -89,22 +109,20 @@ class Upstream:
         last = [each.hashes[-1] for each in sent.prompts if each.hashes]
         return all(any(hash in pages for pages in every) for hash in last)
 
-    def loads(
-        self, prompts: Sequence[RoutedPrompt], page_size: int
-    ) -> list[tuple[int, WorkerLoad]]:
-        """Return the load of each worker that serves, as it matters for a request.
+    def workers(self, prompts: Sequence[RoutedPrompt], page_size: int) -> list[RoutedWorker]:
+        """Return each worker that serves, as it matters for a request.
 
         Args:
             prompts: The prompts of the request.
             page_size: Tokens of a page, by which their hashes were made.
         """
         return [
-            (worker, self._load(worker, prompts, page_size))
+            self._worker(worker, prompts, page_size)
             for worker, report in self.copied.loads.items()
             if report.serves
         ]
 
-    def _load(self, worker: int, prompts: Sequence[RoutedPrompt], page_size: int) -> WorkerLoad:
+    def _worker(self, worker: int, prompts: Sequence[RoutedPrompt], page_size: int) -> RoutedWorker:
         cached = on_host = 0
         if page_size == self.page_size:
             for prompt in prompts:
@@ -113,12 +131,12 @@ class Upstream:
                 on_host += host * page_size
         own = [each for each in self._sent if each.worker == worker]
         report = self.copied.loads[worker]
-        return report.load(
-            report.model(),
+        return RoutedWorker(
+            worker=worker,
+            load=report.load(prompt_tokens=sum(each.num_computed for each in own), num=len(own)),
             cached=cached,
-            cached_on_host=on_host,
-            prompt_tokens=sum(each.num_computed for each in own),
-            num=len(own),
+            on_host=on_host,
+            itl_target=report.itl_target,
         )
 
     def _cached(self, worker: int, hashes: Sequence[int]) -> tuple[int, int]:
