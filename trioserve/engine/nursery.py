@@ -44,7 +44,7 @@ from trioserve.requests.stream import StreamBudget
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer_task import TokenizerTask
 from trioserve.text.worker_validation import WorkerValidation
-from trioserve.workers.process import OnProgress
+from trioserve.workers.life import OnProgress
 
 _Engine = TypeVar("_Engine", bound=RequestEngine)
 

@@ -20,7 +20,8 @@ from trioserve.protocol import wire
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
-from trioserve.workers.process import OnProgress, Workers
+from trioserve.workers.life import OnProgress
+from trioserve.workers.process import Workers
 from trioserve.workers.socket_folder import sweep_socket_folders
 
 _log = get_logger("trioserve.engine")

@@ -25,7 +25,7 @@ from trioserve.http.server.listeners import OpenListeners, check_address
 from trioserve.observability.metrics import measure_loop_lag
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ShuttingDown
-from trioserve.workers.process import OnProgress
+from trioserve.workers.life import OnProgress
 
 if TYPE_CHECKING:
     from trioserve.http.api.app import App

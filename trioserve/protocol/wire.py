@@ -27,6 +27,8 @@ import numpy.typing as npt
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.speculation import SpeculativeConfig
+from trioserve.protocol.start import MockSteps as MockSteps
+from trioserve.protocol.start import Start as Start
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 << 20
@@ -70,65 +72,6 @@ class WorkerHello:
     package: str
     """The folder that the ``gpu`` package was imported from."""
     pid: int
-
-
-@attrs.frozen(kw_only=True)
-class MockSteps:
-    """Durations of a mock worker's steps, which compute nothing: for measuring all but the model.
-
-    A step takes ``step_seconds``, plus ``token_seconds`` for each token that it would compute.
-    """
-
-    step_seconds: float
-    token_seconds: float = 0.0
-
-
-@attrs.frozen(kw_only=True)
-class Start:
-    """Engine to worker: the model to load and its limits; 0 means "choose"."""
-
-    model: str
-    """The path of a folder or a GGUF file; names are looked up before."""
-    device: str
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    page_size: int
-    num_pages: int
-    kv_cache_dtype: str
-    kv_cache_memory_bytes: int
-    gpu_memory_utilization: float
-    num_threads: int
-    logprobs_mode: str
-    max_logprobs: int
-    enforce_eager: bool
-    deterministic: bool
-    quantization: str
-    tokenizer: str
-    """The tokenizer's path if it isn't the model's own, else empty; for grammars."""
-    logits_processors: list[str]
-    """``module:Class`` of each, in the order of application."""
-    model_impl: str = "auto"
-    """Implementation of the model: ``auto``, ``native`` or ``transformers``."""
-    cpu_isa: str = "auto"
-    """Instruction set of a CPU's kernels: ``auto`` or one of ``KERNEL_ISAS``."""
-    weights: str = ""
-    """Path of the weights if they aren't the model's own any more: a folder or a file."""
-    max_lora_rank: int = 0
-    """The largest rank of adapters; 0 for no adapters."""
-    kv_offloading_bytes: int = 0
-    """Bytes of the host's memory for pages that are offloaded from the KV cache."""
-    max_loras: int = 0
-    """The most adapters in one plan."""
-    free_memory: int = 0
-    """:attr:`Ready.free_memory` of the first process; 0 for that itself. It may come back late."""
-    num_sharing: int = 1
-    """Number of workers that share a CPU's memory."""
-    speculative: SpeculativeConfig | None = None
-    """Options of speculative decoding; None for none."""
-    mock: MockSteps | None = None
-    """Set for a worker that loads no weights and computes nothing; None for a real one."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,9 +1,7 @@
 """A worker's process: its start, what it loads, and its end.
 
-A worker's life is a block. :func:`run_worker` opens it when the worker has loaded its model, and
-leaves it with :exc:`~trioserve.protocol.errors.WorkerLost` when the process exits. The worker ends
-when it gets ``Quit``, when it is killed, or when its standard input ends because this process is
-gone. No signal is needed for that.
+The worker ends when it gets ``Quit``, when it is killed, or when its standard input ends because
+this process is gone. No signal is needed for that. :mod:`trioserve.workers.life` has its life.
 """
 
 from __future__ import annotations
@@ -11,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import attrs
 import trio
 
 from trioserve._util.child_process import end_child
-from trioserve._util.exception_groups import sole_exception
 from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
 from trioserve.protocol import wire
-from trioserve.protocol.errors import EngineError, ModelLoadError, NoRoomForWorker, WorkerLost
+from trioserve.protocol.errors import EngineError, NoRoomForWorker, WorkerLost
 from trioserve.workers import Link
 from trioserve.workers.command import PACKAGES_FOLDER, worker_command
+from trioserve.workers.life import OnProgress, run_worker
 from trioserve.workers.link import NngLink
 from trioserve.workers.socket_folder import SocketFolder
 
@@ -39,18 +36,53 @@ SENT_BY_OTHERS = frozenset(
 )
 """Signals from outside of the worker; the kernel sends SIGKILL when memory runs out."""
 
+_BEFORE_LOADED = " before it had loaded the model; `trioserve doctor` shows what may be missing"
+
 _log = get_logger("trioserve.worker")
 
-OnProgress = Callable[[wire.LoadingProgress], None]
 
-
-@attrs.frozen
+@attrs.define(eq=False)
 class WorkerProcess:
     """A worker's process, the link to it, and the folder of the link's socket."""
 
     process: trio.Process
     link: NngLink
-    folder: SocketFolder
+    _folder: SocketFolder
+    _has_loaded: bool = False
+
+    @property
+    def name(self) -> str:
+        """See :attr:`~trioserve.workers.life.StartedWorker.name`."""
+        return f"worker {self.process.pid}"
+
+    async def greet(self) -> None:
+        """Receive the worker's Hello; see :meth:`~trioserve.workers.life.StartedWorker.greet`."""
+        with trio.move_on_after(HELLO_TIMEOUT) as scope:
+            _check_hello(await self.link.receive())
+        if scope.cancelled_caught:
+            message = f"the worker said nothing within {HELLO_TIMEOUT:g} s of its start"
+            raise WorkerLost(message, reason="hung")
+        # The name isn't needed after the connection, and would outlive a killed engine.
+        self._folder.close()
+
+    async def wait_lost(self) -> WorkerLost:
+        """Block until the process has exited; return how."""
+        code = await self.process.wait()
+        return _exit_loss(self.process.pid, code, "" if self._has_loaded else _BEFORE_LOADED)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have dumps of tasks include this process, for the block in which it serves."""
+        self._has_loaded = True
+        with reporting(
+            lambda: f"worker process: {self.process.pid}",
+            ask=lambda: self.process.send_signal(signal.SIGUSR1),
+        ):
+            yield
+
+    def identified(self, ready: wire.Ready) -> wire.Ready:
+        """Return ``ready`` with the process id."""
+        return attrs.evolve(ready, pid=self.process.pid)
 
 
 @contextlib.asynccontextmanager
@@ -71,66 +103,6 @@ async def open_process() -> AsyncIterator[WorkerProcess]:
         finally:
             with trio.CancelScope(shield=True):
                 await _stop(process, link)
-
-
-@contextlib.asynccontextmanager
-async def run_worker(
-    opened: AbstractAsyncContextManager[WorkerProcess],
-    start: wire.Start,
-    *,
-    start_timeout: float,
-    on_progress: OnProgress,
-) -> AsyncIterator[tuple[Link, wire.Ready]]:
-    """Run a loaded worker process for the block.
-
-    Args:
-        opened: Opens the process, as :func:`open_process` does.
-        start: What the worker loads.
-        start_timeout: Most seconds without progress while it loads.
-        on_progress: Called with each sign of progress while it loads.
-
-    Raises:
-        ModelLoadError: The worker can't load the model.
-        EngineError: The process runs another package named gpu, or another version.
-        WorkerLost: The process died, or hung while loading; a block that had begun is cancelled.
-        NoRoomForWorker: The socket or the process can't be created.
-    """
-    lost: WorkerLost | None = None
-    async with opened as worker:
-        process, link = worker.process, worker.link
-
-        async def watch(scope: trio.CancelScope) -> None:
-            nonlocal lost
-            code = await process.wait()
-            lost = _exit_loss(process.pid, code, when)
-            scope.cancel()
-
-        body_error: BaseException | None = None
-        when = " before it had loaded the model; `trioserve doctor` shows what may be missing"
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(watch, nursery.cancel_scope)
-                await _greet(link, start)
-                # The name isn't needed after the connection, and would outlive a killed engine.
-                worker.folder.close()
-                ready = await _load(link, start_timeout, on_progress)
-                when = ""
-                with reporting(
-                    lambda: f"worker process: {process.pid}",
-                    ask=lambda: process.send_signal(signal.SIGUSR1),
-                ):
-                    yield link, attrs.evolve(ready, pid=process.pid)
-                nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            # The watcher raises nothing, so this can only be the block's own exception.
-            body_error = sole_exception(group)
-        if isinstance(body_error, WorkerLost):
-            message = f"worker {process.pid}: {body_error}"
-            raise WorkerLost(message, reason=body_error.reason) from body_error
-        if body_error is not None:
-            raise body_error
-    if lost is not None:
-        raise lost
 
 
 async def _start_process(url: str) -> trio.Process:
@@ -160,36 +132,6 @@ def _exit_loss(pid: int, code: int, when: str) -> WorkerLost:
         from_outside=-code in SENT_BY_OTHERS,
         reason="crashed",
     )
-
-
-async def _greet(link: Link, start: wire.Start) -> None:
-    with trio.move_on_after(HELLO_TIMEOUT) as scope:
-        _check_hello(await link.receive())
-        await link.send(start)
-    if scope.cancelled_caught:
-        message = f"the worker said nothing within {HELLO_TIMEOUT:g} s of its start"
-        raise WorkerLost(message, reason="hung")
-
-
-async def _load(link: Link, start_timeout: float, on_progress: OnProgress) -> wire.Ready:
-    while True:
-        with trio.move_on_after(start_timeout) as scope:
-            message = await link.receive()
-        if scope.cancelled_caught:
-            raise WorkerLost(
-                f"the worker made no progress for {start_timeout:g} s while loading "
-                "(--worker-start-timeout)",
-                reason="hung",
-            )
-        match message:
-            case wire.LoadingProgress():
-                on_progress(message)
-            case wire.Ready():
-                return message
-            case wire.Failure():
-                raise ModelLoadError(message.message)
-            case _:
-                raise WorkerLost(f"the worker sent {type(message).__name__} while loading")
 
 
 def _check_hello(message: wire.Message) -> None:
@@ -271,7 +213,7 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
-        """Run the next worker; see :func:`run_worker`."""
+        """Run the next worker; see :func:`~trioserve.workers.life.run_worker`."""
         start = attrs.evolve(self.start, weights=self.weights())
         async with run_worker(
             self._open_process(),

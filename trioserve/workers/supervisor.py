@@ -1,6 +1,6 @@
 """The supervisor, which keeps a worker alive: it watches its process, and replaces it when it dies.
 
-:mod:`trioserve.workers.process` has the life of one worker.
+:mod:`trioserve.workers.life` has the life of one worker.
 """
 
 from __future__ import annotations

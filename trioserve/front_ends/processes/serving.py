@@ -17,7 +17,7 @@ from trioserve.http.server.listeners import open_shared_listening, removing_sock
 from trioserve.model_files import task_of
 from trioserve.observability.metrics import Metrics, measure_loop_lag
 from trioserve.protocol import wire
-from trioserve.workers.process import OnProgress
+from trioserve.workers.life import OnProgress
 
 
 async def serve_with_front_ends(
