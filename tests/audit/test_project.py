@@ -83,15 +83,16 @@ def test_releases_with_advisories_are_out_of_bounds(name: str, version: str, adv
 def test_hypercorn_is_pinned_exactly_and_torch_to_what_resolves_without_a_gpu() -> None:
     assert "hypercorn==0.18.0" in PROJECT["project"]["dependencies"]
     assert pins()["torch"] == "2.13.0"
-    extras = {"bench", "cuda12", "cuda13", "otel", "transformers"}
+    extras = {"bench", "cuda12", "cuda13", "otel", "tls", "transformers"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
 
 
 def test_every_third_party_import_is_a_dependency() -> None:
     stated = {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
     known = {name.replace("-", "_") for name in stated} | sys.stdlib_module_names
-    # The last four are in the extras.
-    known |= {"trioserve", "gpu", "cupy", "matplotlib", "opentelemetry", "transformers"}
+    known |= {"trioserve", "gpu"}
+    extras = {"cryptography", "cupy", "matplotlib", "opentelemetry", "transformers"}
+    known |= extras
     for path in (*modules_of("trioserve"), *modules_of("gpu")):
         names = {name.partition(".")[0] for name in imports_of(path)}
         assert names <= known, f"{path} imports {names - known}"

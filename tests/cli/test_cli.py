@@ -33,6 +33,7 @@ SERVER_OPTIONS = [option for cls in (EngineConfig, ServerConfig) for option in o
 NEEDED = {
     "max_requests_per_key": {"TRIOSERVE_API_KEY": "key"},
     "priority_api_key": {"TRIOSERVE_API_KEY": "key"},
+    "worker_listen": {"TRIOSERVE_WORKER_TLS": "folder"},
 } | {
     name: {"TRIOSERVE_SSL_CERTFILE": "certificate"}
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
@@ -60,6 +61,7 @@ def test_a_flag_gives_what_the_variable_gives(option: Any) -> None:
         text = "1" if option.high == 1 else text
         text = "http://x" if option.metavar in ("URL", "ORIGIN") else text
         text = "a=/b" if option.metavar == "NAME=PATH" else text
+        text = "[::1]:7000" if option.metavar == "ADDRESS:PORT" else text
         text = '{"top_k": 5}' if option.metavar == "JSON" else text
         text = '{"method": "ngram"}' if option.metavar == "OBJECT" else text
         flag = [option.flag, text]

@@ -10,6 +10,7 @@ from tests.support.metric_samples import samples, value
 from trioserve.config import EngineConfig
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.counters import REFUSALS
+from trioserve.observability.metrics.engine_definitions import LOSS_REASONS
 from trioserve.observability.metrics.recorder import MAX_ERROR_CODES
 from trioserve.protocol.errors import QueueFull, WorkerLost
 from trioserve.testing import FakeWorker
@@ -20,7 +21,7 @@ def losses(metrics: Metrics) -> dict[str, float]:
     """Return the workers lost for each reason, without reasons of none."""
     counts = {
         reason: value(metrics, "worker_losses_total", model_name="fake", reason=reason)
-        for reason in ("killed", "crashed", "hung", "failed")
+        for reason in LOSS_REASONS
     }
     return {reason: count for reason, count in counts.items() if count}
 
@@ -79,6 +80,7 @@ async def test_a_worker_killed_while_nobody_waits_interrupts_nobody(
         ({}, "failed"),
         ({"reason": "crashed"}, "crashed"),
         ({"reason": "crashed", "from_outside": True}, "killed"),
+        ({"reason": "unreachable", "from_outside": True}, "unreachable"),
     ],
 )
 def test_the_reason_of_a_loss(options: dict[str, str], reason: str) -> None:

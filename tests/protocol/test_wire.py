@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trioserve.protocol import wire
 from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
 from trioserve.protocol.sampling import SamplerParams
 
 MESSAGES: list[wire.Message] = [
@@ -38,6 +39,10 @@ MESSAGES: list[wire.Message] = [
         logits_processors=["module:Class"],
     ),
     wire.LoadingProgress(stage="weights", done=1, total=2),
+    Join(protocol=1, schema="abc", version="1", id="a", host="other", checksum="c"),
+    JoinRefusal(reason="another model", final=True),
+    LinkHeartbeat(number=3, is_answer=True),
+    WorkerEnd(reason="worker 7 exited with status 1", from_outside=False, leaves=True),
     wire.Plan(
         number=3,
         closed=wire.from_ints([4]),

@@ -1,14 +1,20 @@
-"""An nng Pair0 socket under trio: ordered messages of bytes between two local processes.
+"""An nng Pair0 socket under trio: ordered messages of bytes between two processes.
 
 pynng's own ``arecv`` crosses an nng thread and the GIL, which costs milliseconds beside a busy
 event loop, and a cancelled ``asend`` leaks its message's memory. So the socket is driven through
 its readiness descriptors: try without blocking, wait until readable, try again. A cancelled wait
 loses no message, because only the call that returns a message takes it.
 
-nng never reports that the peer is gone; the owner of the peer's process has to watch it.
+nng never reports to a waiting call that the peer is gone; the socket's owner has to watch the
+peer's process, or the connection.
 """
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import socket as sockets
+from collections.abc import Callable
 
 import attrs
 import pynng
@@ -53,7 +59,50 @@ class PairSocket:
         return cls._open(dial=url, block_on_dial=True)
 
     @classmethod
-    def _open(cls, **how: str | bool) -> PairSocket:
+    def listen_tls(cls, config: pynng.TLSConfig) -> PairSocket:
+        """Listen at a free port of 127.0.0.1 with TLS, for one peer to dial.
+
+        Raises:
+            SocketFailed: There is no port.
+        """
+        return cls._open(listen="tls+tcp://127.0.0.1:0", tls_config=config)
+
+    @classmethod
+    async def dial_tls(
+        cls, address: str, config: pynng.TLSConfig, on_lost: Callable[[], None]
+    ) -> PairSocket:
+        """Connect to a listener with TLS at ``HOST:PORT``.
+
+        ``on_lost`` is called once the connection is lost. nng would then connect again by itself,
+        so the socket has to be closed.
+
+        Raises:
+            SocketFailed: There is no listener, or it or this end has no valid certificate.
+        """
+        opened = cls._open(tls_config=config)
+        token = trio.lowlevel.current_trio_token()
+
+        def tell(_: object) -> None:  # on a thread of nng
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(on_lost)
+
+        opened._socket.add_post_pipe_remove_cb(tell)
+        dial = functools.partial(opened._socket.dial, f"tls+tcp://{address}", block=True)
+        try:
+            # Closing the socket ends the thread.
+            await trio.to_thread.run_sync(dial, abandon_on_cancel=True)
+        except pynng.NNGException as error:
+            opened.close()
+            is_tls = isinstance(error, pynng.CryptoError)
+            why = "TLS failed: no valid certificate of the same authority" if is_tls else error
+            raise SocketFailed(str(why)) from error
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    @classmethod
+    def _open(cls, **how: object) -> PairSocket:
         try:
             socket = pynng.Pair0(
                 **how,
@@ -64,6 +113,17 @@ class PairSocket:
         except pynng.NNGException as error:
             raise SocketFailed(str(error)) from error
         return cls(socket, socket.recv_fd, socket.send_fd)
+
+    @property
+    def port(self) -> int:
+        """Port at which the socket listens."""
+        (listener,) = self._socket.listeners
+        return sockets.ntohs(listener.local_address.port)
+
+    @property
+    def is_connected(self) -> bool:
+        """True while there is a peer, after its TLS handshake."""
+        return bool(self._socket.pipes)
 
     async def send(self, data: bytes) -> None:
         """Hand a message to the socket; block while its buffer is full.

@@ -230,13 +230,39 @@ class EngineConfig(ModelOptions):
 
     data_parallel_size: int = option(
         1,
-        "workers, each with the whole model: on GPUs one each, on a CPU with a share of the cores",
+        "workers, each with the whole model: on GPUs one each, on a CPU with a share of the cores; "
+        "0 for workers of other hosts only",
         group="worker",
         page="workers#Several workers",
         common=True,
         kind=int,
-        low=1,
+        low=0,
         high=1024,
+    )
+    worker_listen: str | None = option(
+        None,
+        "address and port for workers of other hosts, which trioserve worker starts there",
+        unset="none",
+        group="worker",
+        page="workers#Other hosts",
+        metavar="ADDRESS:PORT",
+        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "ADDRESS:PORT, such as 0.0.0.0:7000"),
+    )
+    worker_tls: str | None = option(
+        None,
+        "folder with the engine's certificate and key for workers of other hosts, and their "
+        "authority's certificate, which trioserve worker-certificates makes",
+        group="worker",
+        page="workers#Other hosts",
+        metavar="FOLDER",
+    )
+    worker_link_timeout: float = option(
+        5.0,
+        "seconds without a sign of life after which a worker of another host counts as lost",
+        group="worker",
+        page="workers#Other hosts",
+        kind=float,
+        low=0.1,
     )
     routing_policy: str = option(
         "predicted",
@@ -345,6 +371,16 @@ class EngineConfig(ModelOptions):
             raise InvalidRequest(
                 "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",
                 param="kv_offloading_bytes",
+            )
+        if self.worker_listen is not None and self.worker_tls is None:
+            raise InvalidRequest(
+                "worker_listen needs certificates for workers of other hosts (--worker-tls)",
+                param="worker_listen",
+            )
+        if self.data_parallel_size == 0 and self.worker_listen is None:
+            raise InvalidRequest(
+                "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
+                param="data_parallel_size",
             )
 
     @property

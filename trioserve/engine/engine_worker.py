@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import attrs
 import trio
 
@@ -12,6 +14,7 @@ from trioserve.protocol import wire
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.step_time import StepLoad
 from trioserve.workers import Link
+from trioserve.workers.link import LinkTraffic
 from trioserve.workers.supervisor import OpenWorker, Supervisor
 
 
@@ -23,6 +26,9 @@ class EngineWorker:
     """Its number, which no other worker of the engine ever has."""
     scheduler: Scheduler
     supervisor: Supervisor
+    traffic: LinkTraffic
+    dismiss: Callable[[str], None] = lambda _: None
+    """Called with the reason before the worker is ended for good."""
     device: str = attrs.field(init=False, default="")
     """Name of the device; empty while the first process loads."""
     draining: bool = attrs.field(init=False, default=False)
@@ -30,19 +36,38 @@ class EngineWorker:
 
     @classmethod
     def of(
-        cls, index: int, config: EngineConfig, metrics: Metrics, open_worker: OpenWorker
+        cls,
+        index: int,
+        config: EngineConfig,
+        metrics: Metrics,
+        open_worker: OpenWorker,
+        *,
+        traffic: LinkTraffic | None = None,
+        wait_here: Callable[[], Awaitable[None]] | None = None,
+        dismiss: Callable[[str], None] = lambda _: None,
     ) -> EngineWorker:
-        """Return a worker that isn't started yet; ``open_worker`` opens its life."""
+        """Return a worker that isn't started yet.
+
+        Args:
+            index: Its number.
+            config: The engine's options.
+            metrics: The engine's metrics.
+            open_worker: Opens its life.
+            traffic: Measures of the links to it.
+            wait_here: Blocks until its life can be opened.
+            dismiss: Called with the reason before it is ended for good.
+        """
         scheduler = Scheduler(config, metrics, index)
         supervisor = Supervisor(
             open_worker=open_worker,
+            wait_here=wait_here,
             max_restarts=config.max_worker_restarts,
             judge=scheduler.judge,
             worker_power=scheduler.worker_power,
             on_loss=metrics.worker_lost,
             on_replaced=metrics.worker_replaced,
         )
-        return cls(index, scheduler, supervisor)
+        return cls(index, scheduler, supervisor, traffic or LinkTraffic(), dismiss)
 
     async def run(self, task_status: trio.TaskStatus[wire.Ready]) -> None:
         """Run the worker's processes, as :meth:`~trioserve.workers.supervisor.Supervisor.run`."""
@@ -67,11 +92,13 @@ class EngineWorker:
         life, counts = self.supervisor.life, self.scheduler.statistics()
         core = self.scheduler.core
         step = StepLoad(decodes=counts.num_running + 1)
+        round_trip = self.traffic.round_trip
         return WorkerReport(
             index=self.index,
             state=self.state,
             device=self.device,
             pid=life.pid,
+            host=self.traffic.host,
             restarts=self.supervisor.restarts,
             last_loss=life.last_loss,
             num_running=counts.num_running,
@@ -81,4 +108,6 @@ class EngineWorker:
             pages_free=counts.pages_free,
             pages_cached=counts.pages_cached,
             decode_ms=0.0 if core is None else 1000 * core.step_times.predict(step),
+            plan_bytes=self.traffic.plan_bytes,
+            round_trip_ms=None if round_trip is None else round(1000 * round_trip, 3),
         )

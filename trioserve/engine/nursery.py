@@ -31,7 +31,7 @@ from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.engine.worker_group import MakeWorker, WorkerGroup
-from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded
+from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded, workers_port
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
@@ -45,6 +45,7 @@ from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.tokenizer_task import TokenizerTask
 from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.life import OnProgress
+from trioserve.workers.remote.port import WorkersPort
 
 _Engine = TypeVar("_Engine", bound=RequestEngine)
 
@@ -102,6 +103,7 @@ async def _open_worker(
             loaded,
             processes.maker(config, metrics),
             metrics,
+            port=await workers_port(config, path, mock),
             asks_idle_worker=True,
             while_loading=while_loading,
         ) as engine:
@@ -117,19 +119,22 @@ async def run_engine(
     make_worker: MakeWorker,
     metrics: Metrics,
     *,
+    port: WorkersPort | None = None,
     asks_idle_worker: bool = False,
     while_loading: Callable[[], None] | None = None,
 ) -> AsyncIterator[Engine]:
     """Run an engine over any kind of workers; :func:`open_engine` makes real ones.
 
-    ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
-    ``while_loading`` is called in a thread, and done when the block begins.
+    ``port`` is for workers of other hosts. ``asks_idle_worker`` says whether a worker with nothing
+    to do is asked if it holds nothing. ``while_loading`` is called in a thread, and done when the
+    block begins.
     """
     group = WorkerGroup.of(
         config,
         metrics,
         make_worker,
         encodes=model.encoder is not None,
+        port=port,
         stop_string_at_end=model.stop_string_at_end,
     )
     schedulers, encoder = group.schedulers, model.encoder

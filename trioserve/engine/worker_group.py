@@ -1,4 +1,7 @@
-"""The workers of an engine: started together, added and removed while the engine runs."""
+"""The workers of an engine: started together, added and removed while the engine runs.
+
+Workers of other hosts join and leave by themselves.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,14 @@ from trioserve.protocol.errors import (
     EngineError,
     InvalidRequest,
     ModelLoadError,
+    TrioserveError,
+    WorkerGone,
     WorkerLost,
 )
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.scheduler import Scheduler
+from trioserve.workers.remote.joined import JoinedWorker
+from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.supervisor import WorkerLife
 
 MakeWorker = Callable[[int], EngineWorker]
@@ -45,13 +52,19 @@ class WorkerGroup:
     _workers: list[EngineWorker]
     schedulers: Schedulers
     """The schedulers of the workers."""
+    _make_joined: Callable[[int, JoinedWorker], EngineWorker]
+    port: WorkersPort | None = None
+    """Port at which workers of other hosts join; None for none."""
+    _first_joined: trio.Event = attrs.field(init=False, factory=trio.Event)
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
     _num_made: int = attrs.field(init=False)
     """Number of workers made, with those that were removed or couldn't be started."""
-    _joining: EngineWorker | None = attrs.field(init=False, default=None)
-    """The worker that is being added."""
+    _joining: list[EngineWorker] = attrs.field(init=False, factory=list)
+    """Workers that are being added."""
     _num_restarts: int = attrs.field(init=False, default=0)
     """Restarts of workers that were removed."""
+    _ready: wire.Ready | None = attrs.field(init=False, default=None)
+    """Message of the last worker that was added."""
 
     @_num_made.default
     def _count(self) -> int:
@@ -65,15 +78,31 @@ class WorkerGroup:
         make: MakeWorker,
         *,
         encodes: bool,
+        port: WorkersPort | None = None,
         stop_string_at_end: StopStringAtEnd | None = None,
     ) -> WorkerGroup:
         """Return as many workers as the options say, which ``encodes`` texts or generate.
 
-        ``stop_string_at_end`` finds the stop strings of beams; None if there is no text.
+        More of them join at ``port``, if there is one. ``stop_string_at_end`` finds the stop
+        strings of beams; None if there is no text.
         """
 
         def make_worker(index: int) -> EngineWorker:
             worker = make(index)
+            worker.scheduler.stop_string_at_end = stop_string_at_end
+            return worker
+
+        def make_joined(index: int, joined: JoinedWorker) -> EngineWorker:
+            worker = EngineWorker.of(
+                index,
+                config,
+                metrics,
+                joined.open,
+                traffic=joined.traffic,
+                wait_here=joined.wait_here,
+                dismiss=joined.dismiss,
+            )
+            joined.weights = lambda: worker.scheduler.weights.path
             worker.scheduler.stop_string_at_end = stop_string_at_end
             return worker
 
@@ -86,15 +115,20 @@ class WorkerGroup:
             ]
         policy = Policy(config.routing_policy, config.routing_temperature, config.seed or 0)
         schedulers = Schedulers([each.scheduler for each in workers], batchers, policy)
-        return cls(make_worker, workers, schedulers)
+        return cls(make_worker, workers, schedulers, make_joined, port)
 
     async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:
         """Start all workers; return once they have loaded the model and all adapters.
+
+        If there are none on this host, it returns once one of another host has.
 
         Returns:
             The message of the first one, with the least limits of all.
         """
         self._tasks = tasks
+        if self.port is not None:
+            self.port.workers.on_new = self._on_joined
+            await tasks.start(self.port.run)
 
         async def start(_: int, worker: EngineWorker) -> wire.Ready:
             ready: wire.Ready = await tasks.start(self.run_worker, worker)
@@ -104,6 +138,11 @@ class WorkerGroup:
         for batcher, ready in zip(self.schedulers.batchers, every, strict=False):
             batcher.set_limits(ready)
             tasks.start_soon(batcher.run)
+        if not every:
+            _log.info("waiting for the first worker to join")
+            await self._first_joined.wait()
+            assert self._ready is not None
+            every = [self._ready]
         await self.schedulers.adapters.load_first(named_paths(config.lora_modules))
         return attrs.evolve(every[0], max_model_len=min(each.max_model_len for each in every))
 
@@ -118,7 +157,13 @@ class WorkerGroup:
                 raise
             if not self.schedulers.placement.give_up(worker.scheduler, str(error)):
                 raise
-            _log.error("worker given up", worker=worker.index, reason=str(error))
+            if isinstance(error, WorkerGone):
+                _log.info("worker gone", worker=worker.index, reason=str(error))
+                if worker in self._workers:
+                    self._forget(worker)
+            else:
+                _log.error("worker given up", worker=worker.index, reason=str(error))
+                worker.dismiss(f"it was given up: {error}")
 
     def start_task(self, run: Callable[..., Awaitable[None]]) -> None:
         """Start a task of the engine."""
@@ -136,26 +181,92 @@ class WorkerGroup:
         """
         self._check_changeable()
         async with self.schedulers.changing:
-            worker = self._make(self._num_made)
-            self._num_made += 1
-            worker.scheduler.weights.path = self.schedulers[0].weights.path
-            self._joining = worker
-            try:
-                await self._start_one(worker)
-            finally:
-                self._joining = None
-            self._workers.append(worker)
-            self.schedulers.add(worker.scheduler)
-            if not self.schedulers[0].worker_power.is_on:  # Memory was released meanwhile.
-                await worker.scheduler.worker_power.turn_off()
-        _log.info("worker added", worker=worker.index, workers=len(self._workers))
+            worker = self._make(self._next_index())
+            worker.scheduler.weights.path = self._weights_path
+            await self._start_one(worker)
+            await self._take_in(worker)
         return worker.report()
+
+    def _next_index(self) -> int:
+        self._num_made += 1
+        return self._num_made - 1
+
+    async def _take_in(self, worker: EngineWorker) -> None:
+        """Give requests to a worker that serves."""
+        is_on = all(each.worker_power.is_on for each in self.schedulers)
+        self._workers.append(worker)
+        self.schedulers.add(worker.scheduler)
+        if not is_on:  # Memory was released meanwhile.
+            await worker.scheduler.worker_power.turn_off()
+        for each in self.schedulers:
+            if not each.attached:  # Its requests needn't wait for its own next worker.
+                self.schedulers.placement.move_requests(each)
+        if self.port is not None:
+            self.port.workers.notify()
+        _log.info("worker added", worker=worker.index, workers=len(self._workers))
+
+    @property
+    def _weights_path(self) -> str:
+        """Path of the weights that the workers have; empty if they are the model's own."""
+        present = list(self.schedulers)
+        return present[0].weights.path if present else ""
+
+    # ---- workers of other hosts
+
+    def _on_joined(self, joined: JoinedWorker) -> None:
+        """Start a worker that has joined."""
+        assert self._tasks is not None
+        self._tasks.start_soon(self._add_joined, joined)
+
+    async def _add_joined(self, joined: JoinedWorker) -> None:
+        assert self.port is not None
+        worker = self._make_joined(self._next_index(), joined)
+        joined.others_serve = lambda: any(
+            each.attached for each in self.schedulers if each is not worker.scheduler
+        )
+        worker.scheduler.weights.path = self._weights_path
+        try:
+            self._check_changeable()
+            await self._start_one(worker)
+            async with self.schedulers.changing:
+                await self._complete(worker)
+                await self._take_in(worker)
+        except TrioserveError as error:
+            _log.warning("worker of another host not added", host=joined.host, reason=str(error))
+            self.port.workers.forget(joined)
+            await joined.turn_away(str(error))
+        else:
+            self._first_joined.set()
+
+    def _forget(self, worker: EngineWorker) -> None:
+        """Forget a worker that is gone for good."""
+        self._workers.remove(worker)
+        self._num_restarts += worker.supervisor.restarts
 
     async def _start_one(self, worker: EngineWorker) -> None:
         """Start a worker beside the others; return once it has the model and all adapters."""
         assert self._tasks is not None
-        error = await self._tasks.start(self._try_to_run, worker)
-        if error is None:
+        self._joining.append(worker)
+        try:
+            error = await self._tasks.start(self._try_to_run, worker)
+            if error is None:
+                error = await self._load_adapters(worker)
+        finally:
+            self._joining.remove(worker)
+        if error is not None:
+            raise CallFailed("no worker could be added", str(error)) from error
+
+    async def _complete(self, worker: EngineWorker) -> None:
+        """Give a worker what has changed while it joined.
+
+        Raises:
+            CallFailed: Its weights were exchanged meanwhile, or it was lost.
+        """
+        error: Exception | None = None
+        if worker.scheduler.weights.path != self._weights_path:
+            error = EngineError("the weights were exchanged while it started: try again")
+            await worker.scheduler.worker_power.turn_off()
+        else:
             error = await self._load_adapters(worker)
         if error is not None:
             raise CallFailed("no worker could be added", str(error)) from error
@@ -180,11 +291,13 @@ class WorkerGroup:
     ) -> None:
         """Run a worker as :meth:`run_worker`; report the error if it can't be started."""
         started = False
+        group = self
 
         class Status:
-            def started(self, _: object = None) -> None:
+            def started(self, ready: wire.Ready | None = None) -> None:
                 nonlocal started
                 started = True
+                group._ready = ready
                 task_status.started(None)
 
         try:
@@ -215,8 +328,8 @@ class WorkerGroup:
                     await self._drain(worker)
             finally:
                 worker.draining = False
-            self._workers.remove(worker)
-            self._num_restarts += worker.supervisor.restarts
+            self._forget(worker)
+        worker.dismiss("it was removed")
         await worker.scheduler.worker_power.turn_off()
         _log.info("worker removed", worker=index, workers=len(self._workers))
 
@@ -237,22 +350,28 @@ class WorkerGroup:
         """Refuse changes that a pause or an encoder makes impossible."""
         if self.schedulers.batchers:
             raise InvalidRequest("workers of an encoder are added at the start only")
-        if self.schedulers.paused or not all(each.worker_power.is_on for each in self.schedulers):
+        if self._is_paused:
             raise InvalidRequest("the engine is paused: resume it first")
+
+    @property
+    def _is_paused(self) -> bool:
+        every = list(self.schedulers)
+        return bool(every) and (
+            self.schedulers.paused or not all(each.worker_power.is_on for each in every)
+        )
 
     # ---- observation
 
     def __iter__(self) -> Iterator[EngineWorker]:
         yield from self._workers
-        if self._joining is not None:
-            yield self._joining
+        yield from self._joining
 
     def number_of(self, scheduler: Scheduler | None) -> int | None:
         """Return the number of the worker of ``scheduler``; None if there is no such worker."""
         return next((each.index for each in self if each.scheduler is scheduler), None)
 
     def reports(self) -> list[WorkerReport]:
-        """Return the state of each worker, with one that is being added."""
+        """Return the state of each worker, with those that are being added."""
         return [each.report() for each in self]
 
     @property

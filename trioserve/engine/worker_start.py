@@ -13,15 +13,19 @@ from trioserve.config.speculation import parse_speculative
 from trioserve.engine.engine_worker import EngineWorker
 from trioserve.engine.loaded_model import in_thread
 from trioserve.engine.worker_group import MakeWorker
-from trioserve.model_files import locate
+from trioserve.model_files import locate, open_model, task_of
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
 from trioserve.workers.life import OnProgress
 from trioserve.workers.process import Workers
+from trioserve.workers.remote.joined import JoinedWorkers
+from trioserve.workers.remote.port import WorkersPort
+from trioserve.workers.remote.tls import engine_tls
 from trioserve.workers.socket_folder import sweep_socket_folders
 
 _log = get_logger("trioserve.engine")
@@ -86,11 +90,37 @@ class WorkerProcesses:
         def make(index: int) -> EngineWorker:
             is_first = index < len(self.first)
             workers = self.first[index] if is_first else self._make(index)
-            made = EngineWorker.of(index, config, metrics, workers.open)
+            made = EngineWorker.of(index, config, metrics, workers.open, traffic=workers.traffic)
             workers.weights = lambda: made.scheduler.weights.path
             return made
 
         return make
+
+
+async def workers_port(
+    config: EngineConfig, path: Path, mock: wire.MockSteps | None
+) -> WorkersPort | None:
+    """Return the port for workers of other hosts with the model at ``path``; None if not wanted.
+
+    Raises:
+        ModelLoadError: The model can't be read, or is an encoder.
+        TrioserveError: The certificates can't be used.
+    """
+    if config.worker_listen is None or config.worker_tls is None:
+        return None
+
+    def checksum() -> str:
+        if task_of(path) != "generate":
+            raise ModelLoadError("--worker-listen isn't for an encoder: leave it out")
+        return open_model(path, config.model_impl).checksum()
+
+    return WorkersPort(
+        address=config.worker_listen,
+        tls=engine_tls(config.worker_tls),
+        timeout=config.worker_link_timeout,
+        checksum=await in_thread(checksum),
+        workers=JoinedWorkers(start_message(config, path, mock), config.worker_start_timeout),
+    )
 
 
 def device_of(device: str, index: int, count: int) -> str:
@@ -125,6 +155,7 @@ def start_message(
         quantization=config.quantization,
         tokenizer="" if config.tokenizer is None else str(Path(config.tokenizer).resolve()),
         logits_processors=list(config.logits_processors),
+        link_timeout=config.worker_link_timeout,
         max_lora_rank=config.max_lora_rank if config.serves_adapters else 0,
         max_loras=config.max_loras,
         speculative=_speculative(config),

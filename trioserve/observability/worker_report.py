@@ -18,7 +18,9 @@ class WorkerReport:
     device: str
     """Name of its device; empty while the first process loads."""
     pid: int | None
-    """Process id while it runs."""
+    """Process id while it runs; None on another host."""
+    host: str | None
+    """Name of its host; None if that is the engine's."""
     restarts: int
     """Number of its processes that were replaced."""
     last_loss: str | None
@@ -37,6 +39,10 @@ class WorkerReport:
     """Pages of the prefix cache that no running sequence holds."""
     decode_ms: float
     """Milliseconds that a step with one more stream takes now, as its steps so far predict."""
+    plan_bytes: int
+    """Bytes of all plans sent to it."""
+    round_trip_ms: float | None
+    """Milliseconds from the last heartbeat to its answer; None on the engine's host."""
 
     @property
     def is_up(self) -> bool:

@@ -139,15 +139,21 @@ class WorkerLost(TrioserveError):
     """A worker process died, hung or sent an invalid message; the supervisor decides what follows.
 
     Attributes:
-        from_outside: True if a signal from outside ended the process, not one raised by a fault.
-        reason: ``killed`` (from outside), ``crashed`` (the process ended otherwise), ``hung``, or
-            ``failed`` (it reported a fatal error, or sent an invalid message).
+        from_outside: True if the cause lies outside of the process, such as a signal that no fault
+            raised, or the network.
+        reason: ``killed`` (from outside), ``crashed`` (the process ended otherwise), ``hung``,
+            ``unreachable`` (the link to another host was lost), or ``failed`` (it reported a fatal
+            error, or sent an invalid message).
     """
 
     def __init__(self, message: str, *, from_outside: bool = False, reason: str = "failed") -> None:
         super().__init__(message)
         self.from_outside = from_outside
-        self.reason = "killed" if from_outside else reason
+        self.reason = "killed" if from_outside and reason != "unreachable" else reason
+
+
+class WorkerGone(WorkerLost):
+    """A worker of another host was lost, and isn't waited for any more."""
 
 
 class WorkerSentAway(WorkerLost):

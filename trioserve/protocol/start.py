@@ -64,3 +64,5 @@ class Start:
     """Options of speculative decoding; None for none."""
     mock: MockSteps | None = None
     """Set for a worker that loads no weights and computes nothing; None for a real one."""
+    link_timeout: float = 0.0
+    """Seconds of silence after which an agent counts its engine as lost."""

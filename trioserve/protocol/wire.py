@@ -10,6 +10,8 @@ The conversation: the worker says :class:`WorkerHello`; the engine checks it and
 worker answers each with a :class:`StepResult`, in order; :class:`Drop` names a slot that needs no
 more results. :class:`Call` and :class:`Reply` are for rare, slow operations: a reply may come long
 after its call, and steps go on meanwhile. :class:`Quit` ends the worker.
+
+Between hosts there are further messages (:mod:`trioserve.protocol.joining`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.protocol.start import MockSteps as MockSteps
@@ -106,7 +109,9 @@ class Ready:
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
-    """Process id of the worker; the supervisor sets it."""
+    """Process id of the worker; the engine sets it."""
+    host: str = ""
+    """Name of the worker's host if that isn't the engine's; the engine sets it."""
     warning: str = ""
     """One line: why the model computes slower than it could on another machine, and what to do."""
 
@@ -302,6 +307,10 @@ Message = (
     | Reply
     | Quit
     | Drop
+    | Join
+    | JoinRefusal
+    | LinkHeartbeat
+    | WorkerEnd
 )
 
 _CLASSES: tuple[type, ...] = get_args(Message)
@@ -332,6 +341,11 @@ def decode(data: bytes) -> Message:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"damaged {_CLASSES[data[0]].__name__} message: {error}") from error
     return cast(Message, message)
+
+
+def has_tag(data: bytes, cls: type) -> bool:
+    """Return True if ``data`` begins as a message of the class ``cls`` does."""
+    return data[:1] == _TAG_OF[cls]
 
 
 def schema_hash() -> str:

@@ -42,7 +42,8 @@ class SchedulerLimits:
     @classmethod
     def of(cls, config: EngineConfig, ready: wire.Ready) -> SchedulerLimits:
         """Return the limits that follow from a worker's capacity and the engine's options."""
-        on_cpu = ready.device == "cpu"
+        # Over a network, the next plan has to be there when a step ends.
+        on_cpu = ready.device == "cpu" and not ready.host
         return cls(
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,

@@ -110,7 +110,8 @@ class Recovery:
         if num_steps > self._num_steps or was_stable:
             self._num_deaths = 0
         self._num_steps = num_steps
-        self._num_deaths += not _is_progress(verdict)
+        # A lost link says nothing of the worker, and may be lost any number of times.
+        self._num_deaths += not _is_progress(verdict) and loss.reason != "unreachable"
         return self._end(verdict.culprit, str(loss)), self._num_deaths
 
     def restart(self, limits: SchedulerLimits) -> list[SequenceOutput]:

@@ -64,17 +64,26 @@ class WorkerPower:
         await self._wanted.wait()
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[trio.CancelScope]:
-        """Open a block in which a worker serves; it is cancelled when the worker is turned off."""
+    def wanted(self) -> Iterator[trio.CancelScope]:
+        """Open a block that is cancelled when the worker is turned off."""
         with trio.CancelScope() as scope:
             self._attached = scope
             if not self.is_on:
                 scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._attached = None
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[trio.CancelScope]:
+        """Open a block in which a worker serves; it is cancelled when the worker is turned off."""
+        with self.wanted() as scope:
             self._serving.set()
             try:
                 yield scope
             finally:
-                self._attached, self._serving = None, trio.Event()
+                self._serving = trio.Event()
 
     def end(self) -> None:
         """Note that there is no worker, and that none will start."""

@@ -23,7 +23,7 @@ from trioserve.protocol.errors import EngineError, NoRoomForWorker, WorkerLost
 from trioserve.workers import Link
 from trioserve.workers.command import PACKAGES_FOLDER, worker_command
 from trioserve.workers.life import OnProgress, run_worker
-from trioserve.workers.link import NngLink
+from trioserve.workers.link import LinkTraffic, NngLink
 from trioserve.workers.socket_folder import SocketFolder
 
 HELLO_TIMEOUT = 120.0
@@ -87,7 +87,7 @@ class WorkerProcess:
 
 @contextlib.asynccontextmanager
 @trio.lowlevel.enable_ki_protection
-async def open_process() -> AsyncIterator[WorkerProcess]:
+async def open_process(traffic: LinkTraffic | None = None) -> AsyncIterator[WorkerProcess]:
     """Run a worker process for the block. It imports its libraries, and loads nothing yet.
 
     Raises:
@@ -95,7 +95,7 @@ async def open_process() -> AsyncIterator[WorkerProcess]:
     """
     with (
         contextlib.closing(SocketFolder.make()) as folder,
-        contextlib.closing(NngLink.listen(folder.url)) as link,
+        contextlib.closing(NngLink.listen(folder.url, traffic)) as link,
     ):
         process = await _start_process(folder.url)
         try:
@@ -179,6 +179,8 @@ class Workers:
     start_timeout: float
     on_progress: OnProgress
     weights: Callable[[], str] = lambda: ""
+    traffic: LinkTraffic = attrs.field(init=False, factory=LinkTraffic)
+    """Measures of the links to all of these workers."""
     _ahead: tuple[WorkerProcess, contextlib.AsyncExitStack] | None = attrs.field(
         default=None, init=False
     )
@@ -193,7 +195,7 @@ class Workers:
         """
         async with contextlib.AsyncExitStack() as owner:
             with contextlib.suppress(NoRoomForWorker):
-                self._ahead = await owner.enter_async_context(open_process()), owner
+                self._ahead = await owner.enter_async_context(open_process(self.traffic)), owner
             try:
                 yield
             finally:
@@ -204,7 +206,7 @@ class Workers:
     @contextlib.asynccontextmanager
     async def _open_process(self) -> AsyncIterator[WorkerProcess]:
         if self._ahead is None:
-            async with open_process() as worker:
+            async with open_process(self.traffic) as worker:
                 yield worker
         else:
             (worker, owner), self._ahead = self._ahead, None

@@ -51,6 +51,7 @@ class Supervisor:
     Args:
         open_worker: Opens one worker's life, as :meth:`~trioserve.workers.process.Workers.open`
             does.
+        wait_here: Blocks until a worker can be opened; for one that comes from another host.
         max_restarts: Number of deaths without progress that are tolerated.
         judge: Called with every loss; returns the number of losses since there was progress, this
             one included.
@@ -60,6 +61,7 @@ class Supervisor:
     """
 
     open_worker: OpenWorker
+    wait_here: Callable[[], Awaitable[None]] | None = None
     max_restarts: int
     judge: Callable[[WorkerLost], int]
     on_loss: Callable[[WorkerLost], None] = lambda _: None
@@ -100,6 +102,11 @@ class Supervisor:
             await self.worker_power.wait_on()
             if not started or self.life.state == "released":
                 self._note_life("restarting" if started else "starting")
+            if self.wait_here is not None:
+                with self.worker_power.wanted() as waiting:
+                    await self.wait_here()
+                if waiting.cancelled_caught:
+                    continue
             serving = trio.CancelScope()
             try:
                 async with self.open_worker() as (link, ready):

@@ -10,7 +10,7 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
-from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded
+from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded, workers_port
 from trioserve.front_ends.processes.pool import ProcessPool
 from trioserve.front_ends.server.engine_server import open_host
 from trioserve.http.server.listeners import open_shared_listening, removing_socket_file
@@ -35,7 +35,8 @@ async def serve_with_front_ends(
     metrics = Metrics(name, config.engine.metrics_prefix)
     processes = WorkerProcesses.of(config.engine, path, on_progress, mock)
     make_worker = processes.maker(config.engine, metrics)
-    async with open_host(config, make_worker, metrics, task=task) as engine_server:
+    port = await workers_port(config.engine, path, mock)
+    async with open_host(config, make_worker, metrics, task=task, port=port) as engine_server:
         log_loaded(name, engine_server.ready, config.engine.data_parallel_size)
         listening = await open_shared_listening(config, config.api_server_count)
         with removing_socket_file(config), contextlib.closing(listening):

@@ -46,6 +46,7 @@ from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.request import Request, SequenceOutput
 from trioserve.text.worker_validation import WorkerValidation
+from trioserve.workers.remote.port import WorkersPort
 
 
 class EngineServer:
@@ -254,8 +255,11 @@ async def open_host(
     metrics: Metrics,
     *,
     task: ModelTask = "generate",
+    port: WorkersPort | None = None,
 ) -> AsyncIterator[EngineServer]:
     """Run the engine process's tasks. No front end is started yet. ``task`` is the model's.
+
+    ``port`` is for workers of other hosts.
 
     Raises:
         ModelLoadError: the model can't be loaded.
@@ -265,7 +269,9 @@ async def open_host(
     to_scheduler, scheduler_inbox = trio.open_memory_channel[Request](math.inf)
     to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     engine_server: EngineServer | None = None
-    workers = WorkerGroup.of(config.engine, metrics, make_worker, encodes=task != "generate")
+    workers = WorkerGroup.of(
+        config.engine, metrics, make_worker, encodes=task != "generate", port=port
+    )
     schedulers = workers.schedulers
     validation = WorkerValidation(
         schedulers, timeout=config.engine.grammar_timeout, observe_grammar=metrics.observe_grammar

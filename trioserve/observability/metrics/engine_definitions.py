@@ -19,7 +19,7 @@ from trioserve.protocol.grammar import GRAMMAR_KINDS
 
 GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")
 
-LOSS_REASONS = ("killed", "crashed", "hung", "failed")
+LOSS_REASONS = ("killed", "crashed", "hung", "unreachable", "failed")
 
 
 def _cache_config(scrape: Scrape) -> dict[str, object]:
@@ -213,6 +213,28 @@ WORKER = (
         labels=("worker",),
         watching=True,
         read=lambda s: _by_worker(s, lambda each: each.kv_usage),
+    ),
+    Definition(
+        name="worker_plan_bytes",
+        kind="counter",
+        help="Bytes of the plans that were sent to a worker",
+        group="worker",
+        labels=("worker",),
+        watching=True,
+        read=lambda s: _by_worker(s, lambda each: each.plan_bytes),
+    ),
+    Definition(
+        name="worker_round_trip_seconds",
+        kind="gauge",
+        help="Seconds from the last heartbeat to its answer, of each worker on another host",
+        group="worker",
+        labels=("worker",),
+        watching=True,
+        read=lambda s: [
+            ((str(each.index),), each.round_trip_ms / 1000)
+            for each in s.statistics.workers
+            if each.round_trip_ms is not None
+        ],
     ),
     Definition(
         name="engine_sleep_state",

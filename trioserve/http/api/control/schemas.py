@@ -89,7 +89,8 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
         ),
     ]
     device: Annotated[str, about("Name of its device; empty while the first process loads.")]
-    pid: Annotated[int | None, about("Process id while it runs.")]
+    pid: Annotated[int | None, about("Process id while it runs; null on another host.")]
+    host: Annotated[str | None, about("Name of its host; null if that is the engine's.")]
     restarts: Annotated[int, about("Number of its processes that were replaced.")]
     last_loss: Annotated[str | None, about("Reason of the last loss.")]
     num_running: Annotated[int, about("Sequences that are computed.")]
@@ -100,6 +101,11 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
     pages_cached: Annotated[int, about("Cached pages that no running sequence holds.")]
     decode_ms: Annotated[
         float, about("Milliseconds that a step with one more stream is expected to take.")
+    ]
+    plan_bytes: Annotated[int, about("Bytes of all plans sent to it.")]
+    round_trip_ms: Annotated[
+        float | None,
+        about("Milliseconds from the last heartbeat to its answer; null on the engine's host."),
     ]
 
 

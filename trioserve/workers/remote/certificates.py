@@ -1,0 +1,116 @@
+"""``trioserve worker-certificates``: a private authority, and the certificates of both sides."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trioserve.protocol.errors import TrioserveError
+from trioserve.workers.remote.tls import AUTHORITY, ENGINE, ENGINE_NAME, WORKER, WORKER_NAME
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+DAYS = 3650
+"""Days for which the certificates are valid."""
+_AUTHORITY_KEY = "ca.key"
+
+
+def make_certificates(folder: Path) -> list[Path]:
+    """Make an authority, and an engine's and a worker's certificate of it, in a new ``folder``.
+
+    Keys have the mode 0600. An engine's certificate is good for listening only, a worker's for
+    dialing only.
+
+    Returns:
+        The files.
+
+    Raises:
+        TrioserveError: The folder isn't empty, can't be written, or the extra ``tls`` is missing.
+    """
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise TrioserveError(
+            "worker-certificates needs the package cryptography: install trioserve[tls]"
+        ) from error
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise TrioserveError(f"{folder} isn't empty: name a new folder")
+        keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", ENGINE, WORKER)}
+        authority = _certificate("trioserve workers", keys["ca"])
+        made = {AUTHORITY: _pem(authority), _AUTHORITY_KEY: _key_pem(keys["ca"])}
+        for side, name in ((ENGINE, ENGINE_NAME), (WORKER, WORKER_NAME)):
+            certificate = _certificate(name, keys[side], authority, keys["ca"])
+            made |= {f"{side}.crt": _pem(certificate), f"{side}.key": _key_pem(keys[side])}
+        for name, data in made.items():
+            _write(folder / name, data)
+    except OSError as error:
+        raise TrioserveError(f"can't write to {folder}: {error.strerror}") from error
+    return [folder / name for name in made]
+
+
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePrivateKey,
+    issuer: x509.Certificate | None = None,
+    issuer_key: ec.EllipticCurvePrivateKey | None = None,
+) -> x509.Certificate:
+    """Return a certificate for ``name``; an authority's own if it has no issuer."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if issuer is None else issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # The clocks of the hosts may differ.
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .add_extension(
+            x509.BasicConstraints(ca=issuer is None, path_length=0 if issuer is None else None),
+            critical=True,
+        )
+    )
+    if issuer is not None:
+        usage = (
+            ExtendedKeyUsageOID.SERVER_AUTH
+            if name == ENGINE_NAME
+            else ExtendedKeyUsageOID.CLIENT_AUTH
+        )
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False
+        )
+    return builder.sign(issuer_key or key, hashes.SHA256())
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, data: bytes) -> None:
+    mode = 0o600 if path.suffix == ".key" else 0o644
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)

@@ -1,0 +1,69 @@
+"""The certificates of engine and workers, and nng's TLS with them.
+
+A folder of ``trioserve worker-certificates`` has the files of both sides. An engine needs
+:data:`ENGINE_FILES` of them, a worker's host :data:`WORKER_FILES`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pynng
+
+from trioserve.protocol.errors import TrioserveError
+
+AUTHORITY = "ca.crt"
+ENGINE = "engine"
+WORKER = "worker"
+ENGINE_FILES = (AUTHORITY, f"{ENGINE}.crt", f"{ENGINE}.key")
+WORKER_FILES = (AUTHORITY, f"{WORKER}.crt", f"{WORKER}.key")
+
+ENGINE_NAME = "engine.trioserve.internal"
+"""Name in an engine's certificate. Its host's name isn't in it, so that it may have any."""
+WORKER_NAME = "worker.trioserve.internal"
+
+
+def engine_tls(folder: str) -> pynng.TLSConfig:
+    """Return the TLS of an engine, which wants a certificate of its workers.
+
+    Raises:
+        TrioserveError: A file of :data:`ENGINE_FILES` is missing, or has other content.
+    """
+    return _tls(folder, ENGINE_FILES, pynng.TLSConfig.MODE_SERVER)
+
+
+def worker_tls(folder: str) -> pynng.TLSConfig:
+    """Return the TLS of a worker's host, which wants an engine's certificate.
+
+    Raises:
+        TrioserveError: A file of :data:`WORKER_FILES` is missing, or has other content.
+    """
+    return _tls(folder, WORKER_FILES, pynng.TLSConfig.MODE_CLIENT, server_name=ENGINE_NAME)
+
+
+def _tls(folder: str, names: tuple[str, ...], mode: int, **more: str) -> pynng.TLSConfig:
+    authority, certificate, key = (_read(Path(folder) / name) for name in names)
+    try:
+        return pynng.TLSConfig(
+            mode,
+            ca_string=authority,
+            own_cert_string=certificate,
+            own_key_string=key,
+            auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
+            **more,
+        )
+    except pynng.NNGException as error:
+        raise TrioserveError(
+            f"{folder}: {', '.join(names)} are no authority's certificate, and a certificate of it "
+            f"with its key ({error}): make them with trioserve worker-certificates"
+        ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it isn't text"
+        raise TrioserveError(
+            f"can't read {path}: {why}; trioserve worker-certificates FOLDER makes such files"
+        ) from error
