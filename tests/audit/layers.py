@@ -50,8 +50,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
             "protocol _util config observability scheduler engine http.server http.api load"
         ),
         "cli": (
-            "protocol model_files _util config requests observability engine observability.live "
-            "http.server http.router front_ends load"
+            "protocol model_files _util config requests observability workers engine "
+            "observability.live http.server http.router front_ends load"
         ),
     },
     "gpu": {

@@ -16,9 +16,12 @@ from tests.docs.test_doc_blocks import check_trioserve
 from tests.docs.test_shutdown_page import told
 from tests.support.doc_blocks import ROOT
 from trioserve import ServerConfig
+from trioserve._util.child_process import KILL_GRACE
 from trioserve.cli import flags
 from trioserve.config.options import options_of
 from trioserve.http.api.routes import ROUTES
+from trioserve.workers.remote.agent import LEAVE_GRACE
+from trioserve.workers.remote.tls import ENGINE_FILES, WORKER_FILES
 
 DEPLOY = ROOT / "docs" / "deploy"
 PATHS = {rule for route in ROUTES for rule in route.rules}
@@ -85,6 +88,36 @@ def test_the_service() -> None:
     assert service["RestartPreventExitStatus"] == "2"
     cache = "/var/cache/" + service["CacheDirectory"]
     assert f"XDG_CACHE_HOME={cache}" in service["Environment"].split()
+
+
+def test_the_service_of_a_worker_on_another_host() -> None:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign,assignment]
+    text = read("trioserve-worker.service")
+    parser.read_string(text)
+    for section in parser.sections():
+        assert set(parser[section]) <= SERVICE_KEYS[section] | {"LoadCredential"}
+    service = parser["Service"]
+    program, *words = shlex.split(service["ExecStart"])
+    assert program.endswith("/trioserve")
+    check_trioserve(words)
+    assert words[words.index("--tls") + 1] == "%d"
+    handed_over = re.findall(r"^LoadCredential=(.*?):", text, re.MULTILINE)
+    assert tuple(handed_over) == WORKER_FILES
+    assert float(service["TimeoutStopSec"]) > LEAVE_GRACE + KILL_GRACE
+    assert service["RestartPreventExitStatus"] == "2"
+
+
+def test_the_pods_of_workers_on_other_hosts() -> None:
+    pod = yaml.safe_load(read("worker.yaml"))["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    check_trioserve(container["args"])
+    assert container["command"] == ["trioserve"]
+    (mount,) = container["volumeMounts"]
+    assert container["args"][container["args"].index("--tls") + 1] == mount["mountPath"]
+    assert pod["terminationGracePeriodSeconds"] > LEAVE_GRACE + KILL_GRACE
+    for side in (ENGINE_FILES, WORKER_FILES):
+        assert all(f"--from-file=tls/{name}" in read("worker.yaml") for name in side)
 
 
 def test_the_image() -> None:

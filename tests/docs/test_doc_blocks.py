@@ -50,6 +50,8 @@ def check_trioserve(words: Sequence[str]) -> None:
         "bench": lambda: flags.embedded_config(flags.bench_options(arguments), {}),
         "top": lambda: flags.top_options(arguments),
         "doctor": lambda: None,
+        "worker": lambda: flags.worker_options(arguments, {}),
+        "worker-certificates": lambda: None,
     }
     checks[arguments["command"]]()
 

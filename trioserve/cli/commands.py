@@ -1,7 +1,7 @@
 """The commands: each checks its options, then runs an engine, a server or a report.
 
-Only here is logging set up, and only ``serve``, ``route``, ``top`` and, at a terminal, ``chat`` set
-signal handlers. A program that uses trioserve as a library keeps its own.
+Only here is logging set up, and only ``serve``, ``route``, ``worker``, ``top`` and, at a terminal,
+``chat`` set signal handlers. A program that uses trioserve as a library keeps its own.
 
 Exit codes: 0 for success, such as a drained server; 1 for a failure; 2 for a wrong option; 3 for a
 server that drained but cut requests off; 128 plus the signal's number if a signal ended the command
@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trioserve.cli.flags import (
@@ -30,6 +31,7 @@ from trioserve.cli.flags import (
     server_config,
     top_options,
     unknown_variable_lines,
+    worker_options,
 )
 from trioserve.cli.mock import mock_steps
 from trioserve.cli.output import OutputError, discard_output, writing
@@ -232,6 +234,27 @@ def _bench(arguments: dict[str, Any]) -> int:
     return run_bench(options, engine, mock)
 
 
+def _worker(arguments: dict[str, Any]) -> int:
+    options, model = worker_options(arguments, os.environ)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    import trio
+
+    from trioserve.cli.worker import run_agent
+    from trioserve.observability.logs import setup_logging
+
+    setup_logging("info", "auto")
+    return trio.run(run_agent, options, model)
+
+
+def _worker_certificates(arguments: dict[str, Any]) -> int:
+    from trioserve.workers.remote.certificates import make_certificates
+
+    with writing():
+        for path in make_certificates(Path(arguments["folder"])):
+            print(path)
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "serve": _serve,
     "route": _route,
@@ -240,4 +263,6 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "doctor": _doctor,
     "bench": _bench,
     "top": _top,
+    "worker": _worker,
+    "worker-certificates": _worker_certificates,
 }

@@ -15,6 +15,7 @@ from trioserve.cli.parser import DEFAULT_MODEL, SAMPLING_OPTIONS
 from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TopOptions
 from trioserve.cli.usage import UsageError
+from trioserve.cli.worker_options import WorkerOptions
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import (
     Option,
@@ -41,8 +42,7 @@ def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
     Raises:
         UsageError: A value isn't allowed.
     """
-    variable = environment.get(environment_name("model"))
-    model = arguments.get("model") or variable or DEFAULT_MODEL
+    model = _model(arguments, environment)
     return _config(EngineConfig, arguments, environment, model=model)
 
 
@@ -108,6 +108,27 @@ def top_options(arguments: Mapping[str, Any]) -> TopOptions:
         return TopOptions(**fields, url=url, once=arguments["once"], json=arguments["json"])
     except InvalidRequest as error:
         raise _as_written(error, arguments, options) from error
+
+
+def worker_options(
+    arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[WorkerOptions, str]:
+    """Return the options of ``worker`` from flags, and the model.
+
+    Raises:
+        UsageError: A value isn't allowed, or is missing.
+    """
+    options = list(options_of(WorkerOptions))
+    try:
+        checked = WorkerOptions(**_from_flags(options, arguments))
+    except InvalidRequest as error:
+        raise _as_written(error, {option.name for option in options}, options) from error
+    return checked, _model(arguments, environment)
+
+
+def _model(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Return the model that is given, or the default one."""
+    return arguments.get("model") or environment.get(environment_name("model")) or DEFAULT_MODEL
 
 
 def chat_server(arguments: Mapping[str, Any]) -> RemoteOptions | None:

@@ -18,6 +18,7 @@ from trioserve.cli.help import topic_of
 from trioserve.cli.mock import MOCK_GROUPS, MOCK_OPTION
 from trioserve.cli.remote_options import DEFAULT_URL, REMOTE_GROUPS, RemoteOptions
 from trioserve.cli.top.options import TOP_GROUPS, TopOptions
+from trioserve.cli.worker_options import WORKER_GROUPS, WorkerOptions
 from trioserve.config import GROUPS, EngineConfig, ServerConfig
 from trioserve.config.options import Option, OptionGroup, options_of
 from trioserve.config.router import (
@@ -43,6 +44,11 @@ _SIGNALS_EPILOG = (
     " Ctrl-C or SIGTERM lets running requests finish, for --shutdown-timeout seconds at most; "
     "a second one ends the server at once. The exit code is 0 if all have finished, 3 if some were "
     "cut off, 1 if the server failed, and 128 + the signal's number if a signal ended it at once."
+)
+_WORKER_EPILOG = (
+    "MODEL is the engine's, as it is found on this host. The worker joins again whenever the "
+    "engine is lost. At Ctrl-C or SIGTERM its requests move to other workers. The exit code is "
+    "then 0, and 1 if the engine has refused the worker."
 )
 _BENCH_EPILOG = (
     "Without options it asks the server at http://127.0.0.1:8000 for 128 tokens at a time over 8 "
@@ -125,6 +131,8 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
         "bench": _bench(add),
         "top": _top(add),
         "doctor": _doctor(add),
+        "worker": _worker(add),
+        "worker-certificates": _worker_certificates(add),
     }
 
 
@@ -249,6 +257,30 @@ def _doctor(add: _Add) -> CommandParser:
         page="quickstart#When something is missing",
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return command
+
+
+def _worker(add: _Add) -> CommandParser:
+    command = add(
+        "worker",
+        "compute for an engine on another host",
+        "[MODEL] --join HOST:PORT --tls FOLDER [options]",
+        page="workers#Other hosts",
+        epilog=_WORKER_EPILOG,
+    )
+    command.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
+    command.add_options(_options(WorkerOptions), WORKER_GROUPS)
+    return command
+
+
+def _worker_certificates(add: _Add) -> CommandParser:
+    command = add(
+        "worker-certificates",
+        "make the certificates of an engine and its workers on other hosts",
+        "FOLDER",
+        page="workers#Other hosts",
+    )
+    command.add_argument("folder", metavar="FOLDER", help="new folder for the files")
     return command
 
 
