@@ -178,6 +178,30 @@ async def test_a_worker_that_can_not_be_replaced_is_left_out(autojump_clock: obj
         assert sorted(each.state for each in engine.workers) == ["ended", "ended", "running"]
 
 
+async def test_a_link_may_be_lost_any_number_of_times(autojump_clock: object) -> None:
+    """The network is to blame, neither the worker nor a request."""
+    workers = Workers()
+
+    @contextlib.asynccontextmanager
+    async def open_far_away() -> AsyncIterator[tuple[Link, wire.Ready]]:
+        try:
+            async with workers.open() as opened:
+                yield opened
+        except WorkerLost as error:
+            raise WorkerLost(str(error), from_outside=True, reason="unreachable") from error
+
+    options = {"data_parallel_size": 1, "max_worker_restarts": 1}
+    async with open_fake_engine(open_worker=open_far_away, **options) as engine:
+        alone = await answers_of(engine, prompts(3), max_tokens=50)
+        for _ in range(10):
+            workers.kills[-1].set()
+            await trio.sleep(1)
+        assert engine.statistics().worker_restarts == 10
+        assert await answers_of(engine, prompts(3), max_tokens=50) == alone
+        text = engine.metrics.render().decode()
+        assert 'worker_losses_total{engine="0",model_name="fake",reason="unreachable"} 10' in text
+
+
 async def test_workers_come_and_go_and_clients_do_not_notice(autojump_clock: object) -> None:
     async with open_three() as (engine, workers):
         alone = await answers_of(engine, prompts(9), max_tokens=100)

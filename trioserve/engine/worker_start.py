@@ -63,7 +63,7 @@ class WorkerProcesses:
         """Return the processes for the model at ``path``; none is started yet."""
         start = start_message(config, path, mock)
         count = config.data_parallel_size
-        start = attrs.evolve(start, num_sharing=count)
+        start = attrs.evolve(start, num_sharing=max(count, 1))
         if count > 1 and not start.num_threads:
             start = attrs.evolve(start, num_threads=max(int(Machine().cores()) // count, 1))
 

@@ -19,9 +19,11 @@ from trioserve.engine.worker_start import start_message
 from trioserve.protocol import wire
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat
+from trioserve.workers.remote import joined as joined_module
 from trioserve.workers.remote import port as port_module
 from trioserve.workers.remote.certificates import make_certificates
 from trioserve.workers.remote.joined import JoinedWorker, JoinedWorkers
+from trioserve.workers.remote.link import RemoteLink
 from trioserve.workers.remote.port import MAX_BEFORE_JOIN, WorkersPort
 from trioserve.workers.remote.tls import ENGINE_NAME, engine_tls, worker_tls
 
@@ -252,3 +254,30 @@ async def test_an_address_that_can_not_be_used_is_named(tls: Path) -> None:
         )
         with pytest.raises(TrioserveError, match=r"Address already in use.*--worker-listen"):
             await port.run()
+
+
+async def test_agents_that_were_refused_take_no_place(
+    tls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined_module, "MAX_WORKERS", 2)
+    workers = JoinedWorkers(start_message(EngineConfig("model"), Path("model")), 5.0)
+    joined: list[JoinedWorker] = []
+    workers.on_new = joined.append
+    link = RemoteLink(PairSocket.listen_tls(engine_tls(str(tls))))
+
+    def join(id: str) -> str | None:
+        asked = attrs.evolve(JOIN, id=id)
+        obstacle = workers.obstacle(asked)
+        if obstacle is None:
+            workers.take(asked, link)
+        return obstacle
+
+    for number in range(5):
+        assert join(f"refused {number}") is None
+        joined[-1].dismiss("it can't load the model")
+    assert [join(id) for id in ("a", "b")] == [None, None]
+    assert join("c") == "the engine has 2 workers of other hosts, which is the limit"
+    assert join("refused 4") == "it can't load the model"
+    assert join("a") is None
+    assert len(joined) == 7
+    link.socket.close()

@@ -274,8 +274,9 @@ RELIABILITY = (
     Definition(
         name="worker_losses",
         kind="counter",
-        help="Workers lost: `killed` from outside, `crashed`, `hung` past the watchdog's time, or "
-        "`failed`: reported a fatal error or sent an invalid message",
+        help="Workers lost: `killed` from outside, `crashed`, `hung` past the watchdog's time, "
+        "`unreachable` on another host, or `failed`: reported a fatal error or sent an invalid "
+        "message",
         group="reliability",
         labels=("reason",),
         read=lambda s: [((reason,), s.metrics.worker_losses[reason]) for reason in LOSS_REASONS],

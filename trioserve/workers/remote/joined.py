@@ -18,7 +18,7 @@ from trioserve.workers.link import LinkTraffic
 from trioserve.workers.remote.link import RemoteLink
 
 MAX_WORKERS = 1024
-"""Most agents that an engine knows."""
+"""Most workers of other hosts, and most agents that are known not to be wanted any more."""
 REJOIN_TIMEOUT = 60.0
 """Seconds for a lost worker to join again, before the others go on without it."""
 
@@ -74,6 +74,7 @@ class JoinedWorker:
     """Link that no worker has been started over."""
     _present: RemoteLink | None = attrs.field(init=False, default=None)
     """Link of the present worker."""
+    _has_served: bool = attrs.field(init=False, default=False)
     _has_left: bool = attrs.field(init=False, default=False)
     """True if the agent of the last worker has ended."""
     _changes: Conditions = attrs.field(init=False, factory=Conditions)
@@ -136,6 +137,7 @@ class JoinedWorker:
             start_timeout=self.start_timeout,
             on_progress=lambda _: None,
         ) as (link, ready):
+            self._has_served = True
             yield link, ready
 
     @contextlib.asynccontextmanager
@@ -146,7 +148,8 @@ class JoinedWorker:
         try:
             yield _JoinedProcess(f"worker at {self.host}", self.host, link)
         except ModelLoadError as error:
-            self.dismiss(str(error))
+            if not self._has_served:  # else the cause may be temporary
+                self.dismiss(str(error))
             raise
         finally:
             with trio.CancelScope(shield=True):
@@ -182,7 +185,7 @@ class JoinedWorkers:
         worker = self._workers.get(join.id)
         if worker is not None:
             return worker.dismissal or None
-        if len(self._workers) >= MAX_WORKERS:
+        if sum(not each.dismissal for each in self._workers.values()) >= MAX_WORKERS:
             return f"the engine has {MAX_WORKERS} workers of other hosts, which is the limit"
         return None
 
@@ -196,13 +199,18 @@ class JoinedWorkers:
                 start=self._start,
                 start_timeout=self._start_timeout,
             )
-            known = self._workers.items()
-            self._workers = {id: each for id, each in known if not each.is_gone}
+            self._forget_old()
             self._workers[join.id] = worker
             worker.take(link)
             self.on_new(worker)
         else:
             worker.take(link)
+
+    def _forget_old(self) -> None:
+        known = [each for each in self._workers.values() if not each.is_gone]
+        wanted = [each for each in known if not each.dismissal]
+        dismissed = [each for each in known if each.dismissal][-MAX_WORKERS:]
+        self._workers = {each.id: each for each in (*dismissed, *wanted)}
 
     def forget(self, worker: JoinedWorker) -> None:
         """Forget a worker that couldn't be started: if its agent joins again, it is a new one."""

@@ -24,7 +24,7 @@ REFUSAL_GRACE = 1.0
 class RemoteLink:
     """One end of a link to another host, as :class:`trioserve.workers.Link` describes it.
 
-    A lost link receives nothing more and raises nothing: its owner waits for :attr:`ended`.
+    A lost link blocks whatever is sent or received: its owner waits for :attr:`ended`.
     """
 
     socket: PairSocket
@@ -77,11 +77,7 @@ class RemoteLink:
     # ---- messages
 
     async def send(self, message: wire.Message) -> None:
-        """Send ``message``; block while too many wait to be sent.
-
-        Raises:
-            WorkerLost: The link has ended.
-        """
+        """Send ``message``; block while too many wait to be sent."""
         data = wire.encode(message)
         self.traffic.count(message, data)
         await self.send_bytes(data)
@@ -91,7 +87,8 @@ class RemoteLink:
         try:
             await self.socket.send(data)
         except SocketFailed as error:
-            raise WorkerLost("the link is closed") from error
+            self.end(f"the link failed: {error}")
+            await trio.sleep_forever()
 
     async def receive_bytes(self) -> bytes:
         """Return the next message that is no heartbeat, as it came."""
@@ -114,10 +111,7 @@ class RemoteLink:
     async def refuse(self, reason: str, *, final: bool) -> None:
         """Tell the other end that it is refused; end the link once it has closed it."""
         with trio.move_on_after(REFUSAL_GRACE):
-            try:
-                await self.send(JoinRefusal(reason=reason, final=final))
-            except WorkerLost:
-                return
+            await self.send(JoinRefusal(reason=reason, final=final))
             await self.ended.wait()
         self.end(reason)
 
