@@ -201,6 +201,49 @@ async def test_a_lost_workers_requests_go_on_elsewhere_and_it_joins_again(
             await assert_idle(engine)
 
 
+async def test_cut_after_cut_loses_no_request(model: Path, tls: Path) -> None:
+    """Two hosts, cut off in turn: by a closed connection, and by a network that goes silent."""
+    async with (
+        open_mock_engine(model, tls, worker_link_timeout=0.5) as engine,
+        open_network(address_of(engine)) as first,
+        open_network(address_of(engine)) as second,
+        running(agent_for(first.address, tls, model, host="first")),
+        running(agent_for(second.address, tls, model, host="second")),
+    ):
+        alone = await ask(engine)
+        await wait_states(engine, "running", "running", "running")
+        await engine.remove_worker(0)
+        num_answers = 0
+
+        async def ask_again_and_again() -> None:
+            nonlocal num_answers
+            while not done.is_set():
+                assert await ask(engine) == alone
+                num_answers += len(alone)
+
+        done = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask_again_and_again)
+            nursery.start_soon(ask_again_and_again)
+            for number in range(8):
+                await trio.sleep(0.3)
+                network = (first, second)[number % 2]
+                if number % 4 < 2:
+                    await network.close()
+                else:
+                    network.hold()
+                with trio.fail_after(20):
+                    while all(each.state == "running" for each in engine.workers):
+                        await trio.sleep(0.001)
+                network.open()
+                network.flow()
+                await wait_states(engine, "running", "running")
+            done.set()
+        assert num_answers > 8
+        assert sum(each.restarts for each in engine.workers) == 8
+        await assert_idle(engine)
+
+
 async def process_gone(process: psutil.Process) -> None:
     """Block until the agent has ended its worker process."""
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:

@@ -174,6 +174,14 @@ class Supervisor:
             self.on_replaced(seconds)
 
 
+def delay_after(attempts: int, first: float, most: float) -> float:
+    """Return the seconds to wait after ``attempts`` failed attempts in a row.
+
+    They double from ``first`` to ``most``.
+    """
+    doublings = min(max(attempts - 1, 0), 30)  # further ones are too large for a float some day
+    return float(min(first * 2**doublings, most))
+
+
 def _delay(attempts: int) -> float:
-    """Return the seconds to wait after ``attempts`` failed attempts in a row."""
-    return float(min(FIRST_RESTART_DELAY * 2 ** max(attempts - 1, 0), MAX_RESTART_DELAY))
+    return delay_after(attempts, FIRST_RESTART_DELAY, MAX_RESTART_DELAY)

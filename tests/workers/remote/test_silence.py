@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trioserve.workers.remote.silence import MAX_LATENESS, Silence
+from trioserve.workers.supervisor import delay_after
 
 
 def test_a_link_is_lost_after_its_time_of_silence() -> None:
@@ -30,3 +31,8 @@ def test_heartbeats_come_several_times_in_either_ends_time() -> None:
     assert Silence(5.0, 0.0).interval == 1.0
     # The other end may not know a longer time yet.
     assert Silence(600.0, 0.0).interval == 2.0
+
+
+def test_attempts_become_rarer_and_go_on_for_days() -> None:
+    assert [delay_after(number, 0.5, 5.0) for number in range(7)] == [0.5, 0.5, 1, 2, 4, 5, 5]
+    assert delay_after(10**6, 0.5, 5.0) == 5.0

@@ -28,6 +28,7 @@ from trioserve.protocol.version import __version__
 from trioserve.workers.process import WorkerProcess, open_process
 from trioserve.workers.remote.link import RemoteLink
 from trioserve.workers.remote.silence import FIRST_TIMEOUT
+from trioserve.workers.supervisor import delay_after
 
 FIRST_DELAY = 0.5
 MAX_DELAY = 5.0
@@ -94,7 +95,7 @@ class Agent:
             except WorkerLost as error:
                 self._log_failure(str(error))
             self._attempts += 1
-            with trio.move_on_after(min(FIRST_DELAY * 2 ** (self._attempts - 1), MAX_DELAY)):
+            with trio.move_on_after(delay_after(self._attempts, FIRST_DELAY, MAX_DELAY)):
                 await self._leaving.wait()
 
     def _log_failure(self, reason: str) -> None:
