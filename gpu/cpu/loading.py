@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import attrs
 
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
-from gpu.cpu.draft_model import DraftModel
+from gpu.cpu.draft_model import CpuDraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.sampling import CompiledSampler
+from gpu.loading.draft_files import cannot_draft, open_draft_files
 from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
 from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ReadWeights
 from gpu.models.rope import cos_sin_table
 from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import SlotTable
 from gpu.weights import read_weights
-from trioserve.model_files import ModelConfig, ModelFiles, open_model
+from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.number_formats import ROUNDING
@@ -64,7 +65,7 @@ def load_on_cpu(
         ModelLoadError: the model can't be served so; one line says why and what to do.
     """
     refuse_cache_format(start)
-    draft_files = _draft_files(start)
+    draft_files = open_draft_files(start)
     if start.logits_processors:
         import torch  # which these are written for; it is to share the cores as all else does
 
@@ -81,7 +82,7 @@ def load_on_cpu(
         slots.adapters = adapters
     executor = CpuExecutor(whole.model, whole.sampler, slots, adjuster)
     if start.speculative is not None:
-        drafts: DraftModel | None = None
+        drafts: DraftModelSource | None = None
         if draft_files is not None:
             drafts = _draft_model(start, draft_files, dtype, threads, on_progress, whole, slots)
         times = _measure_steps(executor, slots, start)
@@ -204,18 +205,6 @@ def _by_torch(
     )
 
 
-def _draft_files(start: Start) -> ModelFiles | None:
-    """Return the files of the draft model; None if there is none."""
-    if start.speculative is None or not start.speculative.model:
-        return None
-    files = open_model(Path(start.speculative.model))
-    if not isinstance(files.config, ModelConfig):
-        raise ModelLoadError(
-            f"speculative_config: {files.name} can't draft: only transformers computes its family"
-        )
-    return files
-
-
 def _draft_model(
     start: Start,
     files: ModelFiles,
@@ -224,22 +213,22 @@ def _draft_model(
     on_progress: OnProgress,
     whole: _Whole,
     slots: SlotTable,
-) -> DraftModel:
-    """Return the draft model of ``files`` for the model of ``slots``, which are empty."""
+) -> DraftModelSource:
+    """Return the drafts of the model of ``files`` for the model of ``slots``, which are empty."""
     assert start.speculative is not None
     quantization = start.speculative.quantization
     start = attrs.evolve(start, max_lora_rank=0, quantization=quantization, dtype="auto")
     try:
         model = _compiled(start, files.native, dtype, threads, on_progress)
     except _NotCompiled as reason:
-        raise ModelLoadError(f"speculative_config: {files.name} can't draft: {reason}") from reason
+        raise cannot_draft(files, str(reason)) from reason
     _load_weights(model, files, on_progress)
     _give_cache(model, start, whole.num_pages, whole.num_host_pages)
     steps = _measure_steps(CpuExecutor(model, whole.sampler, slots), slots, start)
-    return DraftModel(
-        model,
+    return DraftModelSource(
+        CpuDraftModel(model, slots),
         slots,
-        vocab_size=whole.sampler.vocab_size,
+        vocab_size=min(whole.sampler.vocab_size, files.native.vocab_size),
         page_size=start.page_size,
         num_pages=whole.num_pages + whole.num_host_pages,
         max_tokens=start.max_num_batched_tokens,

@@ -138,6 +138,8 @@ class Drafter:
             self._step_times.observe(len(rows), sum(row.drafts for row in rows), seconds)
 
     def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
+        if self._batch_source is not None:
+            self._batch_source.note_pages(rows)
         if room is not None and room <= 0:
             return {}
         num_tokens = sum(row.count for row in rows)
@@ -145,8 +147,7 @@ class Drafter:
         if self._batch_source is None:
             found = self._look_up(rows, asking, num_tokens)
         else:
-            self._batch_source.note_pages(rows)
-            found = self._ask(self._batch_source, rows, asking, num_tokens)
+            found = self._ask(self._batch_source, rows, asking, num_tokens, room)
         if not found:
             return found
         chosen = self._choose(rows, num_tokens, found, room)
@@ -190,13 +191,25 @@ class Drafter:
         return [i for i in asking if i in tried or rows[i].slot.number in self._accepting]
 
     def _ask(
-        self, source: BatchSource, rows: Sequence[Row], asking: Sequence[int], num_tokens: int
+        self,
+        source: BatchSource,
+        rows: Sequence[Row],
+        asking: Sequence[int],
+        num_tokens: int,
+        room: int | None,
     ) -> dict[int, Draft]:
-        """Return drafts of ``source`` for the rows ``asking``, as long as is worth the time."""
+        """Return drafts of ``source`` for the rows ``asking``, as long as is worth the time.
+
+        None is longer than an even share of ``room``, rounded up.
+        """
         most = max((rows[i].drafts for i in asking), default=0)
+        if most and room is not None:
+            most = min(most, -(-room // len(asking)))
         if most and self._config.adaptive:
             guess = Draft([], 1, DraftKind.MODEL)
-            candidates = [(rows[i].drafts, self._probability(rows[i].slot, guess)) for i in asking]
+            candidates = [
+                (min(rows[i].drafts, most), self._probability(rows[i].slot, guess)) for i in asking
+            ]
             most = choose_depth(
                 num_tokens, candidates, self._step_times.seconds, source.seconds(len(asking))
             )

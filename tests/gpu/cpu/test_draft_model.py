@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.draft_model import DraftModel
+from gpu.cpu.draft_model import CpuDraftModel
+from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.sources import AskedDraft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import Row, Slot, SlotTable
@@ -64,7 +65,7 @@ def next_token(context: Sequence[int]) -> int:
 class Stage:
     """Slots as plans leave them, with a draft model beside them."""
 
-    def __init__(self, max_tokens: int = 64) -> None:
+    def __init__(self, max_tokens: int = 64, vocab_size: int = VOCAB) -> None:
         self.slots = SlotTable(
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,
@@ -73,10 +74,10 @@ class Stage:
             max_row_tokens=8,
         )
         self.model = PagesOfTokens()
-        self.drafts = DraftModel(
-            self.model,
+        self.drafts = DraftModelSource(
+            CpuDraftModel(self.model, self.slots),
             self.slots,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             page_size=PAGE_SIZE,
             num_pages=NUM_PAGES,
             max_tokens=max_tokens,
@@ -84,8 +85,14 @@ class Stage:
         )
 
     def open(
-        self, number: int, tokens: Sequence[int], pages: Sequence[int], computed: int = 0
+        self,
+        number: int,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        computed: int = 0,
+        copies: Sequence[tuple[int, int]] = (),
     ) -> Slot:
+        """Open a slot as a step does that copies pages."""
         opened = OpenSlot(
             slot=number,
             generation=0,
@@ -97,6 +104,9 @@ class Stage:
         )
         self.slots.apply(Plan(number=1, opened=[opened]))
         self.drafts.open(self.slots[number])
+        if copies:
+            self.drafts.copy_pages(np.array(copies, dtype=np.int32))
+        self.drafts.note_pages([])
         return self.slots[number]
 
     def close(self, number: int) -> None:
@@ -180,9 +190,8 @@ def test_copied_pages_are_as_ready_as_their_sources() -> None:
     stage = Stage()
     tokens = list(range(9))
     stage.look_up(stage.open(0, tokens, [0, 1, 2]), 1)
-    stage.drafts.copy_pages(np.array([[0, 40], [1, 41]], dtype=np.int32))
     before = stage.model.num_computed
-    moved = stage.open(1, tokens, [40, 41, 3], computed=8)
+    moved = stage.open(1, tokens, [40, 41, 3], computed=8, copies=[(0, 40), (1, 41)])
     assert stage.look_up(moved, 1) == following(tokens, 1)
     assert stage.model.num_computed == before + 1
 
@@ -192,3 +201,34 @@ def test_a_long_prompt_is_caught_up_with_in_pieces() -> None:
     tokens = [1] * 25
     slot = stage.open(0, tokens, range(10))
     assert [stage.look_up(slot, 2) for _ in range(3)] == [[], [], following(tokens, 2)]
+
+
+def test_a_page_is_as_ready_as_what_the_opening_step_copies_there() -> None:
+    stage = Stage()
+    other = stage.open(0, [9] * 5, [1, 2])
+    stage.look_up(other, 1)
+    # Page 1 has keys of other tokens until page 40 is copied there, which has none.
+    tokens = [7] * 5
+    slot = stage.open(1, tokens, [1, 3], computed=4, copies=[(40, 1)])
+    assert stage.look_up(slot, 2) == following(tokens, 2)
+
+
+def test_a_sequence_with_a_token_of_one_model_only_has_no_drafts() -> None:
+    stage = Stage(vocab_size=VOCAB - 10)
+    slot = stage.open(0, [1, 1, 1], range(9))
+    assert stage.look_up(slot, 1) == following([1, 1, 1], 1)
+    computed = stage.model.num_computed
+    append(slot, [VOCAB - 10])
+    assert stage.look_up(slot, 6) == []
+    assert stage.model.num_computed == computed
+
+
+def test_a_draft_of_one_model_only_ends_the_drafts() -> None:
+    tokens = next(
+        [first, 0]
+        for first in range(VOCAB)
+        if next_token([first, 0]) < 40 <= next_token([first, 0, next_token([first, 0])])
+    )
+    stage = Stage(vocab_size=40)
+    slot = stage.open(0, tokens, range(9))
+    assert stage.look_up(slot, 6) == following(tokens, 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gpu.sampling.drafting import drafter as drafter_module
 from gpu.sampling.drafting import sources as sources_module
 from gpu.sampling.drafting.drafter import Drafter
-from gpu.sampling.drafting.sources import Draft, DraftKind
+from gpu.sampling.drafting.sources import AskedDraft, Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.sampling.drawn import Drawn
 from gpu.slots import Row, Slot
@@ -196,3 +197,43 @@ def test_ngrams_know_the_sequence_alone() -> None:
     drafter._slots[0].slot = make_row(0, [9, 1, 2, 3, 4]).slot
     drafter.close(0)
     assert propose(drafter, make_row(1, [9, 2, 3])) == {}
+
+
+class AskedSource:
+    """A source that keeps what it was asked for, and which pages it was told of."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.num_noted = 0
+
+    def open(self, slot: Slot) -> None: ...
+
+    def close(self, number: int) -> None: ...
+
+    def copy_pages(self, copies: Any) -> None: ...
+
+    def note_pages(self, rows: Sequence[Row]) -> None:
+        self.num_noted += 1
+
+    def seconds(self, num_rows: int) -> float:
+        return 0.0
+
+    def look_up(self, asked: Mapping[int, AskedDraft]) -> dict[int, Draft]:
+        self.asked += [each.most for each in asked.values()]
+        return {i: Draft([9] * each.most, 1, DraftKind.MODEL) for i, each in asked.items()}
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_model_drafts_as_many_as_there_is_room_for(adaptive: bool) -> None:
+    source, config = AskedSource(), SpeculativeConfig(adaptive=adaptive)
+    drafter = Drafter(config, StepTimes({1: 1.0, 8: 1.0}), source)
+    rows = [make_row(number, [1, 2], room) for number, room in enumerate((1, 8, 8))]
+    for row in rows:
+        drafter.open(row.slot)
+    # The share of each is three, and the first has room for one.
+    added, drafts = drafter.add_drafts(rows, 8)
+    assert source.asked == [1, 3, 3]
+    assert [row.drafts for row in added] == [len(drafts[i].tokens) for i in range(3)]
+    # Without room nothing is asked for, but pages are noted.
+    assert drafter.add_drafts(rows, 0)[1] == {}
+    assert (len(source.asked), source.num_noted) == (3, 2)
