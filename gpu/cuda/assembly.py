@@ -82,11 +82,12 @@ def assemble(
     timeline: Timeline,
     adjuster: Adjuster | None = None,
     adapter_slots: AdapterSlots | None = None,
+    slots: SlotTable | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
     """Return an executor for ``model``, and the slots with the block tables that it reads.
 
-    ``adjuster`` adjusts logits before a token is drawn; None adjusts nothing.
-    ``adapter_slots`` hold the adapters that sequences may have; none may have one if it is None.
+    ``adjuster`` adjusts logits before a token is drawn, ``adapter_slots`` hold the adapters that
+    sequences may have; None for none. ``slots`` are another executor's; None makes new ones.
 
     Raises:
         ValueError: the kernels aren't made for the model's shape.
@@ -113,7 +114,8 @@ def assemble(
         processed_logprobs=limits.logprobs_mode == "processed",
         appends=not limits.drafts,
     )
-    slots = _slot_table(limits, config.vocab_size)
+    if slots is None:
+        slots = _slot_table(limits, config.vocab_size)
     adapters = None
     if adapter_slots is not None:
         adapters = CudaAdapters(loader, buffer, adapter_slots, config)

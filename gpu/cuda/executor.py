@@ -131,13 +131,17 @@ class CudaExecutor:
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         if not rows:
-            self._attention.copy_pages(copies)
+            self.copy_pages(copies)
             return CudaSubmission(CudaStep(), self.draw, self._timeline.skip_step())
         step = self.begin(rows, copies)
         submission = CudaSubmission(step, self.draw)
         if not self._slot_options.needs_unknown_token(step.rows):
             submission.sample()
         return submission
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Queue copies of pages, one after the other: [C, 2], source and destination."""
+        self._attention.copy_pages(copies)
 
     def adjusts(self, row: Row) -> bool:
         """Return whether the logits of ``row`` are adjusted before a token is drawn."""
@@ -190,13 +194,20 @@ class CudaExecutor:
     def _forward_padded(self, graphs: GraphLadder, size: int) -> torch.Tensor:
         return self._head(self._forward(size, adapted=graphs is self._adapted))
 
-    def begin(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> CudaStep:
+    def begin(
+        self,
+        rows: Sequence[Row],
+        copies: Copies = NO_COPIES,
+        from_host: Sequence[Row] | None = None,
+    ) -> CudaStep:
         """Queue copies and the forward pass of at least one row, and what is reported of it.
 
-        A row with drafts becomes as many rows of one token (:func:`single_tokens`). Every layer
-        writes the keys and values of all rows before it attends, so each sees those before it.
+        A row with drafts becomes rows of one token (:func:`single_tokens`). Each sees those before
+        it, as every layer writes all keys and values before it attends. ``from_host`` are rows
+        whose tokens the device may lack: those of one token if the sampler doesn't append any.
         """
-        decoding = [] if self._sampler.appends else [row for row in rows if row.count == 1]
+        if from_host is None:
+            from_host = [] if self._sampler.appends else [row for row in rows if row.count == 1]
         rows = [each for row in rows for each in single_tokens(row)]
         sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
@@ -210,9 +221,9 @@ class CudaExecutor:
         with torch.inference_mode():
             replay = self._pack_attention(layout, replayable, adapted)
             place_of = self._pack_rows(ordered, layout, replay)
-            self._state.pack(ordered, self._slots, decoding)
+            self._state.pack(ordered, self._slots, from_host)
             self._timeline.begin_step()
-            self._attention.copy_pages(copies)
+            self.copy_pages(copies)
             if self._adapters is not None and adapted:
                 self._adapters.pack(ordered, padded_to=0 if replay is None else replay.size)
             self._buffer.upload()

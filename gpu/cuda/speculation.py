@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from gpu.cuda.draft_model import CudaDraftModel
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.step import CudaStep, CudaSubmission
 from gpu.executor import NO_COPIES, Copies, Finished, Submission
@@ -24,13 +25,21 @@ from gpu.slots import Row, Slot
 class SpeculativeExecutor:
     """:class:`gpu.executor.Executor` that verifies drafts of ``drafter``.
 
-    ``max_rows`` is the most rows of one token that ``executor`` computes in a step.
+    ``max_rows`` is the most rows of one token that ``executor`` computes in a step. The steps of
+    ``draft_model``, which drafts for ``drafter``, count as a part of the step that they draft for.
     """
 
-    def __init__(self, executor: CudaExecutor, drafter: Drafter, max_rows: int) -> None:
+    def __init__(
+        self,
+        executor: CudaExecutor,
+        drafter: Drafter,
+        max_rows: int,
+        draft_model: CudaDraftModel | None = None,
+    ) -> None:
         self._executor = executor
         self._drafter = drafter
         self._max_rows = max_rows
+        self._draft_model = draft_model
 
     @property
     def completions(self) -> None:
@@ -50,9 +59,13 @@ class SpeculativeExecutor:
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         began = time.perf_counter()
+        if len(copies):
+            self._drafter.copy_pages(copies)
         rows, drafts = self._drafter.add_drafts(rows, self._max_rows - len(rows))
         compute = self._verify if drafts else self._compute
         drawn = compute(rows, copies)
+        if self._draft_model is not None:
+            drawn.times = _joined([*self._draft_model.take_times(), drawn.times])
         self._drafter.learn(rows, drafts, drawn, time.perf_counter() - began)
         return Finished(drawn)
 
@@ -86,11 +99,15 @@ class SpeculativeExecutor:
 def _with_reports(drawn: Drawn, parts: Sequence[Drawn]) -> Drawn:
     """Return ``drawn`` with what the parts of its step report besides tokens."""
     drawn.prompts, drawn.pooled = parts[0].prompts, parts[0].pooled
-    times = [part.times for part in parts]
-    drawn.times = DeviceTimes(
+    drawn.times = _joined([part.times for part in parts])
+    return drawn
+
+
+def _joined(times: Sequence[DeviceTimes]) -> DeviceTimes:
+    """Return the times of parts that follow each other, as those of one step."""
+    return DeviceTimes(
         step_us=sum(each.step_us for each in times),
         gap_us=sum(each.gap_us for each in times) + sum(each.idle_us for each in times[1:]),
         idle_us=times[0].idle_us,
         launch_us=sum(each.launch_us for each in times),
     )
-    return drawn

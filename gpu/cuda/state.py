@@ -92,16 +92,16 @@ class DeviceState:
         self._pages_known[slot.number] = 0
         self._opened[slot.number] = slot.tokens.copy()
 
-    def pack(self, rows: Sequence[Row], slots: SlotTable, decoding: Sequence[Row] = ()) -> None:
+    def pack(self, rows: Sequence[Row], slots: SlotTable, from_host: Sequence[Row] = ()) -> None:
         """Put the changes since the last step into the step buffer, before its upload.
 
-        ``decoding`` are rows of one token and drafts, whose tokens come from the host because no
-        sampler appends them.
+        ``from_host`` are rows whose tokens and drafts the device may lack, because no sampler has
+        appended them.
         """
         indices: list[npt.NDArray[np.int64]] = []
         values: list[npt.NDArray[np.int32]] = []
         room = MAX_UPDATES
-        for first, numbers in [*self._decoded(decoding), *self._changes(rows, slots)]:
+        for first, numbers in [*self._missing(from_host), *self._changes(rows, slots)]:
             if len(numbers) > room:
                 self._large.append((first, numbers))
                 continue
@@ -138,7 +138,7 @@ class DeviceState:
                 self._pages_known[number] = num_pages
         return changes
 
-    def _decoded(self, rows: Sequence[Row]) -> list[_Run]:
+    def _missing(self, rows: Sequence[Row]) -> list[_Run]:
         """Return the tokens of ``rows`` and their drafts, without those that an opening brings."""
         runs = []
         for row in rows:

@@ -104,9 +104,11 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError(
             "--speculative-config is for models of this server's own kernels: leave it out"
         )
-    if kind == "cuda" and start.speculative.model:
+    quantization = start.speculative.quantization
+    if kind == "cuda" and quantization not in ("auto", "none"):
         raise ModelLoadError(
-            "speculative_config: a draft model is for a CPU; on a GPU use suffix or ngram"
+            f"speculative_config: quantization {quantization} is for a CPU: leave it out, or use "
+            "--device cpu"
         )
 
 

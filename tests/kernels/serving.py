@@ -12,6 +12,7 @@ import torch
 
 from gpu.attention import StepLayout
 from gpu.cuda.assembly import ServingLimits, assemble
+from gpu.cuda.draft_model import CudaDraftModel
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.graphs import Capturer, CudaCapturer
 from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
@@ -45,6 +46,10 @@ class Server:
     executor: CudaExecutor
     runner: Runner
     maker: PlanMaker
+    _limits: ServingLimits
+    _timeline: Timeline
+    _capturer: Capturer | None
+    """None if steps have no graphs."""
 
     @classmethod
     def of(
@@ -60,15 +65,8 @@ class Server:
         **limits: Any,
     ) -> Server:
         taped = TapedLoader(loader)
-        config = open_model(folder).config
-        operations = CudaOperations(
-            taped,
-            hidden_size=config.hidden_size,
-            mlp_sizes=config.mlp_sizes,
-            dtype=dtype,
-        )
-        weights = ((name, tensor.to(loader.device)) for name, tensor in _weights(folder, dtype))
-        model = build_model(config, weights, operations)
+        model = _decoder(folder, taped, dtype)
+        config = model.config
         fields: dict[str, Any] = {
             "max_model_len": 256,
             "max_num_seqs": max_num_seqs,
@@ -87,14 +85,23 @@ class Server:
             adapter_slots = AdapterSlots(config, 64, dtype, loader.device, count=2)
             for number, path in enumerate(adapters, 1):
                 adapter_slots.store.put(number, read_adapter(path, config, 64))
-        executor, slots = assemble(
-            taped, model, ServingLimits(**fields), timeline, adjuster, adapter_slots
-        )
+        serving = ServingLimits(**fields)
+        executor, slots = assemble(taped, model, serving, timeline, adjuster, adapter_slots)
         if graphs:
             executor.capture(capturer, max_num_seqs, lambda done, total: None)
         runner = Runner(executor, slots, max_num_batched_tokens=fields["max_num_batched_tokens"])
         maker = PlanMaker(runner.step, page_size=fields["page_size"], num_pages=NUM_PAGES)
-        return cls(taped, executor, runner, maker)
+        used = capturer if graphs else None
+        return cls(taped, executor, runner, maker, serving, timeline, used)
+
+    def draft_model(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> CudaDraftModel:
+        """Return the model of ``folder`` as a draft model over this server's slots and pages."""
+        model = _decoder(folder, self.loader, dtype)
+        limits = attrs.evolve(self._limits, drafts=False)
+        executor, _ = assemble(self.loader, model, limits, self._timeline, slots=self.runner.slots)
+        if self._capturer is not None:
+            executor.capture(self._capturer, limits.max_num_seqs, lambda done, total: None)
+        return CudaDraftModel(executor, limits.max_num_seqs)
 
 
 class Judge:
@@ -166,6 +173,15 @@ def _timeline_and_capturer(loader: TapedLoader) -> tuple[Timeline, Capturer]:
     if torch.cuda.current_stream() == torch.cuda.default_stream():
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return CudaTimeline(loader.device), CudaCapturer()
+
+
+def _decoder(folder: Path, loader: TapedLoader, dtype: torch.dtype) -> Decoder:
+    config = open_model(folder).config
+    operations = CudaOperations(
+        loader, hidden_size=config.hidden_size, mlp_sizes=config.mlp_sizes, dtype=dtype
+    )
+    weights = ((name, tensor.to(loader.device)) for name, tensor in _weights(folder, dtype))
+    return build_model(config, weights, operations)
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

@@ -97,9 +97,16 @@ def start(folder: Path, **changes: Any) -> wire.Start:
     return start_message(folder, **{**fields, **changes})
 
 
-def load(folder: Path, gpu: FakeGpu, stages: list[str] | None = None, **changes: Any) -> Loaded:
+def load(
+    folder: Path,
+    gpu: FakeGpu,
+    stages: list[str] | None = None,
+    *,
+    pages_measured: int = 6,
+    **changes: Any,
+) -> Loaded:
     # Three rows of 20 tokens are the largest step: two pages each.
-    gpu.pages_measured = 6
+    gpu.pages_measured = pages_measured
 
     def on_progress(stage: str, done: int, total: int) -> None:
         if stages is not None:
@@ -220,11 +227,70 @@ def test_drafts_have_room_beside_one_sequence(folder: Path) -> None:
     assert gpu.loader.num_launches == before  # a graph
 
 
-def test_a_draft_model_on_a_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a draft model whose pages are half as large."""
+    where = tmp_path_factory.mktemp("small")
+    return make_tiny("llama2", where, seed=1, head_dim=64, num_hidden_layers=1)
+
+
+def drafting(model: Path, **fields: Any) -> SpeculativeConfig:
+    options = {"num_speculative_tokens": 2, "adaptive": False, **fields}
+    return SpeculativeConfig(method="draft_model", model=str(model), **options)
+
+
+def test_a_draft_model_has_its_share_of_the_memory(folder: Path, small: Path) -> None:
+    stages: list[str] = []
+    gpu = FakeGpu()
+    loaded = load(folder, gpu, stages, pages_measured=9, speculative=drafting(small))
+    assert gpu.built == gpu.loader.loaded
+    graphs = 2 * (len(ladder(3)) + 1)
+    of_graphs = gpu.activations + graphs * (2 + 1) * 14 * 8192
+    left = 48 * MIB - gpu.held - gpu.activations - of_graphs
+    assert loaded.num_pages == left // (PAGE_BYTES + PAGE_BYTES // 2)
+    assert {"CUDA graphs 4/4", "CUDA graphs of the draft model 4/4"} <= set(stages)
+    with pytest.raises(ModelLoadError, match="the weights take"):
+        # The model alone would fit.
+        load(folder, FakeGpu(total=600 << 10, held=0), speculative=drafting(small))
+
+
+def test_a_draft_model_drafts(folder: Path) -> None:
+    gpu = FakeGpu()
+    loaded = load(folder, gpu, pages_measured=12, speculative=drafting(folder))
+    assert loaded.max_row_tokens == 3
+    runner = Runner(loaded.executor, loaded.slots, max_num_batched_tokens=60)
+    maker = PlanMaker(runner.step, page_size=16, num_pages=loaded.num_pages)
+    maker.open(0, [5, 6, 7, 8])
+    assert len(maker.step({0: 4})[0]) == 1
+    # The prompt is computed as such, what follows by graphs alone.
+    assert len(maker.step({0: 3})[0]) == 3
+    before = gpu.loader.num_launches
+    assert [len(maker.step({0: 3})[0]) for _ in range(3)] == [3, 3, 3]
+    assert gpu.loader.num_launches == before
+
+
+def test_a_draft_model_of_experts_has_no_graphs(folder: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+    experts = make_tiny("mixtral", tmp_path, head_dim=64)
+    load(folder, FakeGpu(), stages, speculative=drafting(experts))
+    assert "CUDA graphs 4/4" in stages
+    assert not any("of the draft model" in stage for stage in stages)
+
+
+def test_a_draft_model_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> None:
+    odd = make_tiny("llama2", tmp_path, head_dim=48)
+    line = f"speculative_config: {odd.name} can't draft: on a GPU, head_dim is 48"
+    with pytest.raises(ModelLoadError, match=line):
+        load(folder, FakeGpu(), speculative=drafting(odd))
+
+
+def test_a_draft_model_in_fewer_bits_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
-    options = SpeculativeConfig(method="draft_model", model=str(folder))
-    with pytest.raises(ModelLoadError, match="on a GPU use suffix or ngram"):
-        loading.load(start(folder, speculative=options), lambda stage, done, total: None)
+    message = start(folder, speculative=drafting(folder, quantization="int4"))
+    with pytest.raises(ModelLoadError, match="speculative_config: quantization int4 is for a CPU"):
+        loading.load(message, lambda stage, done, total: None)
 
 
 def test_from_start_to_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
