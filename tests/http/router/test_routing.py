@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +39,10 @@ async def warm(routed: Routed) -> None:
 def choices(metrics: str) -> dict[str, int]:
     """Return the number of choices for each reason."""
     found = re.findall(r'choices_total{reason="(\w+)",.*} (\d+)\.0', metrics)
-    return {reason: int(count) for reason, count in found}
+    total: Counter[str] = Counter()
+    for reason, count in found:
+        total[reason] += int(count)
+    return dict(total)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -198,3 +203,42 @@ async def test_a_wrong_request_is_refused_by_a_server() -> None:
         refused = await client.post("/v1/completions", content=too_large)
         assert refused.status_code == 413
         assert routed.served() == before
+
+
+async def test_the_workers_of_all_servers_are_compared() -> None:
+    async with (
+        open_routed(2, slow, data_parallel_size=2) as routed,
+        routed.client() as client,
+    ):
+        prompts = [f"{number} {TEXT}" for number in range(4)]
+        for prompt in prompts * 2:
+            body = {"prompt": prompt, "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            await routed.wait_followed()
+        num_pages = sum(len(pages(each)) for each in routed.servers)
+        # Each prompt was computed once, and is cached by one worker.
+        assert num_pages == sum(len(prompt) // 16 for prompt in prompts)
+        used = {
+            (index, worker)
+            for index, upstream in enumerate(routed.upstreams)
+            for worker, own in upstream.copied.pages.items()
+            if own
+        }
+        assert len(used) > 1
+        assert choices((await client.get("/metrics")).text) == {"load": 4, "cached": 4}
+
+
+async def test_a_request_for_an_adapter_goes_where_it_is(tmp_path: Path) -> None:
+    async with open_routed(2, slow, enable_lora=True) as routed, routed.client() as client:
+        await routed.servers[1].engine.load_adapter("poet", tmp_path)
+        with trio.fail_after(30):
+            while "poet" not in routed.upstreams[1].models:
+                await trio.sleep(0.01)
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in models] == ["fake", "poet"]
+        before = routed.served()
+        for _ in range(3):
+            body = {"model": "poet", "prompt": TEXT, "max_tokens": 2}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        assert routed.served() == [before[0], before[1] + 3]
