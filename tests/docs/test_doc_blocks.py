@@ -24,6 +24,7 @@ from tests.support.doc_blocks import ROOT, Block, Command, blocks, commands_of, 
 from trioserve.cli import flags
 from trioserve.cli.mock import mock_steps
 from trioserve.cli.parser import parse
+from trioserve.cli.route import upstreams_of
 from trioserve.cli.usage import UsageError
 
 SESSION_LANGUAGES = ("console", "bash")
@@ -41,6 +42,7 @@ def check_trioserve(words: Sequence[str]) -> None:
     arguments = vars(parse(words))
     checks: dict[str, Callable[[], object]] = {
         "serve": lambda: (flags.server_config(arguments, {}), mock_steps(arguments)),
+        "route": lambda: upstreams_of(flags.router_config(arguments, {})),
         "chat": lambda: (
             flags.engine_config(arguments, {}),
             flags.sampling_fields(arguments),
