@@ -340,7 +340,7 @@ async def test_another_model_is_refused_by_name(model: Path, tls: Path) -> None:
         agent = agent_for(address_of(engine), tls, model, checksum="0" * 32)
         with pytest.raises(TrioserveError, match=f"checksum {'0' * 32}.*give both the same MODEL"):
             await agent.run()
-        assert len(engine.workers) == 1
+        await wait_states(engine, "running")
 
 
 async def test_a_worker_that_can_not_load_ends_with_the_reason(model: Path, tls: Path) -> None:
@@ -350,7 +350,7 @@ async def test_a_worker_that_can_not_load_ends_with_the_reason(model: Path, tls:
         )
         with pytest.raises(TrioserveError, match=r"the engine refused the worker: .*config\.json"):
             await agent.run()
-        assert [each.state for each in engine.workers] == ["running"]
+        await wait_states(engine, "running")
         assert len(await ask(engine)) == 4
 
 

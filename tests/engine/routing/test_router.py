@@ -184,8 +184,8 @@ async def test_the_router_knows_what_the_workers_have(seed: int, autojump_clock:
                     several.abort(rng.choice(sent[-9:]).sequences[0], ABORT)
             if number == 100:
                 added = several.make()
-                several.add(added)
                 await several.start(nursery, added, 3)
+                several.add(added)
             if number == 200:
                 first = several[1]
                 with several.placement.retiring(first):
