@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -73,6 +74,8 @@ class Drafter:
         """Slots whose last drafts were accepted, if only in part."""
         self._first_tried = 0
         """Slot from which on others are tried next."""
+        self._source_seconds = 0.0
+        """Time that the batch source took for the drafts of this step."""
 
     def open(self, slot: Slot) -> None:
         """Begin with a sequence; forget an earlier one in the slot."""
@@ -124,7 +127,7 @@ class Drafter:
     ) -> None:
         """Note how long a step took, and how many of its drafts were accepted.
 
-        ``rows`` and ``drafts`` are those of :meth:`add_drafts`.
+        ``rows`` and ``drafts`` are those of :meth:`add_drafts`, whose time is part of ``seconds``.
         """
         if drafts:
             assert drawn.counts is not None
@@ -135,9 +138,12 @@ class Drafter:
                 self._acceptance.add(number, draft, accepted[i])
                 (self._accepting.add if accepted[i] else self._accepting.discard)(number)
         if rows and all(row.count == 1 for row in rows):
+            # The time of a draft model is a part of its own in the choice of a depth.
+            seconds -= self._source_seconds
             self._step_times.observe(len(rows), sum(row.drafts for row in rows), seconds)
 
     def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
+        self._source_seconds = 0.0
         if self._batch_source is not None:
             self._batch_source.note_pages(rows)
         if room is not None and room <= 0:
@@ -219,7 +225,10 @@ class Drafter:
         if not most:
             return {}
         asked = {i: AskedDraft(rows[i].slot, min(rows[i].drafts, most)) for i in asking}
-        return source.look_up(asked)
+        began = time.perf_counter()
+        found = source.look_up(asked)
+        self._source_seconds = time.perf_counter() - began
+        return found
 
     def _sources(self, slot: Slot) -> list[Source]:
         opened = self._slots[slot.number]

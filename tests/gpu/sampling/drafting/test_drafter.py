@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -237,3 +238,24 @@ def test_a_model_drafts_as_many_as_there_is_room_for(adaptive: bool) -> None:
     # Without room nothing is asked for, but pages are noted.
     assert drafter.add_drafts(rows, 0)[1] == {}
     assert (len(source.asked), source.num_noted) == (3, 2)
+
+
+class SlowSource(AskedSource):
+    """A source that takes 50 ms."""
+
+    def look_up(self, asked: Mapping[int, AskedDraft]) -> dict[int, Draft]:
+        time.sleep(0.05)
+        return super().look_up(asked)
+
+
+def test_the_time_of_a_draft_model_is_no_part_of_the_step_that_verifies() -> None:
+    times = StepTimes({1: 0.01, 8: 0.01})
+    drafter = Drafter(SpeculativeConfig(adaptive=False), times, SlowSource())
+    row = make_row(0, [1, 2])
+    drafter.open(row.slot)
+    began = time.perf_counter()
+    rows, drafts = drafter.add_drafts([row])
+    seconds = time.perf_counter() - began
+    drawn = Drawn(tokens=np.zeros(9, np.int32), counts=np.full(1, 9))
+    drafter.learn(rows, drafts, drawn, seconds + 0.01)
+    assert times.seconds(1, 8) < 0.012
