@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -122,7 +123,8 @@ class Notes:
 
     def know(self, server: Server, scenarios: Sequence[Scenario]) -> None:
         """Note how a server is started for ``scenarios``."""
-        started = {**server.versions, "started_with": " ".join(server.argv(0)[1:])}
+        command = " ".join(server.argv(0)[1:]).replace(f"{Path(__file__).parents[2]}/", "")
+        started = {**server.versions, "started_with": command}
         for scenario in scenarios:
             self.servers.setdefault(scenario.name, {})[server.title] = started
 
