@@ -295,13 +295,10 @@ class PrefixCache:
                 self._discard(node)
 
     def flush(self) -> int:
-        """Clear the cache: free idle pages, and hide the pages that sequences hold.
+        """Free idle pages, and hide those that sequences hold; return the number of freed pages.
 
         Held pages move to a namespace that no new sequence uses. Their holders go on in the
         :meth:`flushed` form of their own namespace.
-
-        Returns:
-            The number of freed pages.
         """
         host = self.pool.host
         freed = host.num_stored + self.pool.num_idle
@@ -321,9 +318,7 @@ class PrefixCache:
         return freed
 
     def flushed(self, namespace: Namespace) -> Namespace:
-        """Return the namespace in which the pages of ``namespace`` are since the last
-        :meth:`flush`.
-        """
+        """Return the namespace that pages of ``namespace`` have since the last :meth:`flush`."""
         return (*namespace, FLUSHED, self._num_flushes)
 
     def check(self) -> None:

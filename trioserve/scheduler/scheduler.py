@@ -20,12 +20,7 @@ from trioserve.config import EngineConfig
 from trioserve.observability.logs import get_logger
 from trioserve.observability.scheduler_statistics import Observer, SchedulerStatistics
 from trioserve.protocol import wire
-from trioserve.protocol.errors import (
-    InvalidRequest,
-    RequestAborted,
-    WorkerLost,
-    WorkerSentAway,
-)
+from trioserve.protocol.errors import InvalidRequest, RequestAborted, WorkerLost, WorkerSentAway
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.beams import StopStringAtEnd
