@@ -112,10 +112,11 @@ async def test_gaps_while_a_long_prompt_is_computed(autojump_clock: MockClock) -
 def test_products_beside_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SHAPES", [(64, 576), (32, 1536)])
     made = products.measure(rows=(1, 3), rounds=1)
-    heads, _, one, two = made.table.splitlines()
+    heads, _, one, two, _, note = made.table.splitlines()
     assert heads.startswith("| rows | oneDNN bf16, GFLOP/s | bf16, GFLOP/s | q8_0, GFLOP/s |")
     assert one.startswith("| 1 |")
     assert two.startswith("| 3 |")
+    assert note.startswith("One row reads the weights in bf16 at ")
     assert [each["bound"] for each in made.facts["verdicts"]] == [1.2, 1.2]
 
 

@@ -202,7 +202,7 @@ async def test_loads_are_told_as_the_router_sees_them(autojump_clock: object) ->
                 assert (load.num_prompts, load.num_free) == (2, -2)
                 assert load.context > 4
                 assert load.is_known
-                seen = load.load(load.model(), cached=0, cached_on_host=0, prompt_tokens=7, num=1)
+                seen = load.load(prompt_tokens=7, num=1)
                 assert (seen.num_ahead, seen.num_prompts) == (4, 3)
                 assert seen.model.predict(StepLoad(decodes=1)) > 0
                 nursery.cancel_scope.cancel()

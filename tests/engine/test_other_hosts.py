@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +77,15 @@ def worker_processes() -> list[psutil.Process]:
     return found
 
 
-async def test_an_engine_without_workers_opens_when_one_has_joined(
-    model: Path, tls: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    agents: list[Any] = []
-
-    async def start_late(nursery: trio.Nursery) -> None:
-        while not told(caplog, "listening for workers"):
-            await trio.sleep(0.01)
-        address = told(caplog, "listening for workers")[0].partition("address=")[2].strip("'")
-        agents.append(agent_for(address, tls, model))
-        nursery.start_soon(agents[0].run)
-
+async def test_an_engine_without_workers_opens_when_one_has_joined(model: Path, tls: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    agent = agent_for(address, tls, model)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(start_late, nursery)
-        async with open_mock_engine(model, tls, data_parallel_size=0) as engine:
+        nursery.start_soon(agent.run)
+        async with open_mock_engine(
+            model, tls, data_parallel_size=0, worker_listen=address
+        ) as engine:
             (output,) = await ask(engine, 1)
             assert len(output) == TOKENS
             (report,) = engine.workers
@@ -103,7 +97,7 @@ async def test_an_engine_without_workers_opens_when_one_has_joined(
             assert 'worker_round_trip_seconds{engine="0",' in text
             assert 'worker_plan_bytes_total{engine="0",' in text
             await assert_idle(engine)
-        agents[0].leave()
+        agent.leave()
 
 
 async def test_a_joined_worker_shares_the_work_and_leaves(model: Path, tls: Path) -> None:

@@ -171,6 +171,8 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
         "_scheduler",
         "num_moves",
         "num_cached_when_placed",
+        "coming",
+        "_prompt_column",
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
     assert {field.name for field in attrs.fields(Request)} - stays == travels

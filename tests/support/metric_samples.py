@@ -64,6 +64,7 @@ def report(index: int, state: str) -> WorkerReport:
         state=state,
         device="fake",
         pid=None,
+        host="other" if index else None,
         restarts=index,
         last_loss=None,
         num_running=2 * (1 - index),
@@ -73,6 +74,8 @@ def report(index: int, state: str) -> WorkerReport:
         pages_free=1 - index,
         pages_cached=1 + 3 * index,
         decode_ms=1.0,
+        plan_bytes=90 * index,
+        round_trip_ms=2.0 if index else None,
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import copy
 from unittest import mock
 
-import attrs
+import numpy as np
 import pytest
 
 from tests.faults import planted
 from tests.faults.planted import FAULTS, PlantedFault, find, main
-from trioserve.engine.routing.policy import Policy, WorkerLoad
+from trioserve.engine.routing.policy import Bools, KnownPrefix, Loads, Policy
 from trioserve.testing.simulation import draw_scenario, run_scenario
 from trioserve.testing.simulation.draw import FIRST_CLUSTERS
 
@@ -25,14 +25,15 @@ def test_a_planted_fault_is_found(fault: PlantedFault) -> None:
 
 def test_a_router_that_is_wrong_is_no_fault() -> None:
     """It doesn't know of what the caches hold, and decides by the loads of some requests ago."""
-    seen: list[tuple[WorkerLoad, ...]] = []
+    seen: list[Loads] = []
     choose = Policy.choose
 
-    def choose_wrongly(self: Policy, loads: Sequence[WorkerLoad], prompt: int) -> int:
-        forgetful = (attrs.evolve(each, cached=0, cached_on_host=0) for each in loads)
-        seen.append(tuple(forgetful))
+    def choose_wrongly(
+        self: Policy, loads: Loads, prompt: int, prefix: KnownPrefix, among: Bools | None = None
+    ) -> int:
+        seen.append(copy.deepcopy(loads))
         stale = [each for each in seen[-8:] if len(each) == len(loads)]
-        return choose(self, stale[0], prompt)
+        return choose(self, stale[0], prompt, KnownPrefix(cached=np.zeros(len(loads))), among)
 
     with mock.patch.object(Policy, "choose", choose_wrongly):
         for seed in range(FIRST_CLUSTERS, FIRST_CLUSTERS + 60):

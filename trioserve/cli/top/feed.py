@@ -111,7 +111,7 @@ def _decode(data: bytes, kind: type[Decoded], url: str) -> Decoded:
     """
     try:
         value = _drawable(msgspec.json.decode(data)) if data.count(b",") <= _MAX_VALUES else None
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)
     except (*DECODING_ERRORS, msgspec.ValidationError) as error:
         # Another version of the server may lack a field, or have another type.
         raise RemoteError(
