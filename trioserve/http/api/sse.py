@@ -8,6 +8,7 @@ to be entered and left in the task that serves the request.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import math
 from collections.abc import Awaitable, Callable
@@ -124,6 +125,24 @@ class EventBody(ResponseBody):
     @abc.abstractmethod
     async def __anext__(self) -> bytes:
         """Return the next events."""
+
+
+class FeedBody(EventBody):
+    """Body of a feed that isn't of a request. What it enters in its scope is left with it."""
+
+    framing = Framing(last=b"")
+
+    def __init__(self) -> None:
+        self._scope = contextlib.AsyncExitStack()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The client's disconnect isn't an error of what the feed reads.
+        await self._scope.aclose()
 
 
 class EventStream(EventBody):

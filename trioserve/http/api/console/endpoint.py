@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from types import TracebackType
 
 import quart
 import trio
@@ -15,7 +13,7 @@ from trioserve.http.api.console.files import PAGE, SECURITY_HEADERS, read_files
 from trioserve.http.api.console.schemas import LiveQuery
 from trioserve.http.api.server_api import TakeSnapshot
 from trioserve.http.api.service import Service
-from trioserve.http.api.sse import EventBody, Framing, named_event, stream_response
+from trioserve.http.api.sse import FeedBody, named_event, stream_response
 from trioserve.observability.live import Hello, due_after, hello_of
 
 
@@ -60,19 +58,17 @@ class ConsoleEndpoints:
         return feed if quart.request.method == "GET" else quart.Response(b"", headers=feed.headers)
 
 
-class _Feed(EventBody):
+class _Feed(FeedBody):
     """Stream of snapshots. One is taken when the one before has left, so a slow client gets fewer.
 
     It ends when the server drains, after a snapshot that says so.
     """
 
-    framing = Framing(last=b"")
-
     def __init__(self, service: Service, query: LiveQuery, hello: Hello) -> None:
+        super().__init__()
         self._service = service
         self._query = query
         self._hello: Hello | None = hello
-        self._scope = contextlib.AsyncExitStack()
         self._take: TakeSnapshot | None = None
         self._due = 0.0
         self._left = query.pictures or math.inf
@@ -84,15 +80,6 @@ class _Feed(EventBody):
         )
         self._take = await self._scope.enter_async_context(watch)
         return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # The client's disconnect isn't an error of the monitor.
-        await self._scope.aclose()
 
     async def __anext__(self) -> bytes:
         if self._hello is not None:

@@ -6,15 +6,12 @@ The first event, ``server``, names the models; another one follows when they cha
 
 from __future__ import annotations
 
-import contextlib
-from types import TracebackType
-
 import msgspec
 import trio
 
 from trioserve.http.api.server_api import TakeChanges
 from trioserve.http.api.service import Service
-from trioserve.http.api.sse import EventBody, Framing, named_event
+from trioserve.http.api.sse import FeedBody, named_event
 from trioserve.protocol.errors import Draining
 
 MIN_INTERVAL = 0.01
@@ -30,14 +27,12 @@ class ServedModels(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a page."""
 
 
-class CacheStream(EventBody):
+class CacheStream(FeedBody):
     """Body of the stream. A batch is taken when the one before has left the server."""
 
-    framing = Framing(last=b"")
-
     def __init__(self, service: Service) -> None:
+        super().__init__()
         self._service = service
-        self._scope = contextlib.AsyncExitStack()
         self._take: TakeChanges | None = None
         self._told: ServedModels | None = None
         self._due = 0.0
@@ -48,15 +43,6 @@ class CacheStream(EventBody):
             raise Draining("the server is shutting down")
         self._take = await self._scope.enter_async_context(self._service.server_api.read_cache())
         return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # The client's disconnect isn't an error of the feed.
-        await self._scope.aclose()
 
     async def __anext__(self) -> bytes:
         served = self._served()
