@@ -7,6 +7,7 @@ what would never come.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import trio
 import trio.testing
 
 from tests.support.model_server import Server, serving
+from trioserve.protocol.gc_tuning import without_gc
 
 TEST_TIMEOUT = 180.0
 SLOW_MODULES = {
@@ -103,6 +105,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "thorough: a test that only a change of kernels can break; see tests/thorough.py"
     )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude what the test modules make and import from garbage collections, which become rare.
+
+    Each full collection would look at millions of objects that live as long as the process.
+    """
+    with without_gc():
+        yield
+    gc.set_threshold(10_000, 10, 10)
 
 
 def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[..., None]:
