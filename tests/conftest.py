@@ -28,6 +28,7 @@ SLOW_MODULES = {
     "tests/clients/test_clients.py",
     "tests/docs/test_docs.py",
     "tests/engine/test_adapters.py",
+    "tests/engine/test_other_hosts.py",
     "tests/engine/test_parity.py",
     "tests/engine/test_pause.py",
     "tests/engine/test_real_engine.py",
@@ -37,9 +38,13 @@ SLOW_MODULES = {
     "tests/front_ends/test_server.py",
     "tests/gpu/weights/test_weights.py",
     "tests/http/test_schemathesis.py",
+    "tests/kernels/test_draft_model.py",
+    "tests/kernels/test_whole_model.py",
     "tests/pooling/test_server.py",
+    "tests/testing/test_simulated_clusters.py",
     "tests/testing/test_simulated_engine.py",
     "tests/testing/test_simulated_faults.py",
+    "tests/workers/remote/test_two_hosts.py",
 }
 """Modules that take from half a minute to three minutes."""
 
