@@ -24,7 +24,6 @@ from trioserve.protocol.gc_tuning import without_gc
 TEST_TIMEOUT = 180.0
 SLOW_MODULES = {
     "tests/attacks/test_tenants.py",
-    "tests/bench/test_lease.py",
     "tests/clients/test_clients.py",
     "tests/docs/test_docs.py",
     "tests/engine/test_adapters.py",
