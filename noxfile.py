@@ -88,7 +88,6 @@ def lint(session: nox.Session) -> None:
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
     session.run(python, "-m", "mypy")
-    session.run(python, "-m", "mypy", "docs/examples")
 
 
 @nox.session

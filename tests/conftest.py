@@ -7,6 +7,7 @@ what would never come.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,14 +19,15 @@ import trio
 import trio.testing
 
 from tests.support.model_server import Server, serving
+from trioserve.protocol.gc_tuning import without_gc
 
 TEST_TIMEOUT = 180.0
 SLOW_MODULES = {
     "tests/attacks/test_tenants.py",
-    "tests/bench/test_lease.py",
     "tests/clients/test_clients.py",
     "tests/docs/test_docs.py",
     "tests/engine/test_adapters.py",
+    "tests/engine/test_other_hosts.py",
     "tests/engine/test_parity.py",
     "tests/engine/test_pause.py",
     "tests/engine/test_real_engine.py",
@@ -35,9 +37,13 @@ SLOW_MODULES = {
     "tests/front_ends/test_server.py",
     "tests/gpu/weights/test_weights.py",
     "tests/http/test_schemathesis.py",
+    "tests/kernels/test_draft_model.py",
+    "tests/kernels/test_whole_model.py",
     "tests/pooling/test_server.py",
+    "tests/testing/test_simulated_clusters.py",
     "tests/testing/test_simulated_engine.py",
     "tests/testing/test_simulated_faults.py",
+    "tests/workers/remote/test_two_hosts.py",
 }
 """Modules that take from half a minute to three minutes."""
 
@@ -103,6 +109,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "thorough: a test that only a change of kernels can break; see tests/thorough.py"
     )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude what the test modules make and import from garbage collections, which become rare.
+
+    Each full collection would look at millions of objects that live as long as the process.
+    """
+    with without_gc():
+        yield
+    gc.set_threshold(10_000, 10, 10)
 
 
 def _run_under_trio(function: Callable[..., Any], limit: float) -> Callable[..., None]:

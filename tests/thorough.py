@@ -1,8 +1,10 @@
 """The digest of all that the thorough tests depend on: ``python -m tests.thorough`` notes it.
 
-Tests that are marked as thorough take a quarter of the suite's time, and only a change of kernels
-or of their tests can break them: sanitizers over the kernels, planted defects, compilation for
-every GPU, and ARM's kernels under an emulator. So the suite leaves them out.
+Tests that are marked as thorough take a third of the suite's time, and only a change of kernels
+or of their tests can break them: each CUDA kernel by itself, in the emulation and its arithmetics;
+sanitizers over the kernels, planted defects, compilation for every GPU, ARM's kernels under an
+emulator, and all calls of a rented GPU in the emulation. So the suite leaves them out. Models of
+several kernels stay in it, and the scripts that a rented GPU runs.
 ``python -m nox -s thorough`` runs them and notes the digest, and ``tests/audit/test_thorough.py``
 fails if the noted digest is another one.
 """
@@ -16,7 +18,13 @@ ROOT = Path(__file__).parents[1]
 NOTE = Path(__file__).with_name("thorough.sha256")
 SOURCES = (
     *("gpu/kernels/*", "gpu/kernels/emulation/*", "gpu/cpu/*.py", "gpu/cpu/csrc/*"),
-    *("tests/kernels/*.py", "tests/gpu/cpu/*.py", "tests/gpu/cpu/*.cpp"),
+    *("tests/kernels/*.py", "tests/kernels/*.cu", "tests/gpu/cpu/*.py", "tests/gpu/cpu/*.cpp"),
+    # What single kernels are compared with, and what makes their arguments.
+    *("gpu/attention/*.py", "gpu/models/rope.py", "gpu/sampling/*.py", "gpu/cuda/sampler.py"),
+    *("tests/support/device_draws.py", "tests/support/rounding.py"),
+    # The calls of a rented GPU, and the scripts that they run.
+    *("bench/lease/*.py", "bench/kernels/*.py", "bench/decode_step/*.py"),
+    "tests/bench/test_lease.py",
 )
 
 

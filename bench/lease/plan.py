@@ -156,7 +156,7 @@ def _alone(name: str, seconds: float, command: Sequence[str]) -> Stage:
 
 def _first(setting: Setting) -> list[Stage]:
     """Return the stages that check the kernels, and time one decode step."""
-    few = () if setting.on == "gpu" else ("-k", "pack")
+    few = () if setting.on == "gpu" else ("--thorough", "-k", "pack")
     return [
         _alone("doctor", 45, (setting.python, "-m", "gpu", "--doctor")),
         _alone("conformance", 60, setting.pytest(*few, kernel_tests("conformance"))),

@@ -352,6 +352,7 @@ class TestArchive:
 
 
 class TestOnTheEmulation:
+    @pytest.mark.thorough
     @pytest.mark.parametrize(("part", "steps", "said"), [(1, 3, 1), (2, 5, 5), (3, 2, 2)])
     def test_each_part_from_the_command_line(
         self, tmp_path: Path, part: int, steps: int, said: int

@@ -10,7 +10,8 @@ from tests.exactness.run import run
 from tests.support.kernels import isas
 from tests.support.tiny_models import make_tiny
 
-CHOSEN = covering(DIMENSIONS)
+CHOSEN = covering(DIMENSIONS, seed=63)
+"""The fewest configurations that any of the first 120 seeds gives: 19, not 22."""
 
 pytestmark = pytest.mark.skipif(not isas(), reason="no compiled kernels")
 

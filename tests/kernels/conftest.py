@@ -23,6 +23,19 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def _has_one_arithmetic(config: pytest.Config) -> bool:
+    """Return whether a run is about something else: a GPU, a sanitizer, a planted defect."""
+    others = ("sanitizer", "folder", "arithmetic")
+    option = config.getoption
+    return option("--kernels-on") == "gpu" or any(option(f"--kernels-{name}") for name in others)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave the tests of single kernels to the thorough run, but where the run is about them."""
+    if item.get_closest_marker("every_arithmetic") and not _has_one_arithmetic(item.config):
+        item.add_marker(pytest.mark.thorough)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run two cases of each test, its first and its last, in other arithmetics than PLAIN.
@@ -43,14 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests that are marked so in each arithmetic, but those of the order of threads.
-
-    A run that is about something else (a GPU, a sanitizer, a planted defect) has one arithmetic.
-    """
-    option = metafunc.config.getoption
-    one = option("--kernels-on") == "gpu" or any(
-        option(f"--kernels-{name}") for name in ("sanitizer", "folder", "arithmetic")
-    )
+    """Run tests that are marked so in each arithmetic, but those of the order of threads."""
+    one = _has_one_arithmetic(metafunc.config)
     marked = metafunc.definition.get_closest_marker("every_arithmetic") is not None
     fixtures = metafunc.fixturenames
     if marked and not one and "arithmetic" in fixtures and "loaders" not in fixtures:

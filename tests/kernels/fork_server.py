@@ -106,7 +106,8 @@ def _import_all() -> None:
     import pytest
 
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-        code = pytest.main(["--collect-only", *_OPTIONS, str(HERE / "test_silu_mul.py")])
+        options = [*_OPTIONS, "--collect-only", "--thorough"]
+        code = pytest.main([*options, str(HERE / "test_silu_mul.py")])
     assert code == 0, "a test of kernels can't be collected"
 
 

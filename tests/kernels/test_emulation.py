@@ -29,6 +29,8 @@ from gpu.kernels.emulation import (
 from gpu.kernels.emulation.build import BuildError, BuildWarning, build_kernel
 from tests.kernels.memory import place, poisoned
 
+pytestmark = pytest.mark.thorough
+
 FILE = Path(__file__).parent / "rules.cu"
 PARAMETERS = parameters(("out", "u8"), ("num", "i4"))
 ORDERS = [(FORWARD, 0), (REVERSE, 0), *((RANDOM, seed) for seed in range(6))]

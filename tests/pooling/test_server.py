@@ -19,7 +19,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import sentence_transformers
 import torch
 import transformers
 import trio
@@ -67,7 +66,9 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def wanted() -> Any:
-    theirs = sentence_transformers.SentenceTransformer(str(FOLDER), device="cpu")
+    from sentence_transformers import SentenceTransformer  # ten seconds, not at collection
+
+    theirs = SentenceTransformer(str(FOLDER), device="cpu")
     return theirs.encode(TEXTS)
 
 

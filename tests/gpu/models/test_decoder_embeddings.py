@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import sentence_transformers
 import tokenizers
 import torch
 import transformers
@@ -68,10 +67,12 @@ def save_bare(folder: Path, place: Path) -> Path:
 async def test_embeddings_are_sentence_transformers(
     tmp_path: Path, pooling: str, more: Any, bare: bool
 ) -> None:
+    from sentence_transformers import SentenceTransformer  # ten seconds, not at collection
+
     folder = make_embedder(tmp_path / "whole", pooling, *more, tie_word_embeddings=False)
     if bare:
         folder = save_bare(folder, tmp_path / "bare")
-    theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    theirs = SentenceTransformer(str(folder), device="cpu")
     wanted = theirs.encode(TEXTS)
     async with open_tiny_engine(folder) as engine:
         assert engine.task == "embed"
