@@ -23,7 +23,7 @@ from trioserve.scheduler.scheduler import Scheduler
 PAUSE_MODES = ("abort", "wait", "retract", "in_place")
 """Choices for the existing requests when the engine is paused."""
 
-UPDATE_MODES = ("wait", "abort", "retract")
+UPDATE_MODES = ("wait", "abort", "retract", "rolling")
 """Choices for the existing requests when the weights are swapped."""
 
 _OPERATOR = "operator"
@@ -84,6 +84,7 @@ class Control:
         if mode not in UPDATE_MODES:
             modes = ", ".join(UPDATE_MODES)
             raise InvalidRequest(f"mode is one of {modes}, not {mode!r}", param="mode")
+        self._check_rolling(mode)
         try:
             path, num_bytes = await trio.to_thread.run_sync(_locate, model, abandon_on_cancel=True)
         except ModelLoadError as error:
@@ -94,16 +95,27 @@ class Control:
         self, path: str, mode: str, version: str | None = None, *, num_bytes: int = 0
     ) -> None:
         """Swap the weights for those at ``path``. Its files have ``num_bytes`` together."""
+        clear = None if mode == "rolling" else functools.partial(self._clear, mode)
         try:
-            checksum = await self._weights.run(
-                path, functools.partial(self._clear, mode), num_bytes=num_bytes
-            )
+            checksum = await self._weights.run(path, clear, num_bytes=num_bytes)
         except CallFailed as error:
             raise InvalidRequest(
                 f"the weights stay as they are: {error.reason}", param="model"
             ) from error
         self.weight_version = checksum if version is None else version
         _log.info("weights exchanged", path=path, version=self.weight_version)
+
+    def _check_rolling(self, mode: str) -> None:
+        """Refuse the mode ``rolling`` where no other worker could take the requests."""
+        if mode != "rolling":
+            return
+        if self._schedulers.batchers:
+            reason = "isn't for encoders, whose workers all have the same weights"
+        elif len(list(self._schedulers)) == 1:
+            reason = "needs several workers, and there is one"
+        else:
+            return
+        raise InvalidRequest(f"mode rolling {reason}", param="mode")
 
     async def _clear(self, mode: str, holder: str) -> None:
         """Pause under the key ``holder`` so that no request has KV of the old weights.

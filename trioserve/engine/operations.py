@@ -75,11 +75,14 @@ class OperatedEngine:
             mode: what becomes of the requests there are. ``wait``: they finish first, with the old
                 weights, while later ones wait. In a pause no request finishes, so it means the same
                 as ``retract``. ``abort``: they end with their output so far. ``retract``: they go
-                on with the new weights from the tokens that they have.
+                on with the new weights from the tokens that they have. ``rolling``: one worker
+                after another gets the new weights, while its requests go on elsewhere, with the
+                weights of the worker that they are moved to.
             weight_version: the new value of :attr:`weight_version` (default: a checksum).
 
         Raises:
-            InvalidRequest: there are no such weights, they are another model's, or damaged.
+            InvalidRequest: there are no such weights, they are another model's, or damaged; or
+                ``mode`` is ``rolling`` with one worker or an encoder.
             WorkerLost: there is no worker, or it was lost meanwhile; the old weights serve.
         """
         await self.control.update_weights(model, mode, weight_version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
 
 import attrs
 import trio
@@ -23,20 +24,22 @@ _log = get_logger("trioserve.control")
 class WeightSwap:
     """The weight swaps of one engine, one after another.
 
-    New weights are read while the old ones serve, and swapped in during a pause. Any failure before
-    that leaves the old ones in place, for later workers too.
+    New weights are read while the old ones serve, and swapped in during a pause: one of all
+    workers, or of one worker after another. Any failure before that leaves the old ones in place,
+    for later workers too.
     """
 
     _schedulers: Schedulers
 
     async def run(
-        self, path: str, clear: Callable[[str], Awaitable[None]], *, num_bytes: int = 0
+        self, path: str, clear: Callable[[str], Awaitable[None]] | None, *, num_bytes: int = 0
     ) -> str:
         """Serve the weights at ``path``.
 
         Args:
             path: Path of a folder or a file.
-            clear: Pauses the schedulers under the given key so that no sequence holds KV.
+            clear: Pauses the schedulers under the given key so that no sequence holds KV. None
+                pauses one after another, whose requests move to the others.
             num_bytes: Size of the weights, by which the time limit is set.
 
         Returns:
@@ -53,10 +56,14 @@ class WeightSwap:
         async with self._schedulers.changing:
             try:
                 checksums = await all_together(read, self._schedulers)
-                await clear(HOLDER)
+                if clear is not None:
+                    await clear(HOLDER)
                 # The swap is done or not done: wait until that is known.
                 with trio.CancelScope(shield=True):
-                    await self._swap(path, num_bytes)
+                    if clear is None:
+                        await self._swap_in_turn(path, num_bytes)
+                    else:
+                        await self._swap(list(self._schedulers), path, num_bytes)
             except BaseException:
                 await all_together(_discard, self._schedulers)
                 raise
@@ -64,10 +71,36 @@ class WeightSwap:
                 self._schedulers.resume(HOLDER)
             return checksums[0]
 
-    async def _swap(self, path: str, num_bytes: int) -> None:
-        """Put the weights in place on all workers, or raise the first error if none could.
+    async def _swap_in_turn(self, path: str, num_bytes: int) -> None:
+        """Put the weights in place on one worker after another, while the others go on.
 
-        A worker that fails alone is replaced by one that loads the new weights.
+        If the first one can't, its error is raised, and none of the others is asked.
+        """
+        placement = self._schedulers.placement
+        are_new = False
+        for scheduler in self._schedulers:
+            if scheduler not in self._schedulers:  # It was given up meanwhile.
+                continue
+            with placement.avoiding(scheduler):
+                scheduler.pause_control.close(HOLDER, retract=True)
+                await scheduler.pause_control.wait_drained()
+                placement.move_requests(scheduler)
+                await self._swap([scheduler], path, num_bytes, others_are_new=are_new)
+            scheduler.pause_control.resume(HOLDER)
+            are_new = True
+
+    async def _swap(
+        self,
+        schedulers: Seq[Scheduler],
+        path: str,
+        num_bytes: int,
+        *,
+        others_are_new: bool = False,
+    ) -> None:
+        """Put the weights in place on these workers.
+
+        A worker that fails is replaced by one that loads the new weights, if ``others_are_new`` or
+        if another one of these didn't fail. Else the first error is raised.
         """
 
         async def swap(_: int, scheduler: Scheduler) -> Exception | None:
@@ -77,10 +110,9 @@ class WeightSwap:
                 return error
             return None
 
-        schedulers = list(self._schedulers)
         errors = await all_together(swap, schedulers)
         failures = [(each, error) for each, error in zip(schedulers, errors, strict=True) if error]
-        if len(failures) == len(errors):
+        if len(failures) == len(errors) and not others_are_new:
             raise failures[0][1]
         # A worker may have been given up meanwhile.
         failures = [(each, error) for each, error in failures if each in self._schedulers]

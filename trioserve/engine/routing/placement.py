@@ -69,21 +69,28 @@ class Placement:
         self._router.add(scheduler)
 
     @contextlib.contextmanager
+    def avoiding(self, scheduler: Scheduler) -> Iterator[None]:
+        """Place nothing on ``scheduler`` in the block, unless it is or becomes the last one."""
+        if set(self.schedulers) - self._retiring - {scheduler}:
+            self._retiring.add(scheduler)
+        try:
+            yield
+        finally:
+            self._retiring.discard(scheduler)
+
+    @contextlib.contextmanager
     def retiring(self, scheduler: Scheduler) -> Iterator[None]:
         """Place nothing on ``scheduler`` in the block; remove it at the end, unless it fails.
 
         Raises:
             InvalidRequest: It is the last one, because the others were given up meanwhile.
         """
-        self._retiring.add(scheduler)
-        try:
+        with self.avoiding(scheduler):
             yield
             if scheduler not in self._retiring:
                 raise InvalidRequest("the last worker can't be removed", param="index")
             self._remove(scheduler)
             scheduler.adapters.close()
-        finally:
-            self._retiring.discard(scheduler)
 
     def give_up(self, scheduler: Scheduler, reason: str) -> bool:
         """Go on without a worker that isn't replaced any more; return False if it was the last one.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 
 from trioserve.config.engine import ROUTING_POLICIES
-from trioserve.testing.simulation.scenario import Fault, Member, Scenario, WorkerChange
+from trioserve.testing.simulation.scenario import Fault, Member, Pause, Scenario, WorkerChange
 
 ONE_WORKER = 0.25
 """Share of the scenarios that stay as they are."""
@@ -52,7 +52,15 @@ def with_cluster(
         members=tuple(_member(rng) for _ in range(count)),
         faults=tuple(faults),
         changes=_changes(rng, count, span),
+        pauses=tuple(_rolling(rng, pause) for pause in scenario.pauses),
     )
+
+
+def _rolling(rng: random.Random, pause: Pause) -> Pause:
+    """Swap weights on one worker after another in half of the swaps that retract."""
+    if pause.mode != "swap retract" or rng.random() < 0.5:
+        return pause
+    return attrs.evolve(pause, mode="swap rolling")
 
 
 def _member(rng: random.Random) -> Member:

@@ -59,9 +59,11 @@ class Operators:
         early = self._queued()
         if pause.mode.startswith("swap "):
             weights = f"weights of {trio.current_time()}"
-            await engine.control.swap_weights(weights, pause.mode.partition(" ")[2])
+            mode = pause.mode.partition(" ")[2]
+            await engine.control.swap_weights(weights, mode)
             self._weights = weights
-            self._checkers.begin_again()
+            if mode != "rolling":  # Then some caches have pages of the new weights by now.
+                self._checkers.begin_again()
             return
         if pause.mode == "release":
             await engine.release_memory()

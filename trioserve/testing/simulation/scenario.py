@@ -134,8 +134,8 @@ class Pause:
     at: float
     """Seconds after the engine is up."""
     mode: str
-    """``wait``, ``retract`` or ``in_place``; ``swap wait`` and ``swap retract``: a weight swap in
-    that mode; ``release``: the worker is stopped.
+    """``wait``, ``retract`` or ``in_place``; ``swap wait``, ``swap retract`` and ``swap rolling``:
+    a weight swap in that mode; ``release``: the worker is stopped.
     """
     seconds: float
     flushes: bool = False

@@ -127,11 +127,12 @@ class NewWeights(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     EXCLUSIVE: ClassVar[tuple[Exclusive, ...]] = (Exclusive(("mode", "abort_all_requests")),)
 
     mode: Annotated[
-        Literal["wait", "abort", "retract"] | None,
+        Literal["wait", "abort", "retract", "rolling"] | None,
         about(
             "How running and queued requests are treated: `wait` (the default) lets them "
             "finish first, `abort` ends them with the tokens that they have, `retract` "
-            "continues them with the new weights."
+            "continues them with the new weights, `rolling` moves those of one worker after "
+            "another to the other workers."
         ),
     ] = None
     abort_all_requests: Annotated[bool | None, about("SGLang's name of the mode `abort`.")] = None
