@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ssl
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import attrs
@@ -82,7 +82,9 @@ class Upstream:
     """Requests that its reports may not count yet."""
     _computing: dict[SentRequest, None] = attrs.field(init=False, factory=dict)
     """Requests whose prompts' pages aren't all cached yet."""
-    _coming: dict[int, Counter[int]] = attrs.field(init=False, factory=dict)
+    _coming: defaultdict[int, Counter[int]] = attrs.field(
+        init=False, factory=lambda: defaultdict(Counter)
+    )
     """Hashes of pages that requests sent to it will bring, by worker."""
 
     @property
@@ -159,7 +161,7 @@ class Upstream:
             counted_from=trio.current_time() + SETTLE,
         )
         self._sent[sent] = self._computing[sent] = None
-        coming = self._coming.setdefault(worker, Counter())
+        coming = self._coming[worker]
         for prompt in prompts:
             coming.update(prompt.hashes)
         return sent
@@ -182,8 +184,6 @@ class Upstream:
                 coming[hash] -= 1
                 if not coming[hash]:
                     del coming[hash]
-        if not coming:
-            del self._coming[sent.worker]
 
 
 def open_upstream(address: Address, context: ssl.SSLContext | None) -> Upstream:
