@@ -15,6 +15,7 @@ from trioserve.http.api.dialects import error_body
 from trioserve.http.api.errors import ErrorReply, describe_error
 from trioserve.http.api.sse import raw_event, typed_event
 from trioserve.http.server.error_body import ErrorResponse
+from trioserve.http.server.fast_path import WriteNow, body_message, writer_for
 from trioserve.http.server.holdings import address_of
 
 Headers = list[tuple[bytes, bytes]]
@@ -49,10 +50,12 @@ class ClientRequest:
     content_type: bytes = attrs.field(init=False, default=b"")
     completed: bool = attrs.field(init=False, default=False)
     """True once the whole answer has been sent."""
+    _write_now: WriteNow | None = attrs.field(init=False)
     _incoming: Body = attrs.field(init=False)
     """Its body until it is complete, and afterwards the room that it takes."""
 
     def __attrs_post_init__(self) -> None:
+        self._write_now = writer_for(self._send)
         self._incoming = Body(None, self._max_body_size)
         self._incoming.room = self._room
         self._incoming.address = address_of(self.scope.get("client"))
@@ -117,8 +120,8 @@ class ClientRequest:
     async def send(self, data: bytes, *, more: bool = True) -> None:
         """Send a part of the answer's body, the last one unless there is ``more``."""
         self.completed = not more
-        message: Any = {"type": "http.response.body", "body": data, "more_body": more}
-        await self._send(message)
+        if not more or self._write_now is None or not self._write_now(data):
+            await self._send(body_message(data, more=more))
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""

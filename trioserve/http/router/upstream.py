@@ -13,6 +13,7 @@ import trio
 
 from trioserve.engine.cache_copy import CacheCopy
 from trioserve.engine.routing.policy import WorkerLoad
+from trioserve.http.router.connections import UpstreamConnections
 from trioserve.load.connect import Address
 
 SETTLE = 0.1
@@ -65,11 +66,11 @@ class Upstream:
 
     Args:
         address: Its address.
-        pool: Connections to it.
+        connections: Connections to it.
     """
 
     address: Address
-    pool: httpcore2.AsyncConnectionPool
+    connections: UpstreamConnections
     models: frozenset[str] = attrs.field(init=False, default=frozenset())
     """Names that requests may give."""
     page_size: int = attrs.field(init=False, default=0)
@@ -188,7 +189,6 @@ class Upstream:
 
 def open_upstream(address: Address, context: ssl.SSLContext | None) -> Upstream:
     """Return an upstream without connections so far."""
-    pool = httpcore2.AsyncConnectionPool(
-        ssl_context=context, max_connections=None, keepalive_expiry=60
-    )
-    return Upstream(address, pool)
+    scheme = b"https" if address.tls else b"http"
+    origin = httpcore2.Origin(scheme, address.host.encode(), address.port)
+    return Upstream(address, UpstreamConnections(origin, context))
