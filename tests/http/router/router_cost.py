@@ -1,4 +1,4 @@
-"""What a router costs beside the server itself: ``python -m tests.http.router.router_cost``.
+"""The cost of a router beside the server itself: ``python -m tests.http.router.router_cost``.
 
 Servers with ``--mock-worker``, a router and a client are processes of their own on this machine.
 Two loads that differ in their tokens alone give the processor time of a request and that of each

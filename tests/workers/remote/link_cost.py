@@ -1,4 +1,4 @@
-"""What a worker of another host costs: ``python -m tests.workers.remote.link_cost``.
+"""The cost of a worker of another host: ``python -m tests.workers.remote.link_cost``.
 
 An engine in this process has one worker that computes nothing: its own, or one behind an agent that
 has joined over TLS; both are processes on this machine. The processor time of each process is

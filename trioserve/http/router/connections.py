@@ -28,7 +28,7 @@ class UpstreamConnections:
     origin: httpcore2.Origin
     context: ssl.SSLContext | None
     _idle: deque[httpcore2.AsyncHTTPConnection] = attrs.field(init=False, factory=deque)
-    """Those without a request, the one that has had none for the longest time first."""
+    """Connections without a request, in the order in which they became idle."""
 
     @contextlib.asynccontextmanager
     async def stream(
