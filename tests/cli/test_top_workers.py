@@ -14,7 +14,7 @@ from trioserve.cli.top.glyphs import ASCII, UNICODE
 from trioserve.cli.top.view import View
 from trioserve.observability.live.schema import WorkerRow
 
-LOST = " workers      3 of 4 running; worker 2 lost 12s ago (worker 4244 was killed by signal 9)"
+LOST = " workers      3 of 4 running; worker 2 lost 12s ago (process 4244 was killed by signal 9)"
 ALL = """\
  requests     2 running, 1 waiting; 12.3k ended, 6 aborted, 0 failed
  WORKER STATE       RUN WAIT PAGES            MS/STEP  TOK/S

@@ -18,7 +18,7 @@ import pytest
 import trio
 
 from tests.support.cut_network import open_network
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, facts_of, open_tiny_engine
 from tests.support.other_hosts import (
     ENGINE_OPTIONS,
     address_of,
@@ -406,36 +406,19 @@ async def test_plans_in_flight_hide_the_delay_of_the_network(model: Path, tls: P
 async def test_a_joined_worker_computes_the_same_bits(model: Path, tls: Path) -> None:
     """With the compiled kernels; the worker on the engine's host is removed meanwhile."""
 
-    async def facts(engine: Engine, number: int) -> Any:
-        fields: dict[str, Any] = {"max_tokens": 30, "seed": number, "logprobs": 1}
-        if number % 2:
-            fields |= {"grammar": Grammar("regex", "(ab|cd){10,20}"), "n": 2}
-        completion = await engine.complete([7 + number, 9, 4] * 5, **fields)
-        return [
-            (each.token_ids, [one.logprob for one in each.logprobs or ()])
-            for each in completion.outputs
-        ]
-
-    async def ask_all(engine: Engine) -> list[Any]:
-        found: dict[int, Any] = {}
-
-        async def ask_one(number: int) -> None:
-            found[number] = await facts(engine, number)
-
-        async with trio.open_nursery() as nursery:
-            for number in range(6):
-                nursery.start_soon(ask_one, number)
-        return [found[number] for number in range(6)]
-
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 1},
+        {"logprobs": 1, "grammar": Grammar("regex", "(ab|cd){10,20}"), "n": 2},
+    ]
     options = {**ENGINE_OPTIONS, "data_parallel_size": 1, "worker_tls": str(tls)}
     options["dtype"] = "bfloat16"
     async with open_tiny_engine(model, **options) as engine:
-        alone = await ask_all(engine)
+        alone = await facts_of(engine, kinds, 6, max_tokens=30)
         async with running(agent_for(address_of(engine), tls, model)):
             await wait_states(engine, "running", "running")
-            assert await ask_all(engine) == alone
+            assert await facts_of(engine, kinds, 6, max_tokens=30) == alone
             await engine.remove_worker(0)
-            assert await ask_all(engine) == alone
+            assert await facts_of(engine, kinds, 6, max_tokens=30) == alone
             await assert_idle(engine)
 
 

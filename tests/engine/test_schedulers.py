@@ -403,30 +403,61 @@ async def test_every_worker_is_called(autojump_clock: object) -> None:
         await two.pair.wait_attached()
 
 
-async def test_a_grammar_is_prepared_by_every_worker(autojump_clock: object) -> None:
+@contextlib.asynccontextmanager
+async def checking(two: Two) -> AsyncIterator[Callable[[str], Request]]:
+    """Check grammars for the block; yield a function that sends a request with an expression."""
+    to_stage, inbox = trio.open_memory_channel[Request](math.inf)
+    submit, _passed = trio.open_memory_channel[Request](math.inf)
+
+    def ask(expression: str) -> Request:
+        request = make_request([1, 2], grammar=Grammar("regex", expression))
+        to_stage.send_nowait(request)
+        return request
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(WorkerValidation(two.pair, timeout=10.0).run, inbox, submit)
+        yield ask
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_grammar_is_checked_by_one_worker(autojump_clock: object) -> None:
     prepared: list[int] = []
 
     def preparing(index: int) -> FakeWorker:
         return slow(calls={"prepare": lambda _: prepared.append(index)})
 
-    async with open_two(lambda: preparing(0), lambda: preparing(1)) as two:
-        to_stage, inbox = trio.open_memory_channel[Request](math.inf)
-        submit, _passed = trio.open_memory_channel[Request](math.inf)
-
-        async def ask() -> None:
-            request = make_request([1, 2], grammar=Grammar("regex", "a+"))
-            to_stage.send_nowait(request)
+    async with (
+        open_two(lambda: preparing(0), lambda: preparing(1)) as two,
+        checking(two) as ask,
+    ):
+        for expression in ("a+", "a+", "b+"):
+            ask(expression)
             await trio.sleep(1)
+        assert sorted(prepared) == [0, 1]
+        # The answers are forgotten when a worker is replaced.
+        await two.pair[1].worker_power.turn_off()
+        two.pair[1].worker_power.turn_on()
+        await two.pair[1].wait_attached()
+        ask("a+")
+        await trio.sleep(1)
+        assert len(prepared) == 3
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(WorkerValidation(two.pair, timeout=10.0).run, inbox, submit)
-            await ask()
-            await ask()
-            assert sorted(prepared) == [0, 1]
-            # The answer is forgotten with either worker.
-            await two.pair[1].worker_power.turn_off()
-            two.pair[1].worker_power.turn_on()
-            await two.pair[1].wait_attached()
-            await ask()
-            assert sorted(prepared) == [0, 0, 1, 1]
-            nursery.cancel_scope.cancel()
+
+async def test_a_silent_worker_delays_only_its_own_checks(autojump_clock: object) -> None:
+    prepared: list[str] = []
+
+    def preparing(seconds: float) -> FakeWorker:
+        calls = {"prepare": lambda call: prepared.append(call["grammar"][1])}
+        return slow(calls=calls, call_time=seconds)
+
+    async with (
+        open_two(lambda: preparing(0.0), lambda: preparing(1000.0)) as two,
+        checking(two) as ask,
+    ):
+        for expression in ("a+", "b+"):
+            ask(expression)
+        await trio.sleep(1)
+        assert prepared == ["b+"]
+        await two.pair[1].worker_power.turn_off()
+        await trio.sleep(1)
+        assert prepared == ["b+", "a+"]

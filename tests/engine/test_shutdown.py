@@ -92,7 +92,7 @@ async def test_abort_all_ends_one_whose_grammar_is_prepared(autojump_clock: Cloc
     async with open_fake_engine() as engine, trio.open_nursery() as nursery:
         worker_answers = trio.Event()
 
-        async def call(name: str, arguments: object = None) -> object:
+        async def call(name: str, arguments: object = None, *, one: bool = False) -> object:
             await worker_answers.wait()
 
         engine.schedulers.call = call  # type: ignore[method-assign]

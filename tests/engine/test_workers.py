@@ -14,7 +14,7 @@ import attrs
 import pytest
 import trio
 
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, facts_of, open_tiny_engine
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, EngineConfig
 from trioserve.protocol import wire
@@ -366,30 +366,10 @@ async def test_real_workers_give_the_bits_of_one(tiny: Path) -> None:
         {"grammar": Grammar("regex", "(ab|cd){20,40}")},
         {"beam_width": 3, "n": 2},
     ]
-
-    async def facts(engine: Engine, number: int) -> Any:
-        fields = {"max_tokens": 60, "seed": number, **kinds[number % len(kinds)]}
-        completion = await engine.complete([7 + number, 9, 4] * 5, **fields)
-        return [
-            (each.token_ids, [one.logprob for one in each.logprobs or ()])
-            for each in completion.outputs
-        ]
-
-    async def ask_all(engine: Engine) -> list[Any]:
-        found: dict[int, Any] = {}
-
-        async def ask(number: int) -> None:
-            found[number] = await facts(engine, number)
-
-        async with trio.open_nursery() as nursery:
-            for number in range(12):
-                nursery.start_soon(ask, number)
-        return [found[number] for number in range(12)]
-
     async with open_tiny_engine(tiny, **options) as engine:
-        alone = await ask_all(engine)
+        alone = await facts_of(engine, kinds, 12, max_tokens=60)
     async with open_tiny_engine(tiny, **options, data_parallel_size=2) as engine:
-        assert await ask_all(engine) == alone
+        assert await facts_of(engine, kinds, 12, max_tokens=60) == alone
         async with trio.open_nursery() as nursery:
 
             async def kill() -> None:
@@ -400,7 +380,7 @@ async def test_real_workers_give_the_bits_of_one(tiny: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
             nursery.start_soon(kill)
-            assert await ask_all(engine) == alone
+            assert await facts_of(engine, kinds, 12, max_tokens=60) == alone
         while engine.statistics().worker_restarts < 1:
             await trio.sleep(0.01)
         await assert_idle(engine)

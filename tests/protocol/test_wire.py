@@ -42,7 +42,7 @@ MESSAGES: list[wire.Message] = [
     Join(protocol=1, schema="abc", version="1", id="a", host="other", checksum="c"),
     JoinRefusal(reason="another model", final=True),
     LinkHeartbeat(number=3, is_answer=True),
-    WorkerEnd(reason="worker 7 exited with status 1", from_outside=False, leaves=True),
+    WorkerEnd(reason="process 7 exited with status 1", from_outside=False, leaves=True),
     wire.Plan(
         number=3,
         closed=wire.from_ints([4]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import trio
 from tests.faults.leftovers import nothing_held
 from trioserve import Engine, open_engine
 
-__all__ = ["assert_idle", "open_tiny_engine", "worker_of"]
+__all__ = ["assert_idle", "facts_of", "open_tiny_engine", "worker_of"]
 
 
 @contextlib.asynccontextmanager
@@ -34,3 +34,23 @@ async def worker_of(engine: Engine) -> psutil.Process:
     while (pid := engine.worker_life().pid) is None:
         await trio.sleep(0.001)
     return psutil.Process(pid)
+
+
+async def facts_of(
+    engine: Engine, kinds: Sequence[dict[str, Any]], count: int, *, max_tokens: int
+) -> list[Any]:
+    """Return tokens and log-probabilities of ``count`` requests at a time, of each kind in turn."""
+    found: dict[int, Any] = {}
+
+    async def ask(number: int) -> None:
+        fields = {"max_tokens": max_tokens, "seed": number, **kinds[number % len(kinds)]}
+        completion = await engine.complete([7 + number, 9, 4] * 5, **fields)
+        found[number] = [
+            (each.token_ids, [one.logprob for one in each.logprobs or ()])
+            for each in completion.outputs
+        ]
+
+    async with trio.open_nursery() as nursery:
+        for number in range(count):
+            nursery.start_soon(ask, number)
+    return [found[number] for number in range(count)]

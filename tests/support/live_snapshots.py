@@ -105,7 +105,7 @@ def some_workers() -> list[WorkerRow]:
         pid=None,
         restarts=1,
         since=NOW - 12,
-        last_loss="worker 4244 was killed by signal 9",
+        last_loss="process 4244 was killed by signal 9",
         running=0,
         waiting=0,
         pages=Pages(total=1000, free=1000, cached=0, held=0, host_total=0, host_used=0),

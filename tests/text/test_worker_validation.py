@@ -115,8 +115,8 @@ class ScriptedWorker:
         while not self.attached:
             await self._there.wait()
 
-    async def call(self, name: str, arguments: object = None) -> Any:
-        assert name in ("prepare", "ping")
+    async def call(self, name: str, arguments: object = None, *, one: bool = False) -> Any:
+        assert (name, one) in (("prepare", True), ("ping", False))
         if not self.attached:
             raise WorkerLost("there is no worker")
         if name == "ping":

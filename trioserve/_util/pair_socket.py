@@ -151,19 +151,30 @@ class PairSocket:
             SocketClosed: The socket is closed.
             SocketFailed: nng failed.
         """
-        await trio.lowlevel.checkpoint()
-        while True:
-            try:
-                data: bytes = self._socket.recv(block=False)
-                return data
-            except pynng.TryAgain:
-                await self._wait(self._readable_fd)
-            except pynng.Closed:
-                raise SocketClosed("closed") from None
-            except pynng.NNGException as error:
-                raise SocketFailed(str(error)) from error
-            except RuntimeError:  # pynng can't unpack an empty message.
-                return b""
+        # A message that has been taken must not be lost to a cancellation, and a wait is a
+        # checkpoint already.
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if (data := self._take()) is not None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return data
+        while data is None:
+            await self._wait(self._readable_fd)
+            data = self._take()
+        return data
+
+    def _take(self) -> bytes | None:
+        """Return the next message if there is one."""
+        try:
+            data: bytes = self._socket.recv(block=False)
+        except pynng.TryAgain:
+            return None
+        except pynng.Closed:
+            raise SocketClosed("closed") from None
+        except pynng.NNGException as error:
+            raise SocketFailed(str(error)) from error
+        except RuntimeError:  # pynng can't unpack an empty message.
+            return b""
+        return data
 
     def send_nowait(self, data: bytes) -> bool:
         """Send a message if that can be done at once; return True if it was sent."""

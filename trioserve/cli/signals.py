@@ -1,4 +1,4 @@
-"""A server process and its signals: the first lets it drain, the second ends it at once."""
+"""A process that serves, and its signals: the first lets it drain, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ _log = get_logger("trioserve.serve")
 
 @attrs.define(eq=False)
 class SignalledProcess:
-    """The state of a server process, for signals."""
+    """The state of a process that serves, for signals.
+
+    Args:
+        shutdown_timeout: Seconds that it gets to end in order after the first signal.
+        serving: True once it has something to end in order: a server listens.
+    """
 
     shutdown_timeout: float
-    """Seconds that running requests get to finish."""
+    serving: bool = False
     shutdown: trio.Event = attrs.field(init=False, factory=trio.Event)
-    """Set when the server is to drain."""
-    serving: bool = attrs.field(init=False, default=False)
-    """True once the server listens."""
+    """Set when it is to drain."""
     exit_code: int = attrs.field(init=False, default=0)
 
-    async def run(self, serve: Callable[[], Awaitable[int]]) -> int:
+    async def run(self, serve: Callable[[], Awaitable[int | None]]) -> int:
         """Serve until drained or ended by a signal, and return the process's exit code.
 
         Args:
-            serve: Serves until :attr:`shutdown` is set; returns the number of requests cut off.
+            serve: Serves until :attr:`shutdown` is set; returns the number of requests cut off, if
+                it knows.
         """
         failure: BaseException | None = None
         with trio.open_signal_receiver(*_ending_signals()) as received, dumping_tasks():

@@ -66,6 +66,7 @@ class EngineWorker:
             worker_power=scheduler.worker_power,
             on_loss=metrics.worker_lost,
             on_replaced=metrics.worker_replaced,
+            index=index,
         )
         return cls(index, scheduler, supervisor, traffic or LinkTraffic(), dismiss)
 

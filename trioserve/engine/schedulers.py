@@ -54,6 +54,8 @@ class Schedulers:
         """Held while workers are added or removed, or their weights are swapped."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
         self._on_idle: Callable[[], None] = lambda: None
+        self._num_calls = 0
+        """Number of calls to one worker."""
 
     def __iter__(self) -> Iterator[Scheduler]:
         return iter(self.placement.schedulers)
@@ -142,14 +144,23 @@ class Schedulers:
             for each in self:
                 nursery.start_soon(wait, each)
 
-    async def call(self, name: str, arguments: object = None) -> Any:
+    async def call(self, name: str, arguments: object = None, *, one: bool = False) -> Any:
         """Call all workers that are there by name, and return the first one's answer.
+
+        Args:
+            name: Name of the operation.
+            arguments: Arguments of MessagePack's types.
+            one: True to call only one of them, each in turn.
 
         Raises:
             EngineError: A worker reports why it can't.
             WorkerLost: There is none, or one was lost or hung before it answered.
         """
-        return (await self.call_all(name, arguments))[0]
+        if not one:
+            return (await self.call_all(name, arguments))[0]
+        present = self._present()
+        self._num_calls += 1
+        return await present[self._num_calls % len(present)].call(name, arguments)
 
     async def call_all(self, name: str, arguments: object = None) -> list[Any]:
         """Call every worker as :meth:`call`, and return the answers of all."""
@@ -157,9 +168,11 @@ class Schedulers:
         async def call(_: int, scheduler: Scheduler) -> Any:
             return await scheduler.call(name, arguments)
 
-        # Without any, each says why.
-        present = [each for each in self if each.attached] or list(self)
-        return await all_together(call, present)
+        return await all_together(call, self._present())
+
+    def _present(self) -> list[Scheduler]:
+        """Return those with a worker, or all if none has one: a call to each says why."""
+        return [each for each in self if each.attached] or list(self)
 
     # ---- pauses
 

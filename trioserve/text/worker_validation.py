@@ -18,7 +18,10 @@ A call keeps its permit until the worker has answered, even if its requests have
 the worker computes on, and further calls would only wait there. An equal request joins that call.
 Past the limit of open checks a request is refused as if the queue were full.
 
-When the worker is lost, the check is repeated with the next one. The check may have caused the
+One worker answers for all. If a request is placed on another one, that one compiles the grammar in
+its turn, before it computes the request (:mod:`trioserve.scheduler.grammar_recompiling`).
+
+When the worker is lost, the check is repeated with another one. The check may have caused the
 loss, so only one such check runs at a time, and it fails after ``MAX_WORKERS_LOST`` more losses.
 Otherwise one request could end the engine for all.
 """
@@ -81,8 +84,8 @@ class ValidatingWorker(Protocol):
     async def wait_attached(self) -> None:
         """Block until there is a worker."""
 
-    async def call(self, name: str, arguments: object = None) -> Any:
-        """Call all workers that are there; raises ``EngineError`` or ``WorkerLost``."""
+    async def call(self, name: str, arguments: object = None, *, one: bool = False) -> Any:
+        """Call all workers that are there, or one; raises ``EngineError`` or ``WorkerLost``."""
 
 
 @attrs.define(eq=False)
@@ -303,7 +306,7 @@ class WorkerValidation:
         time_limit = trio.CancelScope(deadline=started + max(self._timeout, MAX_CALL_SECONDS))
         try:
             with time_limit:
-                answer = await self._worker.call("prepare", check.arguments)
+                answer = await self._worker.call("prepare", check.arguments, one=True)
                 refusal, num_bytes = read_answer(answer)
                 call.verdict = _Verdict(refusal, number, max(num_bytes, check.num_bytes))
         except (EngineError, WorkerLost) as error:

@@ -53,7 +53,7 @@ class WorkerProcess:
     @property
     def name(self) -> str:
         """See :attr:`~trioserve.workers.life.StartedWorker.name`."""
-        return f"worker {self.process.pid}"
+        return f"worker process {self.process.pid}"
 
     async def greet(self) -> None:
         """Receive the worker's Hello; see :meth:`~trioserve.workers.life.StartedWorker.greet`."""
@@ -128,7 +128,7 @@ def describe_exit(code: int) -> str:
 def _exit_loss(pid: int, code: int, when: str) -> WorkerLost:
     """Return the loss of a process that has ended by itself or by a signal."""
     return WorkerLost(
-        f"worker {pid} {describe_exit(code)}{when}",
+        f"process {pid} {describe_exit(code)}{when}",
         from_outside=-code in SENT_BY_OTHERS,
         reason="crashed",
     )

@@ -58,6 +58,7 @@ class Supervisor:
         on_loss: Called with every loss, after ``judge``.
         on_replaced: Called with the seconds between a loss and the attachment of the next worker.
         worker_power: State that says if a worker is wanted.
+        index: The worker's number, for the log.
     """
 
     open_worker: OpenWorker
@@ -67,6 +68,7 @@ class Supervisor:
     on_loss: Callable[[WorkerLost], None] = lambda _: None
     on_replaced: Callable[[float], None] = lambda _: None
     worker_power: WorkerPower = attrs.field(factory=WorkerPower)
+    index: int = 0
     restarts: int = attrs.field(default=0, init=False)
     """Number of workers replaced since the start."""
     life: WorkerLife = attrs.field(init=False, factory=WorkerLife)
@@ -123,7 +125,12 @@ class Supervisor:
                     raise
                 # No request caused this, and freeing space takes longer than a few attempts.
                 attempts += 1
-                _log.error("no worker can be started", reason=str(error), attempts=attempts)
+                _log.error(
+                    "no worker can be started",
+                    worker=self.index,
+                    reason=str(error),
+                    attempts=attempts,
+                )
                 await trio.sleep(_delay(attempts))
                 continue
             except WorkerLost as error:
@@ -140,7 +147,7 @@ class Supervisor:
                     raise
             else:
                 assert serving.cancelled_caught, "a worker was let go that wasn't lost"
-                _log.info("worker sent away")
+                _log.info("worker sent away", worker=self.index)
                 continue
             self.restarts += 1
             self._note_life("restarting")
@@ -150,6 +157,7 @@ class Supervisor:
         deaths = self.judge(loss)
         _log.warning(
             "worker lost",
+            worker=self.index,
             reason=str(loss),
             kind=loss.reason,
             restarts=self.restarts,
@@ -170,7 +178,12 @@ class Supervisor:
         if self._lost_at is not None:
             seconds = trio.current_time() - self._lost_at
             self._lost_at = None
-            _log.info("worker replaced", seconds=round(seconds, 3), restarts=self.restarts)
+            _log.info(
+                "worker replaced",
+                worker=self.index,
+                seconds=round(seconds, 3),
+                restarts=self.restarts,
+            )
             self.on_replaced(seconds)
 
 

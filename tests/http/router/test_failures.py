@@ -9,6 +9,7 @@ import httpx
 import pytest
 import trio
 
+from tests.support.http_stub import connect, raw_request, read_until
 from tests.support.routed import ADMIN_KEY, Routed, open_routed
 from trioserve.engine.cache_copy import CacheCopy
 from trioserve.http.router import app as router_app
@@ -105,6 +106,35 @@ async def test_a_draining_server_is_out_and_ends_its_streams() -> None:
             data = await response.aread()
         assert data.endswith(b"data: [DONE]\n\n")
         assert b"error" not in data
+
+
+async def test_slow_uploads_make_way_for_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_app, "BODY_ROOM", 3000)
+    body = json.dumps(BODY).encode().ljust(1000)
+    request = raw_request(body, path="/v1/completions")
+    refused, full = 0, trio.Event()
+
+    async def upload(url: str) -> None:
+        nonlocal refused
+        async with await connect(url) as client:
+            await client.send_all(request[:-1])
+            assert b"HTTP/1.1 429" in await read_until(client, b"makes way")
+            refused += 1
+            full.set()
+
+    async with open_routed(1, router_options={"max_body_size": 1000}) as routed:
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                for _ in range(4):
+                    nursery.start_soon(upload, routed.url)
+                await full.wait()
+                # Three of them fill the room.
+                async with await connect(routed.url) as client:
+                    await client.send_all(request)
+                    assert b"HTTP/1.1 200" in await read_until(client, b'"choices"')
+                while refused < 2:
+                    await trio.sleep(0.005)
+                nursery.cancel_scope.cancel()
 
 
 STREAMS: dict[str, tuple[Any, bytes]] = {

@@ -92,6 +92,19 @@ async def test_policies_by_name() -> None:
         assert [now - then for now, then in zip(routed.served(), before, strict=True)] == [2, 2]
 
 
+@pytest.mark.parametrize(("count", "policy"), [(1, "predicted"), (2, "least_loaded")])
+async def test_requests_at_once_whose_pages_arent_asked_for(count: int, policy: str) -> None:
+    async with open_routed(count, slow, policy=policy) as routed, routed.client() as client:
+
+        async def ask() -> None:
+            response = await client.post("/v1/completions", json=BODIES["/v1/completions"])
+            assert response.status_code == 200
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(ask)
+
+
 async def test_a_busy_server_is_left_though_it_has_the_prefix() -> None:
     async with open_routed(2, lambda: FakeWorker(step_time=0.02), max_num_seqs=2) as routed:
         await warm(routed)

@@ -14,6 +14,7 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
 from trioserve.config.router import RouterConfig
 from trioserve.engine.routing.policy import Policy
+from trioserve.http.api.bodies import BodyBudget
 from trioserve.http.api.errors import CLIENT_CLOSED_REQUEST, NoServer
 from trioserve.http.api.hosts import AllowedHosts
 from trioserve.http.api.openai.schemas import ModelCard, ModelList
@@ -22,7 +23,7 @@ from trioserve.http.router.affinity import Affinity, NamedInRequest, named_in
 from trioserve.http.router.choice import Choice, RoutedRequest, choose
 from trioserve.http.router.forwarding import Forwarding, Unreached, WholeAnswer
 from trioserve.http.router.metrics import RouterMetrics
-from trioserve.http.router.request import BodyRoom, ClientLeft, ClientRequest
+from trioserve.http.router.request import ClientRequest
 from trioserve.http.router.routes import FoundRoute, Routes
 from trioserve.http.router.upstream import RoutedPrompt, Upstream
 from trioserve.observability.logs import get_logger
@@ -58,7 +59,7 @@ class RouterApp:
         self._hosts = AllowedHosts(config.server.allowed_hosts, config.server.host)
         self._routes = Routes()
         self._affinity = Affinity()
-        self._room = BodyRoom(max(BODY_ROOM, config.server.max_body_size))
+        self._room = BodyBudget(max(BODY_ROOM, config.server.max_body_size))
         self._draining = False
         self._open: dict[trio.CancelScope, None] = {}
         """Cancel scopes of the requests that are open."""
@@ -71,7 +72,8 @@ class RouterApp:
         if scope["type"] == "lifespan":
             await _live(cast(Any, receive), cast(Any, send))
         elif scope["type"] == "http":
-            request = ClientRequest(scope, receive, send, self._room)
+            most = self._config.server.max_body_size
+            request = ClientRequest(scope, receive, send, self._room, most)
             await self._serve(request)
         else:
             await send(cast(Any, {"type": "websocket.close"}))
@@ -97,8 +99,6 @@ class RouterApp:
             if life.cancelled_caught and not record.has_left:
                 error = ShuttingDown("the router is shutting down")
                 record.error = (await request.fail(error)).reason
-        except ClientLeft:
-            record.has_left = True
         finally:
             del self._open[life]
             request.release()
@@ -110,16 +110,13 @@ class RouterApp:
         error: Exception | None = None
         try:
             found = self._check(request)
-            server = self._config.server
-            await request.read(server.max_body_size, server.request_timeout)
-        except ClientLeft:
-            raise
         except Exception as failure:
             error = failure
         else:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_leave_with_client, request, record, nursery.cancel_scope)
+                nursery.start_soon(_receive, request, record, nursery.cancel_scope)
                 try:
+                    await request.read(self._config.server.request_timeout)
                     await self._route(request, found, record)
                 except Exception as failure:
                     error = failure
@@ -346,11 +343,9 @@ def _card(name: str) -> ModelCard:
     return ModelCard(id=name, created=0, root=name, parent=None, max_model_len=0)
 
 
-async def _leave_with_client(
-    request: ClientRequest, record: _Record, scope: trio.CancelScope
-) -> None:
-    """Cancel ``scope`` when the client leaves."""
-    await request.wait_disconnected()
+async def _receive(request: ClientRequest, record: _Record, scope: trio.CancelScope) -> None:
+    """Take in the body, and cancel ``scope`` when the client leaves."""
+    await request.receive()
     if not request.completed:
         record.has_left = True
     scope.cancel()

@@ -81,13 +81,13 @@ class Forwarding:
         kept = (b"authorization", b"x-api-key")
         headers = [each for each in self.request.forwarded_headers() if each[0] in kept]
         with self._unreached():
-            answer = await self.upstream.pool.request(
+            async with self.upstream.connections.stream(
                 "GET",
                 self._url(target.encode()),
                 headers=[*headers, (b"host", self._authority())],
                 extensions=self._extensions(),
-            )
-        return WholeAnswer(answer.status, [], answer.content)
+            ) as response:
+                return await _read(response)
 
     async def run(
         self,
@@ -140,7 +140,7 @@ class Forwarding:
     ) -> contextlib.AbstractAsyncContextManager[httpcore2.Response]:
         request = self.request
         headers = [each for each in request.forwarded_headers() if each[0] != b"host"]
-        return self.upstream.pool.stream(
+        return self.upstream.connections.stream(
             request.method,
             self._url(request.target),
             headers=[(b"host", self._authority()), *headers, *more],
@@ -149,12 +149,9 @@ class Forwarding:
         )
 
     def _url(self, target: bytes) -> httpcore2.URL:
-        address = self.upstream.address
+        origin = self.upstream.connections.origin
         return httpcore2.URL(
-            scheme="https" if address.tls else "http",
-            host=address.host,
-            port=address.port,
-            target=target,
+            scheme=origin.scheme, host=origin.host, port=origin.port, target=target
         )
 
     def _authority(self) -> bytes:

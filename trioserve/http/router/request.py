@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import msgspec
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
-from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
+from werkzeug.exceptions import RequestTimeout
 
+from trioserve.http.api.bodies import Body, BodyBudget
 from trioserve.http.api.dialects import error_body
 from trioserve.http.api.errors import ErrorReply, describe_error
 from trioserve.http.api.sse import raw_event, typed_event
 from trioserve.http.server.error_body import ErrorResponse
-from trioserve.protocol.errors import QueueFull
+from trioserve.http.server.fast_path import WriteNow, body_message, writer_for
+from trioserve.http.server.holdings import address_of
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -28,33 +30,35 @@ _OF_ONE_CONNECTION = frozenset(
 
 
 @attrs.define(eq=False)
-class BodyRoom:
-    """The bytes of all bodies that are held, and their limit."""
-
-    limit: int
-    held: int = 0
-
-
-@attrs.define(eq=False)
 class ClientRequest:
     """A request, and how far its answer is.
 
     Args:
         scope: Its head.
-        room: The room that all bodies share.
+        room: The budget of all bodies.
+        max_body_size: The most bytes that it may have.
     """
 
     scope: HTTPScope
     _receive: ASGIReceiveCallable
     _send: ASGISendCallable
-    room: BodyRoom
+    _room: BodyBudget
+    _max_body_size: int
     body: bytes = attrs.field(init=False, default=b"")
     status: int = attrs.field(init=False, default=0)
     """Status of the answer once it has begun."""
     content_type: bytes = attrs.field(init=False, default=b"")
     completed: bool = attrs.field(init=False, default=False)
     """True once the whole answer has been sent."""
-    _held: int = attrs.field(init=False, default=0)
+    _write_now: WriteNow | None = attrs.field(init=False)
+    _incoming: Body = attrs.field(init=False)
+    """Its body until it is complete, and afterwards the room that it takes."""
+
+    def __attrs_post_init__(self) -> None:
+        self._write_now = writer_for(self._send)
+        self._incoming = Body(None, self._max_body_size)
+        self._incoming.room = self._room
+        self._incoming.address = address_of(self.scope.get("client"))
 
     @property
     def method(self) -> str:
@@ -80,49 +84,31 @@ class ClientRequest:
         """Return the headers for a server."""
         return end_to_end(self.scope["headers"])
 
-    async def read(self, most: int, timeout: float) -> None:
-        """Read the body.
+    async def receive(self) -> None:
+        """Take in the body, and block until the client has left or has got the whole answer."""
+        while (message := cast(Any, await self._receive()))["type"] == "http.request":
+            self._incoming.append(message.get("body", b""))
+            if not message.get("more_body"):
+                self._incoming.set_complete()
+
+    async def read(self, timeout: float) -> None:
+        """Block until :meth:`receive` has taken in the whole body.
 
         Raises:
-            RequestEntityTooLarge: It has more than ``most`` bytes.
+            RequestEntityTooLarge: It has too many bytes.
             RequestTimeout: It didn't come within ``timeout`` seconds.
-            QueueFull: There is no room for it.
-            ClientLeft: The client has left before its end.
+            QueueFull: There is no room for it, or another body needed its room.
         """
-        parts: list[bytes] = []
         with trio.move_on_after(timeout) as limit:
-            more = True
-            while more:
-                message: Any = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                part = message.get("body", b"")
-                self._hold(len(part))
-                if self._held > most:
-                    raise RequestEntityTooLarge
-                parts.append(part)
-                more = message.get("more_body", False)
+            self.body = await self._incoming
         if limit.cancelled_caught:
             raise RequestTimeout
-        self.body = b"".join(parts)
-
-    def _hold(self, num_bytes: int) -> None:
-        if self.room.held + num_bytes > self.room.limit:
-            raise QueueFull(
-                f"bodies of requests have {self.room.limit} bytes together, and no more room"
-            )
-        self._held += num_bytes
-        self.room.held += num_bytes
+        self._incoming.clear()
 
     def release(self) -> None:
         """Drop the body, which isn't needed any more. Idempotent."""
-        self.room.held -= self._held
-        self._held, self.body = 0, b""
-
-    async def wait_disconnected(self) -> None:
-        """Block until the client has left. The body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        self.body = b""
+        self._incoming.release()
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of the answer."""
@@ -134,8 +120,8 @@ class ClientRequest:
     async def send(self, data: bytes, *, more: bool = True) -> None:
         """Send a part of the answer's body, the last one unless there is ``more``."""
         self.completed = not more
-        message: Any = {"type": "http.response.body", "body": data, "more_body": more}
-        await self._send(message)
+        if not more or self._write_now is None or not self._write_now(data):
+            await self._send(body_message(data, more=more))
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""
@@ -187,10 +173,6 @@ class _StreamError(msgspec.Struct, tag_field="type", tag="error"):
         """Return the event of an error that has this body."""
         detail = msgspec.json.decode(body, type=ErrorResponse).error
         return cls(detail.code, detail.message, detail.param)
-
-
-class ClientLeft(Exception):
-    """The client has left before its request was complete."""
 
 
 class AnswerCut(Exception):

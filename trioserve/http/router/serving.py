@@ -61,9 +61,8 @@ async def serve_router(
     except BaseExceptionGroup as group:
         failure = sole_exception(group)
     finally:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
-            for upstream in upstreams:
-                await upstream.pool.aclose()
+        for upstream in upstreams:
+            await upstream.connections.aclose()
     if failure is not None:
         raise failure
     return num_cut

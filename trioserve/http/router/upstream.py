@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ssl
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import attrs
@@ -13,6 +13,7 @@ import trio
 
 from trioserve.engine.cache_copy import CacheCopy
 from trioserve.engine.routing.policy import WorkerLoad
+from trioserve.http.router.connections import UpstreamConnections
 from trioserve.load.connect import Address
 
 SETTLE = 0.1
@@ -65,11 +66,11 @@ class Upstream:
 
     Args:
         address: Its address.
-        pool: Connections to it.
+        connections: Connections to it.
     """
 
     address: Address
-    pool: httpcore2.AsyncConnectionPool
+    connections: UpstreamConnections
     models: frozenset[str] = attrs.field(init=False, default=frozenset())
     """Names that requests may give."""
     page_size: int = attrs.field(init=False, default=0)
@@ -82,7 +83,9 @@ class Upstream:
     """Requests that its reports may not count yet."""
     _computing: dict[SentRequest, None] = attrs.field(init=False, factory=dict)
     """Requests whose prompts' pages aren't all cached yet."""
-    _coming: dict[int, Counter[int]] = attrs.field(init=False, factory=dict)
+    _coming: defaultdict[int, Counter[int]] = attrs.field(
+        init=False, factory=lambda: defaultdict(Counter)
+    )
     """Hashes of pages that requests sent to it will bring, by worker."""
 
     @property
@@ -159,7 +162,7 @@ class Upstream:
             counted_from=trio.current_time() + SETTLE,
         )
         self._sent[sent] = self._computing[sent] = None
-        coming = self._coming.setdefault(worker, Counter())
+        coming = self._coming[worker]
         for prompt in prompts:
             coming.update(prompt.hashes)
         return sent
@@ -182,13 +185,10 @@ class Upstream:
                 coming[hash] -= 1
                 if not coming[hash]:
                     del coming[hash]
-        if not coming:
-            del self._coming[sent.worker]
 
 
 def open_upstream(address: Address, context: ssl.SSLContext | None) -> Upstream:
     """Return an upstream without connections so far."""
-    pool = httpcore2.AsyncConnectionPool(
-        ssl_context=context, max_connections=None, keepalive_expiry=60
-    )
-    return Upstream(address, pool)
+    scheme = b"https" if address.tls else b"http"
+    origin = httpcore2.Origin(scheme, address.host.encode(), address.port)
+    return Upstream(address, UpstreamConnections(origin, context))

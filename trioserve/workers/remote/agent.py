@@ -59,6 +59,7 @@ class Agent:
         device: Device in place of the engine's choice, if given.
         num_threads: Threads in place of the engine's choice, if given.
         host: Name of this host for the engine.
+        leaving: Set by :meth:`leave`, or from outside to the same effect.
     """
 
     engine: str
@@ -69,7 +70,7 @@ class Agent:
     num_threads: int | None = None
     host: str = attrs.field(factory=socket.gethostname)
     _id: str = attrs.field(init=False, factory=lambda: secrets.token_hex(16))
-    _leaving: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _leaving: trio.Event = attrs.field(factory=trio.Event)
     _attempts: int = attrs.field(init=False, default=0)
     """Failed attempts to serve, in a row."""
 
