@@ -316,6 +316,22 @@ async def test_a_worker_that_is_removed_ends(model: Path, tls: Path) -> None:
         await wait_states(engine, "running")
 
 
+async def test_a_worker_is_starting_until_it_gets_requests(model: Path, tls: Path) -> None:
+    """Also while it serves already, and waits for another change of the workers to end."""
+    async with (
+        open_mock_engine(model, tls) as engine,
+        running(agent_for(address_of(engine), tls, model)),
+    ):
+        async with engine.worker_group.schedulers.changing:
+            with trio.fail_after(60):
+                while not any(each.device for each in engine.workers[1:]):
+                    await trio.sleep(0.01)
+            for _ in range(20):
+                assert [each.state for each in engine.workers] == ["running", "starting"]
+                await trio.sleep(0.001)
+        await wait_states(engine, "running", "running")
+
+
 async def test_memory_is_released_on_all_hosts(model: Path, tls: Path) -> None:
     async with open_mock_engine(model, tls) as engine:
         async with running(agent_for(address_of(engine), tls, model)):

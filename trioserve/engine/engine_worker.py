@@ -33,6 +33,8 @@ class EngineWorker:
     """Name of the device; empty while the first process loads."""
     draining: bool = attrs.field(init=False, default=False)
     """True while it is being removed."""
+    joining: bool = attrs.field(init=False, default=False)
+    """True while it is being added: it may have loaded the model, and gets no requests yet."""
 
     @classmethod
     def of(
@@ -80,6 +82,8 @@ class EngineWorker:
     @property
     def state(self) -> str:
         """The state as :attr:`~trioserve.observability.worker_report.WorkerReport.state`."""
+        if self.joining:
+            return "starting"
         state = self.supervisor.life.state
         if state != "running":
             return state

@@ -5,6 +5,7 @@ Workers of other hosts join and leave by themselves.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
 import attrs
@@ -183,17 +184,29 @@ class WorkerGroup:
         async with self.schedulers.changing:
             worker = self._make(self._next_index())
             worker.scheduler.weights.path = self._weights_path
-            await self._start_one(worker)
-            await self._take_in(worker)
+            with self._starting(worker):
+                await self._start_one(worker)
+                await self._take_in(worker)
         return worker.report()
 
     def _next_index(self) -> int:
         self._num_made += 1
         return self._num_made - 1
 
+    @contextlib.contextmanager
+    def _starting(self, worker: EngineWorker) -> Iterator[None]:
+        """Report a worker as starting until it is taken in, at most for the block."""
+        worker.joining = True
+        self._joining.append(worker)
+        try:
+            yield
+        finally:
+            self._joining.remove(worker)
+
     async def _take_in(self, worker: EngineWorker) -> None:
         """Give requests to a worker that serves."""
         is_on = all(each.worker_power.is_on for each in self.schedulers)
+        worker.joining = False
         self._workers.append(worker)
         self.schedulers.add(worker.scheduler)
         if not is_on:  # Memory was released meanwhile.
@@ -227,10 +240,11 @@ class WorkerGroup:
         worker.scheduler.weights.path = self._weights_path
         try:
             self._check_changeable()
-            await self._start_one(worker)
-            async with self.schedulers.changing:
-                await self._complete(worker)
-                await self._take_in(worker)
+            with self._starting(worker):
+                await self._start_one(worker)
+                async with self.schedulers.changing:
+                    await self._complete(worker)
+                    await self._take_in(worker)
         except TrioserveError as error:
             _log.warning("worker of another host not added", host=joined.host, reason=str(error))
             self.port.workers.forget(joined)
@@ -246,13 +260,9 @@ class WorkerGroup:
     async def _start_one(self, worker: EngineWorker) -> None:
         """Start a worker beside the others; return once it has the model and all adapters."""
         assert self._tasks is not None
-        self._joining.append(worker)
-        try:
-            error = await self._tasks.start(self._try_to_run, worker)
-            if error is None:
-                error = await self._load_adapters(worker)
-        finally:
-            self._joining.remove(worker)
+        error = await self._tasks.start(self._try_to_run, worker)
+        if error is None:
+            error = await self._load_adapters(worker)
         if error is not None:
             raise CallFailed("no worker could be added", str(error)) from error
 
@@ -364,7 +374,7 @@ class WorkerGroup:
 
     def __iter__(self) -> Iterator[EngineWorker]:
         yield from self._workers
-        yield from self._joining
+        yield from (each for each in self._joining if each.joining)
 
     def number_of(self, scheduler: Scheduler | None) -> int | None:
         """Return the number of the worker of ``scheduler``; None if there is no such worker."""

@@ -84,8 +84,9 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
     state: Annotated[
         str,
         about(
-            "`starting`, `running`, `stalled` (a step is so late that it may be hung), `draining` "
-            "(it is being removed), `restarting`, `released` or `ended` (it was given up)."
+            "`starting` (it loads, and gets no requests yet), `running`, `stalled` (a step is so "
+            "late that it may be hung), `draining` (it is being removed), `restarting`, "
+            "`released` or `ended` (it was given up)."
         ),
     ]
     device: Annotated[str, about("Name of its device; empty while the first process loads.")]
