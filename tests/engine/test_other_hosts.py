@@ -234,7 +234,8 @@ async def test_cut_after_cut_loses_no_request(model: Path, tls: Path) -> None:
                 await wait_states(engine, "running", "running")
             done.set()
         assert num_answers > 8
-        assert sum(each.restarts for each in engine.workers) == 8
+        # A busy machine may be silent for longer than the timeout by itself.
+        assert sum(each.restarts for each in engine.workers) >= 8
         await assert_idle(engine)
 
 
