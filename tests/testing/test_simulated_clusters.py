@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from trioserve.config.engine import ROUTING_POLICIES
+from trioserve.config.worker_group import ROUTING_POLICIES
 from trioserve.protocol.grammar import Grammar
 from trioserve.testing.simulation import (
     Fault,

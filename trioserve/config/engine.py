@@ -8,22 +8,21 @@ from typing import Any
 import attrs
 
 from trioserve.config.adapter_paths import named_paths
-from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
 from trioserve.config.override import parse_override
 from trioserve.config.speculation import parse_speculative
+from trioserve.config.worker_group import WorkerGroupOptions
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import KERNEL_ISAS
 
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
-ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
 CAPACITY_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "fp8")
 PREFIX_CACHE_SCOPES = ("server", "key")
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig(ModelOptions):
+class EngineConfig(WorkerGroupOptions):
     """Options of an engine that runs one model.
 
     None means "chosen from the machine and the model".
@@ -228,58 +227,6 @@ class EngineConfig(ModelOptions):
         in_bytes=True,
     )
 
-    data_parallel_size: int = option(
-        1,
-        "workers, each with the whole model: on GPUs one each, on a CPU with a share of the cores; "
-        "0 for workers of other hosts only",
-        group="worker",
-        page="workers#Several workers",
-        common=True,
-        kind=int,
-        low=0,
-        high=1024,
-    )
-    worker_listen: str | None = option(
-        None,
-        "address and port for workers of other hosts, which trioserve worker starts there",
-        unset="none",
-        group="worker",
-        page="workers#Other hosts",
-        metavar="ADDRESS:PORT",
-        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "ADDRESS:PORT, such as 0.0.0.0:7000"),
-    )
-    worker_tls: str | None = option(
-        None,
-        "folder with the engine's certificate and key for workers of other hosts, and their "
-        "authority's certificate, which trioserve worker-certificates makes",
-        group="worker",
-        page="workers#Other hosts",
-        metavar="FOLDER",
-    )
-    worker_link_timeout: float = option(
-        5.0,
-        "seconds without a sign of life after which a worker of another host counts as lost",
-        group="worker",
-        page="workers#Other hosts",
-        kind=float,
-        low=0.1,
-    )
-    routing_policy: str = option(
-        "predicted",
-        "choice of a worker for a request: by the predicted time to the first token, in turn, by "
-        "the fewest requests, or by the longest cached prefix",
-        choices=ROUTING_POLICIES,
-        group="worker",
-        page="workers#Routing",
-    )
-    routing_temperature: float = option(
-        0.0,
-        "with more than 0, workers that cost more than the best one are chosen now and then",
-        group="worker",
-        page="workers#Routing",
-        kind=float,
-        low=0,
-    )
     num_threads: int | None = option(
         None,
         "threads that each worker computes with on a CPU",
@@ -364,6 +311,7 @@ class EngineConfig(ModelOptions):
     )
 
     def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
         named_paths(self.lora_modules)
         parse_override(self.override_generation_config)
         parse_speculative(self.speculative_config)
@@ -371,16 +319,6 @@ class EngineConfig(ModelOptions):
             raise InvalidRequest(
                 "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",
                 param="kv_offloading_bytes",
-            )
-        if self.worker_listen is not None and self.worker_tls is None:
-            raise InvalidRequest(
-                "worker_listen needs certificates for workers of other hosts (--worker-tls)",
-                param="worker_listen",
-            )
-        if self.data_parallel_size == 0 and self.worker_listen is None:
-            raise InvalidRequest(
-                "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
-                param="data_parallel_size",
             )
 
     @property

@@ -12,8 +12,9 @@ class WorkerReport:
     index: int
     """Its number, from 0, which no other worker of the engine ever has."""
     state: str
-    """``starting``, ``running``, ``stalled`` (a step is so late that it may be hung), ``draining``
-    (it is being removed), ``restarting``, ``released`` or ``ended``.
+    """``starting`` (it loads, and gets no requests yet), ``running``, ``stalled`` (a step is so
+    late that it may be hung), ``draining`` (it is being removed), ``restarting``, ``released`` or
+    ``ended``.
     """
     device: str
     """Name of its device; empty while the first process loads."""

@@ -183,7 +183,7 @@ class KnownPrefix:
 
 
 class Policy:
-    """A choice among workers by one of :data:`~trioserve.config.engine.ROUTING_POLICIES`.
+    """A choice among workers by one of :data:`~trioserve.config.worker_group.ROUTING_POLICIES`.
 
     Args:
         name: ``predicted`` takes the least cost, ``least_loaded`` the fewest sequences, ``prefix``

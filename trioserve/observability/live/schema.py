@@ -134,9 +134,10 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Its number, which no other worker ever has."""
     state: str
-    """``starting`` (the model loads), ``running``, ``stalled`` (a step is so late that it may be
-    hung), ``draining`` (it is being removed), ``restarting`` (it was lost, and the next process
-    loads), ``released`` (its memory was given back) or ``ended`` (it was lost too often).
+    """``starting`` (it loads, and gets no requests yet), ``running``, ``stalled`` (a step is so
+    late that it may be hung), ``draining`` (it is being removed), ``restarting`` (it was lost, and
+    the next process loads), ``released`` (its memory was given back) or ``ended`` (it was lost too
+    often).
     """
     device: str
     """Name of its device; empty while the first process loads."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import attrs
 
-from trioserve.config.engine import ROUTING_POLICIES
+from trioserve.config.worker_group import ROUTING_POLICIES
 from trioserve.testing.simulation.scenario import Fault, Member, Pause, Scenario, WorkerChange
 
 ONE_WORKER = 0.25

@@ -84,8 +84,9 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
     state: Annotated[
         str,
         about(
-            "`starting`, `running`, `stalled` (a step is so late that it may be hung), `draining` "
-            "(it is being removed), `restarting`, `released` or `ended` (it was given up)."
+            "`starting` (it loads, and gets no requests yet), `running`, `stalled` (a step is so "
+            "late that it may be hung), `draining` (it is being removed), `restarting`, "
+            "`released` or `ended` (it was given up)."
         ),
     ]
     device: Annotated[str, about("Name of its device; empty while the first process loads.")]
@@ -113,6 +114,18 @@ class WorkerList(msgspec.Struct, kw_only=True):
     """The states of all workers."""
 
     workers: Annotated[list[WorkerEntry], about("The workers, by their index.")]
+
+
+class AddWorkerRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /workers``; it may be empty."""
+
+    device: Annotated[
+        Annotated[str, msgspec.Meta(max_length=200)] | None,
+        about(
+            "The device: `cuda:1`, `cpu`, or a CPU's cores (`cpu:0-3+8-11`). By default the first "
+            "one that no worker of this host has."
+        ),
+    ] = None
 
 
 class AbortReply(msgspec.Struct, kw_only=True):

@@ -1,0 +1,119 @@
+"""The options of an engine's workers: how many, where, and which one gets a request."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.config.model import ModelOptions
+from trioserve.config.options import option
+from trioserve.protocol.devices import CPU_OR_GPU
+from trioserve.protocol.errors import InvalidRequest
+
+ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
+
+
+@attrs.frozen(kw_only=True)
+class WorkerGroupOptions(ModelOptions):
+    """Options of a model's workers together; those of each are the engine's."""
+
+    data_parallel_size: int = option(
+        1,
+        "workers, each with the whole model: on GPUs one each, on a CPU with a share of the cores; "
+        "0 for workers of other hosts only",
+        group="worker",
+        page="workers#Several workers",
+        common=True,
+        kind=int,
+        low=0,
+        high=1024,
+    )
+    worker_devices: tuple[str, ...] = option(
+        (),
+        "device of a worker on this host, given once for each worker in place of "
+        "--data-parallel-size",
+        unset="a GPU each, or a share of the cores",
+        group="worker",
+        page="workers#Devices",
+        metavar="DEVICE",
+        repeatable=True,
+        form=CPU_OR_GPU,
+    )
+    worker_listen: str | None = option(
+        None,
+        "address and port for workers of other hosts, which trioserve worker starts there",
+        unset="none",
+        group="worker",
+        page="workers#Other hosts",
+        metavar="ADDRESS:PORT",
+        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "ADDRESS:PORT, such as 0.0.0.0:7000"),
+    )
+    worker_tls: str | None = option(
+        None,
+        "folder with the engine's certificate and key for workers of other hosts, and their "
+        "authority's certificate, which trioserve worker-certificates makes",
+        group="worker",
+        page="workers#Other hosts",
+        metavar="FOLDER",
+    )
+    worker_link_timeout: float = option(
+        5.0,
+        "seconds without a sign of life after which a worker of another host counts as lost",
+        group="worker",
+        page="workers#Other hosts",
+        kind=float,
+        low=0.1,
+    )
+    routing_policy: str = option(
+        "predicted",
+        "choice of a worker for a request: by the predicted time to the first token, in turn, by "
+        "the fewest requests, or by the longest cached prefix",
+        choices=ROUTING_POLICIES,
+        group="worker",
+        page="workers#Routing",
+    )
+    routing_temperature: float = option(
+        0.0,
+        "with more than 0, workers that cost more than the best one are chosen now and then",
+        group="worker",
+        page="workers#Routing",
+        kind=float,
+        low=0,
+    )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that start on this host."""
+        return len(self.worker_devices) or self.data_parallel_size
+
+    def __attrs_post_init__(self) -> None:
+        self._check_devices()
+        if self.worker_listen is not None and self.worker_tls is None:
+            raise InvalidRequest(
+                "worker_listen needs certificates for workers of other hosts (--worker-tls)",
+                param="worker_listen",
+            )
+        if self.data_parallel_size == 0 and self.worker_listen is None:
+            raise InvalidRequest(
+                "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
+                param="data_parallel_size",
+            )
+
+    def _check_devices(self) -> None:
+        devices = self.worker_devices
+        if devices and self.data_parallel_size not in (1, len(devices)):
+            raise InvalidRequest(
+                f"worker_devices has {len(devices)} devices, and --data-parallel-size is "
+                f"{self.data_parallel_size}: name a device for each worker, or leave the size out",
+                param="worker_devices",
+            )
+        for number, device in enumerate(devices):
+            if device.startswith("cuda") and device in devices[:number]:
+                raise InvalidRequest(
+                    f"worker_devices has {device} twice: a GPU has one worker",
+                    param="worker_devices",
+                )
+            if self.device not in ("auto", device.partition(":")[0]):
+                raise InvalidRequest(
+                    f"worker_devices has {device}, and --device is {self.device}: leave one out",
+                    param="worker_devices",
+                )
