@@ -38,6 +38,7 @@ SLOW_MODULES = {
     "tests/pooling/test_server.py",
     "tests/testing/test_simulated_engine.py",
     "tests/testing/test_simulated_faults.py",
+    "tests/workers/ray/test_cluster.py",
 }
 """Modules that take from half a minute to three minutes."""
 

@@ -84,7 +84,7 @@ def test_every_option_is_documented_and_its_default_is_allowed(cls: type, option
 def test_names_are_unique_and_there_are_few() -> None:
     names = [option.name for _, option in OPTIONS]
     assert len(set(names)) == len(names)
-    assert len(names) <= 87
+    assert len(names) <= 88
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,21 @@ def test_a_value_out_of_bounds_is_refused_with_its_limit(
     assert caught.value.param == name
     assert str(caught.value).startswith(f"{name} must be ")
     assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size 0 needs workers of other hosts"),
+        ({"worker_tls": "folder"}, "worker_tls isn't for workers of Ray"),
+    ],
+)
+def test_options_that_ray_has_no_use_for_are_refused(options: dict[str, Any], message: str) -> None:
+    ray: dict[str, Any] = {"distributed_executor_backend": "ray"}
+    config = EngineConfig("m", worker_listen="0.0.0.0:7000", data_parallel_size=2, **ray)
+    assert config.num_local_workers == 0
+    with pytest.raises(InvalidRequest, match=message):
+        EngineConfig("m", **ray, **options)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
 from trioserve.config.override import parse_override
 from trioserve.config.speculation import parse_speculative
+from trioserve.config.worker_places import EXECUTOR_BACKENDS, check_places
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import KERNEL_ISAS
 
@@ -239,6 +240,13 @@ class EngineConfig(ModelOptions):
         low=0,
         high=1024,
     )
+    distributed_executor_backend: str = option(
+        "mp",
+        "workers: processes of this host (mp), or actors of Ray (ray, which needs the extra ray)",
+        choices=EXECUTOR_BACKENDS,
+        group="worker",
+        page="workers#Ray",
+    )
     worker_listen: str | None = option(
         None,
         "address and port for workers of other hosts, which trioserve worker starts there",
@@ -372,16 +380,12 @@ class EngineConfig(ModelOptions):
                 "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",
                 param="kv_offloading_bytes",
             )
-        if self.worker_listen is not None and self.worker_tls is None:
-            raise InvalidRequest(
-                "worker_listen needs certificates for workers of other hosts (--worker-tls)",
-                param="worker_listen",
-            )
-        if self.data_parallel_size == 0 and self.worker_listen is None:
-            raise InvalidRequest(
-                "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
-                param="data_parallel_size",
-            )
+        check_places(self)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Number of workers that start with the engine as processes of this host."""
+        return 0 if self.distributed_executor_backend == "ray" else self.data_parallel_size
 
     @property
     def serves_adapters(self) -> bool:

@@ -33,6 +33,7 @@ from trioserve.protocol.errors import (
 )
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.scheduler import Scheduler
+from trioserve.workers.ray.port import RayPort
 from trioserve.workers.remote.joined import JoinedWorker
 from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.supervisor import WorkerLife
@@ -55,7 +56,6 @@ class WorkerGroup:
     _make_joined: Callable[[int, JoinedWorker], EngineWorker]
     port: WorkersPort | None = None
     """Port at which workers of other hosts join; None for none."""
-    _first_joined: trio.Event = attrs.field(init=False, factory=trio.Event)
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
     _num_made: int = attrs.field(init=False)
     """Number of workers made, with those that were removed or couldn't be started."""
@@ -106,7 +106,7 @@ class WorkerGroup:
             worker.scheduler.stop_string_at_end = stop_string_at_end
             return worker
 
-        workers = [make_worker(index) for index in range(config.data_parallel_size)]
+        workers = [make_worker(index) for index in range(config.num_local_workers)]
         batchers = []
         if encodes:
             batchers = [
@@ -120,7 +120,7 @@ class WorkerGroup:
     async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:
         """Start all workers; return once they have loaded the model and all adapters.
 
-        If there are none on this host, it returns once one of another host has.
+        If there are none on this host, it returns once those that the port waits for have.
 
         Returns:
             The message of the first one, with the least limits of all.
@@ -139,8 +139,8 @@ class WorkerGroup:
             batcher.set_limits(ready)
             tasks.start_soon(batcher.run)
         if not every:
-            _log.info("waiting for the first worker to join")
-            await self._first_joined.wait()
+            assert self.port is not None
+            await self.port.wait_complete()
             assert self._ready is not None
             every = [self._ready]
         await self.schedulers.adapters.load_first(named_paths(config.lora_modules))
@@ -177,9 +177,12 @@ class WorkerGroup:
 
         Raises:
             InvalidRequest: Nothing is computed now, or the model is an encoder.
-            CallFailed: The worker can't load the model.
+            CallFailed: The worker can't load the model, or Ray has no room for it.
         """
         self._check_changeable()
+        if isinstance(self.port, RayPort):
+            index = await self.port.start_worker()
+            return next(each for each in self.reports() if each.index == index)
         async with self.schedulers.changing:
             worker = self._make(self._next_index())
             worker.scheduler.weights.path = self._weights_path
@@ -236,7 +239,7 @@ class WorkerGroup:
             self.port.workers.forget(joined)
             await joined.turn_away(str(error))
         else:
-            self._first_joined.set()
+            self.port.workers.note_serving(joined, worker.index)
 
     def _forget(self, worker: EngineWorker) -> None:
         """Forget a worker that is gone for good."""
