@@ -43,6 +43,7 @@ SLOW_MODULES = {
     "tests/testing/test_simulated_clusters.py",
     "tests/testing/test_simulated_engine.py",
     "tests/testing/test_simulated_faults.py",
+    "tests/workers/ray/test_cluster.py",
     "tests/workers/remote/test_two_hosts.py",
 }
 """Modules that take from half a minute to three minutes."""

@@ -69,6 +69,7 @@ def test_the_pins_satisfy_what_the_project_asks_for(requirement: Requirement) ->
         ("jinja2", "3.1.5", "CVE-2025-27516"),
         ("quart", "0.19.6", "CVE-2024-49767"),
         ("werkzeug", "3.1.3", "CVE-2025-66221"),
+        ("ray", "2.53.0", "CVE-2026-27482"),
         ("torch", "2.9.1", "CVE-2026-24747"),
         ("transformers", "5.9.0", "CVE-2026-9856"),
     ],
@@ -83,7 +84,7 @@ def test_releases_with_advisories_are_out_of_bounds(name: str, version: str, adv
 def test_hypercorn_is_pinned_exactly_and_torch_to_what_resolves_without_a_gpu() -> None:
     assert "hypercorn==0.18.0" in PROJECT["project"]["dependencies"]
     assert pins()["torch"] == "2.13.0"
-    extras = {"bench", "cuda12", "cuda13", "otel", "tls", "transformers"}
+    extras = {"bench", "cuda12", "cuda13", "otel", "ray", "tls", "transformers"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
 
 
@@ -91,7 +92,7 @@ def test_every_third_party_import_is_a_dependency() -> None:
     stated = {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
     known = {name.replace("-", "_") for name in stated} | sys.stdlib_module_names
     known |= {"trioserve", "gpu"}
-    extras = {"cryptography", "cupy", "matplotlib", "opentelemetry", "transformers"}
+    extras = {"cryptography", "cupy", "matplotlib", "opentelemetry", "ray", "transformers"}
     known |= extras
     for path in (*modules_of("trioserve"), *modules_of("gpu")):
         names = {name.partition(".")[0] for name in imports_of(path)}

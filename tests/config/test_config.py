@@ -125,6 +125,21 @@ def test_a_value_out_of_bounds_is_refused_with_its_limit(
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size 0 needs workers of other hosts"),
+        ({"worker_tls": "folder"}, "worker_tls isn't for workers of Ray"),
+    ],
+)
+def test_options_that_ray_has_no_use_for_are_refused(options: dict[str, Any], message: str) -> None:
+    ray: dict[str, Any] = {"distributed_executor_backend": "ray"}
+    config = EngineConfig("m", worker_listen="0.0.0.0:7000", data_parallel_size=2, **ray)
+    assert config.num_workers == 0
+    with pytest.raises(InvalidRequest, match=message):
+        EngineConfig("m", **ray, **options)
+
+
+@pytest.mark.parametrize(
     ("cls", "name", "text", "message"),
     [
         (EngineConfig, "max_num_seqs", "many", "must be a whole number of at least 1; got 'many'"),

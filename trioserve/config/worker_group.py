@@ -9,6 +9,7 @@ from trioserve.config.options import option
 from trioserve.protocol.devices import CPU_OR_GPU
 from trioserve.protocol.errors import InvalidRequest
 
+EXECUTOR_BACKENDS = ("mp", "ray")
 ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
 
 
@@ -37,6 +38,13 @@ class WorkerGroupOptions(ModelOptions):
         metavar="DEVICE",
         repeatable=True,
         form=CPU_OR_GPU,
+    )
+    distributed_executor_backend: str = option(
+        "mp",
+        "workers: processes of this host (mp), or actors of Ray (ray, which needs the extra ray)",
+        choices=EXECUTOR_BACKENDS,
+        group="worker",
+        page="workers#Ray",
     )
     worker_listen: str | None = option(
         None,
@@ -82,17 +90,27 @@ class WorkerGroupOptions(ModelOptions):
 
     @property
     def num_workers(self) -> int:
-        """Number of workers that start on this host."""
-        return len(self.worker_devices) or self.data_parallel_size
+        """Number of workers that start with the engine as processes of this host."""
+        return 0 if self.uses_ray else len(self.worker_devices) or self.data_parallel_size
+
+    @property
+    def uses_ray(self) -> bool:
+        """True if the workers are actors of Ray."""
+        return self.distributed_executor_backend == "ray"
 
     def __attrs_post_init__(self) -> None:
         self._check_devices()
-        if self.worker_listen is not None and self.worker_tls is None:
+        if self.uses_ray and self.worker_tls is not None:
+            raise InvalidRequest(
+                "worker_tls isn't for workers of Ray, whose certificates the engine makes itself",
+                param="worker_tls",
+            )
+        if not self.uses_ray and self.worker_listen is not None and self.worker_tls is None:
             raise InvalidRequest(
                 "worker_listen needs certificates for workers of other hosts (--worker-tls)",
                 param="worker_listen",
             )
-        if self.data_parallel_size == 0 and self.worker_listen is None:
+        if self.data_parallel_size == 0 and (self.uses_ray or self.worker_listen is None):
             raise InvalidRequest(
                 "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
                 param="data_parallel_size",
@@ -100,6 +118,11 @@ class WorkerGroupOptions(ModelOptions):
 
     def _check_devices(self) -> None:
         devices = self.worker_devices
+        if devices and self.uses_ray:
+            raise InvalidRequest(
+                "worker_devices isn't for workers of Ray, which gives each its device",
+                param="worker_devices",
+            )
         if devices and self.data_parallel_size not in (1, len(devices)):
             raise InvalidRequest(
                 f"worker_devices has {len(devices)} devices, and --data-parallel-size is "

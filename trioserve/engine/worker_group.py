@@ -34,6 +34,7 @@ from trioserve.protocol.errors import (
     WorkerLost,
 )
 from trioserve.scheduler.beams import StopStringAtEnd
+from trioserve.workers.ray.port import RayPort
 from trioserve.workers.remote.joined import JoinedWorker
 from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.supervisor import WorkerLife
@@ -54,7 +55,6 @@ class WorkerGroup:
     _make_joined: Callable[[int, JoinedWorker], EngineWorker]
     port: WorkersPort | None = None
     """Port at which workers of other hosts join; None for none."""
-    _first_joined: trio.Event = attrs.field(init=False, factory=trio.Event)
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
     _numbers: Iterator[int] = attrs.field(init=False)
     """Numbers of the workers to come: none twice, even if its worker couldn't be started."""
@@ -119,7 +119,7 @@ class WorkerGroup:
     async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:
         """Start all workers; return once they have loaded the model and all adapters.
 
-        If there are none on this host, it returns once one of another host has.
+        If there are none on this host, it returns once those that the port waits for have.
 
         Returns:
             The message of the first one, with the least limits of all.
@@ -138,8 +138,8 @@ class WorkerGroup:
             batcher.set_limits(ready)
             tasks.start_soon(batcher.run)
         if not every:
-            _log.info("waiting for the first worker to join")
-            await self._first_joined.wait()
+            assert self.port is not None
+            await self.port.wait_complete()
             assert self._ready is not None
             every = [self._ready]
         await self.schedulers.adapters.load_first(named_paths(config.lora_modules))
@@ -181,9 +181,14 @@ class WorkerGroup:
         Raises:
             InvalidRequest: Nothing is computed now, there is no device for it, or the model is an
                 encoder.
-            CallFailed: The worker can't load the model.
+            CallFailed: The worker can't load the model, or Ray has no room for it.
         """
         self._check_changeable()
+        if isinstance(self.port, RayPort):
+            if device is not None:
+                raise InvalidRequest("Ray gives each worker its device", param="device")
+            index = await self.port.start_worker()
+            return next(each for each in self.reports() if each.index == index)
         async with self.schedulers.changing:
             worker = self._make(next(self._numbers), device)
             worker.scheduler.weights.path = self._weights_path
@@ -254,7 +259,7 @@ class WorkerGroup:
             self.port.workers.forget(joined)
             await joined.turn_away(str(error))
         else:
-            self._first_joined.set()
+            self.port.workers.note_serving(joined, worker.index)
 
     def _forget(self, worker: EngineWorker) -> None:
         """Forget a worker that is gone for good."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -23,6 +24,7 @@ from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
 from trioserve.workers.life import OnProgress
 from trioserve.workers.process import Workers
+from trioserve.workers.ray.port import ray_port
 from trioserve.workers.remote.joined import JoinedWorkers
 from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.remote.tls import engine_tls
@@ -111,23 +113,27 @@ async def workers_port(
 
     Raises:
         ModelLoadError: The model can't be read, or is an encoder.
-        TrioserveError: The certificates can't be used.
+        TrioserveError: The certificates can't be used, or the extra ``ray`` is missing.
     """
-    if config.worker_listen is None or config.worker_tls is None:
+    if not config.uses_ray and config.worker_listen is None:
         return None
 
     def checksum() -> str:
         if task_of(path) != "generate":
-            raise ModelLoadError("--worker-listen isn't for an encoder: leave it out")
+            option = "--distributed-executor-backend ray" if config.uses_ray else "--worker-listen"
+            raise ModelLoadError(f"{option} isn't for an encoder: leave it out")
         return open_model(path, config.model_impl).checksum()
 
-    return WorkersPort(
-        address=config.worker_listen,
-        tls=engine_tls(config.worker_tls),
-        timeout=config.worker_link_timeout,
-        checksum=await in_thread(checksum),
-        workers=JoinedWorkers(start_message(config, path, mock), config.worker_start_timeout),
-    )
+    fields: dict[str, Any] = {
+        "address": config.worker_listen or "",
+        "timeout": config.worker_link_timeout,
+        "checksum": await in_thread(checksum),
+        "workers": JoinedWorkers(start_message(config, path, mock), config.worker_start_timeout),
+    }
+    if config.uses_ray:
+        return ray_port(config, fields)
+    assert config.worker_tls is not None
+    return WorkersPort(tls=engine_tls(config.worker_tls), **fields)
 
 
 def start_message(

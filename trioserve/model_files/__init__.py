@@ -1,6 +1,7 @@
 """Readers of a model's folder or GGUF file, for both processes. They need neither torch nor trio.
 
-Imported by ``text``, ``pooling``, ``engine``, ``front_ends``, ``testing``, ``load`` and ``cli``.
+Imported by ``text``, ``workers``, ``pooling``, ``engine``, ``front_ends``, ``testing``, ``load``
+and ``cli``.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class Agent:
         device: Device in place of the engine's choice, if given.
         num_threads: Threads in place of the engine's choice, if given.
         host: Name of this host for the engine.
+        id: Name by which the engine knows the worker when it joins again.
         leaving: Set by :meth:`leave`, or from outside to the same effect.
     """
 
@@ -70,7 +71,7 @@ class Agent:
     device: str | None = None
     num_threads: int | None = None
     host: str = attrs.field(factory=socket.gethostname)
-    _id: str = attrs.field(init=False, factory=lambda: secrets.token_hex(16))
+    id: str = attrs.field(factory=lambda: secrets.token_hex(16))
     _leaving: trio.Event = attrs.field(factory=trio.Event)
     _attempts: int = attrs.field(init=False, default=0)
     """Failed attempts to serve, in a row."""
@@ -144,7 +145,7 @@ class Agent:
             protocol=wire.PROTOCOL_VERSION,
             schema=wire.schema_hash(),
             version=__version__,
-            id=self._id,
+            id=self.id,
             host=self.host,
             checksum=self.checksum,
         )

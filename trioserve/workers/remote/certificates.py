@@ -20,10 +20,7 @@ _AUTHORITY_KEY = "ca.key"
 
 
 def make_certificates(folder: Path) -> list[Path]:
-    """Make an authority, and an engine's and a worker's certificate of it, in a new ``folder``.
-
-    Keys have the mode 0600. An engine's certificate is good for listening only, a worker's for
-    dialing only.
+    """Make :func:`certificates` in a new ``folder``. Keys have the mode 0600.
 
     Returns:
         The files.
@@ -31,27 +28,39 @@ def make_certificates(folder: Path) -> list[Path]:
     Raises:
         TrioserveError: The folder isn't empty, can't be written, or the extra ``tls`` is missing.
     """
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError as error:
-        raise TrioserveError(
-            "worker-certificates needs the package cryptography: install trioserve[tls]"
-        ) from error
+    made = certificates()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise TrioserveError(f"{folder} isn't empty: name a new folder")
-        keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", ENGINE, WORKER)}
-        authority = _certificate("trioserve workers", keys["ca"])
-        made = {AUTHORITY: _pem(authority), _AUTHORITY_KEY: _key_pem(keys["ca"])}
-        for side, name in ((ENGINE, ENGINE_NAME), (WORKER, WORKER_NAME)):
-            certificate = _certificate(name, keys[side], authority, keys["ca"])
-            made |= {f"{side}.crt": _pem(certificate), f"{side}.key": _key_pem(keys[side])}
         for name, data in made.items():
             _write(folder / name, data)
     except OSError as error:
         raise TrioserveError(f"can't write to {folder}: {error.strerror}") from error
     return [folder / name for name in made]
+
+
+def certificates() -> dict[str, bytes]:
+    """Return an authority, and an engine's and a worker's certificate of it, by names of files.
+
+    An engine's certificate is good for listening only, a worker's for dialing only.
+
+    Raises:
+        TrioserveError: The extra ``tls`` is missing.
+    """
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise TrioserveError(
+            "certificates of workers need the package cryptography: install trioserve[tls]"
+        ) from error
+    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", ENGINE, WORKER)}
+    authority = _certificate("trioserve workers", keys["ca"])
+    made = {AUTHORITY: _pem(authority), _AUTHORITY_KEY: _key_pem(keys["ca"])}
+    for side, name in ((ENGINE, ENGINE_NAME), (WORKER, WORKER_NAME)):
+        certificate = _certificate(name, keys[side], authority, keys["ca"])
+        made |= {f"{side}.crt": _pem(certificate), f"{side}.key": _key_pem(keys[side])}
+    return made
 
 
 def _certificate(

@@ -80,6 +80,8 @@ class JoinedWorker:
     _changes: Conditions = attrs.field(init=False, factory=Conditions)
     dismissal: str = attrs.field(init=False, default="")
     """Why the agent isn't wanted any more; empty if it is."""
+    index: int | None = attrs.field(init=False, default=None)
+    """Number of the engine's worker; None until it serves for the first time."""
     is_gone: bool = attrs.field(init=False, default=False)
     """True once it isn't waited for any more. If it joins again, it is a new one."""
 
@@ -173,7 +175,24 @@ class JoinedWorkers:
     _start: wire.Start
     _start_timeout: float
     on_new: Callable[[JoinedWorker], None] = lambda _: None
+    joins: Conditions = attrs.field(init=False, factory=Conditions)
+    """Conditions that hang on the workers that serve."""
     _workers: dict[str, JoinedWorker] = attrs.field(init=False, factory=dict)
+
+    @property
+    def num_serving(self) -> int:
+        """Number of workers that serve, or have served and may come back."""
+        return sum(each.index is not None for each in self._workers.values())
+
+    def index_of(self, id: str) -> int | None:
+        """Return the number of an agent's worker; None if it hasn't served."""
+        worker = self._workers.get(id)
+        return None if worker is None else worker.index
+
+    def note_serving(self, worker: JoinedWorker, index: int) -> None:
+        """Note that a worker serves, by the number of the engine's worker."""
+        worker.index = index
+        self.joins.notify()
 
     def notify(self) -> None:
         """Notify those without a link that another worker serves."""

@@ -96,6 +96,11 @@ class WorkersPort:
             _log.info("listening for workers", address=self.bound)
             task_status.started()
 
+    async def wait_complete(self) -> None:
+        """Block until there are the workers that the start of an engine without others needs."""
+        _log.info("waiting for the first worker to join")
+        await self.workers.joins.wait_for(lambda: self.workers.num_serving > 0)
+
     async def _accept(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
         async with listener:
             while True:

@@ -6,6 +6,7 @@ A folder of ``trioserve worker-certificates`` has the files of both sides. An en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pynng
@@ -29,7 +30,7 @@ def engine_tls(folder: str) -> pynng.TLSConfig:
     Raises:
         TrioserveError: A file of :data:`ENGINE_FILES` is missing, or has other content.
     """
-    return _tls(folder, ENGINE_FILES, pynng.TLSConfig.MODE_SERVER)
+    return _tls(folder, ENGINE_FILES, engine_tls_of)
 
 
 def worker_tls(folder: str) -> pynng.TLSConfig:
@@ -38,20 +39,37 @@ def worker_tls(folder: str) -> pynng.TLSConfig:
     Raises:
         TrioserveError: A file of :data:`WORKER_FILES` is missing, or has other content.
     """
-    return _tls(folder, WORKER_FILES, pynng.TLSConfig.MODE_CLIENT, server_name=ENGINE_NAME)
+    return _tls(folder, WORKER_FILES, worker_tls_of)
 
 
-def _tls(folder: str, names: tuple[str, ...], mode: int, **more: str) -> pynng.TLSConfig:
-    authority, certificate, key = (_read(Path(folder) / name) for name in names)
+def engine_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:
+    """Return what :func:`engine_tls` does, from the contents of :data:`ENGINE_FILES`."""
+    return pynng.TLSConfig(
+        pynng.TLSConfig.MODE_SERVER,
+        ca_string=authority,
+        own_cert_string=certificate,
+        own_key_string=key,
+        auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
+    )
+
+
+def worker_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:
+    """Return what :func:`worker_tls` does, from the contents of :data:`WORKER_FILES`."""
+    return pynng.TLSConfig(
+        pynng.TLSConfig.MODE_CLIENT,
+        ca_string=authority,
+        own_cert_string=certificate,
+        own_key_string=key,
+        auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
+        server_name=ENGINE_NAME,
+    )
+
+
+def _tls(
+    folder: str, names: tuple[str, ...], make: Callable[..., pynng.TLSConfig]
+) -> pynng.TLSConfig:
     try:
-        return pynng.TLSConfig(
-            mode,
-            ca_string=authority,
-            own_cert_string=certificate,
-            own_key_string=key,
-            auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
-            **more,
-        )
+        return make(*(_read(Path(folder) / name) for name in names))
     except pynng.NNGException as error:
         raise TrioserveError(
             f"{folder}: {', '.join(names)} are no authority's certificate, and a certificate of it "
