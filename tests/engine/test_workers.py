@@ -282,6 +282,23 @@ async def test_a_client_that_leaves_is_found_on_its_worker(autojump_clock: objec
         engine.check_integrity()
 
 
+async def test_a_grammar_is_checked_while_workers_are_lost(autojump_clock: object) -> None:
+    """The check takes a second, and no second passes without a loss; some worker answers."""
+    async with open_three(worker={"call_time": 1.0}) as (engine, workers):
+        answers: list[Any] = []
+
+        async def ask() -> None:
+            answers.append(await engine.complete([5, 6], grammar=Grammar("regex", "[a-z]{4}")))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            for number in range(6):
+                await trio.sleep(0.7)
+                workers.kills[number].set()
+        assert answers
+        engine.check_integrity()
+
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"n": 3},

@@ -19,6 +19,7 @@ from trioserve.engine.routing.policy import Policy
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns, Floats
+from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
@@ -145,21 +146,43 @@ class Schedulers:
     async def call(self, name: str, arguments: object = None) -> Any:
         """Call all workers that are there by name, and return the first one's answer.
 
+        One that is lost meanwhile is left out, unless all of them are.
+
+        Raises:
+            EngineError: A worker reports why it can't.
+            WorkerLost: There is none, or all were lost or hung before they answered.
+        """
+        losses: list[WorkerLost] = []
+
+        async def call(_: int, scheduler: Scheduler) -> list[Any]:
+            try:
+                return [await scheduler.call(name, arguments)]
+            except WorkerLost as loss:
+                losses.append(loss)
+                return []
+
+        answers = [each for found in await all_together(call, self._present) for each in found]
+        if not answers:
+            raise losses[0]
+        return answers[0]
+
+    async def call_all(self, name: str, arguments: object = None) -> list[Any]:
+        """Call every worker by name, and return the answers of all.
+
         Raises:
             EngineError: A worker reports why it can't.
             WorkerLost: There is none, or one was lost or hung before it answered.
         """
-        return (await self.call_all(name, arguments))[0]
-
-    async def call_all(self, name: str, arguments: object = None) -> list[Any]:
-        """Call every worker as :meth:`call`, and return the answers of all."""
 
         async def call(_: int, scheduler: Scheduler) -> Any:
             return await scheduler.call(name, arguments)
 
-        # Without any, each says why.
-        present = [each for each in self if each.attached] or list(self)
-        return await all_together(call, present)
+        return await all_together(call, self._present)
+
+    @property
+    def _present(self) -> list[Scheduler]:
+        """The schedulers with a worker; all if none has one, so that each says why."""
+        return [each for each in self if each.attached] or list(self)
 
     # ---- pauses
 
