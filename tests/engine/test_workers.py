@@ -357,8 +357,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-async def test_real_workers_give_the_bits_of_one(tiny: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny", "smollm2-135m"])
+async def test_real_workers_give_the_bits_of_one(name: str, tiny: Path) -> None:
     """With the compiled kernels; a worker is killed meanwhile."""
+    model = tiny if name == "tiny" else Path(name)
     options = {"dtype": "bfloat16", "num_threads": 1}
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 2},
@@ -366,10 +368,10 @@ async def test_real_workers_give_the_bits_of_one(tiny: Path) -> None:
         {"grammar": Grammar("regex", "(ab|cd){20,40}")},
         {"beam_width": 3, "n": 2},
     ]
-    async with open_tiny_engine(tiny, **options) as engine:
-        alone = await facts_of(engine, kinds, 12, max_tokens=60)
-    async with open_tiny_engine(tiny, **options, data_parallel_size=2) as engine:
-        assert await facts_of(engine, kinds, 12, max_tokens=60) == alone
+    async with open_tiny_engine(model, **options) as engine:
+        alone = await facts_of(engine, kinds, 8, max_tokens=40)
+    async with open_tiny_engine(model, **options, data_parallel_size=2) as engine:
+        assert await facts_of(engine, kinds, 8, max_tokens=40) == alone
         async with trio.open_nursery() as nursery:
 
             async def kill() -> None:
@@ -380,7 +382,7 @@ async def test_real_workers_give_the_bits_of_one(tiny: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
             nursery.start_soon(kill)
-            assert await facts_of(engine, kinds, 12, max_tokens=60) == alone
+            assert await facts_of(engine, kinds, 8, max_tokens=40) == alone
         while engine.statistics().worker_restarts < 1:
             await trio.sleep(0.01)
         await assert_idle(engine)

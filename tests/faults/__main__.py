@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 PARTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "kills": (("--kills", "5"), ()),
+    "worker_kills": (("--kills", "4"), ()),
+    "worker_removals": (("--removals", "2"), ()),
     "hangs": (("--model", "tiny", "--stops", "3", "--watchdog-timeout", "1"), ()),
     "messages": ((), ("--rounds", "3")),
     "full_disk": (("--rounds", "1"), ("--rounds", "5")),

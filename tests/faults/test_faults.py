@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from typing import Any, cast
 
+import attrs
 import pytest
 import torch
 import trio
@@ -23,6 +24,9 @@ from tests.faults.leftovers import Holdings, Leftovers, nothing_held, nothing_le
 from tests.faults.load import mixture
 from tests.faults.soak import Sample, Scenario, Soak, figures_of_soak, trend_of
 from tests.faults.stage import Subject
+from tests.faults.streams import Facts, Load
+from tests.faults.worker_kills import line_through
+from trioserve import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing import FakeWorker
@@ -96,6 +100,36 @@ async def test_what_an_engine_holds_is_noticed(autojump_clock: object) -> None:
             with pytest.raises(Leftovers, match=r"'running': 1.*\"worker's slots\": 1"):
                 await nothing_held(engine, within=1.0)
         await nothing_held(engine)
+
+
+class TestLostWorkers:
+    """An answer that isn't the undisturbed one is counted; prefills of any length are compared."""
+
+    RIGHT = Facts([(1, 2, 3), (4,)], [("abc", "length", None), ("d", "stop", 2)], [-0.5, -0.25])
+
+    @pytest.mark.parametrize(
+        ("changed", "counts"),
+        [
+            ({}, (0, 0, 0)),
+            ({"tokens": [(1, 2), (5,)]}, (2, 0, 0)),
+            ({"tokens": [(1, 2, 3)]}, (1, 0, 0)),
+            ({"ends": [("abc", "length", None), ("d", "abort", None)]}, (0, 1, 0)),
+            ({"logprobs": [-0.5, math.nextafter(-0.25, 0)]}, (0, 0, 1)),
+        ],
+        ids=["right", "tokens", "an output", "an end", "a bit"],
+    )
+    def test_differences(self, changed: dict[str, Any], counts: tuple[int, ...]) -> None:
+        load = Load(engine=cast(Engine, None), asked=[], clients=1)
+        load.compare(self.RIGHT, attrs.evolve(self.RIGHT, **changed))
+        assert (load.tokens_differing, load.ends_differing, load.logprobs_differing) == counts
+        assert load.is_right == (not any(counts))
+        assert (load.tokens_compared, load.logprobs_compared) == (4, 2)
+
+    def test_a_few_late_prefills_move_no_line(self) -> None:
+        points = [(count, 9.0 if count % 20 == 7 else 0.1 + 0.002 * count) for count in range(400)]
+        line = line_through(points)
+        assert line.intercept == pytest.approx(0.1, rel=0.05)
+        assert line.slope == pytest.approx(0.002, rel=0.05)
 
 
 class TestAnswers:

@@ -32,6 +32,9 @@ from tests.faults.leftovers import (
 from tests.faults.load import Steady
 from tests.faults.messages import Harm, harm_workers
 from tests.faults.stage import engine_over, serve_here, sole_worker, tiny_model
+from tests.faults.worker_kills import Scenario, figures, lose_workers
+from tests.support.kernels import isas
+from tests.support.tiny_models import make_tiny
 from trioserve import Engine
 from trioserve.protocol.errors import NoRoomForWorker, WorkerLost
 from trioserve.workers.supervisor import Supervisor
@@ -40,6 +43,11 @@ from trioserve.workers.supervisor import Supervisor
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("qwen3", tmp_path_factory.mktemp("qwen3")))
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +150,25 @@ async def test_no_room_for_a_worker_is_a_pause_however_long(autojump_clock: obje
         await supervisor.run(attach)
     assert scope.cancelled_caught
     assert (starts, supervisor.restarts) == (52, 1)
+
+
+@pytest.mark.skipif(not isas(), reason="no compiled kernels")
+async def test_workers_that_are_lost_in_every_way(qwen3: str) -> None:
+    ways = ("killed", "closed", "silent", "removed")
+    scenario = Scenario(
+        losses=len(ways),
+        ways=ways,
+        requests=8,
+        words=30,
+        tokens=60,
+        mean_interval=0.1,
+        link_timeout=1.0,
+    )
+    run = await lose_workers(scenario, qwen3)
+    assert run.lost == dict.fromkeys(ways, 1)
+    assert {each.way for each in run.moves} == set(ways)
+    made = figures(run)
+    assert made.facts["passed"], made.table
 
 
 async def test_three_hundred_clients_that_leave_at_random_moments(model: str) -> None:
