@@ -1,11 +1,15 @@
 """Routers of other projects beside this one's: ``python -m tests.engine.routing.peer_routers``.
 
-The programs are the real ones, in environments of their own, and so is ``trioserve route``. Behind
-them are servers over the simulated workers of :mod:`tests.engine.routing.replay`, at whole traces.
-The simulation's time stands still while a router chooses: a request is sent when all that ended
-before its arrival has ended at the router, too. So a router has the same view as in real time, its
-own time isn't counted, and the figures are the same on any machine. As a replay takes a tenth of
-the trace's time, intervals of the routers' timers are a tenth of their defaults.
+The programs are the real ones, in environments of their own. Behind them are servers over the
+simulated workers of :mod:`tests.engine.routing.replay`, at whole traces. The simulation's time
+stands still while a router chooses: a request is sent when all that ended before its arrival has
+ended at the router, too. So a router has the same view as in real time, its own time isn't counted,
+and a busy machine doesn't change the figures. As a replay takes about a tenth of the trace's time,
+the routers' trees are tidied ten times as often as by default.
+
+The policies of this project choose among the same workers without a program in between. The first
+requests also go through ``trioserve route``; its figures and those of ``predicted`` are saved
+beside the table.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import h11
 import trio
 
 from bench.peers.environments import installed_versions, python_environment
-from bench.report import Made, Verdict, markdown, own_versions, script
+from bench.report import Made, Verdict, markdown, script
 from bench.servers import get
 from tests.engine.routing.mock_servers import MODEL, MockServers, events_of
 from tests.engine.routing.replay import (
@@ -49,9 +53,9 @@ EVICTION = 12
 """Seconds between evictions of the routers' trees, a tenth of their default."""
 FACTOR = 1.3
 """Times by which the best other router is to be slower."""
-OWN = ("trioserve route", "predicted")
-"""Names of this project's router of servers, and of its choice among workers."""
+OWN = "predicted"
 _OTHERS = ("round_robin", "least_loaded", "prefix hash")
+"""Policies of this project."""
 _SETTLED, _TIMEOUT = 0.003, 600.0
 """Seconds in which a router has read its feeds, and those in which it must answer.
 
@@ -80,22 +84,19 @@ def _peer(package: str, *command: str) -> RouterProgram:
     return RouterProgram(argv=argv, versions=installed_versions(python, package))
 
 
-def _own() -> RouterProgram:
-    def argv(port: int, urls: Sequence[str]) -> list[str]:
-        key = ["--upstream-admin-api-key", "mock", "--upstream-timeout", str(_TIMEOUT)]
-        command = [sys.executable, "-m", "trioserve", "route", *urls, *key, "--port", str(port)]
-        return [*command, "--log-level", "warning"]
-
-    return RouterProgram(argv=argv, versions=own_versions())
+def own_router(port: int, urls: Sequence[str]) -> list[str]:
+    """Return the command of this project's router of servers."""
+    key = ["--upstream-admin-api-key", "mock", "--upstream-timeout", str(_TIMEOUT)]
+    command = [sys.executable, "-m", "trioserve", "route", *urls, *key, "--port", str(port)]
+    return [*command, "--log-level", "warning"]
 
 
 ROUTERS: dict[str, Callable[[], RouterProgram]] = {
-    OWN[0]: _own,
     "vllm-router": lambda: _peer("vllm-router", "vllm-router"),
     "sglang-router": lambda: _peer("sglang-router", "smg", "launch"),
     "smg": lambda: _peer("smg", "smg", "launch"),
 }
-"""The programs; those of others by their names on PyPI."""
+"""The programs by their names on PyPI."""
 
 
 @attrs.define(eq=False)
@@ -241,13 +242,12 @@ def _table(
 def _verdicts(names: Sequence[str], found: dict[str, list[dict[str, float]]]) -> list[Verdict]:
     """Return how many times as slow the best other router is."""
     verdicts = []
-    own = next(name for name in OWN if name in found)
     for number, trace in enumerate(names):
         for quantile in ("p50", "p90"):
-            others = {n: f[number][quantile] for n, f in found.items() if n not in OWN}
+            others = {n: f[number][quantile] for n, f in found.items() if n != OWN}
             best = min(others, key=others.__getitem__)
-            ratio = others[best] / found[own][number][quantile]
-            what = f"TTFT {quantile} of the {trace} trace behind {own}"
+            ratio = others[best] / found[OWN][number][quantile]
+            what = f"TTFT {quantile} of the {trace} trace by {OWN}"
             verdicts.append(Verdict(what=what, against=best, bound=FACTOR, reached=ratio))
     return verdicts
 
@@ -259,27 +259,33 @@ async def measure(
     load: float = 0.8,
     workers: int = 8,
     requests: int = 1 << 30,
-    routers: Sequence[str] = tuple(ROUTERS),
+    own_requests: int = 1000,
 ) -> Made:
     """Return the figures of all routers on traces, at a share of the workers' highest rate."""
-    programs = {name: ROUTERS[name]() for name in routers}
+    programs = {name: make() for name, make in ROUTERS.items()}
     found: dict[str, list[dict[str, float]]] = {}
-    endless, speeds = [], {}
+    endless, speeds, through_program = [], {}, {}
     for path in traces:
         trace = read(Path(path), 1.0, requests)
         speeds[path] = round(speed_for(trace, workers, load), 2)
         trace = read(Path(path), speeds[path], requests)
         endless.append(endless_hits(trace))
+        for name in (OWN, *_OTHERS):
+            figures = replay(trace, workers, POLICIES[name]())
+            found.setdefault(name, []).append(figures)
         for name, program in programs.items():
             print(f"{path}: {name}", file=sys.stderr, flush=True)
             figures = await replay_through(program.argv, trace, workers)
             found.setdefault(name, []).append(figures)
-        for name in (OWN[1], *_OTHERS):
-            figures = replay(trace, workers, POLICIES[name]())
-            found.setdefault(name, []).append(figures)
+        first = trace[:own_requests]
+        through_program[path] = {
+            OWN: replay(first, workers, POLICIES[OWN]()),
+            "trioserve route": await replay_through(own_router, first, workers),
+        }
     names = [Path(each).stem.removesuffix("_trace") for each in traces]
     facts: dict[str, Any] = {
         "speeds": speeds,
+        "first_requests": through_program,
         "servers": {name: program.versions for name, program in programs.items()},
         "verdicts": [attrs.asdict(each) for each in _verdicts(names, found)],
     }

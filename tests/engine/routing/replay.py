@@ -247,7 +247,8 @@ class Simulation:
         p50, p90, p99 = np.quantile(self.firsts, (0.5, 0.9, 0.99))
         busy = sum(each.busy for each in self.workers) / (len(self.workers) * self.end)
         share = self._hits / sum(each.prompt for each in self.trace)
-        return {"p50": p50, "p90": p90, "p99": p99, "hits": share, "busy": busy}
+        times = {"p50": float(p50), "p90": float(p90), "p99": float(p99)}
+        return {**times, "hits": share, "busy": busy}
 
 
 def replay(trace: Sequence[Asked], count: int, choose: Choose) -> dict[str, float]:
