@@ -108,9 +108,19 @@ class _Answer:
 
 
 async def replay_through(
-    argv: Callable[[int, Sequence[str]], list[str]], trace: Sequence[Asked], count: int
+    argv: Callable[[int, Sequence[str]], list[str]],
+    trace: Sequence[Asked],
+    count: int,
+    settle: float = 5.0,
 ) -> dict[str, float]:
-    """Return the figures of the requests on ``count`` servers behind a router's program."""
+    """Return the figures of the requests on ``count`` servers behind a router's program.
+
+    Args:
+        argv: Its command, for its port and the servers' URLs.
+        trace: The requests.
+        count: Number of servers.
+        settle: Seconds in which it finds all servers once it is healthy.
+    """
     simulation = Simulation(trace, [Worker() for _ in range(count)])
     servers = MockServers(trace, simulation.workers)
     answers: dict[int, _Answer] = {}
@@ -128,6 +138,7 @@ async def replay_through(
         urls = [f"http://127.0.0.1:{each}" for each in servers.ports]
         await nursery.start(run_program, argv(port, urls))
         await _until_healthy(port)
+        await trio.sleep(settle)
         for index, asked in enumerate(trace):
             with trio.fail_after(_TIMEOUT):
                 await end(simulation.until(asked.at))
@@ -203,16 +214,16 @@ async def run_program(argv: list[str], *, task_status: trio.TaskStatus[None]) ->
 
 
 async def _until_healthy(port: int) -> None:
-    """Wait until a router is healthy, and has had time to find all servers."""
+    """Wait until a router is healthy, and names no server as out."""
     with trio.fail_after(_TIMEOUT):
         healthy = False
         while not healthy:
             await trio.sleep(0.2)
             try:
-                healthy = (await get(port, "/health"))[0] == 200
+                status, body = await get(port, "/health")
+                healthy = status == 200 and '"up":false' not in body
             except (OSError, trio.BrokenResourceError, IndexError):
                 continue
-    await trio.sleep(5)
 
 
 def free_port() -> int:
