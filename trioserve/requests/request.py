@@ -158,9 +158,9 @@ class TokenizedPrompt(NamedTuple):
 
     ids: list[int]
     column: bytes
-    """The same ids as on the wire."""
+    """Column of those ids, as on the wire."""
     prediction: bytes
-    """The output's ids as on the wire; empty if it predicts none."""
+    """Column of the output's ids; empty if it predicts none."""
 
 
 @attrs.define
