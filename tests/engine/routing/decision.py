@@ -151,8 +151,8 @@ def page_costs(pages: int) -> list[list[object]]:
 @script
 def measure(
     *,
-    workers: Sequence[int] = (8, 8, 1000, 1000),
-    pages: Sequence[int] = (1000, 100_000, 1000, 10_000),
+    workers: Sequence[int] = (8, 8, 1000),
+    pages: Sequence[int] = (1000, 100_000, 1000),
     lengths: Sequence[int] = (500, 1000, 2000, 4000, 8000),
     decisions: int = 200,
 ) -> Made:
