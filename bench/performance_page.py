@@ -205,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", type=float, metavar="MINUTES")
     options = parser.parse_args(arguments)
     failed = measure_all(options.measure) if options.measure else []
-    page = ROOT / "docs" / "performance.md"
-    fill(page, page_blocks(page.read_text(encoding="utf-8")))
+    for page in (ROOT / "docs" / "performance.md", ROOT / "docs" / "workers.md"):
+        fill(page, page_blocks(page.read_text(encoding="utf-8")))
     fill(ROOT / "README.md", {"summary": readme_figures()})
     for name in failed:
         print(f"FAILED: {name}", file=sys.stderr)

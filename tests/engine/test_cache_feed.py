@@ -18,6 +18,7 @@ from trioserve.engine.cache_copy import CacheCopy, FeedGap
 from trioserve.engine.cache_feed import CacheFeed, CacheReader
 from trioserve.engine.engine import Engine
 from trioserve.protocol.errors import WatcherLimit
+from trioserve.protocol.wire import from_ints
 from trioserve.scheduler.cache_events import namespace_hash, page_hash, prompt_hashes
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.step_time import StepLoad
@@ -86,7 +87,7 @@ class FeedMachine(OffloadMachine):
     def match(self, path: list[int], salt: str) -> None:
         """Compare how much of a prompt the copy and the cache find."""
         self.settle()
-        found = self.cache.match((salt,), path, plan=-1)
+        found = self.cache.match((salt,), from_ints(path), plan=-1)
         hashes = prompt_hashes(namespace_hash(salt), path, 1)
         expected = (len(found.nodes) - found.num_on_host, found.num_on_host)
         assert self.copied.num_cached(3, hashes) == expected

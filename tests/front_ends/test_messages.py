@@ -143,7 +143,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
     submit = Submit(
         number=number,
         id="req-1",
-        prompt_ids=packed(prompt_ids),
+        prompt_column=wire.from_ints(prompt_ids),
         params=params,
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,
@@ -158,7 +158,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
     assert there == submit
     assert isinstance(there, Submit)
     assert isinstance(there.params.stop, tuple)
-    assert numbers_of(there.prompt_ids) == prompt_ids
+    assert wire.ints(there.prompt_column).tolist() == prompt_ids
 
 
 def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> None:
@@ -166,16 +166,15 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
     stays = {
         *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
+        *("prompt_ids", "scheduler"),
         *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
         "beams",
-        "_scheduler",
         "num_moves",
         "num_cached_when_placed",
         "coming",
-        "_prompt_column",
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
-    assert {field.name for field in attrs.fields(Request)} - stays == travels
+    assert {field.alias for field in attrs.fields(Request)} - stays == travels
 
 
 def test_all_options_reach_a_front_end() -> None:

@@ -247,7 +247,8 @@ class Crowd:
         if what == "tokenize" and step == "new":
             self.steps[request] = "tokenized"
             try:
-                request.tokenized([0] * len(request.prompt.text))  # type: ignore[union-attr]
+                ids = [0] * len(request.prompt.text)  # type: ignore[union-attr]
+                request.tokenized(request.encoded(ids, []))
             except QueueFull as full:
                 request.reject(full)
         elif what == "admit" and step == "tokenized":

@@ -11,6 +11,7 @@ import trio
 
 from tests.support.scheduling import ABORT, Bench, make_request, worker
 from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
+from trioserve.protocol.wire import from_ints
 from trioserve.requests.request import Sequence, State
 from trioserve.requests.retention import MAX_RANGES, Retention, RetentionRange
 from trioserve.scheduler.cache_events import CacheEvent, page_hash
@@ -68,7 +69,7 @@ def ask(bench: Bench, prompt: list[int], retention: Retention | None, **options:
 
 
 def num_cached(bench: Bench, prompt: list[int], salt: str = "") -> int:
-    return 4 * len(bench.core.memory.prefix.match((salt,), prompt, plan=-1).nodes)
+    return 4 * len(bench.core.memory.prefix.match((salt,), from_ints(prompt), plan=-1).nodes)
 
 
 def prompt(number: int) -> list[int]:

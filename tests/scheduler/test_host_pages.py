@@ -63,8 +63,8 @@ class OffloadMachine(RuleBasedStateMachine):
             pending.append((namespace, (), root))
         while pending:
             namespace, path, node = pending.pop()
-            for key, child in node.children.items():
-                below = (*path, *(int(str(each)) for each in key))
+            for child in node.children.values():
+                below = (*path, *wire.ints(child.tokens).tolist())
                 found[namespace, below] = child
                 pending.append((namespace, below, child))
         return found
@@ -77,7 +77,7 @@ class OffloadMachine(RuleBasedStateMachine):
     )
     def enter(self, namespace: Namespace, path: Path, computes: int, most: int) -> None:
         """Come in, sharing what may be; pages of one's own stay private beyond ``computes``."""
-        match = self.cache.match(namespace, [*path, -1], plan=-1, most=most)
+        match = self.cache.match(namespace, wire.from_ints([*path, -1]), plan=-1, most=most)
         missing = len(path) - len(match.pages)
         if missing + self.pool.count_idle(match.pages) > self.pool.num_free + self.pool.num_idle:
             return

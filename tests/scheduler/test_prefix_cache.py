@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from trioserve.protocol.wire import from_ints
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import Namespace, Node
@@ -75,7 +76,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, known=tokens)
     def enter(self, namespace: Namespace, known: list[int]) -> None:
-        match = self.cache.match(namespace, known, self.plan)
+        match = self.cache.match(namespace, from_ints(known), self.plan)
         expected = self.longest(namespace, known)
         ready = []
         for page in expected:
@@ -165,17 +166,17 @@ def publish(cache: PrefixCache, known: list[int], plan: int = 0) -> list[int]:
 def test_the_last_token_is_never_matched() -> None:
     cache = PrefixCache(PagePool(4), SIZE)
     pages = publish(cache, [1, 2, 3, 4])
-    assert cache.match(("",), [1, 2, 3, 4], 1).pages == pages[:1]
-    assert cache.match(("",), [1, 2, 3, 4, 5], 1).pages == pages
-    assert cache.match(("",), [1, 2], 1).pages == []
-    assert cache.match(("other",), [1, 2, 3], 1).pages == []
+    assert cache.match(("",), from_ints([1, 2, 3, 4]), 1).pages == pages[:1]
+    assert cache.match(("",), from_ints([1, 2, 3, 4, 5]), 1).pages == pages
+    assert cache.match(("",), from_ints([1, 2]), 1).pages == []
+    assert cache.match(("other",), from_ints([1, 2, 3]), 1).pages == []
 
 
 def test_the_same_tokens_after_others_are_another_page() -> None:
     cache = PrefixCache(PagePool(4), SIZE)
     publish(cache, [1, 1, 7, 7])
     other = publish(cache, [2, 2, 7, 7])
-    assert cache.match(("",), [2, 2, 7, 7, 0], 1).pages == other
+    assert cache.match(("",), from_ints([2, 2, 7, 7, 0]), 1).pages == other
 
 
 def test_least_recently_used_goes_first_and_leaves_before_their_parents() -> None:
@@ -183,7 +184,7 @@ def test_least_recently_used_goes_first_and_leaves_before_their_parents() -> Non
     old = publish(cache, [1, 1, 2, 2])
     young = publish(cache, [3, 3, 4, 4])
     # The old one is used again, in part.
-    match = cache.match(("",), [1, 1, 9], 1)
+    match = cache.match(("",), from_ints([1, 1, 9]), 1)
     cache.pool.share(match.pages)
     cache.pool.release(match.pages, 0)
     gone = [cache.pool.is_kept(page) for page in old + young]
@@ -200,9 +201,9 @@ def test_a_page_is_pending_in_the_plan_that_computes_it() -> None:
     cache = PrefixCache(PagePool(4), SIZE)
     pages = cache.pool.allocate(2)
     cache.publish(("",), None, [1, 1, 2, 2], pages, 2, plan=7)
-    match = cache.match(("",), [1, 1, 2, 2, 3], 7)
+    match = cache.match(("",), from_ints([1, 1, 2, 2, 3]), 7)
     assert (match.pages, match.pending) == ([], True)
-    match = cache.match(("",), [1, 1, 2, 2, 3], 8)
+    match = cache.match(("",), from_ints([1, 1, 2, 2, 3]), 8)
     assert (match.pages, match.pending) == (pages, False)
 
 
@@ -217,6 +218,6 @@ def test_a_copy_stays_private_until_its_sequence_leaves() -> None:
     released = cache.leave(("",), cursor, known, pages, 3)
     assert released == [pages[2], pages[1], pages[0], first[0]]
     cache.pool.release(released, 0)
-    assert cache.match(("",), [*known, 0], 2).pages == [first[0], pages[1], pages[2]]
+    assert cache.match(("",), from_ints([*known, 0]), 2).pages == [first[0], pages[1], pages[2]]
     assert cache.pool.num_free == 3
     cache.check()

@@ -90,7 +90,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(worker=workers, namespace=namespaces, tokens=prompts)
     def compute(self, worker: int, namespace: Namespace, tokens: list[int]) -> None:
         cache, count = self.caches[worker], len(tokens) // SIZE
-        match = cache.match(namespace, tokens, 0, len(tokens))
+        match = cache.match(namespace, from_ints(tokens), 0, len(tokens))
         shared = match.pages
         if count - len(shared) + cache.pool.count_idle(shared) > cache.pool.num_idle + (
             cache.pool.num_free
@@ -151,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
     def find(self, namespace: Namespace, tokens: list[int]) -> None:
         held, coming = find(self.index, namespace, tokens, 2 * NUM_WORKERS)
         for worker, cache in enumerate(self.caches):
-            match = cache.match(namespace, tokens, 1)
+            match = cache.match(namespace, from_ints(tokens), 1)
             assert held[2 * worker] == len(match.nodes)
             if cache.pool.num_host_pages:
                 assert held[2 * worker + 1] == len(match.pages)

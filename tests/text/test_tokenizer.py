@@ -16,6 +16,7 @@ import trio.testing
 from tests.support import text_tokenizers
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.protocol.wire import from_ints
 from trioserve.requests.prompt_size import characters_of, characters_of_contents
 from trioserve.requests.request import (
     ChatPrompt,
@@ -260,8 +261,18 @@ async def test_the_task_gives_what_prompt_ids_gives(tokenizer: Tokenizer, prompt
         text = tokenizer.chat_template.render(prompt)
         expected = TextPrompt(text, add_special_tokens=False)
     assert request.prompt_ids == tokenizer.prompt_ids(expected)
+    assert request._prompt_column == from_ints(request.prompt_ids)
     assert [sequence.state for sequence in request.sequences] == [State.TOKENIZING] * 2
     assert not request.admitted.is_set()
+
+
+@pytest.mark.parametrize("text", ["short", LONG])
+async def test_the_task_puts_the_prefix_before_a_prompt(tokenizer: Tokenizer, text: str) -> None:
+    request = make_request(TextPrompt(text))
+    request.prefix_ids = (5, 6, 7)
+    await prepare(tokenizer, request)
+    assert request.prompt_ids == [5, 6, 7, *tokenizer.encode(text)]
+    assert request._prompt_column == from_ints(request.prompt_ids)
 
 
 async def test_a_crowd_of_short_prompts_comes_through_whole(tokenizer: Tokenizer) -> None:

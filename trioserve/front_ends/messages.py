@@ -98,7 +98,8 @@ class Submit(_Message):
 
     number: int
     id: str
-    prompt_ids: bytes
+    prompt_column: bytes
+    """Ids of the prompt, as they also go to the worker."""
     params: SamplingParams
     sampler: SamplerParams
     arrived: float

@@ -44,6 +44,10 @@ class WireError(Exception):
     """The bytes aren't a valid message."""
 
 
+TOKEN_BYTES = 4
+"""Bytes of an integer in a column."""
+
+
 def from_ints(values: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
     """Encode integers as a column of int32."""
     if isinstance(values, np.ndarray):

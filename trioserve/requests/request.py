@@ -28,7 +28,7 @@ import enum
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import msgspec
@@ -153,6 +153,16 @@ class ChatPrompt:
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
+class TokenizedPrompt(NamedTuple):
+    """The ids of a request's prompt, and those of the output that it predicts."""
+
+    ids: list[int]
+    column: bytes
+    """Column of those ids, as on the wire."""
+    prediction: bytes
+    """Column of the output's ids; empty if it predicts none."""
+
+
 @attrs.define
 class Times:
     """The times of a request's stages, in seconds on trio's clock; None for not yet.
@@ -230,10 +240,14 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache when it first ran."""
 
-    _prompt_column: bytes = attrs.field(init=False, default=b"", repr=False)
+    _prompt_column: bytes = attrs.field(default=b"", repr=False)
 
     def prompt_column(self) -> bytes:
-        """Return ``prompt_ids``, which must be there, as on the wire. They are encoded once."""
+        """Return ``prompt_ids``, which must be there, as on the wire.
+
+        The router, the prefix cache and the message to the worker share it. It was encoded where
+        the prompt was tokenized, or is now.
+        """
         if not self._prompt_column:
             self._prompt_column = from_ints(self.prompt_ids)
         return self._prompt_column
@@ -258,15 +272,22 @@ class Request:
         """True if nothing more is to be computed for it."""
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
-    def tokenized(self, prompt_ids: list[int], prediction_ids: list[int] | None = None) -> None:
-        """Set the ids of the prompt, after those of the prefix, and of the predicted output.
+    def encoded(self, prompt_ids: list[int], prediction_ids: list[int]) -> TokenizedPrompt:
+        """Return the ids of the prompt, after those of the prefix, and of the predicted output.
+
+        They are encoded for the wire. It may run in a thread.
+        """
+        ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
+        return TokenizedPrompt(ids, from_ints(ids), from_ints(prediction_ids))
+
+    def tokenized(self, prompt: TokenizedPrompt) -> None:
+        """Set the ids of the prompt, and of the predicted output.
 
         Raises:
             QueueFull: The queue has no room for them, so the request must be rejected.
         """
-        self.prompt_ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
-        if prediction_ids:
-            prediction = from_ints(prediction_ids)
+        self.prompt_ids, self._prompt_column, prediction = prompt
+        if prediction:
             for sequence in self.sequences:
                 sequence.sampler = attrs.evolve(sequence.sampler, prediction=prediction)
         if self.on_tokenized is not None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import attrs
 import msgspec
 
 from trioserve._util.feed import Feed
+from trioserve.protocol.wire import TOKEN_BYTES, ints
 from trioserve.scheduler.prefix_tree import Namespace, Node
 
 
@@ -102,17 +103,17 @@ class CacheEvents:
         assert parent is not None
         if hash is None:
             return
-        count = len(node.key)
+        count = len(node.tokens) // TOKEN_BYTES
         if parent.parent is not None:
             parent_hash = self.hash_of(parent)
             event = CacheEvent(kind="stored", hash=hash, parent_hash=parent_hash, num_tokens=count)
         else:
-            _, adapter = self._names_of(parent.key) or ("", "")
+            _, adapter = self._names_of(parent.namespace) or ("", "")
             event = CacheEvent(
                 kind="stored",
                 hash=hash,
                 num_tokens=count,
-                namespace=self._namespace_hash(parent.key),
+                namespace=self._namespace_hash(parent.namespace),
                 adapter=adapter,
             )
         self.feed.publish(event)
@@ -142,11 +143,12 @@ class CacheEvents:
         while node.parent is not None and node not in self._hashes:
             path.append(node)
             node = node.parent
-        value = self._namespace_hash(node.key) if node.parent is None else self._hashes[node]
+        is_root = node.parent is None
+        value = self._namespace_hash(node.namespace) if is_root else self._hashes[node]
         if value is None:
             return None
         for each in reversed(path):
-            value = self._hashes[each] = page_hash(value, cast(tuple[int, ...], each.key))
+            value = self._hashes[each] = page_hash(value, ints(each.tokens).tolist())
         return value
 
     def _namespace_hash(self, namespace: Namespace) -> int | None:

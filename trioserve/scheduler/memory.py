@@ -46,10 +46,9 @@ class Memory:
         """
         if seq_state.namespace is None or seq_state.sequence.sampler.pooling == "mean":
             return PrefixMatch()
-        tokens = seq_state.known_tokens()
         first = first_logprob(seq_state.sequence)
-        most = len(tokens) - 1 if first == NO_LOGPROBS else first - 1
-        return self.prefix.match(seq_state.namespace, tokens, plan, most)
+        most = None if first == NO_LOGPROBS else first - 1
+        return self.prefix.match(seq_state.namespace, seq_state.known_column(), plan, most)
 
     def fits(self, seq_state: SequenceState, match: PrefixMatch, running: Ints) -> bool:
         """Return True if the capacity policy admits the sequence, with pages for all its tokens.

@@ -126,7 +126,7 @@ class PlanBuilder:
     def open(self, seq_state: SequenceState) -> None:
         """Open the slot that the sequence has got."""
         sequence = seq_state.sequence
-        tokens = sequence.request.prompt_column() + wire.from_ints(sequence.output_ids)
+        tokens = seq_state.known_column()
         self._opened_bytes += len(tokens) + len(msgspec.msgpack.encode(sequence.sampler))
         self._opened.append(
             wire.OpenSlot(

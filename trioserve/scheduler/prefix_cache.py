@@ -1,8 +1,8 @@
 """The radix prefix cache: it finds pages that already hold the KV of a prompt's beginning.
 
-In the tree every node is one full page. The edge to a node is the page's tokens, so the path to it
-spells all tokens that its KV depends on. Each *namespace* has its own root. A namespace is all else
-that the KV depends on, together with the caller's salt.
+In the tree every node is one full page. The edge to a node is the page's tokens, as on the wire, so
+the path to it spells all tokens that its KV depends on. Each *namespace* has its own root. A
+namespace is all else that the KV depends on, together with the caller's salt.
 
 Rules, and what follows from them:
 
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
+from trioserve.protocol.wire import TOKEN_BYTES, from_ints
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.page_priorities import Priorities
@@ -94,22 +95,23 @@ class PrefixCache:
         return self._node_of.get(node.page) is node
 
     def match(
-        self, namespace: Namespace, tokens: Sequence[int], plan: int, most: int | None = None
+        self, namespace: Namespace, tokens: bytes, plan: int, most: int | None = None
     ) -> PrefixMatch:
         """Return the longest cached prefix of ``tokens`` that plan ``plan`` may use.
 
-        The prefix has at most ``most`` tokens. By default it has any number but all of ``tokens``,
-        because the last token has to be computed for its logits. Nothing is changed.
+        The tokens are a column as on the wire. The prefix has at most ``most`` of them. By default
+        it has any number but all, because the last token has to be computed for its logits. Nothing
+        is changed.
         """
         node = self._roots.get(namespace)
         if node is None:
             return PrefixMatch()
         path: list[Node] = []
         num_on_host = 0
-        size = self.page_size
-        stop = len(tokens) - 1 if most is None else most
+        size = TOKEN_BYTES * self.page_size
+        stop = len(tokens) - TOKEN_BYTES if most is None else TOKEN_BYTES * most
         for start in range(0, stop - size + 1, size):
-            node = node.children.get(tuple(tokens[start : start + size]))
+            node = node.children.get(tokens[start : start + size])
             if node is None:
                 break
             if node.plan == plan:
@@ -312,8 +314,8 @@ class PrefixCache:
         self._num_flushes += 1
         roots, self._roots = self._roots, {}
         for root in roots.values():
-            root.key = self.flushed(root.key)
-            self._roots[root.key] = root
+            root.key = flushed = self.flushed(root.namespace)
+            self._roots[flushed] = root
         self.priorities.reset(self._node_of.values())
         return freed
 
@@ -347,8 +349,8 @@ class PrefixCache:
         assert seen == kept, "a page is kept that isn't published"
         self.priorities.check(self._node_of.values())
 
-    def _key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
-        return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+    def _key(self, tokens: Sequence[int], index: int) -> bytes:
+        return from_ints(tokens[index * self.page_size : (index + 1) * self.page_size])
 
     def _root(self, namespace: Namespace) -> Node:
         root = self._roots.get(namespace)
@@ -384,9 +386,9 @@ class PrefixCache:
         if self.events.feed.is_wanted:
             self.events.on_removed(node)
         if parent.parent is None and not parent.children:
-            del self._roots[parent.key]
+            del self._roots[parent.namespace]
 
-    def _add(self, parent: Node, key: tuple[int, ...], page: int, plan: int) -> Node:
+    def _add(self, parent: Node, key: bytes, page: int, plan: int) -> Node:
         self.pool.keep(page)
         node = parent.children[key] = Node(parent, key, page, plan, parent.depth + 1)
         self._node_of[page] = node

@@ -9,11 +9,9 @@ exact, because the tokens themselves are compared. The nodes are
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import cast
 
 import attrs
 
-from trioserve.protocol.wire import from_ints
 from trioserve.scheduler.prefix_runs import Floats, PageRun
 from trioserve.scheduler.prefix_tree import FLUSHED, Namespace, Node
 
@@ -161,13 +159,11 @@ class WorkerPages:
         above = node.parent
         assert above is not None
         if above.parent is None:
-            is_hidden = FLUSHED in above.key
-            above.run = None if is_hidden else self._index.root(above.key, 4 * len(node.key))
+            is_hidden = FLUSHED in above.namespace
+            above.run = None if is_hidden else self._index.root(above.namespace, len(node.tokens))
         if above.run is None:
             return
-        run = above.run.at(above.depth).follow(
-            above.depth, from_ints(cast(tuple[int, ...], node.key))
-        )
+        run = above.run.at(above.depth).follow(above.depth, node.tokens)
         node.run = run
         run.held[self._all] = node.depth - run.start
         if self._on_device is not None and not on_host:

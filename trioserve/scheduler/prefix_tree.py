@@ -21,17 +21,29 @@ class Node:
     """A full page of a prompt or output; a root stands for the empty prompt."""
 
     parent: Node | None = attrs.field(repr=False)
-    key: tuple[Hashable, ...]
-    """Tokens of the page; the namespace of a root."""
+    key: bytes | Namespace
+    """Tokens of the page as on the wire; the namespace of a root."""
     page: int
     """Number of the page, or of a place on the host."""
     plan: int
     """Number of the plan that computes the page."""
     depth: int
     """Number of pages from the root to this one, inclusive."""
-    children: dict[tuple[Hashable, ...], Node] = attrs.field(factory=dict, repr=False)
+    children: dict[bytes | Namespace, Node] = attrs.field(factory=dict, repr=False)
     run: PageRun | None = attrs.field(init=False, default=None, repr=False)
     """PageRun in the index over all workers that has the page, or has been split below it."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of a root."""
+        assert isinstance(self.key, tuple)
+        return self.key
+
+    @property
+    def tokens(self) -> bytes:
+        """The tokens of a page, as on the wire."""
+        assert isinstance(self.key, bytes)
+        return self.key
 
 
 @attrs.frozen

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from trioserve.protocol.wire import from_ints
 from trioserve.requests.request import Sequence
 from trioserve.scheduler.cache_events import adapter_word
 from trioserve.scheduler.limits import SchedulerLimits
@@ -144,6 +145,10 @@ class SequenceState:
         output = self.sequence.output_ids
         prompt = self.sequence.request.prompt_ids
         return prompt + output if output else prompt
+
+    def known_column(self) -> bytes:
+        """Return the known tokens as on the wire."""
+        return self.sequence.request.prompt_column() + from_ints(self.sequence.output_ids)
 
     def enter_slot(self, counts: TokenCounts, slot: int, generation: int, computed: int) -> None:
         """Begin in ``slot`` with all known tokens; the KV of ``computed`` tokens exists."""

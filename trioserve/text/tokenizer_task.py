@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import trio
 
 from trioserve._util.channels import forward, receive_waiting
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.requests.prompt_size import characters_of
-from trioserve.requests.request import ChatPrompt, Request, State, TokensPrompt
+from trioserve.requests.request import ChatPrompt, Request, State, TokenizedPrompt, TokensPrompt
 from trioserve.text.guarded import room_to_encode
 from trioserve.text.template_bounds import BeyondBounds
 from trioserve.text.tokenizer import Tokenizer, param_of
@@ -35,13 +34,7 @@ too.
 """
 
 IdsOrError = list[int] | InvalidRequest | BeyondBounds
-
-
-class _Encoded(NamedTuple):
-    """The ids of a request's prompt, and of the output that it predicts."""
-
-    prompt: IdsOrError
-    prediction: list[int]
+PromptOrError = TokenizedPrompt | InvalidRequest | BeyondBounds
 
 
 class TokenizerTask:
@@ -71,12 +64,11 @@ class TokenizerTask:
                     for group in groups:
                         nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
                     for request in here:
-                        encoded = self._with_prediction(request, self._ids_or_error(request))
-                        if isinstance(encoded.prompt, BeyondBounds):
-                            beyond = (request, encoded.prediction, submit, limiter)
-                            nursery.start_soon(self._prepare_beyond, *beyond)
+                        prompt = self._encode(request, self._ids_or_error(request))
+                        if isinstance(prompt, BeyondBounds):
+                            nursery.start_soon(self._prepare_beyond, request, submit, limiter)
                         else:
-                            await _forward(request, encoded.prompt, encoded.prediction, submit)
+                            await _forward(request, prompt, submit)
             owner.cancel_scope.cancel()
 
     async def _prepare_in_thread(
@@ -91,16 +83,15 @@ class TokenizerTask:
                 self._encode_all, wanted, abandon_on_cancel=True
             )
         async with trio.open_nursery() as nursery:
-            for request, (prompt, prediction) in zip(wanted, results, strict=True):
+            for request, prompt in zip(wanted, results, strict=True):
                 if isinstance(prompt, BeyondBounds):
-                    nursery.start_soon(self._prepare_beyond, request, prediction, submit, limiter)
+                    nursery.start_soon(self._prepare_beyond, request, submit, limiter)
                 else:
-                    await _forward(request, prompt, prediction, submit)
+                    await _forward(request, prompt, submit)
 
     async def _prepare_beyond(
         self,
         request: Request,
-        prediction: list[int],
         submit: trio.MemorySendChannel[Request],
         limiter: trio.CapacityLimiter,
     ) -> None:
@@ -113,33 +104,37 @@ class TokenizerTask:
                 text = await self._tokenizer.render_in_process(
                     request.prompt, is_cut=keep is not None
                 )
-                ids = await trio.to_thread.run_sync(
-                    lambda: self._tokenizer.ids_of(text, False, keep, side, "messages"),
+                prompt = await trio.to_thread.run_sync(
+                    lambda: self._encode(
+                        request, self._tokenizer.ids_of(text, False, keep, side, "messages")
+                    ),
                     abandon_on_cancel=True,
                     limiter=limiter,
                 )
             except (InvalidRequest, EngineError) as error:
                 request.reject(error)
             else:
-                await _forward(request, ids, prediction, submit)
+                await _forward(request, prompt, submit)
             nursery.cancel_scope.cancel()
 
-    def _encode_all(self, requests: Sequence[Request]) -> list[_Encoded]:
+    def _encode_all(self, requests: Sequence[Request]) -> list[PromptOrError]:
         together = self._ids_of_batch(requests) if len(requests) > 1 else {}
         return [
-            self._with_prediction(request, together.get(request) or self._ids_or_error(request))
+            self._encode(request, together.get(request) or self._ids_or_error(request))
             for request in requests
         ]
 
-    def _with_prediction(self, request: Request, prompt: IdsOrError) -> _Encoded:
-        """Return the prompt's ids with those of the output that the request predicts, if any."""
-        text = request.params.prediction
-        if not text or isinstance(prompt, InvalidRequest):
-            return _Encoded(prompt, [])
-        try:
-            return _Encoded(prompt, self._tokenizer.encode(text, add_special_tokens=False))
-        except InvalidRequest as error:
-            return _Encoded(InvalidRequest(f"prediction: {error}", param="prediction"), [])
+    def _encode(self, request: Request, prompt: IdsOrError) -> PromptOrError:
+        """Return the prompt for the scheduler, with the output that it predicts, if any."""
+        if not isinstance(prompt, list):
+            return prompt
+        prediction: list[int] = []
+        if text := request.params.prediction:
+            try:
+                prediction = self._tokenizer.encode(text, add_special_tokens=False)
+            except InvalidRequest as error:
+                return InvalidRequest(f"prediction: {error}", param="prediction")
+        return request.encoded(prompt, prediction)
 
     def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         """Return the ids of the requests that can be encoded as one batch, on all cores.
@@ -187,17 +182,16 @@ async def _cancel_when_ended(request: Request, scope: trio.CancelScope) -> None:
 
 async def _forward(
     request: Request,
-    prompt: list[int] | InvalidRequest,
-    prediction: list[int],
+    prompt: PromptOrError,
     submit: trio.MemorySendChannel[Request],
 ) -> None:
     if request.ended:
         return
-    if isinstance(prompt, InvalidRequest):
+    if not isinstance(prompt, TokenizedPrompt):
         request.reject(prompt)
         return
     try:
-        request.tokenized(prompt, prediction)
+        request.tokenized(prompt)
     except QueueFull as error:
         request.reject(error)
         return

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
+import math
+import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -31,6 +34,8 @@ DECODE_CONTEXT, PROMPT_CONTEXT = 3.3e-8, 6.5e-10
 LEARNED = 8
 """Steps of which one is learned from."""
 MAX_BLOCKS, MAX_TOKENS, MAX_RUNNING = 1600, 2048, 256
+HASHED, BOUND = 2, 1.25
+"""First blocks that a prefix hash is of, and the load of a worker by the mean load."""
 
 
 @attrs.frozen
@@ -65,8 +70,10 @@ class Worker:
     cache: OrderedDict[int, None] = attrs.field(factory=OrderedDict)
     prompts: deque[list[float]] = attrs.field(factory=deque)
     """Tokens left of each prompt, tokens with keys, arrival, output, and index."""
-    ends: list[tuple[int, int]] = attrs.field(factory=list)
-    """Step at which each stream ends, and its tokens."""
+    ends: list[tuple[int, int, int]] = attrs.field(factory=list)
+    """Step at which each stream ends, its tokens, and its index."""
+    ended: list[int] = attrs.field(factory=list)
+    """Indices of streams that have ended."""
     step: int = 0
     prompt_tokens: int = 0
     context: int = 0
@@ -97,7 +104,9 @@ class Worker:
     def run(self, now: float, firsts: list[float]) -> float | None:
         """Compute a step from ``now`` on; return its end, None if there is nothing to do."""
         while self.ends and self.ends[0][0] <= self.step:
-            self.context -= heapq.heappop(self.ends)[1]
+            _, length, ended = heapq.heappop(self.ends)
+            self.context -= length
+            self.ended.append(ended)
         decodes = len(self.ends)
         if not decodes and not self.prompts:
             return None
@@ -122,7 +131,8 @@ class Worker:
         self.step += 1
         for _, length, at, output, index in done:
             firsts[int(index)] = now + seconds - at
-            heapq.heappush(self.ends, (self.step + int(output) - 1, int(length + output) - 1))
+            stream = self.step + int(output) - 1, int(length + output) - 1, int(index)
+            heapq.heappush(self.ends, stream)
             self.context += int(length)
         self.busy += seconds
         return now + seconds
@@ -177,38 +187,103 @@ def cache_aware(workers: Sequence[Worker], asked: Asked) -> int:
     return sizes.index(min(sizes))
 
 
-def replay(trace: Iterable[Asked], count: int, choose: Choose) -> dict[str, float]:
-    """Return quantiles of the times to the first token in seconds, and the share of hits."""
-    workers = [Worker() for _ in range(count)]
-    requests = list(trace)
-    firsts = [0.0] * len(requests)
-    events: list[tuple[float, int]] = []
-    idle = set(range(count))
-    hits = 0
+def by_prefix_hash(workers: Sequence[Worker], asked: Asked) -> int:
+    """Choose by a hash of the prompt's first blocks, with bounded loads.
 
-    def advance(now: float, worker: int) -> None:
-        end = workers[worker].run(now, firsts)
+    The next worker by the hash gets the request if one has more than 1.25 times the mean load.
+    """
+    key = " ".join(map(str, asked.blocks[:HASHED]))
+    order = sorted(range(len(workers)), key=lambda i: zlib.crc32(f"{key} {i}".encode()))
+    loads = [len(each.ends) + len(each.prompts) for each in workers]
+    most = math.ceil(BOUND * (sum(loads) + 1) / len(workers))
+    return next(i for i in order if loads[i] < most)
+
+
+@attrs.define(eq=False)
+class Simulation:
+    """Workers in virtual time, and the requests of a trace that they were given."""
+
+    trace: Sequence[Asked]
+    workers: list[Worker]
+    firsts: list[float] = attrs.field(init=False)
+    """Seconds to the first token of each request."""
+    _events: list[tuple[float, int]] = attrs.field(init=False, factory=list)
+    _idle: set[int] = attrs.field(init=False)
+    end: float = attrs.field(init=False, default=0.0)
+    """Time of the last step's end."""
+    _hits: int = attrs.field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self.firsts = [0.0] * len(self.trace)
+        self._idle = set(range(len(self.workers)))
+
+    def until(self, now: float) -> list[int]:
+        """Compute the steps before a time; return the requests that have ended."""
+        while self._events and self._events[0][0] <= now:
+            self.end, worker = heapq.heappop(self._events)
+            self._run(self.end, worker)
+        ended = [index for each in self.workers for index in each.ended]
+        for each in self.workers:
+            each.ended.clear()
+        return ended
+
+    def add(self, index: int, worker: int) -> None:
+        """Give a request to a worker."""
+        asked = self.trace[index]
+        self._hits += self.workers[worker].add(index, asked)
+        if worker in self._idle:
+            self._idle.remove(worker)
+            self._run(asked.at, worker)
+
+    def _run(self, now: float, worker: int) -> None:
+        end = self.workers[worker].run(now, self.firsts)
         if end is None:
-            idle.add(worker)
+            self._idle.add(worker)
         else:
-            heapq.heappush(events, (end, worker))
+            heapq.heappush(self._events, (end, worker))
 
-    for index, asked in enumerate(requests):
-        while events and events[0][0] <= asked.at:
-            advance(*heapq.heappop(events))
-        chosen = choose(workers, asked)
-        hits += workers[chosen].add(index, asked)
-        if chosen in idle:
-            idle.remove(chosen)
-            advance(asked.at, chosen)
-    end = 0.0
-    while events:
-        end, worker = heapq.heappop(events)
-        advance(end, worker)
-    p50, p90, p99 = np.quantile(firsts, (0.5, 0.9, 0.99))
-    busy = sum(each.busy for each in workers) / (count * end)
-    share = hits / sum(each.prompt for each in requests)
-    return {"p50": p50, "p90": p90, "p99": p99, "hits": share, "busy": busy}
+    def figures(self) -> dict[str, float]:
+        """Return quantiles of the times to the first token in seconds, and the share of hits."""
+        p50, p90, p99 = np.quantile(self.firsts, (0.5, 0.9, 0.99))
+        busy = sum(each.busy for each in self.workers) / (len(self.workers) * self.end)
+        share = self._hits / sum(each.prompt for each in self.trace)
+        times = {"p50": float(p50), "p90": float(p90), "p99": float(p99)}
+        return {**times, "hits": share, "busy": busy}
+
+
+def replay(trace: Sequence[Asked], count: int, choose: Choose) -> dict[str, float]:
+    """Return the figures of the requests on ``count`` workers."""
+    simulation = Simulation(trace, [Worker() for _ in range(count)])
+    for index, asked in enumerate(trace):
+        simulation.until(asked.at)
+        simulation.add(index, choose(simulation.workers, asked))
+    simulation.until(math.inf)
+    return simulation.figures()
+
+
+def speed_for(trace: Sequence[Asked], count: int, load: float) -> float:
+    """Return by how much quicker a trace has to be for so much load, as a share of the most.
+
+    The most is the rate at which ``count`` workers compute all requests if these are there at once,
+    and are given to the workers in turns.
+    """
+    at_once = [attrs.evolve(each, at=0.0) for each in trace]
+    simulation = Simulation(at_once, [Worker() for _ in range(count)])
+    for index in range(len(trace)):
+        simulation.add(index, index % count)
+    simulation.until(math.inf)
+    return load * (trace[-1].at - trace[0].at) / simulation.end
+
+
+def endless_hits(trace: Sequence[Asked]) -> float:
+    """Return the share of prompts' tokens that one endless cache would have."""
+    seen: set[int] = set()
+    hits = 0
+    for asked in trace:
+        known = itertools.takewhile(seen.__contains__, asked.blocks)
+        hits += min(sum(1 for _ in known) * BLOCK, asked.prompt - 1)
+        seen.update(asked.blocks)
+    return hits / sum(each.prompt for each in trace)
 
 
 POLICIES: dict[str, Callable[[], Choose]] = {
@@ -218,6 +293,7 @@ POLICIES: dict[str, Callable[[], Choose]] = {
     },
     "Dynamo's cost": lambda: by_blocks,
     "SGLang's cache-aware": lambda: cache_aware,
+    "prefix hash": lambda: by_prefix_hash,
 }
 
 
@@ -236,6 +312,7 @@ def main() -> None:
         found = replay(trace, options.workers, make())
         times = " | ".join(f"{found[each]:.3f}" for each in ("p50", "p90", "p99"))
         print(f"| {name} | {times} | {found['hits']:.1%} | {found['busy']:.0%} |", flush=True)
+    print(f"| one endless cache | | | | {endless_hits(trace):.1%} | |")
 
 
 if __name__ == "__main__":

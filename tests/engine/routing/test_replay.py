@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.routing.replay import BLOCK, FIXED, POLICIES, TOKEN, Asked, Worker, read, replay
+from tests.engine.routing.peer_routers import own_router, replay_through, text_of
+from tests.engine.routing.replay import (
+    BLOCK,
+    FIXED,
+    POLICIES,
+    TOKEN,
+    Asked,
+    Worker,
+    endless_hits,
+    read,
+    replay,
+    speed_for,
+)
 
 
 def chats(count: int) -> list[Asked]:
@@ -62,3 +74,38 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     assert read(path, 2.0, 3) == [
         Asked(0.0, 600, 1, (0, 7)), Asked(0.25, 600, 1, (1, 7)), Asked(0.5, 600, 2, (2, 7)),
     ]  # fmt: skip
+
+
+def test_one_endless_cache_is_the_limit() -> None:
+    asked = chats(40)
+    seen: set[tuple[int, ...]] = set()
+    hits = 0
+    for each in asked:
+        prefixes = [each.blocks[: i + 1] for i in range(len(each.blocks))]
+        known = [len(prefix) for prefix in prefixes if prefix in seen]
+        hits += min(max(known, default=0) * BLOCK, each.prompt - 1)
+        seen.update(prefixes)
+    assert endless_hits(asked) == hits / sum(each.prompt for each in asked)
+    assert replay(asked, 1, POLICIES["round_robin"]())["hits"] <= endless_hits(asked)
+
+
+def test_a_load_is_a_share_of_the_highest_rate() -> None:
+    at_once = [Asked(float(i), 2048, 1, (i,)) for i in range(40)]
+    seconds = replay([Asked(0.0, 2048, 1, (0,))], 1, POLICIES["round_robin"]())["p50"]
+    assert speed_for(at_once, 2, 0.5) == pytest.approx(0.5 * 39 / (20 * seconds), rel=0.01)
+
+
+def test_texts_have_as_much_in_common_as_blocks() -> None:
+    one = text_of(Asked(0.0, 3 * BLOCK - 9, 1, (1, 2, 3)))
+    other = text_of(Asked(0.0, 2 * BLOCK, 1, (1, 2)))
+    third = text_of(Asked(0.0, 2 * BLOCK, 1, (1, 4)))
+    assert len(one) == 4 * (3 * BLOCK - 9)
+    assert one.startswith(other)
+    assert other[: 4 * BLOCK] == third[: 4 * BLOCK]
+    assert other[4 * BLOCK :][:16] != third[4 * BLOCK :][:16]
+
+
+async def test_the_router_of_servers_chooses_as_the_policy() -> None:
+    asked = chats(8)
+    found = await replay_through(own_router, asked, 3, settle=0.0)
+    assert found == replay(asked, 3, POLICIES["predicted"]())

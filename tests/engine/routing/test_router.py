@@ -69,7 +69,7 @@ class CheckedRouter(Router):
         core = scheduler.core
         assert core is not None
         namespace = namespace_of(request.cache_salt, request.adapter)
-        match = core.memory.prefix.match(namespace, request.prompt_ids, core.next_number)
+        match = core.memory.prefix.match(namespace, request.prompt_column(), core.next_number)
         on_host = match.num_on_host * SIZE
         cached = len(match.nodes) * SIZE
         coming = max(

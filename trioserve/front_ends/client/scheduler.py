@@ -40,7 +40,6 @@ from trioserve.front_ends.messages import (
     TurnClosed,
     decode_from_engine,
     encode,
-    packed,
 )
 from trioserve.front_ends.rpc import Handlers, RpcPeer
 from trioserve.front_ends.wire_errors import error_of
@@ -155,7 +154,7 @@ class RemoteScheduler:
                 Submit(
                     number=self._sent.next_number,
                     id=request.id,
-                    prompt_ids=packed(request.prompt_ids),
+                    prompt_column=request.prompt_column(),
                     params=params,
                     sampler=attrs.evolve(request.sequences[0].sampler, grammar=None, extra_args={}),
                     arrived=self._clock.shared(request.times.arrived),

@@ -21,13 +21,13 @@ from trioserve.front_ends.messages import (
     StepRow,
     StepUpdate,
     Submit,
-    numbers_of,
     packed,
     plain_entries,
 )
 from trioserve.front_ends.server.context import ServerContext
 from trioserve.front_ends.wire_errors import ErrorMessage, fault_of
 from trioserve.protocol.errors import Paused, QueueFull
+from trioserve.protocol.wire import ints
 from trioserve.requests.request import (
     Finish,
     FinishReason,
@@ -262,7 +262,8 @@ class FrontEndRequests:
             retention=message.retention,
             adapter=message.adapter,
             default_max_tokens=message.default_max_tokens,
-            prompt_ids=numbers_of(message.prompt_ids),
+            prompt_ids=ints(message.prompt_column).tolist(),
+            prompt_column=message.prompt_column,
             owner=self,
             number=message.number,
             num_left=params.n,
