@@ -62,7 +62,7 @@ def cluster() -> Iterator[Any]:
 async def open_ray_engine(model: Path, **options: Any) -> AsyncIterator[Engine]:
     """Open an engine whose workers are actors that compute nothing; none is left at the end."""
     options = {"data_parallel_size": 2, "device": "cpu", "worker_link_timeout": 2.0, **options}
-    options["distributed_executor_backend"] = "ray"
+    options |= {"distributed_executor_backend": "ray", "routing_policy": "round_robin"}
     try:
         async with open_engine(str(model), mock=MockSteps(step_seconds=0.01), **options) as engine:
             yield engine
