@@ -62,7 +62,7 @@ def cluster() -> Iterator[Any]:
 async def open_ray_engine(model: Path, **options: Any) -> AsyncIterator[Engine]:
     """Open an engine whose workers are actors that compute nothing; none is left at the end."""
     options = {"data_parallel_size": 2, "device": "cpu", "worker_link_timeout": 2.0, **options}
-    options["distributed_executor_backend"] = "ray"
+    options |= {"distributed_executor_backend": "ray", "routing_policy": "round_robin"}
     try:
         async with open_engine(str(model), mock=MockSteps(step_seconds=0.01), **options) as engine:
             yield engine
@@ -241,8 +241,9 @@ async def test_a_cluster_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr("trioserve.workers.ray.port.END_GRACE", 0.5)
+    monkeypatch.setattr("trioserve.workers.ray.port.CONNECT_TIMEOUT", 2.0)
     with pytest.raises(EngineError, match="Ray can't be used: no cluster answered within 2 s"):
-        async with open_ray_engine(model, worker_start_timeout=2.0):
+        async with open_ray_engine(model):
             pass
 
 

@@ -256,8 +256,9 @@ def main() -> None:
 
 
 def _serve(commands: queue.SimpleQueue[RayCommand], send: Send) -> None:
-    import ray
+    import ray as typed
 
+    ray: Any = typed  # Parts of it have no types.
     try:
         ray.init(
             include_dashboard=False,

@@ -41,6 +41,8 @@ from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.remote.tls import ENGINE_FILES, WORKER_FILES, engine_tls_of
 from trioserve.workers.supervisor import delay_after
 
+CONNECT_TIMEOUT = 120.0
+"""Seconds for the process to connect to a cluster, or to start one."""
 END_GRACE = 20.0
 """Seconds for the process to remove actors and to end a cluster that it has started."""
 FIRST_DELAY = 1.0
@@ -149,7 +151,7 @@ class RayPort(WorkersPort):
             self._process = process
             assert process.stdout is not None
             try:
-                with trio.move_on_after(self.place_timeout) as connecting:
+                with trio.move_on_after(CONNECT_TIMEOUT) as connecting:
                     async for event in _events_of(process.stdout):
                         if isinstance(event, RayFailed):
                             return event.reason
@@ -161,7 +163,7 @@ class RayPort(WorkersPort):
             finally:
                 self._process = None
             if connecting.cancelled_caught:
-                return f"no cluster answered within {self.place_timeout:g} s (RAY_ADDRESS)"
+                return f"no cluster answered within {CONNECT_TIMEOUT:g} s (RAY_ADDRESS)"
             return f"its process {describe_exit(await process.wait())}"
 
     async def _on_connected(
