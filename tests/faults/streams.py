@@ -69,8 +69,8 @@ def questions(
 
 @attrs.frozen
 class Facts:
-    """What has to be equal of two answers: for each output its tokens with its text and its end,
-    and the log-probabilities of all outputs and of the prompt."""
+    """Facts of an answer that have to be equal: each output's tokens, its text and its end, and the
+    log-probabilities of all outputs and of the prompt."""
 
     tokens: list[tuple[int, ...]]
     ends: list[tuple[Any, ...]]
