@@ -14,7 +14,7 @@ ANY_DEVICE = (
     rf"auto|cuda|{CPU_OR_GPU[0]}",
     "auto, cuda, a GPU such as cuda:1, cpu, or cores such as cpu:0-3+8-11",
 )
-"""The same for a worker that may choose."""
+"""Regular expression of the device of a worker that may choose, and its meaning in words."""
 
 
 def split_device(device: str) -> tuple[str, list[int]]:
