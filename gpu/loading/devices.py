@@ -6,7 +6,10 @@ import ctypes
 import importlib
 import importlib.util
 import logging
+import os
+from collections.abc import Sequence
 
+from trioserve.protocol.devices import cores_text
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice
 from trioserve.protocol.shipped_kernels import kernels_obstacle
@@ -35,8 +38,8 @@ def choose_device(name: str) -> str:
     if obstacle is None and number:
         if int(number) >= torch.cuda.device_count():
             raise ModelLoadError(
-                f"--data-parallel-size needs a GPU for each worker: there are "
-                f"{torch.cuda.device_count()}"
+                f"each worker needs a GPU of its own, and there is no cuda:{number}: there are "
+                f"{torch.cuda.device_count()} GPUs"
             )
         torch.cuda.set_device(int(number))
     if obstacle is None:
@@ -46,6 +49,24 @@ def choose_device(name: str) -> str:
     if torch.cuda.is_available():
         _log.warning("computing on the CPU although there is a GPU: %s", obstacle)
     return "cpu"
+
+
+def bind_to_cores(cores: Sequence[int]) -> None:
+    """Bind this thread, and the threads that it starts from now on, to ``cores``, if there are any.
+
+    Linux then places the memory that they touch first on the NUMA node of these cores.
+
+    Raises:
+        ModelLoadError: This process may not use all of them.
+    """
+    allowed = os.sched_getaffinity(0)
+    if not allowed.issuperset(cores):
+        raise ModelLoadError(
+            f"a worker can't have the cores {cores_text(cores)}: this process may use "
+            f"{cores_text(sorted(allowed))}"
+        )
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def gpu_obstacle(

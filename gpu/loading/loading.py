@@ -10,7 +10,7 @@ import attrs
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processor, load_processors
-from gpu.loading.devices import choose_device, choose_dtype
+from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype
 from gpu.loading.loaded_model import Loaded, OnProgress, Serving, choose_num_threads, warm_up
 from gpu.loading.weight_swap import ModelWeights
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
@@ -47,6 +47,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
 
         return load_encoder_to_serve(start, on_progress)
     device = choose_device(start.device)
+    if device == "cpu":
+        bind_to_cores(start.cores)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:

@@ -103,8 +103,11 @@ async def test_an_engine_without_workers_opens_when_one_has_joined(model: Path, 
 async def test_a_joined_worker_shares_the_work_and_leaves(model: Path, tls: Path) -> None:
     async with open_mock_engine(model, tls) as engine:
         alone = await ask(engine)
-        async with running(agent_for(address_of(engine), tls, model)):
+        core, own = min(os.sched_getaffinity(0)), engine.workers[0].pid
+        async with running(agent_for(address_of(engine), tls, model, device=f"cpu:{core}")):
             await wait_states(engine, "running", "running")
+            (process,) = [each for each in worker_processes() if each.pid != own]
+            assert os.sched_getaffinity(process.pid) == {core}
             assert await ask(engine, 8) == [*alone, *alone]
             assert min(each.num_steps for each in engine.workers) >= TOKENS
             async with trio.open_nursery() as nursery:

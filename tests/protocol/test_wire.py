@@ -37,6 +37,7 @@ MESSAGES: list[wire.Message] = [
         quantization="auto",
         tokenizer="",
         logits_processors=["module:Class"],
+        cores=[0, 1, 64],
     ),
     wire.LoadingProgress(stage="weights", done=1, total=2),
     Join(protocol=1, schema="abc", version="1", id="a", host="other", checksum="c"),

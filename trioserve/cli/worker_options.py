@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trioserve.config.options import OptionGroup, option
+from trioserve.protocol.devices import ANY_DEVICE
 from trioserve.protocol.errors import InvalidRequest
 
 WORKER_GROUPS = {"worker": OptionGroup("The worker", "workers#Other hosts")}
@@ -35,11 +36,11 @@ class WorkerOptions:
     )
     device: str | None = option(
         None,
-        "device that computes the model: auto, cpu, cuda or cuda:N",
+        "device that computes the model",
         unset="the engine's",
         group="worker",
         metavar="DEVICE",
-        form=(r"auto|cpu|cuda(:\d{1,3})?", "auto, cpu, cuda or cuda:N"),
+        form=ANY_DEVICE,
     )
     num_threads: int | None = option(
         None,

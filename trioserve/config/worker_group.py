@@ -6,6 +6,7 @@ import attrs
 
 from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
+from trioserve.protocol.devices import CPU_OR_GPU
 from trioserve.protocol.errors import InvalidRequest
 
 ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
@@ -25,6 +26,17 @@ class WorkerGroupOptions(ModelOptions):
         kind=int,
         low=0,
         high=1024,
+    )
+    worker_devices: tuple[str, ...] = option(
+        (),
+        "device of a worker on this host, given once for each worker in place of "
+        "--data-parallel-size",
+        unset="a GPU each, or a share of the cores",
+        group="worker",
+        page="workers#Devices",
+        metavar="DEVICE",
+        repeatable=True,
+        form=CPU_OR_GPU,
     )
     worker_listen: str | None = option(
         None,
@@ -68,7 +80,13 @@ class WorkerGroupOptions(ModelOptions):
         low=0,
     )
 
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that start on this host."""
+        return len(self.worker_devices) or self.data_parallel_size
+
     def __attrs_post_init__(self) -> None:
+        self._check_devices()
         if self.worker_listen is not None and self.worker_tls is None:
             raise InvalidRequest(
                 "worker_listen needs certificates for workers of other hosts (--worker-tls)",
@@ -79,3 +97,23 @@ class WorkerGroupOptions(ModelOptions):
                 "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
                 param="data_parallel_size",
             )
+
+    def _check_devices(self) -> None:
+        devices = self.worker_devices
+        if devices and self.data_parallel_size not in (1, len(devices)):
+            raise InvalidRequest(
+                f"worker_devices has {len(devices)} devices, and --data-parallel-size is "
+                f"{self.data_parallel_size}: name a device for each worker, or leave the size out",
+                param="worker_devices",
+            )
+        for number, device in enumerate(devices):
+            if device.startswith("cuda") and device in devices[:number]:
+                raise InvalidRequest(
+                    f"worker_devices has {device} twice: a GPU has one worker",
+                    param="worker_devices",
+                )
+            if self.device not in ("auto", device.partition(":")[0]):
+                raise InvalidRequest(
+                    f"worker_devices has {device}, and --device is {self.device}: leave one out",
+                    param="worker_devices",
+                )

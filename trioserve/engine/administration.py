@@ -65,7 +65,7 @@ class Administration(Protocol):
     async def workers(self) -> list[WorkerReport]:
         """Return :attr:`trioserve.Engine.workers`."""
 
-    async def add_worker(self) -> WorkerReport:
+    async def add_worker(self, device: str | None) -> WorkerReport:
         """Add a worker as :meth:`trioserve.Engine.add_worker`."""
 
     async def remove_worker(self, index: int) -> None:

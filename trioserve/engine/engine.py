@@ -54,14 +54,19 @@ class Engine(RequestEngine, OperatedEngine):
         """Return the state of the first worker process that doesn't run, or of the first one."""
         return self.worker_group.life
 
-    async def add_worker(self) -> WorkerReport:
-        """Start one more worker; return its state once it serves.
+    async def add_worker(self, device: str | None = None) -> WorkerReport:
+        """Start one more worker on this host; return its state once it serves.
+
+        Args:
+            device: its device, as in ``worker_devices``; by default the first one that no other
+                worker has.
 
         Raises:
-            InvalidRequest: nothing is computed now, or the model is an encoder.
+            InvalidRequest: nothing is computed now, there is no device for it, or the model is an
+                encoder.
             CallFailed: it can't load the model.
         """
-        return await self.worker_group.add()
+        return await self.worker_group.add(device)
 
     async def remove_worker(self, index: int) -> None:
         """End the worker of that number, once all of its requests have gone to others.

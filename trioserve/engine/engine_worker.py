@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import attrs
 import trio
@@ -22,13 +23,13 @@ from trioserve.workers.supervisor import OpenWorker, Supervisor
 class EngineWorker:
     """The scheduler of a worker, and the supervisor of its process."""
 
-    index: int
-    """Its number, which no other worker of the engine ever has."""
     scheduler: Scheduler
     supervisor: Supervisor
     traffic: LinkTraffic
     dismiss: Callable[[str], None] = lambda _: None
     """Called with the reason before the worker is ended for good."""
+    free_device: Callable[[], None] = lambda: None
+    """Called when its process has ended for good."""
     device: str = attrs.field(init=False, default="")
     """Name of the device; empty while the first process loads."""
     draining: bool = attrs.field(init=False, default=False)
@@ -69,7 +70,7 @@ class EngineWorker:
             on_loss=metrics.worker_lost,
             on_replaced=metrics.worker_replaced,
         )
-        return cls(index, scheduler, supervisor, traffic or LinkTraffic(), dismiss)
+        return cls(scheduler, supervisor, traffic or LinkTraffic(), dismiss)
 
     async def run(self, task_status: trio.TaskStatus[wire.Ready]) -> None:
         """Run the worker's processes, as :meth:`~trioserve.workers.supervisor.Supervisor.run`."""
@@ -78,6 +79,11 @@ class EngineWorker:
     async def _attach(self, link: Link, ready: wire.Ready) -> None:
         self.device = ready.device_name
         await self.scheduler.attach(link, ready)
+
+    @property
+    def index(self) -> int:
+        """Its number, which no other worker of the engine ever has."""
+        return self.scheduler.index
 
     @property
     def state(self) -> str:
@@ -115,3 +121,15 @@ class EngineWorker:
             plan_bytes=self.traffic.plan_bytes,
             round_trip_ms=None if round_trip is None else round(1000 * round_trip, 3),
         )
+
+
+class MakeWorker(Protocol):
+    """Function that makes the worker of a number, which isn't started yet."""
+
+    def __call__(self, index: int, device: str | None = None) -> EngineWorker:
+        """Return the worker ``index``, on ``device`` if that is given.
+
+        Raises:
+            InvalidRequest: There is no device for it.
+        """
+        ...

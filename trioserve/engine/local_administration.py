@@ -110,9 +110,9 @@ class SharedAdministration:
         """Return :attr:`trioserve.Engine.workers`."""
         return self._engine.worker_group.reports()
 
-    async def add_worker(self) -> WorkerReport:
+    async def add_worker(self, device: str | None) -> WorkerReport:
         """Add a worker as :meth:`trioserve.Engine.add_worker`."""
-        return await self._engine.worker_group.add()
+        return await self._engine.worker_group.add(device)
 
     async def remove_worker(self, index: int) -> None:
         """Remove a worker as :meth:`trioserve.Engine.remove_worker`."""

@@ -25,12 +25,13 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine.backend import Backend
 from trioserve.engine.engine import Engine
+from trioserve.engine.engine_worker import MakeWorker
 from trioserve.engine.idle_check import AskedWorkers, IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
-from trioserve.engine.worker_group import MakeWorker, WorkerGroup
+from trioserve.engine.worker_group import WorkerGroup
 from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded, workers_port
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.observability.metrics import Metrics
@@ -107,7 +108,7 @@ async def _open_worker(
             asks_idle_worker=True,
             while_loading=while_loading,
         ) as engine:
-            log_loaded(loaded.name, engine.ready, config.data_parallel_size)
+            log_loaded(loaded.name, engine.ready, config.num_workers)
             loaded.log_defaults()
             yield engine
 

@@ -6,6 +6,7 @@ Workers of other hosts join and leave by themselves.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 
 import attrs
@@ -14,7 +15,7 @@ import trio
 from trioserve._util.together import all_together
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import named_paths
-from trioserve.engine.engine_worker import EngineWorker
+from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks
@@ -33,13 +34,10 @@ from trioserve.protocol.errors import (
     WorkerLost,
 )
 from trioserve.scheduler.beams import StopStringAtEnd
-from trioserve.scheduler.scheduler import Scheduler
 from trioserve.workers.remote.joined import JoinedWorker
 from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.supervisor import WorkerLife
 
-MakeWorker = Callable[[int], EngineWorker]
-"""Function that makes the worker of a number, which isn't started yet."""
 _REMOVAL = "removal"
 """Key under which a worker is paused that is about to be removed."""
 _log = get_logger("trioserve.engine")
@@ -58,8 +56,8 @@ class WorkerGroup:
     """Port at which workers of other hosts join; None for none."""
     _first_joined: trio.Event = attrs.field(init=False, factory=trio.Event)
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
-    _num_made: int = attrs.field(init=False)
-    """Number of workers made, with those that were removed or couldn't be started."""
+    _numbers: Iterator[int] = attrs.field(init=False)
+    """Numbers of the workers to come: none twice, even if its worker couldn't be started."""
     _joining: list[EngineWorker] = attrs.field(init=False, factory=list)
     """Workers that are being added."""
     _num_restarts: int = attrs.field(init=False, default=0)
@@ -67,9 +65,9 @@ class WorkerGroup:
     _ready: wire.Ready | None = attrs.field(init=False, default=None)
     """Message of the last worker that was added."""
 
-    @_num_made.default
-    def _count(self) -> int:
-        return len(self._workers)
+    @_numbers.default
+    def _numbers_from_here(self) -> Iterator[int]:
+        return itertools.count(len(self._workers))
 
     @classmethod
     def of(
@@ -88,8 +86,8 @@ class WorkerGroup:
         strings of beams; None if there is no text.
         """
 
-        def make_worker(index: int) -> EngineWorker:
-            worker = make(index)
+        def make_worker(index: int, device: str | None = None) -> EngineWorker:
+            worker = make(index, device)
             worker.scheduler.stop_string_at_end = stop_string_at_end
             return worker
 
@@ -107,7 +105,7 @@ class WorkerGroup:
             worker.scheduler.stop_string_at_end = stop_string_at_end
             return worker
 
-        workers = [make_worker(index) for index in range(config.data_parallel_size)]
+        workers = [make_worker(index) for index in range(config.num_workers)]
         batchers = []
         if encodes:
             batchers = [
@@ -165,6 +163,7 @@ class WorkerGroup:
             else:
                 _log.error("worker given up", worker=worker.index, reason=str(error))
                 worker.dismiss(f"it was given up: {error}")
+                worker.free_device()
 
     def start_task(self, run: Callable[..., Awaitable[None]]) -> None:
         """Start a task of the engine."""
@@ -173,25 +172,30 @@ class WorkerGroup:
 
     # ---- while the engine runs
 
-    async def add(self) -> WorkerReport:
-        """Start one more worker; return once it serves.
+    async def add(self, device: str | None = None) -> WorkerReport:
+        """Start one more worker on this host; return once it serves.
+
+        Args:
+            device: Its device; None for the first one that no worker has.
 
         Raises:
-            InvalidRequest: Nothing is computed now, or the model is an encoder.
+            InvalidRequest: Nothing is computed now, there is no device for it, or the model is an
+                encoder.
             CallFailed: The worker can't load the model.
         """
         self._check_changeable()
         async with self.schedulers.changing:
-            worker = self._make(self._next_index())
+            worker = self._make(next(self._numbers), device)
             worker.scheduler.weights.path = self._weights_path
-            with self._starting(worker):
-                await self._start_one(worker)
-                await self._take_in(worker)
+            try:
+                with self._starting(worker):
+                    await self._start_one(worker)
+                    await self._complete(worker)
+                    await self._take_in(worker)
+            finally:
+                if worker.joining:
+                    worker.free_device()
         return worker.report()
-
-    def _next_index(self) -> int:
-        self._num_made += 1
-        return self._num_made - 1
 
     @contextlib.contextmanager
     def _starting(self, worker: EngineWorker) -> Iterator[None]:
@@ -233,7 +237,7 @@ class WorkerGroup:
 
     async def _add_joined(self, joined: JoinedWorker) -> None:
         assert self.port is not None
-        worker = self._make_joined(self._next_index(), joined)
+        worker = self._make_joined(next(self._numbers), joined)
         joined.others_serve = lambda: any(
             each.attached for each in self.schedulers if each is not worker.scheduler
         )
@@ -258,31 +262,29 @@ class WorkerGroup:
         self._num_restarts += worker.supervisor.restarts
 
     async def _start_one(self, worker: EngineWorker) -> None:
-        """Start a worker beside the others; return once it has the model and all adapters."""
+        """Start a worker beside the others; return once it has the model."""
         assert self._tasks is not None
         error = await self._tasks.start(self._try_to_run, worker)
-        if error is None:
-            error = await self._load_adapters(worker)
         if error is not None:
             raise CallFailed("no worker could be added", str(error)) from error
 
     async def _complete(self, worker: EngineWorker) -> None:
-        """Give a worker what has changed while it joined.
+        """Give a worker that has the model all else that the others have.
 
         Raises:
-            CallFailed: Its weights were exchanged meanwhile, or it was lost.
+            CallFailed: The weights were exchanged while it started, it can't load an adapter, or it
+                was lost.
         """
-        error: Exception | None = None
-        if worker.scheduler.weights.path != self._weights_path:
+        if worker.scheduler.weights.path == self._weights_path:
+            error = await self._load_adapters(worker)
+        else:
             error = EngineError("the weights were exchanged while it started: try again")
             await worker.scheduler.worker_power.turn_off()
-        else:
-            error = await self._load_adapters(worker)
         if error is not None:
             raise CallFailed("no worker could be added", str(error)) from error
 
     async def _load_adapters(self, worker: EngineWorker) -> Exception | None:
-        """Load all adapters on a new worker; end it and return the error if that fails."""
+        """Load all adapters on a worker; end it and return the error if that fails."""
         error: Exception | None = None
         serves = False
         try:
@@ -340,7 +342,10 @@ class WorkerGroup:
                 worker.draining = False
             self._forget(worker)
         worker.dismiss("it was removed")
-        await worker.scheduler.worker_power.turn_off()
+        try:
+            await worker.scheduler.worker_power.turn_off()
+        finally:
+            worker.free_device()
         _log.info("worker removed", worker=index, workers=len(self._workers))
 
     async def _drain(self, worker: EngineWorker) -> None:
@@ -373,12 +378,7 @@ class WorkerGroup:
     # ---- observation
 
     def __iter__(self) -> Iterator[EngineWorker]:
-        yield from self._workers
-        yield from (each for each in self._joining if each.joining)
-
-    def number_of(self, scheduler: Scheduler | None) -> int | None:
-        """Return the number of the worker of ``scheduler``; None if there is no such worker."""
-        return next((each.index for each in self if each.scheduler is scheduler), None)
+        return iter([*self._workers, *(each for each in self._joining if each.joining)])
 
     def reports(self) -> list[WorkerReport]:
         """Return the state of each worker, with those that are being added."""

@@ -10,9 +10,9 @@ import attrs
 
 from trioserve.config import EngineConfig
 from trioserve.config.speculation import parse_speculative
-from trioserve.engine.engine_worker import EngineWorker
+from trioserve.engine.engine_worker import EngineWorker, MakeWorker
+from trioserve.engine.host_devices import HostDevices
 from trioserve.engine.loaded_model import in_thread
-from trioserve.engine.worker_group import MakeWorker
 from trioserve.model_files import locate, open_model, task_of
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
@@ -48,7 +48,8 @@ class WorkerProcesses:
     The first series' progress is shown while it loads: the others load the same.
     """
 
-    _make: Callable[[int], Workers]
+    _make: Callable[[int, str | None], Workers]
+    _devices: HostDevices
     first: list[Workers]
     """The processes of the workers that start with the engine."""
 
@@ -62,19 +63,24 @@ class WorkerProcesses:
     ) -> WorkerProcesses:
         """Return the processes for the model at ``path``; none is started yet."""
         start = start_message(config, path, mock)
-        count = config.data_parallel_size
-        start = attrs.evolve(start, num_sharing=max(count, 1))
-        if count > 1 and not start.num_threads:
-            start = attrs.evolve(start, num_threads=max(int(Machine().cores()) // count, 1))
+        count = config.num_workers
+        devices = HostDevices.of(config, Machine())
 
-        def make(index: int) -> Workers:
+        def make(index: int, device: str | None = None) -> Workers:
+            own = devices.take(index, device)
             return Workers(
-                start=attrs.evolve(start, device=device_of(start.device, index, count)),
+                start=attrs.evolve(
+                    start,
+                    device=own.device,
+                    cores=list(own.cores),
+                    num_threads=start.num_threads or own.num_threads,
+                    num_sharing=max(count, 1),
+                ),
                 start_timeout=config.worker_start_timeout,
                 on_progress=on_progress if on_progress and not index else (lambda _: None),
             )
 
-        return cls(make, [make(index) for index in range(count)])
+        return cls(make, devices, [make(index) for index in range(count)])
 
     @contextlib.asynccontextmanager
     async def ahead(self) -> AsyncIterator[None]:
@@ -87,10 +93,11 @@ class WorkerProcesses:
     def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
         """Return the function that makes workers over these processes."""
 
-        def make(index: int) -> EngineWorker:
+        def make(index: int, device: str | None = None) -> EngineWorker:
             is_first = index < len(self.first)
-            workers = self.first[index] if is_first else self._make(index)
+            workers = self.first[index] if is_first else self._make(index, device)
             made = EngineWorker.of(index, config, metrics, workers.open, traffic=workers.traffic)
+            made.free_device = lambda: self._devices.free(index)
             workers.weights = lambda: made.scheduler.weights.path
             return made
 
@@ -121,11 +128,6 @@ async def workers_port(
         checksum=await in_thread(checksum),
         workers=JoinedWorkers(start_message(config, path, mock), config.worker_start_timeout),
     )
-
-
-def device_of(device: str, index: int, count: int) -> str:
-    """Return the device of worker ``index`` of ``count``: a GPU of its own, if it is for GPUs."""
-    return f"{device}:{index}" if count > 1 and device in ("auto", "cuda") else device
 
 
 def start_message(

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import attrs
 
+from trioserve.protocol.devices import cores_from
+
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
@@ -74,6 +76,15 @@ class Machine:
     def cores(self) -> float:
         """Return the number of cores by this process's affinity and its control groups' quota."""
         return min([float(len(os.sched_getaffinity(0))), *self._cpu_quotas()])
+
+    def nodes(self) -> list[list[int]]:
+        """Return the cores of each NUMA node that this process's affinity allows, some at least."""
+        allowed = os.sched_getaffinity(0)
+        folders = (self.root / "sys/devices/system/node").glob("node[0-9]*")
+        numbered = sorted(folders, key=lambda folder: int(folder.name.removeprefix("node")))
+        nodes = [cores_from(self._read(folder / "cpulist") or "") for folder in numbered]
+        usable = [[core for core in node if core in allowed] for node in nodes]
+        return [node for node in usable if node] or [sorted(allowed)]
 
     def memory(self) -> tuple[int, int]:
         """Return the total and the available memory in bytes, within the control groups' limits."""

@@ -64,5 +64,7 @@ class Start:
     """Options of speculative decoding; None for none."""
     mock: MockSteps | None = None
     """Set for a worker that loads no weights and computes nothing; None for a real one."""
+    cores: list[int] = attrs.field(factory=list)
+    """Cores to which a worker on a CPU is bound; empty for all that it may use."""
     link_timeout: float = 0.0
     """Seconds of silence after which an agent counts its engine as lost."""

@@ -25,10 +25,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.engine.engine import Engine
-from trioserve.engine.engine_worker import EngineWorker
+from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.engine.loaded_model import LoadedModel, chosen_generation_config
 from trioserve.engine.nursery import run_engine
-from trioserve.engine.worker_group import MakeWorker
 from trioserve.model_files import EncoderConfig
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
@@ -110,7 +109,7 @@ async def open_fake_engine(
 
 
 def _worker_maker(config: EngineConfig, metrics: Metrics, opened: OpenWorker) -> MakeWorker:
-    return lambda index: EngineWorker.of(index, config, metrics, opened)
+    return lambda index, device=None: EngineWorker.of(index, config, metrics, opened)
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpu.executor import NO_COPIES, Copies, Submission
-from gpu.loading.devices import choose_device
+from gpu.loading.devices import bind_to_cores, choose_device
 from gpu.loading.loaded_model import Serving, choose_num_threads, of_weights
 from gpu.loading.weight_swap import ModelWeights
 from gpu.models.encoder.loading import load_encoder
@@ -40,6 +40,8 @@ def load_encoder_to_serve(start: Start, on_progress: Callable[[str, int, int], N
     """
     _check_options(start)
     device = choose_device(start.device)
+    if device == "cpu":
+        bind_to_cores(start.cores)
     kind = device.partition(":")[0]
     dtype = _choose_dtype(start.dtype, kind)
     files = open_encoder(Path(start.model))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
-from gpu.loading.devices import choose_device, choose_dtype, gpu_obstacle
+from gpu.loading import devices
+from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype, gpu_obstacle
 from trioserve.protocol.errors import ModelLoadError
 
 CPU, GPU = "cpu", "cuda:0"
@@ -50,6 +52,32 @@ def test_what_is_in_the_way_is_one_line(changes: dict[str, Any], said: str) -> N
     assert obstacle is not None
     assert said in obstacle
     assert "\n" not in obstacle
+
+
+def test_a_number_chooses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [0]
+    monkeypatch.setattr(devices, "_has_driver", lambda: True)
+    monkeypatch.setattr(devices, "_obstacle_here", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    assert choose_device("auto:1") == "cuda:1"
+    assert choose_device("cuda:0") == "cuda:0"
+    assert choose_device("cpu") == CPU
+    with pytest.raises(ModelLoadError, match="there is no cuda:2: there are 2 GPUs"):
+        choose_device("auto:2")
+
+
+def test_a_worker_is_bound_to_cores_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[object] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 4, 9})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores))
+    bind_to_cores([])
+    bind_to_cores([3, 9])
+    assert bound == [[3, 9]]
+    with pytest.raises(ModelLoadError, match=r"the cores 0-3: this process may use 2-4,9$"):
+        bind_to_cores([0, 1, 2, 3])
+    assert bound == [[3, 9]]
 
 
 def test_the_cpu_is_always_there() -> None:

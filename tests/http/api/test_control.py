@@ -79,7 +79,11 @@ async def test_workers_are_added_and_removed() -> None:
 
         status, answer = await remove("0")
         assert (status, answer["error"]["param"]) == (400, "index")
-        added = await control(client, "/workers")
+        body = json.dumps({"device": 3})
+        headers = {**ADMIN, "Content-Type": "application/json"}
+        refused = await client.post("/workers", data=body, headers=headers)
+        assert refused.status_code == 400
+        added = await control(client, "/workers", {"device": "cuda:1"})
         assert (added["index"], added["state"]) == (1, "running")
         assert (await generate(client, "one", 3))[0] == 200
         assert (await remove("0"))[0] == 200

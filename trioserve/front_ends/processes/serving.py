@@ -37,7 +37,7 @@ async def serve_with_front_ends(
     make_worker = processes.maker(config.engine, metrics)
     port = await workers_port(config.engine, path, mock)
     async with open_host(config, make_worker, metrics, task=task, port=port) as engine_server:
-        log_loaded(name, engine_server.ready, config.engine.data_parallel_size)
+        log_loaded(name, engine_server.ready, config.engine.num_workers)
         listening = await open_shared_listening(config, config.api_server_count)
         with removing_socket_file(config), contextlib.closing(listening):
             pool = ProcessPool(

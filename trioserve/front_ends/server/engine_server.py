@@ -22,10 +22,11 @@ from trioserve._util.feed import Feed
 from trioserve._util.pair_socket import PairSocket
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine.control import Control
+from trioserve.engine.engine_worker import MakeWorker
 from trioserve.engine.idle_check import IdleCheck
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.engine.tasks import open_tasks
-from trioserve.engine.worker_group import MakeWorker, WorkerGroup
+from trioserve.engine.worker_group import WorkerGroup
 from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.heartbeat import patience_of
 from trioserve.front_ends.messages import Offered

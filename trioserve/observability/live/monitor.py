@@ -130,7 +130,7 @@ class Monitor:
         return request_row(
             request,
             adapter_name=self.workers.schedulers.adapters.name_of,
-            worker=self.workers.number_of(request.scheduler),
+            worker=None if request.scheduler is None else request.scheduler.index,
             offset=offset,
             now=trio.current_time(),
             is_over=is_over,

@@ -13,8 +13,7 @@ import trio
 
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
-from trioserve.engine.engine_worker import EngineWorker
-from trioserve.engine.worker_group import MakeWorker
+from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
@@ -49,7 +48,7 @@ class SimulatedWorkers:
     def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
         """Return the function that makes the engine's side of a worker."""
 
-        def make(index: int) -> EngineWorker:
+        def make(index: int, device: str | None = None) -> EngineWorker:
             opened = functools.partial(self._open, index, config)
             made = self.made[index] = EngineWorker.of(index, config, metrics, opened)
             return made

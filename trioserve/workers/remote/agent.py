@@ -22,6 +22,7 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+from trioserve.protocol.devices import split_device
 from trioserve.protocol.errors import EngineError, TrioserveError, WorkerLost
 from trioserve.protocol.joining import Join, JoinRefusal, WorkerEnd
 from trioserve.protocol.version import __version__
@@ -168,10 +169,12 @@ class Agent:
 
     def _for_this_host(self, start: wire.Start) -> wire.Start:
         """Return ``start`` with what is this host's own."""
+        device, cores = split_device(self.device or start.device)
         return attrs.evolve(
             start,
             model=self.model,
-            device=self.device or start.device,
+            device=device,
+            cores=cores,
             num_threads=self.num_threads or start.num_threads,
         )
 

@@ -11,6 +11,7 @@ from trioserve.http.api.control.schemas import (
     AbortManyRequest,
     AbortReply,
     AbortRequest,
+    AddWorkerRequest,
     ContinueRequest,
     Done,
     FlushReply,
@@ -70,7 +71,8 @@ class ControlEndpoints:
 
     async def add_worker(self) -> quart.Response:
         """Handle ``POST /workers``."""
-        report = await self._service.server_api.add_worker()
+        request = await self._service.read_if_any(AddWorkerRequest)
+        report = await self._service.server_api.add_worker(request.device)
         return json_response(WorkerEntry(**attrs.asdict(report)))
 
     async def remove_worker(self, index: str) -> quart.Response:

@@ -116,6 +116,18 @@ class WorkerList(msgspec.Struct, kw_only=True):
     workers: Annotated[list[WorkerEntry], about("The workers, by their index.")]
 
 
+class AddWorkerRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of ``POST /workers``; it may be empty."""
+
+    device: Annotated[
+        Annotated[str, msgspec.Meta(max_length=200)] | None,
+        about(
+            "The device: `cuda:1`, `cpu`, or a CPU's cores (`cpu:0-3+8-11`). By default the first "
+            "one that no worker of this host has."
+        ),
+    ] = None
+
+
 class AbortReply(msgspec.Struct, kw_only=True):
     """Number of aborted requests."""
 
