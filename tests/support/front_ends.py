@@ -101,7 +101,7 @@ async def open_server(
     async with (
         open_host(
             config,
-            lambda index: EngineWorker.of(index, engine_config, metrics, opened),
+            lambda index, device=None: EngineWorker.of(index, engine_config, metrics, opened),
             metrics,
             task="generate" if encoder is None else encoder.task,
         ) as engine_server,
