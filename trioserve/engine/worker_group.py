@@ -185,9 +185,7 @@ class WorkerGroup:
         """
         self._check_changeable()
         if isinstance(self.port, RayPort):
-            if device is not None:
-                raise InvalidRequest("Ray gives each worker its device", param="device")
-            index = await self.port.start_worker()
+            index = await self.port.start_worker(device)
             return next(each for each in self.reports() if each.index == index)
         async with self.schedulers.changing:
             worker = self._make(next(self._numbers), device)
@@ -370,15 +368,10 @@ class WorkerGroup:
         """Refuse changes that a pause or an encoder makes impossible."""
         if self.schedulers.batchers:
             raise InvalidRequest("workers of an encoder are added at the start only")
-        if self._is_paused:
-            raise InvalidRequest("the engine is paused: resume it first")
-
-    @property
-    def _is_paused(self) -> bool:
         every = list(self.schedulers)
-        return bool(every) and (
-            self.schedulers.paused or not all(each.worker_power.is_on for each in every)
-        )
+        are_on = all(each.worker_power.is_on for each in every)
+        if every and (self.schedulers.paused or not are_on):
+            raise InvalidRequest("the engine is paused: resume it first")
 
     # ---- observation
 

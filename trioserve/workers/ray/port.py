@@ -21,7 +21,7 @@ from trioserve._util.child_process import end_child
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.observability.logs import get_logger
-from trioserve.protocol.errors import CallFailed, EngineError, TrioserveError
+from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, TrioserveError
 from trioserve.workers.command import package_environment
 from trioserve.workers.process import describe_exit
 from trioserve.workers.ray.messages import (
@@ -106,12 +106,15 @@ class RayPort(WorkersPort):
         await self.workers.joins.wait_for(lambda: self.workers.num_serving >= self.count)
         self.is_complete = True
 
-    async def start_worker(self) -> int:
+    async def start_worker(self, device: str | None) -> int:
         """Start one more worker, and return its number once it serves.
 
         Raises:
+            InvalidRequest: ``device`` is given.
             CallFailed: Its actor has ended, or Ray has no room for it.
         """
+        if device is not None:
+            raise InvalidRequest("Ray gives each worker its device", param="device")
         name = secrets.token_hex(16)
         self._wanted.append(name)
         try:
