@@ -81,6 +81,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
         "front_ends/processes/process",
         "observability/signals",
         "workers/process",
+        "workers/ray/driver",
     ]
     assert sorted(handlers) == sorted([
         *(f"trioserve/cli/{name}.py" for name in commands),
