@@ -73,7 +73,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
         for path in modules_of(package)
         if any(is_under(name, {"signal"}) for name in imports_of(path))
     ]
-    commands = ["chat", "commands", "signals", "top/command", "worker"]
+    commands = ["chat", "commands", "signals", "top/command"]
     # Those that kill, and know what others kill with, and what all processes do at SIGUSR1.
     others = [
         "_util/child_process",

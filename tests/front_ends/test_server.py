@@ -475,7 +475,7 @@ async def test_an_engine_that_fails_ends_every_stream(start: Any) -> None:
     assert [event["error"]["code"] for event in found] == ["engine_error"] * 4
     assert code == 1
     line = error.splitlines()[-1]
-    assert line.startswith("trioserve: the engine failed: worker ")
+    assert line.startswith("trioserve: the engine failed: process ")
     assert "Traceback" not in error
 
 
