@@ -160,10 +160,11 @@ def prefix_tree(rows: int) -> Prepared:
     prompts = [[row] * half + [rows + row] * (half + 1) for row in range(rows)]
     for prompt in prompts:
         tree.publish(("",), None, prompt, pool.allocate(pages_each), pages_each // 2, 1)
+    columns = [wire.from_ints(prompt) for prompt in prompts]
 
     def run() -> None:
-        for prompt in prompts:
-            assert len(tree.match(("",), prompt, 2).nodes) == pages_each // 2
+        for column in columns:
+            assert len(tree.match(("",), column, 2).nodes) == pages_each // 2
 
     return Prepared(run)
 

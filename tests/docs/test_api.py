@@ -74,7 +74,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api.md").read_text()
 OWN = {
     *("pooling", "timeout", "new_requests", "speculative", "UpdateWeightsRequest.mode"),
-    *("beam_width", "early_stopping"),
+    *("beam_width", "early_stopping", "AddWorkerRequest.device"),
     *("UpdateTensorsRequest.mode", "UpdateTensorsRequest.model_path"),
     *("LiveQuery.interval", "LiveQuery.requests", "LiveQuery.nodes"),
     *("LiveQuery.pictures", "ApplyTemplateRequest.continue_final_message"),
