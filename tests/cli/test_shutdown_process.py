@@ -268,7 +268,7 @@ async def test_an_engine_that_fails_ends_the_server_and_every_stream(
     assert event["error"]["code"] == "engine_error"
     assert code == 1
     line = error.splitlines()[-1]
-    assert line.startswith("trioserve: the engine failed: worker ")
+    assert line.startswith("trioserve: the engine failed: process ")
     assert "was killed by signal 9" in line
     assert "Traceback" not in error
 

@@ -107,7 +107,7 @@ async def test_requests_of_every_kind_outlive_their_worker(
                 while engine.statistics().worker_restarts < number:
                     await trio.sleep(0.01)
                 assert not worker.is_running()
-                hung = f"worker {worker.pid}: no step within" in caplog.text
+                hung = f"process {worker.pid}: no step within" in caplog.text
                 assert hung == (each is signal.SIGSTOP)
 
         with caplog.at_level(logging.WARNING):

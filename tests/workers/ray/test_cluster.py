@@ -49,7 +49,7 @@ def cluster() -> Iterator[Any]:
         from ray.cluster_utils import Cluster  # takes seconds, which other tests needn't wait for
 
         head = {**node_options(), "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         try:
             cluster.add_node(**node_options())
             patch.setenv("RAY_ADDRESS", cluster.address)
