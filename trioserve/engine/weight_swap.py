@@ -82,9 +82,7 @@ class WeightSwap:
             if scheduler not in self._schedulers:  # It was given up meanwhile.
                 continue
             with placement.avoiding(scheduler):
-                scheduler.pause_control.close(HOLDER, retract=True)
-                await scheduler.pause_control.wait_drained()
-                placement.move_requests(scheduler)
+                await placement.vacate(scheduler, HOLDER)
                 await self._swap([scheduler], path, num_bytes, others_are_new=are_new)
             scheduler.pause_control.resume(HOLDER)
             are_new = True

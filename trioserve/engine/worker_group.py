@@ -357,9 +357,7 @@ class WorkerGroup:
         if scheduler.core is None:
             return
         try:
-            scheduler.pause_control.close(_REMOVAL, retract=True)
-            await scheduler.pause_control.wait_drained()
-            self.schedulers.placement.move_requests(scheduler)
+            await self.schedulers.placement.vacate(scheduler, _REMOVAL)
         finally:
             scheduler.pause_control.resume(_REMOVAL)
         await scheduler.pause_control.wait_finished(scheduler.core.num_arrivals)

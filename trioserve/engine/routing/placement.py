@@ -57,6 +57,16 @@ class Placement:
                 other.adapters.hold(adapter)
                 other.take_in(moving)
 
+    async def vacate(self, scheduler: Scheduler, holder: str) -> None:
+        """Pause ``scheduler`` under the key ``holder``, and move its requests to the others.
+
+        Requests that may not move stay. It is to be used within :meth:`avoiding` or
+        :meth:`retiring`. Cancelling this leaves the pause in place.
+        """
+        scheduler.pause_control.close(holder, retract=True)
+        await scheduler.pause_control.wait_drained()
+        self.move_requests(scheduler)
+
     def _may_take(self, other: Scheduler, lost: Scheduler, request: Request) -> bool:
         if other is lost or other in self._retiring:
             return False

@@ -124,9 +124,10 @@ class ActorPlacement:
         """Return a line that says what is needed and what is there."""
         there, free = self._ray.cluster_resources(), self._ray.available_resources()
         count, num_nodes = len(order.setups), len(self._alive_nodes())
-        needed = " and ".join(_amount(name, each) for name, each in self._bundle.items())
+        needed = " and ".join(_counted(each, name) for name, each in self._bundle.items())
         found = " and ".join(
-            f"{free.get(name, 0):g} of {_amount(name, there.get(name, 0))}" for name in self._bundle
+            f"{free.get(name, 0):g} of {_counted(there.get(name, 0), name)}"
+            for name in self._bundle
         )
         workers, nodes = _counted(count, "worker"), _counted(num_nodes, "node")
         return f"Ray has no room for {workers} with {needed} each: {found} free on {nodes}"
@@ -224,10 +225,6 @@ def one_line(error: Exception) -> str:
     """Return the last line of an error, where Ray puts the reason after a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def _amount(name: str, number: float) -> str:
-    return _counted(number, name)
 
 
 def _counted(number: float, name: str) -> str:

@@ -44,24 +44,24 @@ def worker_tls(folder: str) -> pynng.TLSConfig:
 
 def engine_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:
     """Return what :func:`engine_tls` does, from the contents of :data:`ENGINE_FILES`."""
-    return pynng.TLSConfig(
-        pynng.TLSConfig.MODE_SERVER,
-        ca_string=authority,
-        own_cert_string=certificate,
-        own_key_string=key,
-        auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
-    )
+    return _mutual(pynng.TLSConfig.MODE_SERVER, authority, certificate, key)
 
 
 def worker_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:
     """Return what :func:`worker_tls` does, from the contents of :data:`WORKER_FILES`."""
+    side = pynng.TLSConfig.MODE_CLIENT
+    return _mutual(side, authority, certificate, key, server_name=ENGINE_NAME)
+
+
+def _mutual(side: int, authority: str, certificate: str, key: str, **more: str) -> pynng.TLSConfig:
+    """Return the configuration of one side that demands the other's certificate."""
     return pynng.TLSConfig(
-        pynng.TLSConfig.MODE_CLIENT,
+        side,
         ca_string=authority,
         own_cert_string=certificate,
         own_key_string=key,
         auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
-        server_name=ENGINE_NAME,
+        **more,
     )
 
 
