@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,24 @@ from tests.support.cut_network import open_network
 from tests.support.engines import assert_idle, facts_of, open_tiny_engine
 from tests.support.other_hosts import (
     ENGINE_OPTIONS,
+    TOKENS,
     address_of,
     agent_for,
+    ask,
     open_mock_engine,
     running,
     told,
     wait_states,
 )
+from tests.support.ports import free_port
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
-from trioserve import Engine, ModelLoadError
+from trioserve import ModelLoadError
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.grammar import Grammar
 from trioserve.workers.remote import joined as joined_module
 from trioserve.workers.remote.certificates import make_certificates
-
-TOKENS = 60
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +52,6 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def ask(engine: Engine, count: int = 4, tokens: int = TOKENS) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-
-    async def ask_one(number: int) -> None:
-        completion = await engine.complete(
-            [7, 9, number + 1], max_tokens=tokens, ignore_eos=True, min_tokens=tokens
-        )
-        found[number] = list(completion.outputs[0].token_ids)
-
-    async with trio.open_nursery() as nursery:
-        for number in range(count):
-            nursery.start_soon(ask_one, number)
-    return [found[number] for number in range(count)]
-
-
 def worker_processes() -> list[psutil.Process]:
     """Return the worker processes below this one: of engine and agents."""
     found = []
@@ -78,8 +63,7 @@ def worker_processes() -> list[psutil.Process]:
 
 
 async def test_an_engine_without_workers_opens_when_one_has_joined(model: Path, tls: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     agent = agent_for(address, tls, model)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(agent.run)

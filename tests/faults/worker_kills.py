@@ -378,16 +378,21 @@ def result_name(name: str, arguments: Sequence[str] | None) -> str:
     return f"{name}_mock" if "--mock" in (sys.argv if arguments is None else arguments) else name
 
 
-def measure(options: argparse.Namespace) -> Made:
-    """Return the figures of workers that are lost."""
-    given = vars(options)
-    names = ("clients", "words", "tokens", "mean_interval", "link_timeout", "seed")
-    scenario = Scenario(losses=options.kills, **{name: given[name] for name in names})
+def figures_of(scenario: Scenario, options: argparse.Namespace) -> Made:
+    """Return the figures of a scenario, over the workers that the options name."""
     if options.mock:
         scenario = attrs.evolve(scenario, mock=MOCK)
     else:
         demand_kernels()
     return figures(trio.run(lose_workers, scenario, options.model))
+
+
+def measure(options: argparse.Namespace) -> Made:
+    """Return the figures of workers that are lost."""
+    given = vars(options)
+    names = ("clients", "words", "tokens", "mean_interval", "link_timeout", "seed")
+    scenario = Scenario(losses=options.kills, **{name: given[name] for name in names})
+    return figures_of(scenario, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

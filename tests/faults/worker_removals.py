@@ -10,29 +10,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import attrs
-import trio
-
 from bench.report import Made, run_script
 from bench.servers import MODEL
-from tests.faults.worker_kills import (
-    MOCK,
-    Scenario,
-    demand_kernels,
-    figures,
-    lose_workers,
-    result_name,
-)
+from tests.faults.worker_kills import Scenario, figures_of, result_name
 
 
 def measure(options: argparse.Namespace) -> Made:
     """Return the figures of workers that are removed."""
     scenario = Scenario(ways=("removed",), losses=options.removals, clients=options.clients)
-    if options.mock:
-        scenario = attrs.evolve(scenario, mock=MOCK)
-    else:
-        demand_kernels()
-    return figures(trio.run(lose_workers, scenario, options.model))
+    return figures_of(scenario, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

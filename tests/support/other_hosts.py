@@ -17,6 +17,8 @@ from trioserve.workers.remote.agent import Agent
 from trioserve.workers.remote.tls import worker_tls
 
 STEP = 0.01
+TOKENS = 60
+"""Tokens of an output."""
 ENGINE_OPTIONS: dict[str, Any] = {
     "data_parallel_size": 0,
     "device": "cpu",
@@ -62,6 +64,22 @@ async def open_mock_engine(
     options = {**ENGINE_OPTIONS, "worker_tls": str(tls), "data_parallel_size": 1, **options}
     async with open_engine(str(model), mock=MockSteps(step_seconds=step), **options) as engine:
         yield engine
+
+
+async def ask(engine: Engine, count: int = 4, tokens: int = TOKENS) -> list[list[int]]:
+    """Return the tokens of ``count`` requests at a time, each with a prompt of its own."""
+    found: dict[int, list[int]] = {}
+
+    async def ask_one(number: int) -> None:
+        completion = await engine.complete(
+            [7, 9, number + 1], max_tokens=tokens, ignore_eos=True, min_tokens=tokens
+        )
+        found[number] = list(completion.outputs[0].token_ids)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(count):
+            nursery.start_soon(ask_one, number)
+    return [found[number] for number in range(count)]
 
 
 async def wait_states(engine: Engine, *states: str) -> None:

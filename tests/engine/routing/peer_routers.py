@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +45,7 @@ from tests.engine.routing.replay import (
     replay,
     speed_for,
 )
+from tests.support.ports import free_port
 
 CHARACTERS = 4
 """Characters of a token: routers see texts."""
@@ -224,13 +224,6 @@ async def _until_healthy(port: int) -> None:
                 healthy = status == 200 and '"up":false' not in body
             except (OSError, trio.BrokenResourceError, IndexError):
                 continue
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _table(

@@ -15,14 +15,12 @@ import pytest
 import trio
 
 from tests.support.engines import assert_idle
-from tests.support.other_hosts import told, wait_states
+from tests.support.other_hosts import TOKENS, ask, told, wait_states
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, EngineError, ModelLoadError, open_engine
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.wire import MockSteps
-
-TOKENS = 60
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +88,6 @@ def actors() -> list[psutil.Process]:
 
 def drivers() -> list[psutil.Process]:
     return processes("trioserve.workers.ray.driver")
-
-
-async def ask(engine: Engine, count: int = 4, tokens: int = TOKENS) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-
-    async def ask_one(number: int) -> None:
-        completion = await engine.complete(
-            [7, 9, number + 1], max_tokens=tokens, ignore_eos=True, min_tokens=tokens
-        )
-        found[number] = list(completion.outputs[0].token_ids)
-
-    async with trio.open_nursery() as nursery:
-        for number in range(count):
-            nursery.start_soon(ask_one, number)
-    return [found[number] for number in range(count)]
 
 
 async def ask_while(engine: Engine, loss: Any) -> list[list[int]]:

@@ -9,7 +9,6 @@ its result's way back; more streams make the messages larger.
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import psutil
 import trio
 
 from bench.report import Made, Rounds, in_turns, markdown, own_versions, script
+from tests.support.ports import free_port
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, open_engine
 from trioserve.protocol.wire import MockSteps
@@ -55,9 +55,7 @@ async def engine_with(worker: str, folder: Path, streams: int) -> AsyncIterator[
     }
     with contextlib.ExitStack() as stack:
         if worker == ELSEWHERE:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"127.0.0.1:{probe.getsockname()[1]}"
+            address = f"127.0.0.1:{free_port()}"
             stack.enter_context(agent_for(folder, address))
             options |= {"worker_listen": address, "worker_tls": str(folder / "tls")}
             options["data_parallel_size"] = 0
