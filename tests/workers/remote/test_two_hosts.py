@@ -16,6 +16,7 @@ import attrs
 import httpx
 import pytest
 
+from tests.support.packet_cable import PacketCable, ip, open_cable
 from tests.support.tiny_models import make_tiny
 from trioserve.workers.remote.certificates import make_certificates
 
@@ -23,15 +24,13 @@ COMMAND = [sys.executable, "-c", "from trioserve.cli.commands import run; run()"
 TIMEOUT = 90.0
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @attrs.define
 class Hosts:
-    """Two hosts with a cable between them: ``engine`` at 10.77.0.1, ``worker`` at 10.77.0.2."""
+    """Two hosts with a cable between them: the engine's at 10.77.0.1, the worker's at
+    10.77.0.2."""
 
     names: tuple[str, str]
+    cable: PacketCable
     processes: list[subprocess.Popen[bytes]] = attrs.field(factory=list)
 
     def start(self, side: int, log: Path, *words: str) -> subprocess.Popen[bytes]:
@@ -42,27 +41,21 @@ class Hosts:
         self.processes.append(process)
         return process
 
-    def cable(self, state: str) -> None:
-        """Plug the cable in (``up``) or pull it out (``down``); neither end is told."""
-        ip("-n", self.names[1], "link", "set", "cable", state)
-
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    names = tuple(f"ts{os.getpid()}{side}" for side in "ew")
+    first, second = (f"ts{os.getpid()}{side}" for side in "ew")
     with contextlib.ExitStack() as stack:
         try:
-            for name in names:
+            for name in (first, second):
                 ip("netns", "add", name)
                 stack.callback(ip, "netns", "del", name)
-            ip(*f"link add cable netns {names[0]} type veth peer cable netns {names[1]}".split())
+                ip("-n", name, "link", "set", "lo", "up")
+            opening = open_cable((first, second), ("10.77.0.1/24", "10.77.0.2/24"))
+            cable = stack.enter_context(opening)
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces can't be made here: {error}")
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                ip("-n", name, "link", "set", device, "up")
-        made = Hosts((names[0], names[1]))
+            pytest.skip(f"network namespaces or TUN devices can't be made here: {error}")
+        made = Hosts((first, second), cable)
         yield made
         for process in made.processes:
             with contextlib.suppress(ProcessLookupError):
@@ -119,10 +112,10 @@ def test_a_pulled_cable_is_a_lost_worker_that_joins_again(hosts: Hosts, files: P
     wait_for(lambda: states(client) == ["running", "running"], files)
     assert client.delete("/workers/0").status_code == 200
     generate(client, 5)
-    hosts.cable("down")
+    hosts.cable.loss = 1.0
     wait_for(lambda: states(client) == ["restarting"], files)
     wait_for(lambda: "the engine was lost" in (files / "worker.log").read_text(), files)
-    hosts.cable("up")
+    hosts.cable.loss = 0.0
     wait_for(lambda: states(client) == ["running"], files)
     assert generate(client, 20)["meta_info"]["completion_tokens"] == 20
     agent.terminate()
@@ -131,12 +124,10 @@ def test_a_pulled_cable_is_a_lost_worker_that_joins_again(hosts: Hosts, files: P
 
 
 def test_delay_and_loss_cost_time_only(hosts: Hosts, files: Path) -> None:
-    netem = "qdisc add dev cable root netem delay 20ms loss 1%"
-    made = subprocess.run(["tc", "-n", hosts.names[0], *netem.split()], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"the kernel can't delay packets: {made.stderr.decode().strip()}")
+    hosts.cable.delay, hosts.cable.loss = 0.02, 0.01
     client, _ = start_both(hosts, files, "--data-parallel-size", "0")
     assert generate(client, 100)["meta_info"]["completion_tokens"] == 100
     (worker,) = client.get("/workers").json()["workers"]
     assert worker["restarts"] == 0
-    assert worker["round_trip_ms"] >= 20
+    assert worker["round_trip_ms"] >= 40
+    assert hosts.cable.num_dropped
