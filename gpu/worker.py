@@ -309,6 +309,7 @@ def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
         None if grammar is None else Grammar(*grammar),
         arguments["extra_args"],
         arguments.get("logits_processors", ()),
+        tried=arguments.get("tried", False),
     )
 
 

@@ -122,11 +122,14 @@ class Constraints:
         grammar: Grammar | None,
         extra_args: Mapping[str, Any],
         processors: Sequence[str] = (),
+        *,
+        tried: bool = False,
     ) -> dict[str, str] | int:
         """Compile a request's grammar, load its processors and check its ``extra_args``.
 
         Call it in any thread. Return the bytes of the compiled grammar, or a dict with the
-        ``error`` and the ``param`` at fault.
+        ``error`` and the ``param`` at fault. With ``tried``, a worker of this model has compiled
+        the grammar before.
         """
         try:
             self._processors.load(processors)
@@ -146,7 +149,7 @@ class Constraints:
             }
         if grammar is not None:
             try:
-                return self._grammars.prepare(grammar)
+                return self._grammars.prepare(grammar, tried=tried)
             except GrammarError as error:
                 return {"error": f"grammar: {error}", "param": "grammar"}
         return 0

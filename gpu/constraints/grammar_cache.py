@@ -71,14 +71,16 @@ class GrammarCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def prepare(self, grammar: Grammar) -> int:
+    def prepare(self, grammar: Grammar, *, tried: bool = False) -> int:
         """Compile ``grammar``, first in a child process with limits; return its bytes.
+
+        With ``tried``, a worker has done so before, and the child isn't needed.
 
         Raises:
             GrammarError: it can't be compiled within the limits.
         """
-        entry = self._compiled(grammar, self._try_and_compile)
-        return entry.num_bytes
+        compiled = self._compile if tried else self._try_and_compile
+        return self._compiled(grammar, compiled).num_bytes
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Return a new matcher, for a sequence without output.

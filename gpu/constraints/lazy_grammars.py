@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 class Grammars(Protocol):
     """The part of :class:`gpu.constraints.grammar_cache.GrammarCache` that constraints use."""
 
-    def prepare(self, grammar: Grammar) -> int:
+    def prepare(self, grammar: Grammar, *, tried: bool = False) -> int:
         """Compile ``grammar`` and return its bytes. Call it in any thread; it may take seconds.
+
+        With ``tried``, a worker of this model has compiled it within the limits.
 
         Raises:
             GrammarError: it can't be compiled within the limits.
@@ -53,9 +55,9 @@ class LazyGrammars:
         self._lock = threading.Lock()
         self._cache: GrammarCache | None = None
 
-    def prepare(self, grammar: Grammar) -> int:
+    def prepare(self, grammar: Grammar, *, tried: bool = False) -> int:
         """See :meth:`Grammars.prepare`."""
-        return self._loaded().prepare(grammar)
+        return self._loaded().prepare(grammar, tried=tried)
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """See :meth:`Grammars.matcher`."""

@@ -252,6 +252,8 @@ class SlowConstraints(Constraints):
         grammar: Grammar | None,
         extra_args: Mapping[str, Any],
         processors: Sequence[str] = (),
+        *,
+        tried: bool = False,
     ) -> dict[str, str] | int:
         assert self.may.wait(DEADLINE)
         return 0

@@ -37,6 +37,7 @@ def workers(*, dies_in_step: int = 5, refuses: bool = False) -> Callable[[], Fak
             if refuses and not first:
                 return {"error": "it has become too much", "param": "grammar"}
             compiled.add(arguments["grammar"][1])
+            assert arguments.get("tried", False) is not first
             return 1000
 
         def check(step: int, plan: wire.Plan) -> None:

@@ -3,7 +3,8 @@
 A worker that opens a sequence with an unknown grammar compiles it in the thread of its steps, and
 all sequences wait meanwhile. So after a worker's death, sequences with a grammar wait until the
 next worker has compiled it in other threads; all other sequences run. A preempted sequence waits in
-the same way, because the worker may have dropped its grammar.
+the same way, because the worker may have dropped its grammar. A worker has compiled each of these
+grammars within the limits before, so it isn't tried in a child process again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Recompiling:
 
     async def _ask(self, grammar: Grammar) -> str:
         """Call the worker; return why it can't compile ``grammar``, or an empty string."""
-        arguments = {"grammar": [grammar.kind, grammar.text], "extra_args": {}}
+        arguments = {"grammar": [grammar.kind, grammar.text], "extra_args": {}, "tried": True}
         try:
             match await self.call("prepare", arguments):
                 case {"error": str(message)}:

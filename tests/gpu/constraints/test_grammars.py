@@ -380,6 +380,7 @@ def test_the_cache_is_bounded_and_compiles_once(monkeypatch: pytest.MonkeyPatch)
     cache.prepare(Grammar("regex", "b"))
     # What was prepared and isn't there any more needs no second trial.
     assert allowed(cache.matcher(Grammar("regex", "bc"))) == set(ids_of("b"))
+    assert cache.prepare(Grammar("regex", "c"), tried=True) > 0
     assert len(asked) == 5
     cache.close()
 
