@@ -103,6 +103,30 @@ async def test_a_request_that_leaves_meanwhile_leaves_nothing(autojump_clock: Cl
         engine.check_integrity()
 
 
+async def test_a_new_worker_loads_its_libraries_before_a_grammar_comes(
+    autojump_clock: Clock,
+) -> None:
+    asked: list[list[str]] = []
+
+    def make() -> FakeWorker:
+        asked.append([])
+
+        def die(step: int, plan: wire.Plan) -> None:
+            if len(asked) == 1 and step == 8:
+                raise WorkerDies
+
+        return FakeWorker(
+            script=die,
+            calls={"prepare": lambda arguments: asked[-1].append(arguments["grammar"][1])},
+        )
+
+    async with open_fake_engine(make) as engine:
+        await engine.complete([1, 2], max_tokens=2, grammar=SLOW)
+        await engine.complete([1, 2], max_tokens=20)
+        assert engine.statistics().worker_restarts == 1
+    assert asked == [[SLOW.text], ['["a"]']]
+
+
 class Forgetful(FakeWorker):
     """A worker that has dropped a grammar once a sequence that follows it has left its slot."""
 
