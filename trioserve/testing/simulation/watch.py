@@ -72,7 +72,9 @@ class MessageChecker:
     lost_with: set[int] = attrs.field(factory=set)
     """Clients that were in flight when a process was lost."""
     since_flush: set[int] | None = None
-    """Pages handed out since the last flush of the prefix cache; None before the first."""
+    """Pages handed out since the prefix cache was flushed last, and their copies; None before the
+    first time.
+    """
     num_unanswered: int = 0
     """Plans without an answer. A worker also answers the plans that it refuses."""
     calls: dict[int, str] = attrs.field(factory=dict)
@@ -154,6 +156,7 @@ class MessageChecker:
         closed = wire.ints(plan.closed).tolist()
         for slot in closed:
             self.turns.closed(self.slots.pop(slot).row)
+        self._follow_copies(wire.ints(plan.copies).reshape(-1, 2).tolist())
         for opened in plan.opened:
             self._open(opened)
         self.turns.opened([self.slots[opened.slot].row for opened in plan.opened])
@@ -213,6 +216,17 @@ class MessageChecker:
         for page in pages[shared:]:
             self._check_page_is_fresh(opened.slot, page)
             self.slots[opened.slot].pages.append(page)
+
+    def _follow_copies(self, copies: list[tuple[int, int]]) -> None:
+        """Take a copy to be as old as its source. On the way to the host and back a page changes
+        its number.
+        """
+        if self.since_flush is not None:
+            for source, target in copies:
+                if source in self.since_flush:
+                    self.since_flush.add(target)
+                else:
+                    self.since_flush.discard(target)
 
     def _check_page_is_fresh(self, slot: int, page: int) -> None:
         """Check that no plan in flight touches the page that ``slot`` is going to write."""
