@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -56,13 +57,13 @@ def _examine_cpu_kernels() -> str:
     """Return the path of the compiled CPU kernels, or the reason why torch computes instead."""
     from gpu.cpu.build import LibraryBuildError, built
     from gpu.cpu.isa import ISAS
-    from trioserve.protocol.machine import Machine
+    from trioserve.protocol.machine import CPU_ISA_VARIABLE, Machine
 
-    isas = Machine().kernel_isas()
-    if not isas:
-        return f"none, torch computes: {Machine().obstacle_to_kernels()}"
+    machine, isa = Machine(), os.environ.get(CPU_ISA_VARIABLE, "auto")
+    if (obstacle := machine.obstacle_to_kernels(isa)) is not None:
+        return f"none, torch computes: {obstacle}" if isa == "auto" else f"none: {obstacle}"
     try:
-        library = built([ISAS[isas[-1]].kernels])
+        library = built([ISAS[machine.kernel_isa(isa)].kernels])
     except LibraryBuildError as error:
         return f"none, torch computes: {error}"
     if library is None:

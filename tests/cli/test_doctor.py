@@ -112,6 +112,14 @@ def test_the_instruction_set_of_the_kernels_is_named(
     monkeypatch.setattr(Machine, "cpu_features", lambda _: features)
     facts = {fact.name: fact for fact in machine_facts(Machine())}
     assert facts["CPU kernels"].value == "amx"
+    monkeypatch.setenv("TRIOSERVE_CPU_ISA", "avx2")
+    facts = {fact.name: fact for fact in machine_facts(Machine())}
+    assert facts["CPU kernels"].value == "avx2"
+    monkeypatch.setenv("TRIOSERVE_CPU_ISA", "neon")
+    facts = {fact.name: fact for fact in machine_facts(Machine())}
+    assert facts["CPU kernels"].state == "missing"
+    assert "the processor is x86-64, without neon" in facts["CPU kernels"].value
+    assert examine_worker()["compiled_cpu_kernels"] == facts["CPU kernels"].value
 
 
 def test_no_compiler_is_asked_for_where_it_would_not_help(

@@ -23,6 +23,7 @@ from trioserve.model_files.locate import KNOWN_MODELS, locate
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import (
     COMPILER_ADVICE,
+    CPU_ISA_VARIABLE,
     PIP_INSTALL,
     Machine,
     compiler_version,
@@ -114,16 +115,20 @@ def machine_facts(machine: Machine) -> Iterator[Fact]:
 
 def _compiler_facts(machine: Machine) -> Iterator[Fact]:
     """Yield the requirements of the CPU kernels: instruction sets and a compiler."""
-    obstacle = machine.obstacle_to_kernels()
+    isa = os.environ.get(CPU_ISA_VARIABLE, "auto")
+    obstacle = machine.obstacle_to_kernels(isa)
     compiler = compiler_version()
-    if obstacle is not None:
+    if obstacle is not None and isa != "auto":
+        advice = f"no model is served on the CPU with {CPU_ISA_VARIABLE}={isa}"
+        yield Fact("CPU kernels", f"none: {obstacle}", "missing", advice)
+    elif obstacle is not None:
         advice = "torch computes in their place, and needs no compiler"
         yield Fact("CPU kernels", f"none: {obstacle}", "optional", advice)
     shipped = shipped_library() is not None
     if obstacle is None and shipped:
-        yield Fact("CPU kernels", f"{machine.kernel_isas()[-1]}, compiled in this installation")
+        yield Fact("CPU kernels", f"{machine.kernel_isa(isa)}, compiled in this installation")
     elif obstacle is None and compiler is not None:
-        yield Fact("CPU kernels", machine.kernel_isas()[-1])
+        yield Fact("CPU kernels", machine.kernel_isa(isa))
     if compiler is not None:
         yield Fact("C++ compiler", compiler)
     elif obstacle is None and shipped:

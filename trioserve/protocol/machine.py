@@ -63,6 +63,8 @@ _ARM_NAMES = {
     ("0x41", "0xd4f"): "ARM Neoverse V2",
 }
 """Names of frequent ARM processors by their maker and part: /proc/cpuinfo has no others."""
+CPU_ISA_VARIABLE = "TRIOSERVE_CPU_ISA"
+"""Variable of the option ``--cpu-isa``, for reports without options."""
 _NO_LIMIT = 1 << 60
 """Threshold of "no limit": version 1 of control groups then reports a number near 2**63."""
 
@@ -130,6 +132,10 @@ class Machine:
             return f"the processor is {architecture}, without {isa}; it has {there}"
         missing = [name for name in KERNEL_FEATURES[isa] if name not in self.cpu_features()]
         return f"the processor has no {', '.join(missing)}" if missing else None
+
+    def kernel_isa(self, isa: str) -> str:
+        """Return ``isa``, or the processor's fastest for ``auto``; there must be no obstacle."""
+        return self.kernel_isas()[-1] if isa == "auto" else isa
 
     def kernel_isas(self) -> list[str]:
         """Return those of :data:`KERNEL_ISAS` that the processor has, the slowest first.
