@@ -1,6 +1,6 @@
 """Figures of the documentation: ``python -m bench.performance_page`` writes them.
 
-The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` in docs/performance.md and in the
+The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` in the documentation and in the
 README is made here of ``bench/results/MACHINE/NAME.json``, and nowhere else, with a table for each
 machine. ``targets``, ``missed`` and ``machine`` are of all results on the page. ``--measure
 MINUTES`` first measures all of them.
@@ -136,6 +136,7 @@ def _versions(results: Results) -> str:
     return f"{markdown(heads, lines)}\n\n{table}".rstrip()
 
 
+PAGES = ("performance", "workers", "router")
 README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor.avx512": "Xeon"}
 """Machines of the README's figures, and their names there; all of the first one's are shown."""
 
@@ -205,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", type=float, metavar="MINUTES")
     options = parser.parse_args(arguments)
     failed = measure_all(options.measure) if options.measure else []
-    for page in (ROOT / "docs" / "performance.md", ROOT / "docs" / "workers.md"):
+    for page in (ROOT / "docs" / f"{name}.md" for name in PAGES):
         fill(page, page_blocks(page.read_text(encoding="utf-8")))
     fill(ROOT / "README.md", {"summary": readme_figures()})
     for name in failed:

@@ -100,16 +100,17 @@ def ratios(
 
 
 def busy_cases(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the median of the cores that were busy with something else, for each case.
+    """Return the cores that were busy with something else for each case: the most of any server.
 
-    Cases are apart because one that was disturbed doesn't show among many that weren't.
+    Servers and cases are apart because a disturbed one doesn't show among many that weren't.
     """
-    found: dict[str, list[float]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if "elsewhere_cores" in row.values:
             name = ", ".join(filter(None, (row.scenario.replace("_", " "), row.case)))
-            found.setdefault(name, []).append(row.values["elsewhere_cores"])
-    return {name: round(statistics.median(cores), 4) for name, cores in found.items()}
+            servers = found.setdefault(name, {})
+            servers.setdefault(row.server, []).append(row.values["elsewhere_cores"])
+    return {name: round(max(map(statistics.median, of.values())), 4) for name, of in found.items()}
 
 
 @attrs.define(eq=False)

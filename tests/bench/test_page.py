@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from bench.performance_page import ROOT, filled, page_blocks, readme_figures
+from bench.performance_page import PAGES, ROOT, filled, page_blocks, readme_figures
 from bench.report import Verdict
 
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -91,6 +91,8 @@ def test_every_version_of_a_server_on_the_page_is_named(tmp_path: Path) -> None:
 
 def test_the_pages_have_the_figures_of_the_results() -> None:
     """``python -m bench.performance_page`` writes them."""
-    assert filled(PAGE, page_blocks(PAGE)) == PAGE
+    for name in PAGES:
+        page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        assert filled(page, page_blocks(page)) == page
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert filled(readme, {"summary": readme_figures()}) == readme

@@ -147,6 +147,15 @@ class Load:
         differing = self.tokens_differing + self.ends_differing + self.logprobs_differing
         return not self.failed and not differing
 
+    def mistakes(self) -> dict[str, int]:
+        """Return the requests lost, by reason, and the numbers of what differs."""
+        differing = {
+            "tokens": self.tokens_differing,
+            "texts and ends": self.ends_differing,
+            "log-probabilities": self.logprobs_differing,
+        }
+        return {**self.failed, **{f"{what} differ": number for what, number in differing.items()}}
+
     async def learn(self) -> None:
         """Take the undisturbed answers."""
         found: dict[int, Facts] = {}

@@ -4,7 +4,7 @@
 with SIGKILL. Two join over TLS, and their network is cut: by closed connections, and by silence,
 which is noticed after ``--link-timeout`` seconds. Each computes with one thread. Every answer has
 to be the undisturbed one of an engine with one worker, to the last bit (:mod:`.streams`), so the
-compiled kernels are needed.
+compiled kernels are needed. The four workers draft tokens; the one that is compared with doesn't.
 
 With ``--mock`` the workers compute nothing, and a step takes 20 ms and 1 ms for each token of a
 prompt. Then no pause is longer because workers share cores.
@@ -132,7 +132,7 @@ class Losses:
                     await trio.sleep(self._numbers.expovariate(1 / self.scenario.mean_interval))
                     with trio.fail_after(_PATIENCE):
                         await self._lose(way, followers)
-                    wrong = "" if self.load.is_right else f", WRONG: {self.counts()}"
+                    wrong = "" if self.load.is_right else f", WRONG: {self.load.mistakes()}"
                     answered = len(self.load.ended)
                     print(f"{number}/{self.scenario.losses} {way}, {answered} answered{wrong}")
             self.load.end()
@@ -277,6 +277,8 @@ async def open_four(
     """Open an engine with two workers of its own, and two that have joined by networks."""
     options = {**_OPTIONS, "data_parallel_size": 2, "worker_tls": str(tls)}
     options["worker_link_timeout"] = link_timeout
+    if mock is None:
+        options["speculative_config"] = '{"method": "suffix"}'
     async with (
         open_engine(model, mock=mock, **options) as engine,
         contextlib.AsyncExitStack() as stack,
