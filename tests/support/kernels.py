@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +50,11 @@ def computing_with(name: str) -> Iterator[Library]:
         yield load_library()
     finally:
         libraries.prefer(before)
+
+
+def tile_functions(library: Path) -> dict[str, str]:
+    """Return the code of each function that computes a tile of a product, by its name."""
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^[0-9a-f]+ <(.+)>:\n((?:.+\n)*)", listed, re.MULTILINE)
+    return {name: code for name, code in found if re.search(r"\bmultiply_\w*(tile|matrix)<", name)}

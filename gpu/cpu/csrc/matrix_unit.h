@@ -3,13 +3,14 @@
 // One instruction multiplies 16 rows of 32 activations by 32 rows of weights, 16 outputs each, and adds
 // the products to a tile of sums. In bfloat16 a sum's even and odd inputs are added up apart, each in
 // float32 and in order, and then both to the sum; numbers below the normal ones count as 0 (Intel,
-// Architecture Instruction Set Extensions, TDPBF16PS). EmulatedUnit computes the same bits, in a thread
-// that takes such numbers for 0.
+// Architecture Instruction Set Extensions, TDPBF16PS). Sums of products of bytes are exact (TDPBSUD).
+// EmulatedUnit computes the same bits: those of bfloat16 in a thread that takes such numbers for 0.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "dots.h"
 #include "operands.h"
 
 namespace trioserve::TRIOSERVE_ISA {
@@ -53,6 +54,11 @@ struct AmxUnit {
   static void multiply_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weights));
   }
+  // The same of bytes, signed and unsigned ones, with sums of 32 bits.
+  template <int Sums, int X, int Weights>
+  static void multiply_bytes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weights));
+  }
 };
 
 inline void add_to(float* sums, Floats x) { store(sums, load(sums) + x); }
@@ -62,7 +68,7 @@ struct EmulatedUnit {
     state.shape = shape;
     std::memset(state.tiles, 0, sizeof state.tiles);
   }
-  static void end() {}
+  static void end() { state.shape = {}; }
 
   template <int Tile>
   static void clear() {
@@ -83,6 +89,7 @@ struct EmulatedUnit {
   }
   template <int Sums, int X, int Weights>
   static void multiply_bf16() {
+    check_shapes(Sums, X, Weights);
     for (int row = 0; row < state.shape.rows[Sums]; ++row) {
       Floats even = zeros(), odd = zeros();
       for (int pair = 0; pair < state.shape.rows[Weights]; ++pair) {
@@ -94,8 +101,27 @@ struct EmulatedUnit {
       add_to(reinterpret_cast<float*>(state.tiles[Sums][row]), even + odd);
     }
   }
+  template <int Sums, int X, int Weights>
+  static void multiply_bytes() {
+    check_shapes(Sums, X, Weights);
+    for (int row = 0; row < state.shape.rows[Sums]; ++row) {
+      const auto& x = reinterpret_cast<const RoundedNumbers&>(state.tiles[X][row]);
+      Ints sums = load_ints(state.tiles[Sums][row]);
+      for (int quad = 0; quad < state.shape.rows[Weights]; ++quad)
+        sums = WideDots::add(sums, WideDots::weights(state.tiles[Weights][quad], 0), WideDots::activations(x, quad, 0));
+      std::memcpy(state.tiles[Sums][row], &sums, sizeof sums);
+    }
+  }
 
  private:
+  // The unit faults at registers whose shapes don't fit, or that have none.
+  static void check_shapes(int sums, int x, int weights) {
+    const UnitShape& shape = state.shape;
+    if (shape.rows[sums] == 0 || shape.rows[sums] != shape.rows[x] ||
+        shape.row_bytes[x] != shape.rows[weights] * 4 || shape.row_bytes[sums] != shape.row_bytes[weights])
+      __builtin_trap();
+  }
+
   struct State {
     alignas(64) uint8_t tiles[kUnitTiles][kUnitRows][64];
     UnitShape shape;

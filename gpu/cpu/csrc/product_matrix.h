@@ -1,9 +1,9 @@
 // Products on a matrix unit: up to 32 rows by two strips of weights, or 16 rows by four.
 //
-// The layout of bfloat16 weights is the unit's own. Other numbers are decoded beforehand; the unit's sums
-// of each block are then scaled and added to the totals by AVX-512. A few rows of them are computed by
-// AVX-512 alone, in the unit's order. Products of w8a8 are those of AVX-512 with VNNI, whose sums are
-// whole numbers: the unit is no faster, since each block is scaled.
+// The layouts of bfloat16 weights and of w8a8 are the unit's own. Other numbers are decoded beforehand. The
+// unit's sums of each block are scaled and added to the totals by AVX-512, except bfloat16's. A few rows
+// of such weights are computed by AVX-512 alone, in the unit's order. Sums of w8a8 are whole numbers, so
+// its products have the bits of AVX-512 with VNNI.
 #pragma once
 
 #include "matrix_unit.h"
@@ -21,34 +21,52 @@ constexpr int sums_register(int x_tile, int strip) {
   return XTiles == 1 ? strip : x_tile * 2 + strip;
 }
 
+// Weights of w8a8 as they are packed.
+struct RoundedWeights {
+  static constexpr int kRecord = kRoundedRecord;
+};
+
+template <class Weights>
+inline constexpr bool kIsRounded = std::is_same_v<Weights, RoundedWeights>;
+
 // The activations of a tile: one register's rows, or two's.
-template <class Unit, int XTiles>
+template <class Unit, class Weights, int XTiles>
 class Activations {
  public:
   explicit Activations(const Tile& tile)
-      : at_(static_cast<const char*>(tile.x)), stride_(tile.x_stride * 2) {}
+      : at_(static_cast<const char*>(tile.x)), stride_(tile.x_stride * kElement) {}
 
   [[gnu::always_inline]] void load_next() {
     Unit::template load<kFirstX>(at_, stride_);
     if constexpr (XTiles > 1) Unit::template load<kFirstX + 1>(at_ + kUnitRows * stride_, stride_);
-    at_ += kBlock * 2;
+    at_ += kIsRounded<Weights> ? kElement : kBlock * kElement;
   }
 
  private:
+  static constexpr int64_t kElement = kIsRounded<Weights> ? sizeof(RoundedBlock) : sizeof(bf16);
+
   const char* at_;
   const int64_t stride_;
 };
 
+template <class Unit, class Weights, int Sums, int X, int From>
+[[gnu::always_inline]] inline void multiply_registers() {
+  if constexpr (kIsRounded<Weights>)
+    Unit::template multiply_bytes<Sums, X, From>();
+  else
+    Unit::template multiply_bf16<Sums, X, From>();
+}
+
 // Adds a block's products to the sums.
-template <class Unit, int XTiles, int Strips>
+template <class Unit, class Weights, int XTiles, int Strips>
 [[gnu::always_inline]] inline void multiply_block(const uint8_t* records, int64_t strip_bytes) {
   static_assert(XTiles * Strips <= kFirstX);
   const auto strip = [&]<int S>(std::integral_constant<int, S>) __attribute__((always_inline)) {
     constexpr int weights = kFirstWeights + S % 2;
     Unit::template load<weights>(records + S * strip_bytes, 64);
-    Unit::template multiply_bf16<sums_register<XTiles>(0, S), kFirstX, weights>();
+    multiply_registers<Unit, Weights, sums_register<XTiles>(0, S), kFirstX, weights>();
     if constexpr (XTiles > 1)
-      Unit::template multiply_bf16<sums_register<XTiles>(1, S), kFirstX + 1, weights>();
+      multiply_registers<Unit, Weights, sums_register<XTiles>(1, S), kFirstX + 1, weights>();
   };
   [&]<int... S>(std::integer_sequence<int, S...>) __attribute__((always_inline)) {
     (strip(std::integral_constant<int, S>()), ...);
@@ -89,7 +107,7 @@ template <class Unit, int XTiles, int Strips>
 // Weights without scales: the sums stay in the registers.
 template <class Unit, int XTiles, int Strips>
 void multiply_plain_matrix(const Tile& tile) {
-  Activations<Unit, XTiles> x(tile);
+  Activations<Unit, PlainWeights, XTiles> x(tile);
   Fetcher<Strips> fetcher(tile);
   if (tile.continues)
     load_sums<Unit, XTiles, Strips>(tile.totals);
@@ -99,7 +117,7 @@ void multiply_plain_matrix(const Tile& tile) {
   for (int64_t block = 0; block < tile.blocks; ++block, records += PlainWeights::kRecord) {
     for (int quarter = 0; quarter < 4; ++quarter) fetcher.quarter();
     x.load_next();
-    multiply_block<Unit, XTiles, Strips>(records, tile.strip_bytes);
+    multiply_block<Unit, PlainWeights, XTiles, Strips>(records, tile.strip_bytes);
   }
   store_sums<Unit, XTiles, Strips>(tile.totals);
 }
@@ -127,11 +145,25 @@ void add_scaled(const Tile& tile, int64_t block, const float* sums) {
   }
 }
 
+// The same of w8a8, whose sums are whole numbers.
+template <class Weights, int Strips>
+void add_scaled(const Tile& tile, int64_t block, const float* sums) requires(kIsRounded<Weights>) {
+  Floats scales[Strips];
+  for (int s = 0; s < Strips; ++s)
+    scales[s] = rounded_scales(tile.records + s * tile.strip_bytes + block * Weights::kRecord);
+  const RoundedBlock* x = static_cast<const RoundedBlock*>(tile.x) + block;
+  const int64_t x_stride = tile.x_stride;
+  float* totals = tile.totals;
+  for (int rows = tile.rows; rows > 0; --rows, x += x_stride)
+    for (int s = 0; s < Strips; ++s, totals += kStrip, sums += kStrip)
+      add_rounded(totals, add(load_ints(sums), broadcast(x->offset)), scales[s], x->scale);
+}
+
 // Weights with scales. The sums of a block are added while the unit computes the next one's.
 template <class Unit, class Weights, int XTiles, int Strips>
 void multiply_scaled_matrix(const Tile& tile) {
   alignas(64) float sums[2][XTiles * kUnitRows * Strips * kStrip];
-  Activations<Unit, XTiles> x(tile);
+  Activations<Unit, Weights, XTiles> x(tile);
   Fetcher<Strips> fetcher(tile);
   if (!tile.continues) clear(tile.totals, tile.rows * Strips);
   const uint8_t* records = tile.records;
@@ -139,7 +171,7 @@ void multiply_scaled_matrix(const Tile& tile) {
     for (int quarter = 0; quarter < 4; ++quarter) fetcher.quarter();
     clear_sums<Unit, XTiles, Strips>();
     x.load_next();
-    multiply_block<Unit, XTiles, Strips>(records, tile.strip_bytes);
+    multiply_block<Unit, Weights, XTiles, Strips>(records, tile.strip_bytes);
     store_sums<Unit, XTiles, Strips>(sums[block % 2]);
     if (block > 0) add_scaled<Weights, Strips>(tile, block - 1, sums[(block - 1) % 2]);
   }
@@ -173,18 +205,21 @@ inline constexpr MatrixTable kScaledMatrix = {
 template <class Unit>
 class MatrixTiles final : public TileKernels {
  public:
-  int64_t chunk_rows(Kind kind, const Product& product) const override {
-    if (kind == Kind::kW8A8) return kVectorTiles.chunk_rows(kind, product);
+  int64_t chunk_rows(Kind, const Product& product) const override {
     const int64_t rows = kChunkBytes / (product.inputs * 2);
     return std::max<int64_t>(rows / kGroupRows, 1) * kGroupRows;
   }
 
   ChunkPlan begin_chunk(Kind kind, const Product& product, int64_t rows) const override {
-    if (kind == Kind::kW8A8) return kVectorTiles.begin_chunk(kind, product, rows);
+    const bool vectors = by_vectors(kind, rows);
+    if (kind == Kind::kW8A8 && vectors) return kVectorTiles.begin_chunk(kind, product, rows);
     ChunkPlan plan;
-    plan.float_control = float_control();
-    set_float_control(without_small_numbers(plan.float_control));
-    if (by_vectors(kind, rows)) {
+    // VNNI's scaling takes numbers below the normal ones as they are.
+    if (kind != Kind::kW8A8) {
+      plan.float_control = float_control();
+      set_float_control(without_small_numbers(plan.float_control));
+    }
+    if (vectors) {
       plan.group_rows = rows;
       plan.max_strips = kTileStrips;
       plan.max_blocks = product.inputs / kBlock;
@@ -196,21 +231,19 @@ class MatrixTiles final : public TileKernels {
     plan.max_blocks = panel_inputs(product) / kBlock;
     plan.decode = kernels_of(kind).decode;
     plan.decoded_record = kernels_of(kind).decoded_record;
-    Unit::begin(shape_of(plan.group_rows));
+    Unit::begin(shape_of(kind, plan.group_rows));
     return plan;
   }
 
   void end_chunk(Kind kind, const ChunkPlan& plan) const override {
-    if (kind == Kind::kW8A8) return;
-    set_float_control(plan.float_control);
+    if (kind != Kind::kW8A8) set_float_control(plan.float_control);
     if (!by_vectors(kind, plan.group_rows)) Unit::end();
   }
 
   void compute(Kind kind, const Tile& tile, const ChunkPlan& plan, int strips) const override {
+    if (!by_vectors(kind, plan.group_rows)) return table_of(kind).of(plan.group_rows, strips)(tile);
     if (kind == Kind::kW8A8) return kVectorTiles.compute(kind, tile, plan, strips);
-    if (by_vectors(kind, plan.group_rows))
-      return (*kernels_of(kind).even_odd)[plan.group_rows - 1][strips - 1](tile);
-    table_of(kind).of(plan.group_rows, strips)(tile);
+    (*kernels_of(kind).even_odd)[plan.group_rows - 1][strips - 1](tile);
   }
 
   int64_t totals(const Product& product, int64_t max_rows) const override {
@@ -228,6 +261,13 @@ class MatrixTiles final : public TileKernels {
   static constexpr int64_t kChunkBytes = 1024 << 10;
   // Inputs at a time, so that two strips stay in the first.
   static constexpr int64_t kPanelInputs = 1024;
+  // Up to so many rows of w8a8 are multiplied by VNNI, with the same bits. That takes 11 instructions for
+  // each row, strip and block: 8 products and 3 to scale, 5.5 cycles at two a cycle. With the unit there
+  // remain 4, 2 cycles: one adds the offset. The unit itself loads weights, multiplies and stores in 8, 16
+  // and 16 cycles, by Intel's figures for full registers, whatever the rows up to 16. So it is ahead from 12
+  // rows on if nothing overlaps, and from 4 on if all but the stores do. Between them, VNNI goes through
+  // the weights once for up to 8.
+  static constexpr int64_t kRoundedRows = kTileRows;
 
   // In equal parts, or nearly.
   static int64_t panel_inputs(const Product& product) {
@@ -237,17 +277,19 @@ class MatrixTiles final : public TileKernels {
   }
 
   static bool by_vectors(Kind kind, int64_t rows) {
+    if (kind == Kind::kW8A8) return rows <= kRoundedRows;
     return kernels_of(kind).even_odd != nullptr && rows <= kEvenOddRows;
   }
 
-  static UnitShape shape_of(int64_t rows) {
+  static UnitShape shape_of(Kind kind, int64_t rows) {
     const bool wide = rows > kUnitRows;
     const int64_t upper = wide ? kUnitRows : rows, lower = wide ? rows - kUnitRows : rows;
     UnitShape shape;
     for (int tile = 0; tile < kFirstX; ++tile) shape.set(tile, wide && tile >= 2 ? lower : upper, 64);
-    shape.set(kFirstX, upper, 64);
-    shape.set(kFirstX + 1, lower, 64);
-    for (int tile = kFirstWeights; tile < kUnitTiles; ++tile) shape.set(tile, kBlock / 2, 64);
+    const int64_t x_bytes = kBlock * (kind == Kind::kW8A8 ? 1 : 2);
+    shape.set(kFirstX, upper, x_bytes);
+    shape.set(kFirstX + 1, lower, x_bytes);
+    for (int tile = kFirstWeights; tile < kUnitTiles; ++tile) shape.set(tile, x_bytes / 4, 64);
     return shape;
   }
 
@@ -258,6 +300,8 @@ class MatrixTiles final : public TileKernels {
         return kScaledMatrix<Unit, DecodedWeights<true, false>>;
       case Kind::kQ4_1:
         return kScaledMatrix<Unit, DecodedWeights<true, true>>;
+      case Kind::kW8A8:
+        return kScaledMatrix<Unit, RoundedWeights>;
       default:
         return kPlainMatrix<Unit>;
     }

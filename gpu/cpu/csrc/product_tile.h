@@ -273,6 +273,14 @@ struct RoundedBlock {
 
 inline constexpr int kRoundedRecord = 544;
 
+// The scales of a record's sixteen outputs.
+inline Floats rounded_scales(const uint8_t* record) { return load_halves(record + 512); }
+
+// Adds a block's sums of one row to the totals of sixteen outputs.
+[[gnu::always_inline]] inline void add_rounded(float* totals, Ints sums, Floats scales, float x_scale) {
+  store(totals, fma(to_floats(sums), scales * broadcast(x_scale), load(totals)));
+}
+
 // Weights and activations of 8 bits: sums of a block are whole numbers.
 template <class Dots, int Rows, int Strips>
 void multiply_rounded_tile(const Tile& tile) {
@@ -304,9 +312,7 @@ void multiply_rounded_tile(const Tile& tile) {
       x.step(0);
     });
     for_each_sum<Rows, Strips>([&](int r, int s) __attribute__((always_inline)) {
-      float* at = totals + (r * Strips + s) * kStrip;
-      const Floats scale = load_halves(records[s] + 512) * broadcast(x[r]->scale);
-      store(at, fma(to_floats(sums[r][s]), scale, load(at)));
+      add_rounded(totals + (r * Strips + s) * kStrip, sums[r][s], rounded_scales(records[s]), x[r]->scale);
     });
     x.step(sizeof(RoundedBlock));
     records.step(kRoundedRecord);

@@ -7,15 +7,12 @@ No result depends on it, so a compiler may leave it out. gcc did: that took a te
 from __future__ import annotations
 
 import platform
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from gpu.cpu.build import build
 from gpu.cpu.isa import ISAS
-from tests.support.kernels import isas
+from tests.support.kernels import isas, tile_functions
 from trioserve.protocol.machine import compiler_version
 
 pytestmark = pytest.mark.skipif(compiler_version() is None, reason="no C++ compiler")
@@ -24,17 +21,9 @@ INSTRUCTION = {"x86_64": "prefetcht1", "aarch64": "pldl2keep"}
 KERNELS_HERE = sorted({ISAS[name].kernels for name in isas()})
 
 
-def tiles(library: Path) -> dict[str, str]:
-    """Return the code of each function that computes a tile, by its name."""
-    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^[0-9a-f]+ <(.+)>:\n((?:.+\n)*)", listed, re.MULTILINE)
-    return {name: code for name, code in found if re.search(r"\bmultiply_\w*(tile|matrix)<", name)}
-
-
 @pytest.mark.parametrize("isa", KERNELS_HERE)
 def test_every_tile_asks_for_the_weights_that_come_next(isa: str) -> None:
-    found = tiles(build([isa]))
+    found = tile_functions(build([isa]))
     assert found
     wanted = INSTRUCTION[platform.machine()]
     assert [name for name, code in found.items() if wanted not in code] == []
