@@ -1,9 +1,8 @@
 """Figures of the documentation: ``python -m bench.performance_page`` writes them.
 
-The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` in the documentation and in the
-README is made here of ``bench/results/MACHINE/NAME.json``, and nowhere else, with a table for each
-machine. ``targets``, ``missed`` and ``machine`` are of all results on the page. ``--measure
-MINUTES`` first measures all of them.
+The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is made of
+``bench/results/MACHINE/NAME.json``, with a table for each machine. ``targets``, ``missed`` and
+``machine`` are of all results on the page. ``--measure MINUTES`` first measures all of them.
 """
 
 from __future__ import annotations

@@ -105,11 +105,10 @@ def busy_cases(rows: Sequence[Row]) -> dict[str, float]:
     Servers and cases are apart because a disturbed one doesn't show among many that weren't.
     """
     found: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        if "elsewhere_cores" in row.values:
-            name = ", ".join(filter(None, (row.scenario.replace("_", " "), row.case)))
-            servers = found.setdefault(name, {})
-            servers.setdefault(row.server, []).append(row.values["elsewhere_cores"])
+    for row in (each for each in rows if "elsewhere_cores" in each.values):
+        name = ", ".join(filter(None, (row.scenario.replace("_", " "), row.case)))
+        of = found.setdefault(name, {}).setdefault(row.server, [])
+        of.append(row.values["elsewhere_cores"])
     return {name: round(max(map(statistics.median, of.values())), 4) for name, of in found.items()}
 
 
