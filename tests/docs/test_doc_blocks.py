@@ -53,6 +53,7 @@ def check_trioserve(words: Sequence[str]) -> None:
         "top": lambda: flags.top_options(arguments),
         "doctor": lambda: None,
         "worker": lambda: flags.worker_options(arguments, {}),
+        "front-end": lambda: flags.front_end_options(arguments, {}),
         "worker-certificates": lambda: None,
     }
     checks[arguments["command"]]()

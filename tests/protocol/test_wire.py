@@ -40,7 +40,7 @@ MESSAGES: list[wire.Message] = [
         cores=[0, 1, 64],
     ),
     wire.LoadingProgress(stage="weights", done=1, total=2),
-    Join(protocol=1, schema="abc", version="1", id="a", host="other", checksum="c"),
+    Join(role="worker", protocol=1, schema="abc", version="1", id="a", host="other", checksum="c"),
     JoinRefusal(reason="another model", final=True),
     LinkHeartbeat(number=3, is_answer=True),
     WorkerEnd(reason="process 7 exited with status 1", from_outside=False, leaves=True),

@@ -22,6 +22,7 @@ from trioserve.front_ends.calls import FrontEndCalls
 from trioserve.front_ends.client.encoding import remote_encoding
 from trioserve.front_ends.client.scheduler import RemoteScheduler
 from trioserve.front_ends.client.server_api import RemoteServer
+from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.heartbeat import interval_of
 from trioserve.front_ends.server.engine_server import EngineServer, open_host
 from trioserve.front_ends.server.session import FrontEndSession
@@ -159,6 +160,7 @@ async def _open_front_end(
         remote = RemoteScheduler(
             dialed,
             handlers,
+            clock=SharedClock.now(),
             on_drain=lambda: None,
             on_stop=lambda: None,
             alive_interval=interval_of(config.engine),

@@ -15,12 +15,15 @@ import contextlib
 import functools
 import socket as sockets
 from collections.abc import Callable
+from typing import Protocol
 
 import attrs
 import pynng
 import trio
 
 from trioserve.protocol import wire
+
+_PEER_NAME = pynng.nng.StringOption("tls-peer-cn")
 
 
 class SocketFailed(Exception):
@@ -29,6 +32,17 @@ class SocketFailed(Exception):
 
 class SocketClosed(SocketFailed):
     """The socket was closed on this side."""
+
+
+class MessageSocket(Protocol):
+    """One end of a connection for messages of bytes, which come in order."""
+
+    async def send(self, data: bytes) -> None:
+        """Send a message. Raises ``SocketFailed``."""
+
+    async def receive(self) -> bytes:
+        """Return the next message. Raises ``SocketFailed``."""
+        ...
 
 
 @attrs.define(eq=False)
@@ -124,6 +138,14 @@ class PairSocket:
     def is_connected(self) -> bool:
         """True while there is a peer, after its TLS handshake."""
         return bool(self._socket.pipes)
+
+    @property
+    def peer_name(self) -> str:
+        """Name in the certificate of the peer; empty if there is none, or no peer."""
+        for pipe in self._socket.pipes:
+            with contextlib.suppress(pynng.NNGException):  # It may just have been closed.
+                return str(_PEER_NAME.__get__(pipe, None))
+        return ""
 
     async def send(self, data: bytes) -> None:
         """Hand a message to the socket; block while its buffer is full.

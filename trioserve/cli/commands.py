@@ -1,7 +1,8 @@
 """The commands: each checks its options, then runs an engine, a server or a report.
 
-Only here is logging set up, and only ``serve``, ``route``, ``worker``, ``top`` and, at a terminal,
-``chat`` set signal handlers. A program that uses trioserve as a library keeps its own.
+Only here is logging set up, and only ``serve``, ``route``, ``worker``, ``front-end``, ``top`` and,
+at a terminal, ``chat`` set signal handlers. A program that uses trioserve as a library keeps its
+own.
 
 Exit codes: 0 for success, such as a drained server; 1 for a failure; 2 for a wrong option; 3 for a
 server that drained but cut requests off; 128 plus the signal's number if a signal ended the command
@@ -26,6 +27,7 @@ from trioserve.cli.flags import (
     chat_server,
     embedded_config,
     engine_config,
+    front_end_options,
     router_config,
     sampling_fields,
     server_config,
@@ -246,6 +248,19 @@ def _worker(arguments: dict[str, Any]) -> int:
     return trio.run(run_agent, options, model)
 
 
+def _front_end(arguments: dict[str, Any]) -> int:
+    options, config, model = front_end_options(arguments, os.environ)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with without_gc():
+        import trio
+
+        from trioserve.cli.front_end import run_front_end
+        from trioserve.observability.logs import setup_logging
+
+    setup_logging("info", "auto")
+    return trio.run(run_front_end, options, config, model)
+
+
 def _worker_certificates(arguments: dict[str, Any]) -> int:
     from trioserve.workers.remote.certificates import make_certificates
 
@@ -264,5 +279,6 @@ _COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {
     "bench": _bench,
     "top": _top,
     "worker": _worker,
+    "front-end": _front_end,
     "worker-certificates": _worker_certificates,
 }

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import attrs
 
 from trioserve.cli.bench_options import BenchOptions
+from trioserve.cli.front_end_options import FRONT_END_SERVER_OPTIONS, FrontEndOptions
 from trioserve.cli.parser import DEFAULT_MODEL, SAMPLING_OPTIONS
 from trioserve.cli.remote_options import DEFAULT_URL, RemoteOptions
 from trioserve.cli.top.options import TopOptions
@@ -34,6 +35,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 
 Config = TypeVar("Config", EngineConfig, ServerConfig, RouterConfig)
+Joining = TypeVar("Joining", WorkerOptions, FrontEndOptions)
 
 
 def engine_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> EngineConfig:
@@ -118,12 +120,34 @@ def worker_options(
     Raises:
         UsageError: A value isn't allowed, or is missing.
     """
-    options = list(options_of(WorkerOptions))
+    return _joining_options(WorkerOptions, arguments), _model(arguments, environment)
+
+
+def front_end_options(
+    arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[FrontEndOptions, ServerConfig, str]:
+    """Return the options of ``front-end``, its own options of a server, and the model.
+
+    Raises:
+        UsageError: A value isn't allowed, or is missing.
+    """
+    server = _config(
+        ServerConfig,
+        arguments,
+        environment,
+        only=FRONT_END_SERVER_OPTIONS,
+        engine=EngineConfig("front-end"),
+    )
+    model = _model(arguments, environment)
+    return _joining_options(FrontEndOptions, arguments), server, model
+
+
+def _joining_options(cls: type[Joining], arguments: Mapping[str, Any]) -> Joining:
+    options = list(options_of(cls))
     try:
-        checked = WorkerOptions(**_from_flags(options, arguments))
+        return cls(**_from_flags(options, arguments))
     except InvalidRequest as error:
         raise _as_written(error, {option.name for option in options}, options) from error
-    return checked, _model(arguments, environment)
 
 
 def _model(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> str:

@@ -14,6 +14,11 @@ import attrs
 
 from trioserve.cli.bench_options import BENCH_GROUPS, BenchOptions
 from trioserve.cli.command_parser import CommandParser
+from trioserve.cli.front_end_options import (
+    FRONT_END_GROUPS,
+    FRONT_END_SERVER_OPTIONS,
+    FrontEndOptions,
+)
 from trioserve.cli.help import topic_of
 from trioserve.cli.mock import MOCK_GROUPS, MOCK_OPTION
 from trioserve.cli.remote_options import DEFAULT_URL, REMOTE_GROUPS, RemoteOptions
@@ -49,6 +54,10 @@ _WORKER_EPILOG = (
     "MODEL is the engine's, as it is found on this host. The worker joins again whenever the "
     "engine is lost. At Ctrl-C or SIGTERM its requests move to other workers. The exit code is "
     "then 0, and 1 if the engine has refused the worker."
+)
+_FRONT_END_EPILOG = (
+    "MODEL is the engine's, as it is found on this host. The other options are the engine's, too. "
+    "The front end joins again whenever the engine is lost, and doesn't listen meanwhile."
 )
 _BENCH_EPILOG = (
     "Without options it asks the server at http://127.0.0.1:8000 for 128 tokens at a time over 8 "
@@ -132,6 +141,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
         "top": _top(add),
         "doctor": _doctor(add),
         "worker": _worker(add),
+        "front-end": _front_end(add),
         "worker-certificates": _worker_certificates(add),
     }
 
@@ -273,10 +283,25 @@ def _worker(add: _Add) -> CommandParser:
     return command
 
 
+def _front_end(add: _Add) -> CommandParser:
+    command = add(
+        "front-end",
+        "serve HTTP for an engine on another host",
+        "[MODEL] --join HOST:PORT --tls FOLDER [options]",
+        page="front-ends#On other hosts",
+        epilog=_FRONT_END_EPILOG + _SIGNALS_EPILOG,
+    )
+    command.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL_HELP)
+    command.add_options(_options(FrontEndOptions), FRONT_END_GROUPS)
+    own = [each for each in _options(ServerConfig) if each.name in FRONT_END_SERVER_OPTIONS]
+    command.add_options(own, FRONT_END_GROUPS, variables=True)
+    return command
+
+
 def _worker_certificates(add: _Add) -> CommandParser:
     command = add(
         "worker-certificates",
-        "make the certificates of an engine and its workers on other hosts",
+        "make the certificates of an engine, and its workers and front ends on other hosts",
         "FOLDER",
         page="workers#Other hosts",
     )

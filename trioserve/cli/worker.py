@@ -24,14 +24,7 @@ async def run_agent(options: WorkerOptions, model: str) -> int:
     assert options.join is not None
     assert options.tls is not None
     tls = worker_tls(options.tls)
-
-    def find() -> tuple[str, str]:
-        path = locate(model).resolve()
-        if task_of(path) != "generate":
-            raise ModelLoadError(f"{model} is an encoder, whose workers can't be on other hosts")
-        return str(path), open_model(path).checksum()
-
-    path, checksum = await trio.to_thread.run_sync(find, abandon_on_cancel=True)
+    path, checksum = await trio.to_thread.run_sync(find_model, model, abandon_on_cancel=True)
     process = SignalledProcess(LEAVE_GRACE, serving=True)
     agent = Agent(
         engine=options.join,
@@ -43,3 +36,17 @@ async def run_agent(options: WorkerOptions, model: str) -> int:
         leaving=process.shutdown,
     )
     return await process.run(agent.run)
+
+
+def find_model(model: str) -> tuple[str, str]:
+    """Return the path of an engine's model on this host, and the checksum of its files.
+
+    Blocks on the disk, and where the model is fetched.
+
+    Raises:
+        ModelLoadError: There is none, or it is an encoder.
+    """
+    path = locate(model).resolve()
+    if task_of(path) != "generate":
+        raise ModelLoadError(f"{model} is an encoder, which can't be served over several hosts")
+    return str(path), open_model(path).checksum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from trioserve.config.options import OptionGroup, option
@@ -12,6 +14,39 @@ WORKER_GROUPS = {"worker": OptionGroup("The worker", "workers#Other hosts")}
 """Groups of options, in the order of help."""
 
 
+def join_option() -> Any:
+    """Return the option for the address of an engine."""
+    return option(
+        None,
+        "address of the engine's port for other hosts (its --worker-listen); this is needed",
+        group="worker",
+        metavar="HOST:PORT",
+        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "HOST:PORT, such as engine.lan:7000"),
+    )
+
+
+def tls_option(side: str) -> Any:
+    """Return the option for the folder with the certificate of ``side``."""
+    return option(
+        None,
+        f"folder with ca.crt, {side}.crt and {side}.key, which trioserve worker-certificates "
+        "makes; this is needed",
+        group="worker",
+        metavar="FOLDER",
+    )
+
+
+def check_given(options: object, *names: str) -> None:
+    """Check that options without a default are given.
+
+    Raises:
+        InvalidRequest: One is missing.
+    """
+    for name in names:
+        if getattr(options, name) is None:
+            raise InvalidRequest(f"{name} is needed", param=name)
+
+
 @attrs.frozen(kw_only=True)
 class WorkerOptions:
     """The options of ``trioserve worker``.
@@ -20,20 +55,8 @@ class WorkerOptions:
         InvalidRequest: A value isn't allowed or is missing; ``param`` names the option.
     """
 
-    join: str | None = option(
-        None,
-        "address of the engine's port for workers (its --worker-listen); this is needed",
-        group="worker",
-        metavar="HOST:PORT",
-        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "HOST:PORT, such as engine.lan:7000"),
-    )
-    tls: str | None = option(
-        None,
-        "folder with ca.crt, worker.crt and worker.key, which trioserve worker-certificates makes; "
-        "this is needed",
-        group="worker",
-        metavar="FOLDER",
-    )
+    join: str | None = join_option()
+    tls: str | None = tls_option("worker")
     device: str | None = option(
         None,
         "device that computes the model",
@@ -53,6 +76,4 @@ class WorkerOptions:
     )
 
     def __attrs_post_init__(self) -> None:
-        for name in ("join", "tls"):
-            if getattr(self, name) is None:
-                raise InvalidRequest(f"{name} is needed", param=name)
+        check_given(self, "join", "tls")

@@ -48,7 +48,7 @@ class WorkerGroupOptions(ModelOptions):
     )
     worker_listen: str | None = option(
         None,
-        "address and port for workers of other hosts, which trioserve worker starts there",
+        "address and port for other hosts, where trioserve worker and trioserve front-end join",
         unset="none",
         group="worker",
         page="workers#Other hosts",
@@ -57,15 +57,16 @@ class WorkerGroupOptions(ModelOptions):
     )
     worker_tls: str | None = option(
         None,
-        "folder with the engine's certificate and key for workers of other hosts, and their "
-        "authority's certificate, which trioserve worker-certificates makes",
+        "folder with the engine's certificate and key for other hosts, and their authority's "
+        "certificate, which trioserve worker-certificates makes",
         group="worker",
         page="workers#Other hosts",
         metavar="FOLDER",
     )
     worker_link_timeout: float = option(
         5.0,
-        "seconds without a sign of life after which a worker of another host counts as lost",
+        "seconds without a sign of life after which a worker or front end of another host counts "
+        "as lost",
         group="worker",
         page="workers#Other hosts",
         kind=float,

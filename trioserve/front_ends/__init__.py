@@ -19,8 +19,9 @@ Reading order: ``messages`` with ``wire_errors`` and ``clock``, ``coalesce`` (se
 (snapshots), ``server/peers`` and ``server/administration`` (operators' calls),
 ``server/engine_server`` (the engine process without the processes that it starts), ``heartbeat``,
 ``processes/process`` (the life of one front end) and ``processes/pool`` (all of them),
-``client/main`` (the front end's own program) and ``client/server_api`` (the whole server for its
-HTTP).
+``client/front_end`` (a front end at work), ``client/main`` (its own program),
+``client/server_api`` (the whole server for its HTTP), and ``remote/agent`` with ``remote/joined``
+and ``files`` (front ends on other hosts).
 
 Imported by ``cli``.
 """

@@ -5,7 +5,8 @@ MessagePack by msgspec, each with its name in front. The outputs of a step are o
 token (:class:`StepUpdate`). Numbers are the front end's own, counted up. A request has the number
 of its first sequence; the others follow it. Times are those of :mod:`~trioserve.front_ends.clock`.
 
-The conversation: the front end sends :class:`FrontEndHello`, gets :class:`FrontEndStart`, and sends
+The conversation: the front end sends :class:`FrontEndHello` (on another host
+:class:`~trioserve.protocol.joining.Join`), gets :class:`FrontEndStart`, and sends
 :class:`FrontEndListening`, or :class:`Failed` if it can't. Then requests go one way
 (:class:`Submit`, :class:`Abort`) and updates the other, no more of them than the front end keeps up
 with (:class:`Taken`). It sends a heartbeat (:class:`Alive`). Either side may call the other
@@ -15,6 +16,7 @@ with (:class:`Taken`). It sends a heartbeat (:class:`Alive`). Either side may ca
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -160,11 +162,16 @@ class FrontEndStart(_Message):
     index: int
     count: int
     config: ServerConfig
+    name: str
+    """The model's own name."""
     path: str
     """The model's folder or file: already found, never a name to be looked up."""
+    files: dict[str, str]
+    """Hashes of the files that a front end of another host reads there, by their names."""
     ready: wire.Ready
     sockets: list[int]
-    """Descriptors of those that it listens on, among those that it has inherited."""
+    """Descriptors of those that it listens on, among those that it has inherited; on another host
+    there are none."""
     adapters: list[Adapter]
 
 
@@ -313,6 +320,12 @@ FromEngine = (
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
 _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def messages_hash() -> str:
+    """Return a hash of every message's fields and types; both sides must have the same."""
+    schemas = [msgspec.json.schema(each) for each in (FromFrontEnd, FromEngine)]
+    return hashlib.sha256(msgspec.json.encode(schemas)).hexdigest()[:16]
 
 
 def encode(message: FromFrontEnd | FromEngine) -> bytes:

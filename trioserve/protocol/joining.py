@@ -1,20 +1,27 @@
-"""The messages between an engine and the agent of a worker on another host.
+"""The messages between an engine and an agent on another host: that of a worker, or a front end.
 
-The agent stands in the worker's place. It begins with :class:`Join` in place of Hello, and then
-passes messages on between the engine and its worker process (:mod:`trioserve.protocol.wire`). The
-engine may answer with a :class:`JoinRefusal`. :class:`LinkHeartbeat` goes both ways all the time.
-:class:`WorkerEnd` says why the worker process has ended.
+An agent begins with :class:`Join` in place of Hello. That of a worker then passes messages on
+between the engine and its worker process (:mod:`trioserve.protocol.wire`); a front end goes on with
+messages of its own (``front_ends/messages.py``). The engine may answer with a :class:`JoinRefusal`.
+:class:`LinkHeartbeat` goes both ways all the time. :class:`WorkerEnd` says why the worker process
+has ended.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
+
+Role = Literal["worker", "front end"]
+"""The part of an agent in the server."""
 
 
 @attrs.frozen(kw_only=True)
 class Join:
     """Agent to engine: the first message. The engine refuses another version or another model."""
 
+    role: Role
     protocol: int
     schema: str
     version: str
@@ -28,7 +35,7 @@ class Join:
 
 @attrs.frozen(kw_only=True)
 class JoinRefusal:
-    """Engine to agent: the worker isn't wanted. It may try again unless that is ``final``."""
+    """Engine to agent: it isn't wanted. It may try again unless that is ``final``."""
 
     reason: str
     final: bool
@@ -36,10 +43,14 @@ class JoinRefusal:
 
 @attrs.frozen(kw_only=True)
 class LinkHeartbeat:
-    """Either way between hosts: a sign of life, which the other end answers with its number."""
+    """Either way between hosts: a sign of life, which the other end answers with its number.
+
+    ``time`` is that of an answer on the answering system's clock (``time.perf_counter``).
+    """
 
     number: int
     is_answer: bool = False
+    time: float = 0.0
 
 
 @attrs.frozen(kw_only=True)

@@ -15,12 +15,23 @@ from cryptography import x509
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.protocol.errors import TrioserveError
 from trioserve.workers.remote.certificates import make_certificates
-from trioserve.workers.remote.tls import ENGINE_FILES, WORKER_FILES, engine_tls, worker_tls
+from trioserve.workers.remote.tls import (
+    ENGINE_FILES,
+    FRONT_END_FILES,
+    WORKER_FILES,
+    engine_tls,
+    worker_tls,
+)
 
 
 def test_keys_are_private_and_certificates_last_for_years(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "new" / "tls")
-    assert {path.name for path in made} == {*ENGINE_FILES, *WORKER_FILES, "ca.key"}
+    assert {path.name for path in made} == {
+        *ENGINE_FILES,
+        *WORKER_FILES,
+        *FRONT_END_FILES,
+        "ca.key",
+    }
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made}
     assert {modes[name] for name in modes if name.endswith(".key")} == {0o600}
     later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=9 * 365)

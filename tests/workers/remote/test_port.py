@@ -29,6 +29,7 @@ from trioserve.workers.remote.tls import ENGINE_NAME, engine_tls, worker_tls
 
 CHECKSUM = "c" * 32
 JOIN = Join(
+    role="worker",
     protocol=wire.PROTOCOL_VERSION,
     schema=wire.schema_hash(),
     version="1",
@@ -99,7 +100,7 @@ async def test_a_peer_without_tls_gets_nothing(
                 answer = await stream.receive_some()
             assert len(answer) <= 7, "more than an alert of TLS"
         await stream.aclose()
-        await wait_told(caplog, "worker refused")
+        await wait_told(caplog, "peer refused")
         assert joined == []
 
 
@@ -117,7 +118,7 @@ async def test_a_peer_without_a_certificate_gets_nothing(
             await stream.send_all(wire.encode(JOIN))
             await stream.receive_some()
             raise trio.BrokenResourceError("closed")
-        await wait_told(caplog, "worker refused")
+        await wait_told(caplog, "peer refused")
         assert joined == []
 
 
@@ -154,7 +155,7 @@ async def test_a_peer_with_a_certificate_that_does_not_join_loses_itself_only(
     async with listening(tls) as (address, joined):
         peer = await dial(address, tls)
         await peer.send(data)
-        await wait_told(caplog, "worker refused")
+        await wait_told(caplog, "peer refused")
         assert told(caplog, reason), caplog.messages
         assert joined == []
         peer.close()

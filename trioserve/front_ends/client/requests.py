@@ -45,6 +45,11 @@ class SentRequests:
         """True if none of their sequences is to be computed."""
         return not self._sequences
 
+    @property
+    def num_requests(self) -> int:
+        """The number of requests with such sequences."""
+        return len({id(each.request) for each in self._numbers})
+
     # ---- what happens here
 
     def add(self, request: Request) -> list[int]:
@@ -118,7 +123,8 @@ class SentRequests:
         request = self._requests.pop(number, None)
         if request is None:
             return
-        request.times.queued = queued
+        # The clock of another host's engine process isn't exact.
+        request.times.queued = max(queued, request.times.arrived)
         for sequence in request.sequences:
             if sequence.state is not State.FINISHED:
                 sequence.move_to(State.WAITING)

@@ -18,7 +18,7 @@ import trio
 
 from trioserve._util.channels import receive_waiting
 from trioserve._util.exception_groups import sole_exception
-from trioserve._util.pair_socket import PairSocket, SocketFailed
+from trioserve._util.pair_socket import MessageSocket, SocketFailed
 from trioserve.front_ends.calls import EngineCalls, EngineState
 from trioserve.front_ends.client.requests import SentRequests
 from trioserve.front_ends.clock import SharedClock
@@ -59,6 +59,7 @@ class RemoteScheduler:
     Args:
         socket: connected to it.
         handlers: answer that process's calls of this one.
+        clock: translates that process's times.
         on_drain: called when no new requests are to be admitted any more.
         on_stop: called when this process is to leave.
         alive_interval: seconds between two signs of life; infinity for none.
@@ -66,9 +67,10 @@ class RemoteScheduler:
 
     def __init__(
         self,
-        socket: PairSocket,
+        socket: MessageSocket,
         handlers: Handlers,
         *,
+        clock: SharedClock,
         on_drain: Callable[[], None],
         on_stop: Callable[[], None],
         alive_interval: float = math.inf,
@@ -78,7 +80,7 @@ class RemoteScheduler:
         self._on_drain, self._on_stop = on_drain, on_stop
         self.is_dismissed = False
         """True once the engine process has failed, and sent its last message."""
-        self._clock = SharedClock.now()
+        self.clock = clock
         self._undelivered: deque[list[SequenceOutput] | None] = deque()
         """Outputs for the detokenizer; None behind those of one update."""
         self._delivery = trio.Event()
@@ -90,7 +92,7 @@ class RemoteScheduler:
         """Sequences to be aborted over there, once the outbox is empty."""
         self._work = trio.Event()
         """There may be something to send."""
-        self._sent = SentRequests(self._clock)
+        self._sent = SentRequests(clock)
         self._queue_load = (0, 0)
         self.state = EngineState(
             attached=True,
@@ -157,7 +159,7 @@ class RemoteScheduler:
                     prompt_column=request.prompt_column(),
                     params=params,
                     sampler=attrs.evolve(request.sequences[0].sampler, grammar=None, extra_args={}),
-                    arrived=self._clock.shared(request.times.arrived),
+                    arrived=self.clock.shared(request.times.arrived),
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     tenant=request.tenant,
@@ -317,6 +319,11 @@ class RemoteScheduler:
         return self._sent.idle
 
     @property
+    def num_requests(self) -> int:
+        """The number of requests of this process that are to be computed."""
+        return self._sent.num_requests
+
+    @property
     def num_waiting(self) -> int:
         """The number of sequences that wait for a slot, of all front ends."""
         return self._queue_load[0]
@@ -339,7 +346,7 @@ class RemoteScheduler:
         self._sent.check_integrity()
 
 
-async def receive_from_engine(socket: PairSocket) -> FromEngine:
+async def receive_from_engine(socket: MessageSocket) -> FromEngine:
     """Return the next message.
 
     Raises:

@@ -19,7 +19,6 @@ from trioserve.engine.sessions.continuation import Continuation, Generate
 from trioserve.front_ends.calls import AdministrationCalls, Collected, Counted, Looked
 from trioserve.front_ends.client.scheduler import RemoteScheduler
 from trioserve.front_ends.client.turns import RemoteTurns
-from trioserve.front_ends.clock import SharedClock
 from trioserve.front_ends.messages import EndSubscription, ReturnPermit
 from trioserve.front_ends.rpc import RpcPeer
 from trioserve.http.api.auth import Caller, Keys
@@ -136,8 +135,8 @@ class RemoteServer(AdministrationCalls):
     async def iterations(self) -> list[Iteration]:
         """Return the steps since the last call from any process. The first call returns none."""
         told = await self._remote.calls.iterations()
-        clock = SharedClock.now()
-        return [msgspec.structs.replace(each, time=clock.own(each.time)) for each in told]
+        own = self._remote.clock.own
+        return [msgspec.structs.replace(each, time=own(each.time)) for each in told]
 
     @contextlib.asynccontextmanager
     async def watch(self, *, requests: int, nodes: int) -> AsyncIterator[TakeSnapshot]:

@@ -9,6 +9,7 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve.config import ServerConfig
 from trioserve.front_ends.messages import Drain, Failed, FrontEndStart, Stop
 from trioserve.front_ends.processes.process import run_front_end
+from trioserve.front_ends.remote.joined import JoinedFrontEnds
 from trioserve.front_ends.server.engine_server import EngineServer
 from trioserve.front_ends.server.session import FrontEndSession
 from trioserve.front_ends.wire_errors import fault_of
@@ -32,16 +33,22 @@ class ProcessPool:
     """The front ends of one server.
 
     Args:
-        host: where they are at home.
+        engine_server: has their sessions.
         config: the server's options, with how many there are to be.
+        name: the model's own name.
         path: the model's folder or file.
         listening: the sockets that they listen on.
+        joined: those of other hosts, if they may join.
+        files: hashes of the files that these must have.
     """
 
     engine_server: EngineServer
     config: ServerConfig
+    name: str
     path: str
     listening: SharedListening
+    joined: JoinedFrontEnds | None = None
+    files: dict[str, str] = attrs.field(factory=dict)
     _num_listening: int = attrs.field(default=0, init=False)
     _all_listen: trio.Event = attrs.field(factory=trio.Event, init=False)
     _is_draining: bool = attrs.field(default=False, init=False)
@@ -69,9 +76,15 @@ class ProcessPool:
                 for index in range(self.config.api_server_count):
                     nursery.start_soon(self._keep, index)
                 await self._all_listen.wait()
+                if self.joined is not None:
+                    serve = self.joined.serve
+                    host, start = self.engine_server, self.start_elsewhere
+                    nursery.start_soon(serve, host, start, self.last_word)
                 task_status.started()
                 await shutdown.wait()
                 self._is_draining = True
+                if self.joined is not None:
+                    self.joined.drain()
                 for peer in self.engine_server.peers:
                     peer.tell(Drain())
                 # They keep the time themselves; one that is stopped doesn't.
@@ -81,7 +94,7 @@ class ProcessPool:
             failure = sole_exception(group)
         if failure is not None:
             raise failure
-        return self._num_cut
+        return self._num_cut + (0 if self.joined is None else self.joined.num_cut)
 
     async def _keep(self, index: int) -> None:
         """Run one front end after the other at a place, until one has drained."""
@@ -93,7 +106,7 @@ class ProcessPool:
             peer: FrontEndSession | None = None
             try:
                 async with run_front_end(
-                    self._start(index), self.listening.descriptors, last_word=self._last_word
+                    self._start(index), self.listening.descriptors, last_word=self.last_word
                 ) as socket:
                     with self.engine_server.at_home(socket) as peer:
                         if has_listened:
@@ -136,13 +149,23 @@ class ProcessPool:
             index=index,
             count=self.config.api_server_count,
             config=self.config,
+            name=self.name,
             path=self.path,
+            files={},
             ready=self.engine_server.ready,
             sockets=self.listening.by_process[index],
             adapters=self.engine_server.adapters,
         )
 
-    def _last_word(self) -> Stop | Failed:
+    def start_elsewhere(self, number: int) -> FrontEndStart:
+        """Return what a front end of another host is to serve, with its number among these."""
+        start = self._start(0)
+        start.index, start.sockets = self.config.api_server_count + number, []
+        start.files = self.files
+        return start
+
+    def last_word(self) -> Stop | Failed:
+        """Return what a front end is told at the end."""
         failure = self.engine_server.failure
         return Stop() if failure is None else Failed(fault_of(failure))
 

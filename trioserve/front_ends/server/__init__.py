@@ -1,4 +1,4 @@
 """The engine process's side: one session for each front end, over one engine.
 
-Imported by ``front_ends.processes``.
+Imported by ``front_ends.processes`` and ``front_ends.remote``.
 """

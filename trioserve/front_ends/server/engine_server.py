@@ -19,7 +19,7 @@ import trio
 
 from trioserve._util.channels import receive_waiting
 from trioserve._util.feed import Feed
-from trioserve._util.pair_socket import PairSocket
+from trioserve._util.pair_socket import MessageSocket
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine.control import Control
 from trioserve.engine.engine_worker import MakeWorker
@@ -134,7 +134,7 @@ class EngineServer:
     # ---- front ends
 
     @contextlib.contextmanager
-    def at_home(self, socket: PairSocket) -> Iterator[FrontEndSession]:
+    def at_home(self, socket: MessageSocket) -> Iterator[FrontEndSession]:
         """Open a session for the front end at ``socket`` for as long as the block lasts."""
         peer = FrontEndSession(socket, self._context, self._administration)
         with self._peers.connected(peer):

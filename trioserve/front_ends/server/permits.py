@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from trioserve.protocol.errors import EngineError
+
 
 class FrontEndPermits:
     """The permits of one front end.
@@ -20,6 +22,8 @@ class FrontEndPermits:
 
     async def take_permit(self, number: int, key: str) -> bool:
         """Return whether one more request of ``key`` may be open; if so it has that number."""
+        if number in self._keys:
+            raise EngineError(f"there is a permit of the number {number}")
         if self._permits[key] >= self._most:
             return False
         self._permits[key] += 1

@@ -26,7 +26,7 @@ from trioserve.front_ends.messages import (
 )
 from trioserve.front_ends.server.context import ServerContext
 from trioserve.front_ends.wire_errors import ErrorMessage, fault_of
-from trioserve.protocol.errors import Paused, QueueFull
+from trioserve.protocol.errors import FrontEndLost, Paused, QueueFull
 from trioserve.protocol.wire import ints
 from trioserve.requests.request import (
     Finish,
@@ -100,6 +100,8 @@ class FrontEndRequests:
         """Requests for which the front end waits."""
         self._sequences: dict[int, HostedSequence] = {}
         """Sequences for which it waits, by number."""
+        self._next_number = 0
+        """Least number that no sequence has had."""
         self.num_ended = 0
         """Requests that aren't open any more."""
         self._reported_queue = (0, 0)
@@ -248,8 +250,15 @@ class FrontEndRequests:
         self._wake()
 
     def submit(self, message: Submit) -> None:
-        """Take in a request of the front end."""
+        """Take in a request of the front end.
+
+        Raises:
+            FrontEndLost: its number isn't new.
+        """
         params = message.params
+        if message.number < self._next_number:
+            raise FrontEndLost(f"the front end sent a request with the old number {message.number}")
+        self._next_number = message.number + params.n
         request = HostedRequest(
             id=message.id,
             prompt=_NO_PROMPT,

@@ -9,7 +9,7 @@ import msgspec
 import trio
 
 from trioserve._util.exception_groups import sole_exception
-from trioserve._util.pair_socket import PairSocket, SocketFailed
+from trioserve._util.pair_socket import MessageSocket, SocketFailed
 from trioserve.front_ends.calls import Counted, EngineCalls, FrontEndCalls
 from trioserve.front_ends.heartbeat import Heartbeat
 from trioserve.front_ends.messages import (
@@ -50,7 +50,9 @@ class FrontEndSession:
         administration: the handlers of operators' calls.
     """
 
-    def __init__(self, socket: PairSocket, context: ServerContext, administration: object) -> None:
+    def __init__(
+        self, socket: MessageSocket, context: ServerContext, administration: object
+    ) -> None:
         self._socket = socket
         self._heartbeat = Heartbeat(context.patience)
         self._work = trio.Event()
@@ -174,7 +176,7 @@ class FrontEndSession:
         self._watches.leave_all()
 
 
-async def receive_from_front_end(socket: PairSocket) -> FromFrontEnd:
+async def receive_from_front_end(socket: MessageSocket) -> FromFrontEnd:
     """Return the next message.
 
     Raises:

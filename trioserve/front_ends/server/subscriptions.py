@@ -37,10 +37,15 @@ class FrontEndSubscriptions:
 
     async def watch(self, number: int, requests: int, nodes: int) -> None:
         """Open a subscription of that number."""
+        self._check_new(number)
         with contextlib.ExitStack() as stack:
             watched = self._monitor.watched(requests=requests, nodes=nodes)
             watcher = stack.enter_context(watched)
             self._watchers[number] = (watcher, stack.pop_all())
+
+    def _check_new(self, number: int) -> None:
+        if number in self._watchers or number in self._readers:
+            raise EngineError(f"there is a subscription of the number {number}")
 
     async def take_snapshot(self, number: int) -> Snapshot:
         """Return the next snapshot of the subscription of that number."""
@@ -52,6 +57,7 @@ class FrontEndSubscriptions:
 
     async def read_cache(self, number: int) -> None:
         """Open a subscription of that number to the prefix caches."""
+        self._check_new(number)
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(self._caches.reader())
             self._readers[number] = (reader, stack.pop_all())

@@ -17,6 +17,7 @@ from trioserve.engine.sessions.continuation import Beginning, Continuation, Said
 from trioserve.engine.sessions.session import Session
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.front_ends.messages import TurnClosed, numbers_of, packed
+from trioserve.protocol.errors import EngineError
 
 
 @attrs.define(eq=False)
@@ -42,6 +43,8 @@ class FrontEndTurns:
         continuation: Continuation,
     ) -> bytes:
         """Begin a turn; return the tokens that it goes on from, as a column."""
+        if number in self._running:
+            raise EngineError(f"there is a turn with the number {number}")
         session = self._sessions.find(session_id, owner)
         beginning = session.begin(turn_id, continuation)
         session.enter(beginning, functools.partial(self._tell, TurnClosed(number)))

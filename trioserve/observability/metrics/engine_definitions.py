@@ -297,7 +297,7 @@ RELIABILITY = (
         "reliability",
         "front_end_restarts",
         lambda s: s.statistics.front_end_restarts,
-        "Front ends started in place of one that died or hung, with several front ends",
+        "Front ends that died, hung or lost their link, with several front ends",
     ),
     counter(
         "reliability",

@@ -8,148 +8,54 @@ joins again.
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import attrs
-import pynng
 import trio
 
 from trioserve._util.exception_groups import sole_exception
-from trioserve._util.pair_socket import PairSocket, SocketFailed
+from trioserve._util.pair_socket import SocketFailed
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
 from trioserve.protocol.devices import split_device
-from trioserve.protocol.errors import EngineError, TrioserveError, WorkerLost
-from trioserve.protocol.joining import Join, JoinRefusal, WorkerEnd
-from trioserve.protocol.version import __version__
+from trioserve.protocol.errors import EngineError, WorkerLost
+from trioserve.protocol.joining import Role, WorkerEnd
 from trioserve.workers.process import WorkerProcess, open_process
+from trioserve.workers.remote.joiner import Joiner, raise_refusal
 from trioserve.workers.remote.link import RemoteLink
-from trioserve.workers.remote.silence import FIRST_TIMEOUT
-from trioserve.workers.supervisor import delay_after
 
-FIRST_DELAY = 0.5
-MAX_DELAY = 5.0
-"""Most seconds between two attempts to join."""
 LEAVE_GRACE = 2.0
 """Seconds for the engine to close the link of an agent that leaves."""
 
 _log = get_logger("trioserve.worker")
 
 
-class _Refused(Exception):
-    """The engine doesn't want the worker."""
-
-    def __init__(self, refusal: JoinRefusal) -> None:
-        super().__init__(refusal.reason)
-        self.is_final = refusal.final
-
-
 @attrs.define(eq=False, kw_only=True)
-class Agent:
+class Agent(Joiner):
     """The agent of one worker.
 
     Args:
-        engine: Address of the engine's port: ``HOST:PORT``.
-        tls: TLS of a worker's host.
-        model: Path of the model on this host.
-        checksum: Checksum of its files.
         device: Device in place of the engine's choice, if given.
         num_threads: Threads in place of the engine's choice, if given.
-        host: Name of this host for the engine.
-        id: Name by which the engine knows the worker when it joins again.
-        leaving: Set by :meth:`leave`, or from outside to the same effect.
     """
 
-    engine: str
-    tls: pynng.TLSConfig
-    model: str
-    checksum: str
     device: str | None = None
     num_threads: int | None = None
-    host: str = attrs.field(factory=socket.gethostname)
-    id: str = attrs.field(factory=lambda: secrets.token_hex(16))
-    _leaving: trio.Event = attrs.field(factory=trio.Event)
-    _attempts: int = attrs.field(init=False, default=0)
-    """Failed attempts to serve, in a row."""
 
-    def leave(self) -> None:
-        """Have :meth:`run` tell the engine that the worker ends, and return."""
-        self._leaving.set()
+    @property
+    def role(self) -> Role:
+        """Its part in the server."""
+        return "worker"
 
-    async def run(self) -> None:
-        """Serve the engine until :meth:`leave`, over again whenever the link is lost.
+    async def serve(self, link: RemoteLink, nursery: trio.Nursery) -> None:
+        """Serve the engine until the link or the worker process is lost.
 
         Raises:
-            TrioserveError: The engine has refused the worker for good.
-        """
-        while not self._leaving.is_set():
-            try:
-                await self._serve_once()
-            except _Refused as refusal:
-                if refusal.is_final:
-                    raise TrioserveError(f"the engine refused the worker: {refusal}") from None
-                self._log_failure(f"the engine refused the worker: {refusal}")
-            except SocketFailed as error:
-                self._log_failure(f"can't join: {error}")
-            except WorkerLost as error:
-                self._log_failure(str(error))
-            self._attempts += 1
-            with trio.move_on_after(delay_after(self._attempts, FIRST_DELAY, MAX_DELAY)):
-                await self._leaving.wait()
-
-    def _log_failure(self, reason: str) -> None:
-        _log.warning("not serving", engine=self.engine, reason=reason, attempts=self._attempts + 1)
-
-    async def _serve_once(self) -> None:
-        """Join and serve the engine until the link or the worker process is lost.
-
-        Raises:
-            SocketFailed: The engine can't be reached.
             WorkerLost: The link or the process was lost.
-            _Refused: The engine refused the worker.
+            JoinRefused: The engine refused the worker.
         """
-        lost = trio.Event()
-        with trio.move_on_after(FIRST_TIMEOUT) as scope:
-            opened = await PairSocket.dial_tls(self.engine, self.tls, lost.set)
-        if scope.cancelled_caught:
-            raise SocketFailed(f"no connection within {FIRST_TIMEOUT:g} s")
-        link = RemoteLink(opened)
-        failure: BaseException | None = None
-        try:
-            with contextlib.closing(opened):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(link.run)
-                    nursery.start_soon(_end_when, lost, link)
-                    nursery.start_soon(_raise_loss, link)
-                    nursery.start_soon(self._tell_leaving, link)
-                    await self._join(link)
-        except BaseExceptionGroup as group:
-            failure = sole_exception(group)
-        if failure is not None and not self._leaving.is_set():
-            raise failure
-
-    async def _tell_leaving(self, link: RemoteLink) -> None:
-        await self._leaving.wait()
-        with trio.move_on_after(LEAVE_GRACE):
-            reason = f"its agent at {self.host} ends"
-            await link.send(WorkerEnd(reason=reason, from_outside=True, leaves=True))
-            await link.ended.wait()
-        link.end("the agent ends")
-
-    async def _join(self, link: RemoteLink) -> None:
-        join = Join(
-            protocol=wire.PROTOCOL_VERSION,
-            schema=wire.schema_hash(),
-            version=__version__,
-            id=self.id,
-            host=self.host,
-            checksum=self.checksum,
-        )
-        await link.send(join)
+        nursery.start_soon(self._tell_leaving, link)
         start = _decoded(await link.receive_bytes())
         if not isinstance(start, wire.Start):
             raise WorkerLost(f"the engine sent {type(start).__name__} where Start was due")
@@ -168,6 +74,14 @@ class Agent:
                 if not link.ended.is_set():
                     await _tell_end(link, error)
                 raise
+
+    async def _tell_leaving(self, link: RemoteLink) -> None:
+        await self._leaving.wait()
+        with trio.move_on_after(LEAVE_GRACE):
+            reason = f"its agent at {self.host} ends"
+            await link.send(WorkerEnd(reason=reason, from_outside=True, leaves=True))
+            await link.ended.wait()
+        link.end("the agent ends")
 
     def _for_this_host(self, start: wire.Start) -> wire.Start:
         """Return ``start`` with what is this host's own."""
@@ -197,7 +111,7 @@ class Agent:
 
         Raises:
             WorkerLost: The process was lost.
-            _Refused: The engine refused the worker.
+            JoinRefused: The engine refused the worker.
         """
         failure: BaseException | None = None
         try:
@@ -206,7 +120,7 @@ class Agent:
                 await worker.greet()
                 await worker.link.send(start)
                 to_worker, to_engine = worker.link.socket.send, link.send_bytes
-                nursery.start_soon(_copy, link.receive_bytes, to_worker, _decoded_if_refusal)
+                nursery.start_soon(_copy, link.receive_bytes, to_worker, raise_refusal)
                 nursery.start_soon(_copy, worker.link.socket.receive, to_engine, self._note)
         except BaseExceptionGroup as group:
             failure = sole_exception(group)
@@ -238,35 +152,17 @@ def _decoded(data: bytes) -> wire.Message:
 
     Raises:
         WorkerLost: It is invalid.
-        _Refused: It is a refusal.
+        JoinRefused: It is a refusal.
     """
+    raise_refusal(data)
     try:
-        message = wire.decode(data)
+        return wire.decode(data)
     except wire.WireError as error:
         raise WorkerLost(f"the engine sent an invalid message: {error}") from error
-    if isinstance(message, JoinRefusal):
-        raise _Refused(message)
-    return message
-
-
-def _decoded_if_refusal(data: bytes) -> None:
-    """Raise the refusal that ``data`` may be; all other messages are for the worker process."""
-    if wire.has_tag(data, JoinRefusal):
-        _decoded(data)
 
 
 async def _raise_exit(worker: WorkerProcess) -> None:
     raise await worker.wait_lost()
-
-
-async def _end_when(lost: trio.Event, link: RemoteLink) -> None:
-    await lost.wait()
-    link.end("the connection to the engine was closed")
-
-
-async def _raise_loss(link: RemoteLink) -> None:
-    loss = await link.wait_lost()
-    raise WorkerLost(f"the engine was lost: {loss}")
 
 
 async def _tell_end(link: RemoteLink, loss: WorkerLost) -> None:

@@ -1,4 +1,4 @@
-"""``trioserve worker-certificates``: a private authority, and the certificates of both sides."""
+"""``trioserve worker-certificates``: a private authority, and the certificates of all sides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trioserve.protocol.errors import TrioserveError
-from trioserve.workers.remote.tls import AUTHORITY, ENGINE, ENGINE_NAME, WORKER, WORKER_NAME
+from trioserve.workers.remote.tls import (
+    AUTHORITY,
+    ENGINE,
+    ENGINE_NAME,
+    FRONT_END,
+    FRONT_END_NAME,
+    WORKER,
+    WORKER_NAME,
+)
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -41,9 +49,9 @@ def make_certificates(folder: Path) -> list[Path]:
 
 
 def certificates() -> dict[str, bytes]:
-    """Return an authority, and an engine's and a worker's certificate of it, by names of files.
+    """Return an authority, and a certificate of it for each side, by names of files.
 
-    An engine's certificate is good for listening only, a worker's for dialing only.
+    An engine's certificate is good for listening only, the others for dialing only.
 
     Raises:
         TrioserveError: The extra ``tls`` is missing.
@@ -54,10 +62,11 @@ def certificates() -> dict[str, bytes]:
         raise TrioserveError(
             "certificates of workers need the package cryptography: install trioserve[tls]"
         ) from error
-    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", ENGINE, WORKER)}
+    sides = {ENGINE: ENGINE_NAME, WORKER: WORKER_NAME, FRONT_END: FRONT_END_NAME}
+    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", *sides)}
     authority = _certificate("trioserve workers", keys["ca"])
     made = {AUTHORITY: _pem(authority), _AUTHORITY_KEY: _key_pem(keys["ca"])}
-    for side, name in ((ENGINE, ENGINE_NAME), (WORKER, WORKER_NAME)):
+    for side, name in sides.items():
         certificate = _certificate(name, keys[side], authority, keys["ca"])
         made |= {f"{side}.crt": _pem(certificate), f"{side}.key": _key_pem(keys[side])}
     return made

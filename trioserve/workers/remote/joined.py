@@ -180,6 +180,11 @@ class JoinedWorkers:
     _workers: dict[str, JoinedWorker] = attrs.field(init=False, factory=dict)
 
     @property
+    def schema(self) -> str:
+        """Hash of the messages to and from a worker."""
+        return wire.schema_hash()
+
+    @property
     def num_serving(self) -> int:
         """Number of workers that serve, or have served and may come back."""
         return sum(each.index is not None for each in self._workers.values())

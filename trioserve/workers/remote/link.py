@@ -6,6 +6,9 @@ and silence, which is all that a cut or half-open network gives.
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
 import attrs
 import trio
 
@@ -18,6 +21,28 @@ from trioserve.workers.remote.silence import FIRST_TIMEOUT, Silence
 
 REFUSAL_GRACE = 1.0
 """Seconds for the other end to close the connection after it was refused."""
+CLOCK_SAMPLES = 16
+"""Answers to heartbeats of which the quickest tells the other system's clock."""
+
+
+@attrs.define(eq=False)
+class PeerClock:
+    """The clock of the system at the other end, by the answers to heartbeats."""
+
+    is_known: trio.Event = attrs.field(init=False, factory=trio.Event)
+    """Set once there was an answer."""
+    _samples: deque[tuple[float, float]] = attrs.field(
+        init=False, factory=lambda: deque(maxlen=CLOCK_SAMPLES)
+    )
+    """The newest round trips, each with the offset that it gives."""
+    offset: float = attrs.field(init=False, default=0.0)
+    """Seconds by which trio's clock is ahead; wrong by half of a round trip at most."""
+
+    def note(self, sent: float, received: float, told: float) -> None:
+        """Note that a heartbeat was answered at ``told``, somewhere between two of trio's times."""
+        self._samples.append((received - sent, (sent + received) / 2 - told))
+        self.offset = min(self._samples)[1]
+        self.is_known.set()
 
 
 @attrs.define(eq=False)
@@ -33,6 +58,7 @@ class RemoteLink:
     """Set once the link is lost or was closed."""
     loss: WorkerLost | None = attrs.field(init=False, default=None)
     """Why it is lost."""
+    clock: PeerClock = attrs.field(init=False, factory=PeerClock)
     silence: Silence = attrs.field(init=False)
     _arrived: trio.MemorySendChannel[bytes] = attrs.field(init=False)
     _incoming: trio.MemoryReceiveChannel[bytes] = attrs.field(init=False)
@@ -139,9 +165,11 @@ class RemoteLink:
             return
         assert isinstance(beat, LinkHeartbeat)
         if not beat.is_answer:
-            self.socket.send_nowait(wire.encode(attrs.evolve(beat, is_answer=True)))
+            answer = attrs.evolve(beat, is_answer=True, time=time.perf_counter())
+            self.socket.send_nowait(wire.encode(answer))
         elif beat.number == self._number:
             self.traffic.round_trip = now - self._beat_at
+            self.clock.note(self._beat_at, now, beat.time)
 
     async def _beat_and_watch(self) -> None:
         """Send heartbeats and watch for them; begin anew at each :meth:`agree`."""

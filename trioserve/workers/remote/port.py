@@ -1,4 +1,4 @@
-"""The engine's port for workers of other hosts.
+"""The engine's port for workers and front ends of other hosts.
 
 nng speaks TLS on it, and wants a certificate of the peer. But an nng socket takes one peer at a
 time, and tells nothing of the peers that it refuses. So this module accepts the connections, and
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import attrs
 import pynng
@@ -26,6 +27,7 @@ from trioserve.protocol.version import __version__
 from trioserve.workers.remote.joined import JoinedWorkers
 from trioserve.workers.remote.link import RemoteLink
 from trioserve.workers.remote.silence import FIRST_TIMEOUT
+from trioserve.workers.remote.tls import FRONT_END_NAME, WORKER_NAME
 
 MAX_JOINING = 64
 """Most connections at a time that haven't joined."""
@@ -37,8 +39,25 @@ CHUNK = 64 << 10
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ACCEPT_DELAY = 0.1
 """Seconds before the next connection is accepted while there are no descriptors."""
+_NAMES = {"worker": WORKER_NAME, "front end": FRONT_END_NAME}
+"""Names in certificates by role."""
 
 _log = get_logger("trioserve.worker")
+
+
+class Joined(Protocol):
+    """The peers of one role that have joined."""
+
+    @property
+    def schema(self) -> str:
+        """Hash of the messages, which must be that of a peer."""
+        ...
+
+    def obstacle(self, join: Join) -> str | None:
+        """Return the reason why a peer isn't wanted; None if it is."""
+
+    def take(self, join: Join, link: RemoteLink) -> None:
+        """Take in a peer that has joined over ``link``. Never blocks."""
 
 
 @attrs.define(eq=False)
@@ -56,14 +75,15 @@ class _Peer:
 
 @attrs.define(eq=False, kw_only=True)
 class WorkersPort:
-    """The port, and the workers that have joined there.
+    """The port, and the workers and front ends that have joined there.
 
     Args:
         address: Where to listen: ``ADDRESS:PORT``.
         tls: TLS of the engine.
         timeout: Seconds of silence after which a link counts as lost.
         checksum: Checksum of the model's files, which a worker's must have.
-        workers: Gets those that join.
+        workers: Gets the workers that join.
+        front_ends: Gets the front ends that join, if they may.
     """
 
     address: str
@@ -71,12 +91,13 @@ class WorkersPort:
     timeout: float
     checksum: str
     workers: JoinedWorkers
+    front_ends: Joined | None = None
     bound: str = attrs.field(init=False, default="")
     """Address that it listens at, with its port."""
     _num_joining: int = attrs.field(init=False, default=0)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Accept workers until cancelled. ``task_status`` is told when it listens.
+        """Accept peers until cancelled. ``task_status`` is told when it listens.
 
         Raises:
             TrioserveError: The address can't be used.
@@ -93,7 +114,7 @@ class WorkersPort:
         async with trio.open_nursery() as nursery:
             for listener in listeners:
                 nursery.start_soon(self._accept, listener, nursery)
-            _log.info("listening for workers", address=self.bound)
+            _log.info("listening for other hosts", address=self.bound)
             task_status.started()
 
     async def wait_complete(self) -> None:
@@ -109,7 +130,7 @@ class WorkersPort:
                 except OSError as error:
                     if error.errno not in OUT_OF_DESCRIPTORS:
                         raise
-                    _log.error("no worker can be accepted", reason=error.strerror)
+                    _log.error("no peer can be accepted", reason=error.strerror)
                     await trio.sleep(ACCEPT_DELAY)
                 else:
                     nursery.start_soon(self._serve, stream)
@@ -118,13 +139,13 @@ class WorkersPort:
         """Serve one connection until it is lost, or the engine ends it."""
         name = _peer_name(stream)
         if self._num_joining >= MAX_JOINING:
-            _log.warning("worker refused", peer=name, reason="too many connections don't join")
+            _log.warning("peer refused", peer=name, reason="too many connections don't join")
             await trio.aclose_forcefully(stream)
             return
         try:
             socket = PairSocket.listen_tls(self.tls)
         except SocketFailed as error:
-            _log.error("worker refused", peer=name, reason=f"no socket for it: {error}")
+            _log.error("peer refused", peer=name, reason=f"no socket for it: {error}")
             await trio.aclose_forcefully(stream)
             return
         link = RemoteLink(socket)
@@ -142,7 +163,7 @@ class WorkersPort:
             link.end("the engine ends")
             if not peer.has_joined:
                 self._num_joining -= 1
-                _log.warning("worker refused", peer=name, reason=str(link.loss))
+                _log.warning("peer refused", peer=name, reason=str(link.loss))
 
     # ---- the first message
 
@@ -160,32 +181,49 @@ class WorkersPort:
         if not isinstance(join, Join):
             link.end("its first message isn't Join; is it another version of trioserve?")
             return
-        reason = self._obstacle(join)
+        reason = self._obstacle(join, link.socket.peer_name)
         if reason is not None:
             await link.refuse(reason, final=True)
             return
         peer.has_joined = True
         self._num_joining -= 1
         link.agree(self.timeout)
-        _log.info("worker joined", peer=peer.name, host=join.host)
-        self.workers.take(join, link)
+        _log.info(f"{join.role} joined", peer=peer.name, host=join.host)
+        joined = self._joined_as(join)
+        assert joined is not None
+        joined.take(join, link)
 
-    def _obstacle(self, join: Join) -> str | None:
-        """Return the reason why a worker can't serve this engine; None if it can."""
-        if (join.protocol, join.schema) != (wire.PROTOCOL_VERSION, wire.schema_hash()):
+    def _joined_as(self, join: Join) -> Joined | None:
+        """Return the peers of a role; None if there may be none."""
+        return self.workers if join.role == "worker" else self.front_ends
+
+    def _obstacle(self, join: Join, certified: str) -> str | None:
+        """Return the reason why a peer can't serve this engine; None if it can.
+
+        ``certified`` is the name in its certificate.
+        """
+        joined = self._joined_as(join)
+        if joined is None:
             return (
-                f"the worker's host has trioserve {join.version} (protocol {join.protocol}, "
-                f"{join.schema}), the engine's {__version__} ({wire.PROTOCOL_VERSION}, "
-                f"{wire.schema_hash()}): install the same version on both"
+                "the engine takes no front ends of other hosts: "
+                "start it with --api-server-count 2 or more"
             )
+        if (join.protocol, join.schema) != (wire.PROTOCOL_VERSION, joined.schema):
+            return (
+                f"the {join.role}'s host has trioserve {join.version} (protocol {join.protocol}, "
+                f"{join.schema}), the engine's {__version__} ({wire.PROTOCOL_VERSION}, "
+                f"{joined.schema}): install the same version on both"
+            )
+        if certified != _NAMES[join.role]:
+            return f"a {join.role} needs a certificate for {_NAMES[join.role]}; it has {certified}"
         if join.checksum != self.checksum:
             return (
-                f"the model on the worker's host has the checksum {join.checksum}, the engine's "
-                f"{self.checksum}: give both the same MODEL"
+                f"the model on the {join.role}'s host has the checksum {join.checksum}, the "
+                f"engine's {self.checksum}: give both the same MODEL"
             )
         if not 0 < len(join.id) <= MAX_NAME or not len(join.host) <= MAX_NAME:
             return f"a host's and an agent's name have at most {MAX_NAME} characters"
-        return self.workers.obstacle(join)
+        return joined.obstacle(join)
 
     # ---- the relay
 

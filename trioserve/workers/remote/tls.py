@@ -1,7 +1,8 @@
-"""The certificates of engine and workers, and nng's TLS with them.
+"""The certificates of engine, workers and front ends, and nng's TLS with them.
 
-A folder of ``trioserve worker-certificates`` has the files of both sides. An engine needs
-:data:`ENGINE_FILES` of them, a worker's host :data:`WORKER_FILES`.
+A folder of ``trioserve worker-certificates`` has the files of all sides. An engine needs
+:data:`ENGINE_FILES` of them, a worker's host :data:`WORKER_FILES`, a front end's
+:data:`FRONT_END_FILES`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from trioserve.protocol.errors import TrioserveError
 AUTHORITY = "ca.crt"
 ENGINE = "engine"
 WORKER = "worker"
+FRONT_END = "front-end"
 ENGINE_FILES = (AUTHORITY, f"{ENGINE}.crt", f"{ENGINE}.key")
 WORKER_FILES = (AUTHORITY, f"{WORKER}.crt", f"{WORKER}.key")
+FRONT_END_FILES = (AUTHORITY, f"{FRONT_END}.crt", f"{FRONT_END}.key")
 
 ENGINE_NAME = "engine.trioserve.internal"
 """Name in an engine's certificate. Its host's name isn't in it, so that it may have any."""
 WORKER_NAME = "worker.trioserve.internal"
+FRONT_END_NAME = "front-end.trioserve.internal"
 
 
 def engine_tls(folder: str) -> pynng.TLSConfig:
-    """Return the TLS of an engine, which wants a certificate of its workers.
+    """Return the TLS of an engine, which wants a certificate of its peers.
 
     Raises:
         TrioserveError: A file of :data:`ENGINE_FILES` is missing, or has other content.
@@ -40,6 +44,15 @@ def worker_tls(folder: str) -> pynng.TLSConfig:
         TrioserveError: A file of :data:`WORKER_FILES` is missing, or has other content.
     """
     return _tls(folder, WORKER_FILES, worker_tls_of)
+
+
+def front_end_tls(folder: str) -> pynng.TLSConfig:
+    """Return the TLS of a front end's host, which wants an engine's certificate.
+
+    Raises:
+        TrioserveError: A file of :data:`FRONT_END_FILES` is missing, or has other content.
+    """
+    return _tls(folder, FRONT_END_FILES, worker_tls_of)
 
 
 def engine_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:

@@ -1,0 +1,1 @@
+"""Tests of :mod:`trioserve.front_ends.remote`."""
