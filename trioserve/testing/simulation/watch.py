@@ -217,7 +217,7 @@ class MessageChecker:
             self._check_page_is_fresh(opened.slot, page)
             self.slots[opened.slot].pages.append(page)
 
-    def _follow_copies(self, copies: list[tuple[int, int]]) -> None:
+    def _follow_copies(self, copies: list[list[int]]) -> None:
         """Take a copy to be as old as its source. On the way to the host and back a page changes
         its number.
         """
