@@ -162,10 +162,11 @@ async def measure(*, streams: int = 32, requests: int = 600, rounds: int = 2) ->
         found.add(case, **await costs(case, streams, few))
     lines: list[Sequence[object]] = []
     for case, of in found.medians().items():
-        own = [f"{of['router_request']:.0f}", f"{of['router_token']:.1f}"]
-        own.append(f"{1e6 / of['router_request']:,.0f}")
+        shown = ["", "", ""]
+        if case.policy:
+            shown = [f"{of['router_request']:.0f}", f"{of['router_token']:.1f}"]
+            shown.append(f"{1e6 / of['router_request']:,.0f}")
         theirs = [f"{of['servers_request']:.0f}", f"{of['servers_token']:.1f}"]
-        shown = own if case.policy else ["", "", ""]
         last = [f"{of['ttft']:.2f}", f"{of['rate']:.0f}"]
         lines.append([case.title, f"{case.prompt_tokens:,} tokens", *shown, *theirs, *last])
     joined = max(of["joined"] for of in found.medians().values())
