@@ -5,7 +5,6 @@ The oracle is the same scheduler with a model that knows the true costs from the
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ import attrs
 import pytest
 
 from tests.support.scheduling import Bench
+from tests.support.step_times import recorded_steps
 from trioserve.requests.request import Sequence
 from trioserve.scheduler.decode_hold import LONGEST
 from trioserve.scheduler.step_time import TOKENS, StepLoad, StepTimeModel
@@ -30,7 +30,7 @@ RECORDED = [
     Path(__file__).parent / "step_times" / f"{name}.jsonl"
     for name in ("xeon_avx512_busy", "zen4_avx2")
 ]
-"""Steps of real machines: decodes, tokens of prompts, context and microseconds of each.
+"""Files with steps of real machines.
 
 Torch's steps aren't among them. There a prompt's context costs three times as much as its tokens,
 and gaps get up to a quarter longer than these tests allow.
@@ -41,10 +41,8 @@ Costs = tuple[float, float, float, float]
 def costs_of(path: Path) -> Costs:
     """Return the costs that fit recorded steps."""
     model = StepTimeModel()
-    for line in path.read_text().splitlines():
-        decodes, tokens, context, micros = json.loads(line)
-        load = StepLoad(decodes=decodes, prompt_tokens=tokens, context=context)
-        model.observe(load, micros / 1e6)
+    for load, seconds in recorded_steps(path):
+        model.observe(load, seconds)
     fixed, decode, token, read = model.coefficients
     return fixed, decode, token, read
 
@@ -148,10 +146,11 @@ class Life:
         return places
 
 
-@pytest.fixture(params=[*MACHINES, *(path.stem for path in RECORDED)])
+@pytest.fixture(
+    params=[*MACHINES.values(), *RECORDED], ids=[*MACHINES, *(p.stem for p in RECORDED)]
+)
 def costs(request: pytest.FixtureRequest) -> Costs:
-    made_up = MACHINES.get(request.param)
-    return made_up or costs_of(next(path for path in RECORDED if path.stem == request.param))
+    return costs_of(request.param) if isinstance(request.param, Path) else request.param
 
 
 @pytest.mark.parametrize("streams", [1, 16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.step_times import recorded_steps
 from trioserve.scheduler.step_time import NUM_LATEST, StepLoad, StepTimeModel
 
 RECORDED = sorted((Path(__file__).parent / "step_times").glob("*.jsonl"))
@@ -145,12 +145,10 @@ def test_few_steps_are_enough_to_begin() -> None:
 def test_recorded_steps_are_predicted(path: Path) -> None:
     """Predict each step from those before it."""
     model, found = StepTimeModel(), list[float]()
-    for line in path.read_text().splitlines():
-        decodes, tokens, context, micros = json.loads(line)
-        load = StepLoad(decodes=decodes, prompt_tokens=tokens, context=context)
+    for load, seconds in recorded_steps(path):
         if model.is_known:
-            found.append(model.predict(load) / micros * 1e6)
-        model.observe(load, micros / 1e6)
+            found.append(model.predict(load) / seconds)
+        model.observe(load, seconds)
     found.sort()
     assert len(found) > 100
     assert 0.8 < statistics.median(found) < 1.25
