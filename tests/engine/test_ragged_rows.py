@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from trio.testing import MockClock
 
 from tests.support.front_ends import open_server
 from trioserve import Engine, GenerationStream
+from trioserve.protocol.sampling import NAN_LOGITS
 from trioserve.testing import FakeWorker, open_fake_engine
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import num_accepted
 
+PROMPT = "once upon a time"
 ALPHABET = ids_of("abc \u00e9\U0001f600")
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -53,7 +56,7 @@ async def outputs_of(engine: Engine) -> dict[str, Any]:
     got: dict[str, Any] = {}
 
     async def read(name: str, params: dict[str, Any]) -> None:
-        async with engine.generate("once upon a time", seed=4, **params) as stream:
+        async with engine.generate(PROMPT, seed=4, **params) as stream:
             chunks = [chunk async for chunk in stream]
             got[name] = [described(stream, chunks, index) for index in range(params.get("n", 1))]
 
@@ -94,6 +97,32 @@ async def test_streams_are_the_same(autojump_clock: MockClock, plans_in_flight: 
         num_outputs = sum(params.get("n", 1) for params in REQUESTS.values())
         assert sum(engine.metrics.inter_token_latency.counts) == counted - num_outputs
     assert {each[0][3] for each in expected.values()} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+async def test_no_token_after_a_stop_string_fails_nothing(
+    autojump_clock: MockClock, plans_in_flight: int
+) -> None:
+    """Compute past the stop string in its own row, where the model's logits hold NaN."""
+    texts = ["ccab", "cccccab", "ccccccccab"]
+    params: dict[str, Any] = {"max_tokens": 60, "stop": ("ab",), "n": len(texts)}
+
+    def no_token_after_stop(context: list[int], sampler: Any) -> int:
+        left = ids_of(texts[sampler.sequence_index])[len(context) - len(PROMPT) :]
+        return left[0] if left else NAN_LOGITS
+
+    async def tokens_of(max_row_tokens: int) -> list[list[int]]:
+        worker = attrs.evolve(make_worker(max_row_tokens), token=no_token_after_stop)
+        async with (
+            open_fake_engine(lambda: worker, max_plans_in_flight=plans_in_flight) as engine,
+            engine.generate(PROMPT, **params) as stream,
+        ):
+            outputs: list[list[int]] = [[] for _ in range(params["n"])]
+            async for chunk in stream:
+                outputs[chunk.index] += chunk.token_ids
+            return outputs
+
+    assert await tokens_of(1) == await tokens_of(6) == [list(ids_of(each)) for each in texts]
 
 
 async def test_streams_over_several_front_ends_are_the_same(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trioserve.scheduler.beams import Beams
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.result_validation import Results
 from trioserve.scheduler.sequence_state import SequenceState
-from trioserve.scheduler.state import SchedulerState
+from trioserve.scheduler.state import SchedulerState, end_of
 from trioserve.scheduler.stop_conditions import ending, ending_without_token
 from trioserve.scheduler.token_counts import Bools, Ints
 
@@ -119,7 +119,11 @@ class ResultProcessor:
         sequence.request.vector = results.vectors.get(seq_state.slot, b"")
         finish = ending_without_token(sequence, tokens[-1])
         self._state.counters.num_corrupted += isinstance(finish.error, EngineError)
-        return outputs + self._state.finish_all(sequence.request, finish)
+        if not sequence.output_ids or sequence.request.beams is not None:
+            return outputs + self._state.finish_all(sequence.request, finish)
+        # The detokenizer may have found the end before this token. If not, it aborts the others.
+        self._state.finish(sequence, finish)
+        return [*outputs, end_of(sequence, finish)]
 
     def _accept(
         self, seq_state: SequenceState, results: Results, index: int, now: float
