@@ -5,7 +5,6 @@ The model is tiny and computes in float32, so the tokens are the same.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -128,60 +127,72 @@ async def test_requests_of_every_kind_outlive_their_worker(
         await assert_idle(engine)
 
 
-NAMES = [f"property_{number}" for number in range(1500)]
-HEAVY = Grammar(
-    "json_schema",
-    json.dumps(
-        {
-            "type": "object",
-            "properties": {name: {"type": "string"} for name in NAMES},
-            "required": NAMES,
-            "additionalProperties": False,
-        }
-    ),
-)
-"""A grammar that takes as long to compile as many steps."""
-MANY_STEPS = 20
+SLOW_TO_COMPILE = """
+import os, sys, time
+from gpu import worker
+from gpu.constraints.grammar_cache import GrammarCache
+prepare = GrammarCache.prepare
+def slow(self, grammar, **options):
+    while os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    return prepare(self, grammar, **options)
+GrammarCache.prepare = slow
+worker.run(sys.argv[2])
+"""
+"""A worker that compiles no grammar while there is a file of that name."""
 
 
-async def test_a_stream_goes_on_while_a_heavy_grammar_is_compiled_again(tiny: Path) -> None:
-    """Give both streams a token a step, unless one waits for the new worker's threads."""
+async def test_a_stream_goes_on_while_a_grammar_is_compiled_again(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    start_workers_with(SLOW_TO_COMPILE, gate, monkeypatch)
     plain = {"prompt": [3, 4, 5], "temperature": 0, "ignore_eos": True, "max_tokens": 180}
-    heavy = {"prompt": [9, 9], "seed": 5, "ignore_eos": True, "max_tokens": 60, "grammar": HEAVY}
+    grammar = Grammar("regex", "(ab|cd){20,60}")
+    constrained = {"prompt": [9, 9], "seed": 5, "max_tokens": 60, "grammar": grammar}
 
-    async def tokens_of(engine: Engine, *, kill: bool) -> tuple[list[int], list[int], int]:
-        """Return both outputs, and how many of the plain tokens came between two heavy ones."""
-        outputs: dict[str, list[int]] = {"plain": [], "heavy": []}
-        longest = 0
+    async def tokens_of(engine: Engine, *, kill: bool) -> list[list[int]]:
+        outputs: list[list[int]] = [[], []]
 
-        async def ask(name: str, params: dict[str, Any]) -> None:
-            nonlocal longest
-            before = 0
+        async def ask(output: list[int], params: dict[str, Any]) -> None:
             async with engine.generate(**params) as stream:
                 async for chunk in stream:
-                    if name == "heavy":
-                        longest = max(longest, len(outputs["plain"]) - before)
-                        before = len(outputs["plain"])
-                        if not outputs["heavy"]:
-                            longest = 0
-                            nursery.start_soon(ask, "plain", plain)
-                    outputs[name] += chunk.token_ids
+                    output += chunk.token_ids
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, "heavy", heavy)
-            while kill and min(map(len, outputs.values())) < 10:
+            nursery.start_soon(ask, outputs[1], constrained)
+            while not outputs[1]:
                 await trio.sleep(0.001)
+            nursery.start_soon(ask, outputs[0], plain)
             if kill:
+                while min(map(len, outputs)) < 5:
+                    await trio.sleep(0.001)
+                gate.touch()
                 (await worker_of(engine)).kill()
-        return outputs["plain"], outputs["heavy"], longest
+                while engine.statistics().worker_restarts == 0:
+                    await trio.sleep(0.001)
+                num_before = list(map(len, outputs))
+                while len(outputs[0]) < num_before[0] + 20:
+                    await trio.sleep(0.001)
+                assert len(outputs[1]) == num_before[1]
+                gate.unlink()
+        return outputs
 
     async with open_tiny_engine(tiny) as engine:
-        *calm, _ = await tokens_of(engine, kill=False)
-        *disturbed, longest = await tokens_of(engine, kill=True)
-        assert disturbed == calm
-        assert longest >= MANY_STEPS
+        calm = await tokens_of(engine, kill=False)
+        assert await tokens_of(engine, kill=True) == calm
         assert engine.statistics().worker_restarts == 1
         await assert_idle(engine)
+
+
+def start_workers_with(program: str, argument: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make workers run ``program``, whose arguments are ``argument`` and the engine's URL."""
+
+    def command(url: str) -> tuple[list[str], dict[str, str]]:
+        environment = worker_command(url)[1]
+        return [sys.executable, "-P", "-c", program, str(argument), url], environment
+
+    monkeypatch.setattr(worker_process, "worker_command", command)
 
 
 FAILING = """
@@ -212,12 +223,7 @@ async def test_a_poisoned_context_costs_the_process_and_missing_memory_does_not(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, num_replaced: int
 ) -> None:
     once = tmp_path / "once"
-
-    def failing_command(url: str) -> tuple[list[str], dict[str, str]]:
-        program = FAILING.format(error=error)
-        return [sys.executable, "-P", "-c", program, str(once), url], worker_command(url)[1]
-
-    monkeypatch.setattr(worker_process, "worker_command", failing_command)
+    start_workers_with(FAILING.format(error=error), once, monkeypatch)
     async with open_tiny_engine(tiny, max_plans_in_flight=2, max_num_batched_tokens=64) as engine:
         calm, disturbed = Answers(), Answers()
         await calm.ask_all(engine)
