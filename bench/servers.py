@@ -72,9 +72,10 @@ class Running:
 
 @attrs.frozen
 class Family:
-    """A process and its descendants, found anew at each question (Linux only)."""
+    """A process and its descendants, if these count, found anew at each question (Linux only)."""
 
     pid: int
+    with_children: bool = True
 
     def members(self) -> list[Any]:
         """Return the processes, workers in sessions of their own among them."""
@@ -82,7 +83,7 @@ class Family:
 
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self.pid)
-            return [parent, *parent.children(recursive=True)]
+            return [parent, *(parent.children(recursive=True) if self.with_children else ())]
         return []
 
     def _sum(self, figure: Callable[[Any], float]) -> float:

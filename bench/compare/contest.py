@@ -40,6 +40,7 @@ _COLUMNS = {
     "pss_anonymous_mib": ("written MiB", "{:.0f}"),
     "pss_files_mib": ("of files MiB", "{:.0f}"),
     "pss_at_start_mib": ("PSS at its start MiB", "{:.0f}"),
+    "pss_of_first_mib": ("of it the first process MiB", "{:.0f}"),
     "first_token_seconds": ("first token s", "{:.2f}"),
     "peak_resident_mib": ("peak, resident MiB", "{:.0f}"),
     "healthy_seconds": ("healthy s", "{:.2f}"),

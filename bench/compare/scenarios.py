@@ -383,6 +383,7 @@ class Memory(_Alone):
                 "pss_anonymous_mib": one.family.pss_bytes("Pss_Anon"),
                 "pss_files_mib": one.family.pss_bytes("Pss_File"),
                 "pss_at_start_mib": before,
+                "pss_of_first_mib": attrs.evolve(one.family, with_children=False).pss_bytes(),
                 "peak_resident_mib": one.family.peak_resident_bytes(),
             }
         return Taken(values={name: size / 2**20 for name, size in found.items()})
