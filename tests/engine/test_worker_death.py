@@ -32,7 +32,7 @@ from trioserve.protocol.grammar import Grammar
 from trioserve.workers import process as worker_process
 from trioserve.workers.command import worker_command
 from trioserve.workers.link import NngLink
-from trioserve.workers.supervisor import Supervisor
+from trioserve.workers.supervisor import TAKE_OVER, Supervisor
 
 LONG = list(range(5, 105))
 
@@ -356,6 +356,18 @@ async def test_a_model_that_can_not_be_loaded_again_at_once_is_tried_again(
     with pytest.raises(ModelLoadError):
         await keeper.run(attach)
     assert deaths == []
+
+
+@pytest.mark.parametrize(("others_serve", "seconds"), [(False, 0.05), (True, TAKE_OVER)])
+async def test_the_next_worker_leaves_the_cores_to_others_that_take_over(
+    autojump_clock: trio.testing.MockClock, others_serve: bool, seconds: float
+) -> None:
+    keeper, attach = supervised([WorkerLost("killed"), ModelLoadError("no file")], [])
+    keeper.others_serve = lambda: others_serve
+    keeper.max_restarts = 1
+    with pytest.raises(ModelLoadError):
+        await keeper.run(attach)
+    assert trio.current_time() == pytest.approx(seconds)
 
 
 def test_a_worker_keeps_few_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Workers of other hosts join and leave by themselves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -149,6 +150,7 @@ class WorkerGroup:
         self, worker: EngineWorker, task_status: trio.TaskStatus[wire.Ready]
     ) -> None:
         """Run a worker and its successors. If they are given up, the others go on."""
+        worker.supervisor.others_serve = functools.partial(self._others_serve, worker)
         try:
             await worker.run(task_status)
         except (ModelLoadError, WorkerLost) as error:
@@ -164,6 +166,9 @@ class WorkerGroup:
                 _log.error("worker given up", worker=worker.index, reason=str(error))
                 worker.dismiss(f"it was given up: {error}")
                 worker.free_device()
+
+    def _others_serve(self, worker: EngineWorker) -> bool:
+        return any(each.attached for each in self.schedulers if each is not worker.scheduler)
 
     def start_task(self, run: Callable[..., Awaitable[None]]) -> None:
         """Start a task of the engine."""
@@ -241,9 +246,7 @@ class WorkerGroup:
     async def _add_joined(self, joined: JoinedWorker) -> None:
         assert self.port is not None
         worker = self._make_joined(next(self._numbers), joined)
-        joined.others_serve = lambda: any(
-            each.attached for each in self.schedulers if each is not worker.scheduler
-        )
+        joined.others_serve = functools.partial(self._others_serve, worker)
         worker.scheduler.weights.path = self._weights_path
         try:
             self._check_changeable()

@@ -57,19 +57,19 @@ class PrefixIndex:
         """
         width = 4 * page_size
         run = self._roots.get((namespace, width))
-        tokens = tokens[: (len(tokens) - 4) // width * width]
+        num_pages = (len(tokens) - 4) // width
         path = RunPath()
         depth = 0
-        while run is not None:
+        while run is not None and depth < num_pages:
             run = run.children.get(tokens[depth * width : (depth + 1) * width])
             if run is not None:
-                common = run.common(tokens, depth * width)
+                common = min(run.common(tokens, depth * width), num_pages - depth)
                 run.held.write(held, depth, common, page_size)
                 if run.coming is not None:
                     run.coming.write(coming, depth + common, 0, page_size)
                 depth += common
                 if depth < run.stop:
-                    path.leaves_at = depth if depth * width < len(tokens) else 0
+                    path.leaves_at = depth if depth < num_pages else 0
                     break
                 path.runs.append(run)
         return path
@@ -87,17 +87,17 @@ class PrefixIndex:
         ``path`` is that of :meth:`find`, if nothing has changed since.
         """
         width = 4 * page_size
-        tokens = tokens[: len(tokens) // width * width]
-        if not tokens:
+        stop = len(tokens) // width * width
+        if not stop:
             return None
         path = path or RunPath()
         run = self.root(namespace, width)
         for run in path.runs:
             run.add_coming(holder)
-        while (begin := run.stop * width) < len(tokens):
+        while (begin := run.stop * width) < stop:
             child = run.children.get(tokens[begin : begin + width])
             if child is None:
-                child = PageRun(run, run.stop, width, bytearray(tokens[begin:]))
+                child = PageRun(run, run.stop, width, bytearray(memoryview(tokens)[begin:stop]))
                 run.children[child.first] = child
             else:
                 end = path.leaves_at or run.stop + child.common(tokens, begin)

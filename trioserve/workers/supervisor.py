@@ -19,6 +19,11 @@ from trioserve.workers.power import WorkerPower
 
 FIRST_RESTART_DELAY = 0.05
 MAX_RESTART_DELAY = 5.0
+TAKE_OVER = 1.0
+"""Seconds from a loss in which no process loads, if other workers take over the requests.
+
+On a CPU, loading would take their cores while they compute the prompts.
+"""
 
 _log = get_logger("trioserve.worker")
 
@@ -58,6 +63,7 @@ class Supervisor:
         on_loss: Called with every loss, after ``judge``.
         on_replaced: Called with the seconds between a loss and the attachment of the next worker.
         worker_power: State that says if a worker is wanted.
+        others_serve: Returns True if the engine has another worker that serves.
         index: The worker's number, for the log.
     """
 
@@ -68,6 +74,7 @@ class Supervisor:
     on_loss: Callable[[WorkerLost], None] = lambda _: None
     on_replaced: Callable[[float], None] = lambda _: None
     worker_power: WorkerPower = attrs.field(factory=WorkerPower)
+    others_serve: Callable[[], bool] = lambda: False
     index: int = 0
     restarts: int = attrs.field(default=0, init=False)
     """Number of workers replaced since the start."""
@@ -151,7 +158,7 @@ class Supervisor:
                 continue
             self.restarts += 1
             self._note_life("restarting")
-            await trio.sleep(_delay(deaths))
+            await trio.sleep(max(_delay(deaths), TAKE_OVER if self.others_serve() else 0.0))
 
     def _count(self, loss: WorkerLost) -> int:
         deaths = self.judge(loss)

@@ -51,7 +51,8 @@ class CheckedRouter(Router):
     def check(self, request: Request) -> None:
         """Compare the prefix, and the loads."""
         self._update()
-        prefix, _paths = self._prefix_of(request)
+        namespace = namespace_of(request.cache_salt, request.adapter)
+        prefix, _paths = self._prefix_of(request, namespace)
         for number, worker in self._workers.items():
             on_host, cached = self.expected(request, worker.scheduler)
             found = 0 if prefix.on_host is None else prefix.on_host[number]

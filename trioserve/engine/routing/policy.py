@@ -209,7 +209,7 @@ class Policy:
         costs = self._costs(loads, prompt, prefix)
         if among is not None:
             costs[~among] = np.inf
-        least = np.minimum.reduce(costs)
+        least = costs[costs.argmin()]
         if self._temperature > 0 and self._name != "round_robin":
             scale = self._temperature * max(abs(least), 1e-9)
             weights = np.exp((least - costs) / scale)

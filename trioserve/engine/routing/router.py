@@ -96,14 +96,15 @@ class Router:
         if count == 1 or not self._workers:
             request.num_cached_when_placed = 0
             return (among or (*self._numbers, *self._new))[0]
-        prefix, paths = self._prefix_of(request)
+        namespace = namespace_of(request.cache_salt, request.adapter)
+        prefix, paths = self._prefix_of(request, namespace)
         mask = self._mask(among)
         number = self._policy.choose(self._loads, len(request.prompt_ids), prefix, mask)
         request.num_cached_when_placed = int(prefix.num_cached()[number])
         worker = self._workers[number]
         limits = worker.core.limits
         if limits.enable_prefix_caching and request.sequences[0].state is not State.FINISHED:
-            namespace, page_size = _namespace_of(request), limits.page_size
+            page_size = limits.page_size
             request.coming = self._index.add_coming(
                 namespace, page_size, request.prompt_column(), 2 * number, paths[page_size]
             )
@@ -153,9 +154,11 @@ class Router:
         mask[list(numbers or self._workers)] = True
         return mask
 
-    def _prefix_of(self, request: Request) -> tuple[KnownPrefix, dict[int, RunPath]]:
+    def _prefix_of(
+        self, request: Request, namespace: Namespace
+    ) -> tuple[KnownPrefix, dict[int, RunPath]]:
         """Return what each worker has for the request, and its paths by the size of pages."""
-        namespace, tokens = _namespace_of(request), request.prompt_column()
+        tokens = request.prompt_column()
         found = np.zeros((2, 2 * len(self._loads)))
         paths = {
             page_size: self._index.find(namespace, page_size, tokens, *found)
@@ -184,7 +187,3 @@ class Router:
             if not residency.is_present(adapter):
                 seconds[number] = residency.load_seconds
         return seconds
-
-
-def _namespace_of(request: Request) -> Namespace:
-    return namespace_of(request.cache_salt, request.adapter)
