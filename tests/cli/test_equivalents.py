@@ -56,6 +56,19 @@ def test_an_option_of_several_servers_is_that_of_the_command_line_s(
         ("--swap-space 4", "--swap-space 4 (vLLM): not there; pages"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill; see"),
         ("-fa off", "-fa off (llama.cpp): not needed"),
+        (
+            "--speculative-algorithm=NGRAM",
+            "--speculative-algorithm NGRAM (SGLang): use --speculative-config: NGRAM is the method "
+            "ngram, STANDALONE is draft_model",
+        ),
+        (
+            "--speculative-num-draft-tokens=4",
+            "--speculative-num-draft-tokens 4 (SGLang): use --speculative-config, as num_",
+        ),
+        (
+            "--model-draft=x.gguf",
+            "--model-draft x.gguf (llama.cpp): use --speculative-config, with the method draft_",
+        ),
     ],
 )
 def test_what_does_the_same_is_told(

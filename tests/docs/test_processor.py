@@ -54,6 +54,25 @@ async def test_the_processor_of_the_page(folder: Path) -> None:
         await assert_idle(engine)
 
 
+async def test_drafts_change_nothing(folder: Path, tmp_path: Path) -> None:
+    """Each draft is verified by what the processor makes of the logits in its place."""
+    model = make_tiny("qwen3", tmp_path / "qwen3")
+    few = {"allowed_token_ids": list(range(40, 52)), "logprobs": 2}
+    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "seed": 3, "n": 3, **few}
+    sizes: list[dict[str, Any]] = [{"extra_args": {"no_repeat_ngram": size}} for size in (2, 3)]
+    engine_options: dict[str, Any] = {"dtype": "bfloat16", "logits_processors": (NAME,)}
+    async with open_tiny_engine(model, **engine_options) as engine:
+        plain = [await engine.complete([3, 4, 5], **options, **size) for size in sizes]
+    engine_options["speculative_config"] = '{"method": "suffix", "adaptive": false}'
+    async with open_tiny_engine(model, **engine_options) as engine:
+        for _ in range(2):  # the second time, the outputs of the first are drafted
+            drafted = [await engine.complete([3, 4, 5], **options, **size) for size in sizes]
+            assert [each.outputs for each in drafted] == [each.outputs for each in plain]
+        for completion in drafted:
+            assert 20 < completion.usage.accepted_draft_tokens < completion.usage.draft_tokens
+        await assert_idle(engine)
+
+
 async def test_the_same_processor_for_single_requests(folder: Path) -> None:
     """A program names it where it asks; other requests don't meet it, and later workers have it."""
     async with open_tiny_engine(folder) as engine:

@@ -241,6 +241,24 @@ async def test_a_request_may_do_without(tiny: Path) -> None:
     assert facts_of(without) == facts_of(drafted)
 
 
+async def test_turns_of_a_session_are_the_same(tiny: Path) -> None:
+    params: dict[str, Any] = {"temperature": 0.3, "seed": 5, "max_tokens": 30, "logprobs": 1}
+    turns: list[list[Any]] = []
+    for config in (None, SUFFIX):
+        options: dict[str, Any] = {"dtype": "bfloat16", "speculative_config": config}
+        async with open_tiny_engine(tiny, **options) as engine:
+            with engine.open_session() as session:
+                completions = [
+                    await session.complete(prompt(number), ignore_eos=True, **params)
+                    for number in range(3)
+                ]
+            turns.append([facts_of(each) for each in completions])
+            assert all(each.usage.cached_tokens for each in completions[1:])
+            accepted = engine.statistics().scheduler.num_accepted_drafts
+            assert (accepted > 0) == (config is not None)
+    assert turns[0] == turns[1]
+
+
 async def test_a_prediction_is_drafted_from(tiny: Path) -> None:
     """A right one saves steps from the first token on, and usage has what became of it."""
     params: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}

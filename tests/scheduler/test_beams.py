@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from tests.support.scheduling import ABORT, Bench, make_request, reference, reference_beams, worker
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.request import FinishReason, Request, State
+from trioserve.scheduler.beam_search import BeamSearch, Continuations
 from trioserve.testing import FakeWorker
 
 VOCAB = 12
@@ -101,6 +104,19 @@ def test_outputs_are_those_of_a_search_over_everything(
         check_outputs(fake, request)
     for sequence in sequences:
         assert sequence.output_ids == reference(fake, sequence)
+
+
+def test_equal_scores_are_ordered_by_beam_then_token() -> None:
+    def found(*tokens: int) -> Continuations:
+        return Continuations(np.array(tokens, np.int32), np.full(len(tokens), -1, np.float32))
+
+    params = SamplingParams(max_tokens=3, n=4, beam_width=4)
+    search = BeamSearch(params=params, max_tokens=3, ending=lambda output: None)
+    search.choose([found(7, 3, 9, 5)])
+    assert [beam.tokens for beam in search.beams] == [[3], [5], [7], [9]]
+    search.choose([found(8, 2), found(6, 1), found(4, 0), found(2, 1)])
+    assert [beam.tokens for beam in search.beams] == [[3, 2], [3, 8], [5, 1], [5, 6]]
+    assert [beam.parent for beam in search.beams] == [0, 0, 1, 1]
 
 
 def test_a_fork_shares_full_pages_and_copies_the_last() -> None:

@@ -225,6 +225,21 @@ def test_nothing_follows_a_row_of_unknown_length() -> None:
     assert sequence.output_ids == [3, 4]
 
 
+def test_a_sequence_without_drafts_has_rows_of_one_token_in_every_plan() -> None:
+    bench = Bench.make(drafting(*[4] * 20), max_plans_in_flight=2)
+    plain, drafted = (
+        bench.submit([number] * 3, max_tokens=9, speculative=wanted)
+        for number, wanted in ((1, False), (2, True))
+    )
+    bench.step()
+    third = bench.plan()
+    bench.result()
+    fourth = bench.plan()
+    assert [dict(bench.rows(plan)) for plan in (third, fourth)] == [{0: 1, 1: 5}, {0: 1}]
+    bench.drain()
+    assert plain.output_ids == drafted.output_ids == list(range(3, 12))
+
+
 def test_a_preempted_sequence_gets_all_of_its_row() -> None:
     fake = drafting(3)
     bench = Bench.make(fake)

@@ -91,6 +91,7 @@ def make_request(
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             logprob_token_ids=list(params.logprob_token_ids),
             allowed_token_ids=list(params.allowed_token_ids or ()),
+            speculative=params.speculative,
         )
         if params.beam_width:
             count = num_continuations(params, sampler)

@@ -18,7 +18,8 @@ def plan_drafts(builder: PlanBuilder, memory: Memory, max_row_tokens: int) -> No
     counts = memory.counts
     # The length already includes the token that the row brings without any drafts.
     extra = np.minimum(max_row_tokens - 1, counts.limit[slots] - counts.length[slots])
-    extra[np.isnan(counts.last_token[slots]) | counts.waits[slots]] = 0
+    may_draft = counts.may_draft[slots] & ~counts.waits[slots]
+    extra[np.isnan(counts.last_token[slots]) | ~may_draft] = 0
     before = np.cumsum(extra) - extra
     extra = np.clip(builder.budget - before, 0, extra)
     for place in (counts.planned[slots] + extra > counts.room[slots]).nonzero()[0].tolist():

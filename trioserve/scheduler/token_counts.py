@@ -48,6 +48,8 @@ class TokenCounts:
         """The next row waits for the result of the last one, or for other beams."""
         self.waits = np.zeros(num_slots, dtype=np.bool_)
         """True if each row waits for the result of the one before: a beam's."""
+        self.may_draft = np.zeros(num_slots, dtype=np.bool_)
+        """True unless the request wants no draft tokens."""
         self.plain = np.zeros(num_slots, dtype=np.bool_)
         """True if only tokens are wanted of a row, and the request has one sequence."""
         self.last_token = np.full(num_slots, np.nan)
@@ -66,12 +68,14 @@ class TokenCounts:
         plain: bool,
         stop_ids: bytes,
         waits: bool = False,
+        may_draft: bool = True,
     ) -> None:
         """Open ``slot`` for a sequence. The caller sets the sequence's own counts."""
         self.generation[slot] = generation
         self.limit[slot] = limit
         self.plain[slot] = plain
         self.waits[slot] = waits
+        self.may_draft[slot] = may_draft
         self.decodes[slot] = self.unsettled[slot] = False
         self.last_token[slot] = np.nan
         slots = self._stop_sets.get(stop_ids, 0)

@@ -63,6 +63,19 @@ def test_iteration_tells_the_text_so_far_and_what_is_new(fake_model: FakeModel) 
         assert list(handle) == parts
 
 
+def test_beams_come_with_their_scores(fake_model: FakeModel) -> None:
+    with LLM("fake") as llm:
+        options: dict[str, Any] = {"beam_width": 3, "n": 2, "max_tokens": 5, "length_penalty": 0.0}
+        (completion,) = llm.generate(["abc"], logprobs=0, **options)
+        handle = llm.generate_async("abc", logprobs=0, **options)
+        assert handle.result().outputs == completion.outputs
+        scores = [each.cumulative_logprob for each in completion.outputs]
+        assert scores == sorted(scores, reverse=True)
+        for output, score in zip(completion.outputs, scores, strict=True):
+            assert output.logprobs is not None
+            assert sum(each.logprob for each in output.logprobs) == pytest.approx(score)
+
+
 def test_several_threads_read_one_handle(fake_model: FakeModel) -> None:
     fake_model.step_time = 0.005
     with LLM("fake") as llm:
