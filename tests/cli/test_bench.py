@@ -120,6 +120,7 @@ def test_help_shows_every_option_with_its_default() -> None:
         ("--dataset chat --think-time inf", "--think-time must be a finite number; got inf"),
         ("--cancel-rate 1 --cancel-seconds 1 inf", "--cancel-seconds must be a finite number"),
         ("--trace x --trace-speed inf", "--trace-speed must be a finite number; got inf"),
+        ("--trace x --trace-scale inf", "--trace-scale must be a finite number; got inf"),
         ("--request-timeout inf", "--request-timeout must be a finite number; got inf"),
         ("--temperature inf", "--temperature must be a finite number; got inf"),
         (
@@ -129,6 +130,7 @@ def test_help_shows_every_option_with_its_default() -> None:
         ("--trace x --output-tokens 3", "--output-tokens can't be given with --trace, which has"),
         ("--trace x --prefix-groups 3", "--prefix-groups can't be given with --trace, which has"),
         ("--trace-speed 2", "--trace-speed needs --trace"),
+        ("--trace-scale 2", "--trace-scale needs --trace"),
         ("--trace-unit ms", "--trace-unit needs --trace"),
         ("--arrivals constant", "--arrivals needs --request-rate"),
         ("--prefix-groups 2", "--prefix-groups needs --dataset shared-prefix"),
@@ -231,9 +233,10 @@ def test_a_trace_is_replayed(
 ) -> None:
     monkeypatch.setattr(bench, "open_engine", fake)
     trace = tmp_path / "trace.csv"
-    trace.write_text("timestamp,input_tokens,output_tokens\n5,3,4\n6,5,2\n7,4,3\n")
+    trace.write_text("timestamp,input_tokens,output_tokens\n5,6,8\n6,10,4\n7,8,6\n")
     run(
         *("--embedded", "fake", "--trace", str(trace), "--trace-speed", "20"),
+        *("--trace-scale", "0.5"),
         *("--json", str(tmp_path / "x.json"), "--records"),
     )
     (one,) = json.loads((tmp_path / "x.json").read_text())["runs"]

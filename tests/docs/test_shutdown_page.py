@@ -9,7 +9,7 @@ from pathlib import Path
 from trioserve import ServerConfig
 from trioserve._util.child_process import KILL_GRACE
 from trioserve.front_ends.processes.pool import END_GRACE
-from trioserve.front_ends.processes.process import STOP_GRACE
+from trioserve.front_ends.server.session import STOP_GRACE
 from trioserve.http.server.server import FINAL_GRACE
 from trioserve.observability.tracing import FLUSH_SECONDS
 from trioserve.workers.process import QUIT_GRACE

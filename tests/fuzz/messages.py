@@ -1,18 +1,32 @@
-"""Messages of the worker's process: any bytes, and results that don't fit a plan."""
+"""Messages of workers and front ends: any bytes, and results that don't fit a plan."""
 
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import attrs
+import msgspec
 from hypothesis import strategies as st
 
 from tests.fuzz.target import Target
 from tests.protocol.test_wire import MESSAGES
 from tests.support.scheduling import Bench, worker
+from trioserve.front_ends.messages import (
+    Abort,
+    RpcCall,
+    RpcReply,
+    Submit,
+    Taken,
+    decode_from_front_end,
+    encode,
+)
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
+from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.requests.retention import Retention, RetentionRange
 
 __all__ = ["TARGETS"]
 
@@ -20,24 +34,56 @@ MEMORY = 1 << 20
 """Most memory for decoding a few hundred bytes: an error's text and little more."""
 
 
-def _check_message(data: bytes) -> None:
+def _decoded_within_bounds(
+    decode: Callable[[bytes], Any], errors: tuple[type[Exception], ...], data: bytes
+) -> Any:
+    """Return the message, or None after one of the decoder's own errors; check the memory."""
     started = not tracemalloc.is_tracing()
     if started:
         tracemalloc.start()
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
-        message = wire.decode(data)
-    except wire.WireError:
+        message = decode(data)
+    except errors:
         message = None
     finally:
         peak = tracemalloc.get_traced_memory()[1] - before
         if started:
             tracemalloc.stop()
     assert peak < MEMORY + 64 * len(data), f"{peak} bytes for a message of {len(data)}"
+    return message
+
+
+def _check_message(data: bytes) -> None:
+    message = _decoded_within_bounds(wire.decode, (wire.WireError,), data)
     if message is not None:
         # Equal messages are equal as bytes; NaN isn't equal to itself.
         assert wire.encode(wire.decode(wire.encode(message))) == wire.encode(message)
+
+
+def _check_front_end_message(data: bytes) -> None:
+    errors = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+    _decoded_within_bounds(decode_from_front_end, errors, data)
+
+
+def _front_end_messages() -> list[bytes]:
+    submit = Submit(
+        number=1,
+        id="req-1",
+        prompt_column=wire.from_ints([5, 6, 7]),
+        params=SamplingParams(n=2, stop=("a",), grammar=Grammar("regex", "a+")),
+        sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
+        arrived=1.25,
+        priority=0,
+        cache_salt="salt",
+        tenant="key",
+        adapter=3,
+        default_max_tokens=512,
+        retention=Retention(ranges=(RetentionRange(0, 8, 90, 5),), output_priority=3),
+    )
+    call = RpcCall(1, "watch", [1, {"a": None}, b"x"])
+    return [encode(each) for each in (submit, call, RpcReply(2, {"b": 1.5}), Abort([1]), Taken(3))]
 
 
 _INTEGERS = st.sampled_from((-(2**31), -2, -1, 0, 1, 2, 3, 4, 255, 256, 2**31 - 1))
@@ -106,5 +152,6 @@ def _decoded(data: bytes) -> wire.StepResult:
 
 TARGETS = (
     Target("message", _check_message, seeds=lambda: [wire.encode(each) for each in MESSAGES]),
+    Target("front_end_message", _check_front_end_message, seeds=_front_end_messages),
     Target("step_result", _check_result, _CHANGES),
 )

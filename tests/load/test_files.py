@@ -19,6 +19,7 @@ from trioserve.load import (
     Turn,
     load_sharegpt,
     load_trace,
+    scaled_lengths,
     trace_work,
 )
 from trioserve.model_files import locate, open_model
@@ -202,6 +203,16 @@ def test_equal_blocks_of_a_trace_are_equal_text(
         assert abs(counted.count(second) - 1200) <= 3
     else:
         assert (len(first.split()), len(second.split())) == (1030, 1200)
+
+
+def test_lengths_are_scaled_with_the_blocks_in_common(tmp_path: Path) -> None:
+    rows = scaled_lengths(load_trace(write(tmp_path / "trace", MOONCAKE)), 0.1)
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(103, 5), (120, 3)]
+    first, second = (str(one.turns[0].prompt).split() for one in trace_work(rows, GUESSED))
+    assert (len(first), len(second)) == (103, 120)
+    assert first[:102] == second[:102]  # two blocks of 51
+    (row,) = scaled_lengths([TraceRow(at=0.0, input_tokens=0, output_tokens=3, prompt="it")], 0.1)
+    assert (row.input_tokens, row.output_tokens, row.prompt) == (0, 1, "it")
 
 
 def test_rows_without_blocks_are_words_of_their_own() -> None:

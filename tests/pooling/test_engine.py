@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import Engine
+from trioserve import Engine, EngineConfig
 from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -414,8 +416,6 @@ async def test_a_dead_worker_loses_nothing(autojump_clock: trio.testing.MockCloc
             worker, config_holder[0], killed=killed[min(make.num_workers, 3) - 1]
         )
 
-    from trioserve import EngineConfig
-
     config_holder.append(EngineConfig("fake"))
     async with open_fake_encoder(open_worker=open_worker) as engine:
         results: dict[int, Any] = {}
@@ -435,6 +435,30 @@ async def test_a_dead_worker_loses_nothing(autojump_clock: trio.testing.MockCloc
             np.testing.assert_array_equal(found, expected(f"text {index}"))
         assert len(results) == 12
         await wait_idle(engine)
+
+
+async def test_texts_go_to_a_worker_that_is_there(autojump_clock: trio.testing.MockClock) -> None:
+    """One of two workers is lost, and its next process takes long to load."""
+    config, make, killed = EngineConfig("fake"), Recorder(max_num_seqs=4), trio.Event()
+
+    @contextlib.asynccontextmanager
+    async def open_worker() -> AsyncIterator[Any]:
+        if make.num_workers == 2:
+            await trio.sleep(1000)
+        worker = make()
+        ends = killed if make.num_workers == 1 else trio.Event()
+        async with run_fake_worker(worker, config, killed=ends) as opened:
+            yield opened
+
+    async with open_fake_encoder(open_worker=open_worker, data_parallel_size=2) as engine:
+        killed.set()
+        await trio.sleep(1)
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for index in range(12):
+                nursery.start_soon(engine.embed, f"text {index}")
+        assert trio.current_time() - began < 10
+        assert make.num_workers == 2
 
 
 async def test_poison_fails_alone(autojump_clock: trio.testing.MockClock) -> None:

@@ -238,3 +238,9 @@ def test_most_seeds_have_several_workers() -> None:
     assert {change.what for each in found for change in each.changes} == {"add", "remove"}
     policies = {each.options["routing_policy"] for each in found}
     assert policies == set(ROUTING_POLICIES)
+    clients = [client for each in found if each.faults for client in each.clients]
+    for name in ("grammar", "beam_width", "logprobs", "prompt_logprobs"):
+        assert any(each.params.get(name) for each in clients), name
+    assert any(each.num_outputs > 1 for each in clients)
+    assert any(each.session for each in clients)
+    assert any(each.adapter for each in clients)

@@ -157,6 +157,13 @@ class BenchOptions(PromptOptions):
     trace_speed: float = option(
         1.0, "factor by which the trace is replayed faster", group="load", kind=float, above=0
     )
+    trace_scale: float = option(
+        1.0,
+        "factor of the lengths of the trace's prompts and answers",
+        group="load",
+        kind=float,
+        above=0,
+    )
     num_prompts: int | None = option(
         None,
         "requests of each measurement, or conversations of the data set chat",
@@ -268,6 +275,7 @@ class BenchOptions(PromptOptions):
             ("max_concurrency", bool(self.request_rate or self.trace), "--request-rate or --trace"),
             ("trace_unit", self.trace is not None, "--trace"),
             ("trace_speed", self.trace is not None, "--trace"),
+            ("trace_scale", self.trace is not None, "--trace"),
             ("data", self.dataset == "sharegpt", "--dataset sharegpt"),
             ("json_schema", self.dataset == "json", "--dataset json"),
             ("prompt", self.dataset == "fixed", "--dataset fixed"),

@@ -15,7 +15,7 @@ from trioserve.load.arrivals import arrivals, scaled_arrivals
 from trioserve.load.measure import Point
 from trioserve.load.sharegpt import DataError
 from trioserve.load.texts import Texts
-from trioserve.load.traces import TraceRow, load_trace, trace_work
+from trioserve.load.traces import TraceRow, load_trace, scaled_lengths, trace_work
 from trioserve.load.work import Conversation, request_fields
 
 _STREAMS = 8
@@ -33,7 +33,8 @@ def read_trace(options: BenchOptions) -> list[TraceRow]:
     """
     if options.trace is None:
         return []
-    return load_trace(Path(options.trace), unit=options.trace_unit, most=options.num_prompts)
+    rows = load_trace(Path(options.trace), unit=options.trace_unit, most=options.num_prompts)
+    return scaled_lengths(rows, options.trace_scale)
 
 
 def is_chat(options: BenchOptions, trace: Sequence[TraceRow]) -> bool:

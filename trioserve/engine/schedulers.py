@@ -111,9 +111,10 @@ class Schedulers:
     async def encode(self, columns: Columns, tenant: str = "") -> Floats:
         """Compute texts as :meth:`trioserve.pooling.batcher.Batcher.compute`, on one worker.
 
-        It is the worker with the fewest tokens to be computed.
+        It is the worker with the fewest tokens to be computed, of those that are there.
         """
-        batcher = min(self.batchers, key=lambda each: each.core.num_waiting_tokens)
+        present = [each for each in self.batchers if each.attached] or self.batchers
+        batcher = min(present, key=lambda each: each.core.num_waiting_tokens)
         return await batcher.compute(columns, tenant)
 
     @property

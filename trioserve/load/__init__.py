@@ -61,6 +61,7 @@ from trioserve.load.texts import GuessedTexts as GuessedTexts
 from trioserve.load.texts import Texts as Texts
 from trioserve.load.traces import TraceRow as TraceRow
 from trioserve.load.traces import load_trace as load_trace
+from trioserve.load.traces import scaled_lengths as scaled_lengths
 from trioserve.load.traces import trace_work as trace_work
 from trioserve.load.work import Cancel as Cancel
 from trioserve.load.work import Conversation as Conversation

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class TraceRow:
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    block_tokens: int = _BLOCK_TOKENS
+    """Tokens of a block that ``hash_ids`` names."""
     prompt: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
 
@@ -77,6 +79,22 @@ def load_trace(path: Path, *, unit: str = "auto", most: int | None = None) -> li
         raise DataError(f"{path} holds no requests")
     rows.sort(key=lambda row: row.at)
     return rows[:most]
+
+
+def scaled_lengths(rows: Iterable[TraceRow], factor: float) -> list[TraceRow]:
+    """Return ``rows`` with lengths times ``factor``, at least 1; a given prompt stays as it is.
+
+    Prompts have the same share of blocks in common as before.
+    """
+    return [
+        attrs.evolve(
+            row,
+            input_tokens=max(round(row.input_tokens * factor), 1) if row.input_tokens else 0,
+            output_tokens=max(round(row.output_tokens * factor), 1),
+            block_tokens=max(round(row.block_tokens * factor), 1),
+        )
+        for row in rows
+    ]
 
 
 def trace_work(rows: list[TraceRow], texts: Texts, *, seed: int = 0) -> list[Conversation]:
@@ -101,7 +119,7 @@ def _words(row: TraceRow, number: int, texts: Texts, seed: int) -> str:
     parts: list[str] = []
     left = row.input_tokens
     for block in row.hash_ids:
-        size = min(left, _BLOCK_TOKENS)
+        size = min(left, row.block_tokens)
         if size > 0:
             parts.append(texts.make(size, random.Random(f"{seed} block {block}")))
         left -= size

@@ -302,6 +302,11 @@ class Batcher:
         )
 
     @property
+    def attached(self) -> bool:
+        """True while its worker is there."""
+        return self._caller.attached
+
+    @property
     def idle(self) -> bool:
         """True if no text waits and no call is under way."""
         return self.core.is_empty

@@ -90,7 +90,7 @@ class Calls:
 
 
 def _loss_before_answer(name: str, loss: WorkerLost) -> WorkerLost:
-    """Return the error of a call; a failed worker's message may be confidential, so it isn't told."""
+    """Return the error of a call; it leaves out a failed worker's message, as confidential."""
     if isinstance(loss, WorkerSentAway):
         return WorkerSentAway(f"the worker was sent away before it answered {name!r}")
     why = f": {loss}" if loss.reason == "hung" else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -20,6 +21,8 @@ from trioserve.engine.routing.router import Router
 from trioserve.engine.routing.worker_load import worker_load
 from trioserve.engine.schedulers import Schedulers
 from trioserve.requests.request import Request, SequenceOutput, State
+from trioserve.scheduler.feeds import Feeds
+from trioserve.scheduler.prefix_index import WorkerPages
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import namespace_of
 from trioserve.testing import FakeWorker
@@ -166,8 +169,8 @@ def random_prompt(rng: random.Random) -> list[int]:
     return [*system, *(rng.randrange(2) for _ in range(rng.randrange(1, 30)))]
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_the_router_knows_what_the_workers_have(seed: int, autojump_clock: object) -> None:
+async def place_many(seed: int) -> None:
+    """Place requests, while caches are emptied and workers come, go and are lost."""
     rng = random.Random(seed)
     async with open_several(3) as (several, nursery):
         sent: list[Request] = []
@@ -201,6 +204,37 @@ async def test_the_router_knows_what_the_workers_have(seed: int, autojump_clock:
         for each in several:
             each.pause_control.flush_prefixes()
         assert several.router._index.is_empty, "a prompt is still expected"
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_the_router_knows_what_the_workers_have(seed: int, autojump_clock: object) -> None:
+    await place_many(seed)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (WorkerPages, "on_added"),
+        (WorkerPages, "on_moved"),
+        (WorkerPages, "on_removed"),
+        (WorkerPages, "forget"),
+        (Feeds, "note_load"),
+    ],
+)
+async def test_a_lost_event_is_found(
+    owner: type, name: str, autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second event of a kind is lost: pages that come, move or go, or a load that changes."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def losing(self: Any, *args: Any, **more: Any) -> None:
+        if next(calls) % 2:
+            original(self, *args, **more)
+
+    monkeypatch.setattr(owner, name, losing)
+    with pytest.RaisesGroup(AssertionError, flatten_subgroups=True):
+        await place_many(0)
+    assert next(calls) > 1
 
 
 async def test_pages_that_a_session_pins_attract_its_next_turn(autojump_clock: object) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.other_hosts import told
 from tests.support.remote_front_ends import (
     TIMEOUT,
     EngineProcess,
+    RemoteFrontEnd,
     open_engine_process,
     running_front_end,
 )
@@ -50,6 +52,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama2", tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
 
 
+@contextlib.asynccontextmanager
+async def two_serving(
+    model: Path, tls: Path
+) -> AsyncIterator[tuple[EngineProcess, RemoteFrontEnd, RemoteFrontEnd]]:
+    """Open an engine process and two front ends that serve."""
+    async with (
+        open_engine_process(model, tls) as engine,
+        running_front_end(engine.address, tls, model) as first,
+        running_front_end(engine.address, tls, model) as second,
+    ):
+        for each in (first, second):
+            await each.wait_listening()
+        await engine.wait_serving(2)
+        yield engine, first, second
+
+
 async def test_a_client_that_leaves_frees_what_its_request_held(model: Path, tls: Path) -> None:
     async with (
         open_engine_process(model, tls) as engine,
@@ -66,14 +84,7 @@ async def test_a_client_that_leaves_frees_what_its_request_held(model: Path, tls
 
 
 async def test_metrics_are_those_of_all(model: Path, tls: Path) -> None:
-    async with (
-        open_engine_process(model, tls) as engine,
-        running_front_end(engine.address, tls, model) as first,
-        running_front_end(engine.address, tls, model) as second,
-    ):
-        for each in (first, second):
-            await each.wait_listening()
-        await engine.wait_serving(2)
+    async with two_serving(model, tls) as (engine, first, second):
         for each in (first, first, second):
             await each.complete()
         name = "trioserve:e2e_request_latency_seconds_count"
@@ -88,13 +99,7 @@ async def test_metrics_are_those_of_all(model: Path, tls: Path) -> None:
 
 
 async def test_a_killed_front_end_takes_its_requests_along(model: Path, tls: Path) -> None:
-    async with (
-        open_engine_process(model, tls) as engine,
-        running_front_end(engine.address, tls, model) as first,
-        running_front_end(engine.address, tls, model) as second,
-    ):
-        for each in (first, second):
-            await each.wait_listening()
+    async with two_serving(model, tls) as (engine, first, second):
         lost, kept = await first.stream(), await second.stream(200)
         first.life.cancel()
         await engine.wait_serving(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -14,10 +15,12 @@ import psutil
 import pytest
 import trio
 
+from tests.faults.stage import serve_here
 from tests.support.engines import assert_idle
 from tests.support.other_hosts import TOKENS, ask, told, wait_states
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
+from tests.workers.remote.test_end_to_end import ask as leave_at
 from trioserve import Engine, EngineError, ModelLoadError, open_engine
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.wire import MockSteps
@@ -120,9 +123,14 @@ async def test_actors_compute_and_are_started_again(
         assert await ask(engine, 8) == [*alone, *alone]
         assert min(each.num_steps for each in engine.workers) >= TOKENS
 
-        # A client leaves.
-        with trio.move_on_after(0.3):
-            await ask(engine, 6, 400)
+        # Clients close their connections.
+        leave = trio.Event()
+        async with serve_here(engine) as port, trio.open_nursery() as nursery:
+            for stream in (True, False) * 2:
+                nursery.start_soon(functools.partial(leave_at, port, leave, stream=stream))
+            while not all(each.num_running == 2 for each in engine.workers):
+                await trio.sleep(0.01)
+            leave.set()
         while engine.statistics().scheduler.num_running:
             await trio.sleep(0.01)
         await assert_idle(engine)

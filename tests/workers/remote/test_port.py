@@ -12,9 +12,11 @@ import attrs
 import pytest
 import trio
 
+from tests.fuzz.target import mutations
+from tests.protocol.test_wire import MESSAGES
 from tests.support.other_hosts import told
 from trioserve import EngineConfig
-from trioserve._util.pair_socket import PairSocket
+from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.engine.worker_start import start_message
 from trioserve.protocol import wire
 from trioserve.protocol.errors import TrioserveError
@@ -187,6 +189,30 @@ async def test_a_joined_peer_that_sends_garbage_loses_itself_only(tls: Path) -> 
                 async with joined[0].open():
                     raise AssertionError("it has loaded nothing")
         peer.close()
+
+
+async def test_damaged_messages_end_their_own_link_only(tls: Path) -> None:
+    """Peers with a certificate send damaged messages of all kinds; every second one has joined."""
+    damaged = mutations([wire.encode(each) for each in (JOIN, *MESSAGES)], 72)
+    async with listening(tls) as (address, joined):
+        for number, messages in enumerate(zip(*[damaged] * 3, strict=True)):
+            peer, id = await dial(address, tls), f"agent {number}"
+            if number % 2:
+                await peer.send(wire.encode(attrs.evolve(JOIN, id=id)))
+                with trio.fail_after(20):
+                    while not any(each.id == id for each in joined):
+                        await trio.sleep(0.001)
+            with trio.move_on_after(1), contextlib.suppress(SocketFailed):
+                for data in messages:
+                    await peer.send(data)
+            if number % 2:
+                (worker,) = (each for each in joined if each.id == id)
+                with trio.move_on_after(0.05), contextlib.suppress(TrioserveError):
+                    async with worker.open():
+                        pass
+            else:
+                await trio.sleep(0.02)
+            peer.close()
 
 
 async def test_too_long_a_message_is_not_even_received(

@@ -11,11 +11,11 @@ from trioserve.front_ends.messages import Drain, Failed, FrontEndStart, Stop
 from trioserve.front_ends.processes.process import run_front_end
 from trioserve.front_ends.remote.joined import JoinedFrontEnds
 from trioserve.front_ends.server.engine_server import EngineServer
-from trioserve.front_ends.server.session import FrontEndSession
+from trioserve.front_ends.server.session import FrontEndSession, log_loss
 from trioserve.front_ends.wire_errors import fault_of
 from trioserve.http.server.listeners import SharedListening
 from trioserve.observability.logs import get_logger
-from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError
+from trioserve.protocol.errors import EngineError, TrioserveError
 
 FIRST_DELAY = 0.05
 MAX_DELAY = 5.0
@@ -137,7 +137,10 @@ class ProcessPool:
                 if has_worked or trio.current_time() - began >= STABLE_SECONDS:
                     deaths = 0
                 deaths += 1
-                self._note_loss(loss, index, num_requests, deaths)
+                restarts = self.engine_server.front_end_restarts
+                log_loss(
+                    loss, index, num_requests, restarts=restarts, deaths_without_progress=deaths
+                )
                 if deaths > self.config.engine.max_worker_restarts:
                     raise EngineError(f"front ends died {deaths} times: {loss}") from loss
                 lost_at = trio.current_time()
@@ -173,14 +176,3 @@ class ProcessPool:
         self._num_listening += 1
         if self._num_listening == self.config.api_server_count:
             self._all_listen.set()
-
-    def _note_loss(self, loss: TrioserveError, index: int, num_requests: int, deaths: int) -> None:
-        _log.warning(
-            "front end lost",
-            reason=str(loss),
-            kind="hung" if isinstance(loss, FrontEndLost) and loss.is_hung else "died",
-            front_end=index,
-            requests=num_requests,
-            restarts=self.engine_server.front_end_restarts,
-            deaths_without_progress=deaths,
-        )

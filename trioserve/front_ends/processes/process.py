@@ -26,7 +26,7 @@ from trioserve.front_ends.messages import (
     Stop,
     encode,
 )
-from trioserve.front_ends.server.session import receive_from_front_end
+from trioserve.front_ends.server.session import START_TIMEOUT, STOP_GRACE, receive_from_front_end
 from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
 from trioserve.protocol.errors import EngineError, FrontEndLost, NoRoomForWorker
@@ -34,11 +34,6 @@ from trioserve.protocol.version import __version__
 from trioserve.workers.command import package_environment
 from trioserve.workers.process import describe_exit
 from trioserve.workers.socket_folder import SocketFolder
-
-START_TIMEOUT = 120.0
-"""Seconds for the process to start, import its libraries and read the tokenizer."""
-STOP_GRACE = 3.0
-"""Seconds for one that was told to leave: its streams get a last event."""
 
 _log = get_logger("trioserve.front_end")
 

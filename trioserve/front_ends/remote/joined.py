@@ -25,7 +25,13 @@ from trioserve.front_ends.messages import (
 )
 from trioserve.front_ends.remote.link_socket import LinkSocket
 from trioserve.front_ends.server.engine_server import EngineServer
-from trioserve.front_ends.server.session import FrontEndSession, receive_from_front_end
+from trioserve.front_ends.server.session import (
+    START_TIMEOUT,
+    STOP_GRACE,
+    FrontEndSession,
+    log_loss,
+    receive_from_front_end,
+)
 from trioserve.front_ends.wire_errors import fault_of
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import EngineError, FrontEndLost, TrioserveError
@@ -34,10 +40,6 @@ from trioserve.workers.remote.link import RemoteLink
 
 MAX_FRONT_ENDS = 1024
 """Most front ends of other hosts."""
-START_TIMEOUT = 120.0
-"""Seconds for a front end to read the tokenizer and to listen."""
-STOP_GRACE = 3.0
-"""Seconds for one that was told to leave: its streams get a last event."""
 
 _log = get_logger("trioserve.front_end")
 
@@ -193,15 +195,13 @@ class HostedFrontEnd:
     def _note_loss(self, loss: Exception) -> None:
         self.engine_server.front_end_restarts += 1
         is_own = isinstance(loss, TrioserveError)
-        _log.warning(
-            "front end lost",
+        log_loss(
+            loss,
+            self.start.index,
+            self.num_cut,
+            host=self.host,
             # Whatever it sends, nothing but its own requests is lost.
             exc_info=None if is_own else loss,
-            reason=str(loss),
-            kind="hung" if isinstance(loss, FrontEndLost) and loss.is_hung else "died",
-            front_end=self.start.index,
-            host=self.host,
-            requests=self.num_cut,
         )
 
 

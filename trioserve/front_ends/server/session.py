@@ -38,7 +38,15 @@ from trioserve.front_ends.server.subscriptions import FrontEndSubscriptions
 from trioserve.front_ends.server.turns import FrontEndTurns
 from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.live.schema import TaskNode
+from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import FrontEndLost
+
+START_TIMEOUT = 120.0
+"""Seconds for a front end to start, read the tokenizer and listen."""
+STOP_GRACE = 3.0
+"""Seconds for one that was told to leave: its streams get a last event."""
+
+_log = get_logger("trioserve.front_end")
 
 
 class FrontEndSession:
@@ -192,3 +200,15 @@ async def receive_from_front_end(socket: MessageSocket) -> FromFrontEnd:
     if isinstance(message, Failed):
         raise error_of(message.fault)
     return message
+
+
+def log_loss(loss: Exception, index: int, num_requests: int, **more: object) -> None:
+    """Log the loss of the front end of that number, with its open requests and ``more``."""
+    _log.warning(
+        "front end lost",
+        reason=str(loss),
+        kind="hung" if isinstance(loss, FrontEndLost) and loss.is_hung else "died",
+        front_end=index,
+        requests=num_requests,
+        **more,
+    )
