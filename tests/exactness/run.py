@@ -81,8 +81,9 @@ def run(configuration: Configuration, model: str) -> list[str]:
             for body in asked:
                 served.ask(body)
         if configuration.cache == "host pages":
-            seed = 100
-            while not served.count("trioserve:kv_cache_offloaded_pages_total"):
+            # The probes' pages are the oldest, so they have left each worker's device by then.
+            enough, seed = _PAGES["host pages"] * int(configuration.workers), 100
+            while served.count("trioserve:kv_cache_offloaded_pages_total") < enough:
                 for body in others(vocab_size, seed)[:4]:
                     served.ask(body)
                 seed += 1
