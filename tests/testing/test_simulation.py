@@ -291,9 +291,8 @@ async def test_a_dead_worker_loses_nothing(autojump_clock: Clock, depth: int) ->
 
 
 async def attach_until_lost(scheduler: Scheduler, link: MemoryLink) -> None:
-    with pytest.raises(WorkerLost, match="the link is closed") as caught:
+    with pytest.raises(WorkerLost, match="the link is closed"):
         await scheduler.attach(link, FakeWorker().ready())
-    scheduler.judge(caught.value)
 
 
 async def test_what_a_dying_worker_still_said_is_taken(autojump_clock: Clock) -> None:

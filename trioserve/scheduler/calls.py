@@ -22,14 +22,16 @@ class WorkerCall(Protocol):
 
 @attrs.define(eq=False)
 class _PendingCall:
-    """A call that the worker hasn't answered; it is ``done`` by a reply or a loss."""
+    """A call that the worker hasn't answered; ``reply`` stays None if it never will."""
 
     done: trio.Event = attrs.field(factory=trio.Event)
     reply: wire.Reply | None = None
     result: Any = None
     """Result of the reply, if it is no error."""
-    loss: WorkerLost | None = None
-    """Loss of the worker before the reply."""
+    hang_reason: str = ""
+    """Reason why the worker counted as hung, if it did."""
+    sent_away: bool = False
+    """True if the worker was sent to sleep on request."""
 
 
 @attrs.define(eq=False)
@@ -59,8 +61,10 @@ class Calls:
         finally:
             del self._pending[number]
         if call.reply is None:
-            assert call.loss is not None
-            raise _loss_before_answer(name, call.loss)
+            if call.sent_away:
+                raise WorkerSentAway(f"the worker was sent away before it answered {name!r}")
+            why = f": {call.hang_reason}" if call.hang_reason else ""
+            raise WorkerLost(f"the worker was lost before it answered {name!r}{why}")
         if call.reply.error:
             raise CallFailed(name, call.reply.error)
         return call.result
@@ -82,17 +86,13 @@ class Calls:
         call.reply = reply
         call.done.set()
 
-    def on_worker_lost(self, loss: WorkerLost) -> None:
-        """End all pending calls with an error."""
+    def on_worker_lost(self, hang_reason: str, *, sent_away: bool) -> None:
+        """End all pending calls with an error.
+
+        Args:
+            hang_reason: Reason why the worker counts as hung, if it does.
+            sent_away: True if the worker was sent away on request.
+        """
         for call in self._pending.values():
-            call.loss = loss
+            call.hang_reason, call.sent_away = hang_reason, sent_away
             call.done.set()
-
-
-def _loss_before_answer(name: str, loss: WorkerLost) -> WorkerLost:
-    """Return the error of a call; it leaves out a failed worker's message, as confidential."""
-    if isinstance(loss, WorkerSentAway):
-        return WorkerSentAway(f"the worker was sent away before it answered {name!r}")
-    why = f": {loss}" if loss.reason == "hung" else ""
-    message = f"the worker was lost before it answered {name!r}{why}"
-    return WorkerLost(message, reason=loss.reason)

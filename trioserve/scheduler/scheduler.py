@@ -209,9 +209,9 @@ class Scheduler:
             self._core.recovery.on_worker_lost()
             self._watchdog.settle_all(trio.current_time())
             self._sender.on_worker_lost()
-            if not self.worker_power.is_on:
-                self._calls.on_worker_lost(WorkerSentAway("it was stopped on request"))
-            self.adapters.on_worker_lost(self._hang_detection.reason)
+            hang_reason = self._hang_detection.reason
+            self._calls.on_worker_lost(hang_reason, sent_away=not self.worker_power.is_on)
+            self.adapters.on_worker_lost(hang_reason)
             self._notify()
         raise error
 
@@ -226,7 +226,6 @@ class Scheduler:
         """
         if self._core is None:
             return 1
-        self._calls.on_worker_lost(loss)
         outputs, num_deaths = self._core.recovery.judge(
             loss, trio.current_time() - self._attached_at
         )

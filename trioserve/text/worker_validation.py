@@ -253,8 +253,8 @@ class WorkerValidation:
                 return await self._check_once(check, is_suspect=num_lost > 0)
             except WorkerSentAway:
                 pass  # The worker was stopped on request and will be started again.
-            except WorkerLost as loss:
-                num_lost += loss.reason != "unreachable"  # The check can't have cut the network.
+            except WorkerLost:
+                num_lost += 1
             except EngineError as error:
                 return error
         return EngineError(
