@@ -24,6 +24,7 @@ from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 from trioserve.testing.fake_faults import WorkerDies
 from trioserve.workers import Link
+from trioserve.workers.supervisor import TAKE_OVER
 
 STEP = 0.01
 CONFIG = EngineConfig("fake")
@@ -141,6 +142,7 @@ async def test_a_request_that_ends_workers_ends_alone(autojump_clock: object) ->
             answers = await answers_of(engine, prompts(6), max_tokens=60)
         assert len(answers) == 6
         assert found == [None]
+        await trio.sleep(2 * TAKE_OVER)
         # Two workers never died.
         assert engine.statistics().worker_restarts == len(workers.made) - 3
         engine.check_integrity()
