@@ -171,6 +171,7 @@ async def test_a_stream_goes_on_while_a_grammar_is_compiled_again(
                 (await worker_of(engine)).kill()
                 while engine.statistics().worker_restarts == 0:
                     await trio.sleep(0.001)
+                await trio.testing.wait_all_tasks_blocked()  # The lost worker's tokens are there.
                 num_before = list(map(len, outputs))
                 while len(outputs[0]) < num_before[0] + 20:
                     await trio.sleep(0.001)
