@@ -78,13 +78,16 @@ async def test_over_http(bare: Path) -> None:
             return response.status_code, json.loads(await response.get_data(True))
 
         status, reply = await post(
-            "/generate", input_ids=PROMPT, sampling_params={"max_new_tokens": 4}
+            "/generate",
+            input_ids=PROMPT,
+            sampling_params={"max_new_tokens": 4, "ignore_eos": True},
         )
         assert (status, reply["text"], len(reply["output_ids"])) == (200, "", 4)
         status, reply = await post(
             "/v1/completions",
             prompt=PROMPT,
             max_tokens=4,
+            ignore_eos=True,
             logprobs=1,
             echo=True,
             return_token_ids=True,

@@ -81,7 +81,8 @@ def run(configuration: Configuration, model: str) -> list[str]:
             for body in asked:
                 served.ask(body)
         if configuration.cache == "host pages":
-            # The probes' pages are the oldest, so they have left each worker's device by then.
+            # The others take turns between the workers, so each has filled its device by then, and
+            # the probes' pages, the oldest, have left it.
             enough, seed = _PAGES["host pages"] * int(configuration.workers), 100
             while served.count("trioserve:kv_cache_offloaded_pages_total") < enough:
                 for body in others(vocab_size, seed)[:4]:
@@ -162,6 +163,7 @@ def _options(configuration: Configuration, model: str) -> list[str]:
     }
     if configuration.cache == "host pages":
         options["--kv-offloading-bytes"] = str(64 << 20)
+        options["--routing-policy"] = "prefix"
     if configuration.speculation != "off":
         method = configuration.speculation
         drafts: dict[str, Any] = {"method": method, "adaptive": False, "prompt_lookup_min": 1}
