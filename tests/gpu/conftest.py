@@ -21,3 +21,13 @@ def each_way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each instruction set, with and without extensions, and with their twins."""
     with computing_with(request.param):
         yield request.param
+
+
+@pytest.fixture(
+    scope="module",
+    params=kernels_of_each_isa([way for way in isas(twins=True) if not way.startswith("avx2_")]),
+)
+def each_attention(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Compute with each instruction set, and with the twin of the one whose attention has one."""
+    with computing_with(request.param):
+        yield request.param

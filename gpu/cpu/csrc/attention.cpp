@@ -1,6 +1,9 @@
 #include "attention.h"
 
-#include "attention_tile.h"
+#include <cstring>
+
+#include "attention_products.h"
+#include "attention_softmax.h"
 
 namespace trioserve::TRIOSERVE_ISA {
 namespace {
@@ -17,51 +20,6 @@ struct Workspace {
   Softmax softmax[kTileRows], part_softmax[kTileRows];
 };
 
-using KeysKernel = void (*)(const Activation*, int, const bf16* const*, int, float*);
-using ValuesKernel = void (*)(const Activation*, const bf16* const*, int, int, bool, int, float*);
-
-// Null where there are no registers for so many sums.
-template <int kRows, int kColumns, int kTurns>
-constexpr KeysKernel keys_kernel() {
-  if constexpr (kColumns <= columns_for(kRows)) return multiply_keys<kRows, kColumns, kTurns>;
-  return nullptr;
-}
-
-// Null, too, where columns don't come like this.
-template <int kRows, int kColumns, int kTurns>
-constexpr ValuesKernel values_kernel() {
-  if constexpr (kColumns <= columns_for(kRows) && kColumns % kValueColumns == 0)
-    return multiply_values<kRows, kColumns, kTurns>;
-  return nullptr;
-}
-
-template <int kTurns, int... kIndex>
-constexpr auto keys_kernels(std::integer_sequence<int, kIndex...>) {
-  return std::array<KeysKernel, sizeof...(kIndex)>{
-      keys_kernel<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kTurns>()...};
-}
-
-template <int kTurns, int... kIndex>
-constexpr auto values_kernels(std::integer_sequence<int, kIndex...>) {
-  return std::array<ValuesKernel, sizeof...(kIndex)>{
-      values_kernel<kIndex / kColumnsAtOnce + 1, kIndex % kColumnsAtOnce + 1, kTurns>()...};
-}
-
-constexpr auto kIndexes = std::make_integer_sequence<int, kRowsAtOnce * kColumnsAtOnce>{};
-// [1 turn, 2 or 3, 4 or 5][rows - 1, columns - 1]
-constexpr std::array kKeysKernels{keys_kernels<1>(kIndexes), keys_kernels<2>(kIndexes),
-                                  keys_kernels<4>(kIndexes)};
-constexpr std::array kValuesKernels{values_kernels<1>(kIndexes), values_kernels<2>(kIndexes),
-                                    values_kernels<4>(kIndexes)};
-
-template <class Kernel, size_t kCount>
-Kernel kernel_of(const std::array<std::array<Kernel, kCount>, 3>& kernels, int turns, int rows,
-                 int columns) {
-  return kernels[turns / 2][(rows - 1) * kColumnsAtOnce + columns - 1];
-}
-
-static_assert(kTileRows <= 5 * kRowsAtOnce);
-
 // Keys of a block that some queries of a tile read together.
 struct Span {
   int first_query, num_queries;
@@ -70,15 +28,6 @@ struct Span {
   bool continues;   // the queries have read earlier keys of this block
 
   int num_groups() const { return (end - begin + kGroup - 1) / kGroup; }
-};
-
-// What a kernel computes at a time: about equally many rows each time, with some groups of a span.
-struct Piece {
-  int row, num_rows;
-  int group, num_groups;  // the first one among all of the block
-  int key, num_keys;      // the first one counted from the block's
-  bool continues;         // the rows have read earlier keys of this block
-  int turn, turns;
 };
 
 // What a tile reads of one block, in this order: the keys of all spans, then their values. Some of
@@ -107,10 +56,11 @@ struct BlockSpans {
 // One layer's attention on one thread.
 class Attending {
  public:
-  Attending(const AttentionShape& shape, const AttentionStep& step, AttentionPlan& plan,
-            const bf16* keys, const bf16* values, const bf16* q, int64_t q_stride, bf16* out,
-            Workspace& work, void* parts)
-      : shape_(shape),
+  Attending(const AttentionProducts& products, const AttentionShape& shape,
+            const AttentionStep& step, AttentionPlan& plan, const bf16* keys, const bf16* values,
+            const bf16* q, int64_t q_stride, bf16* out, Workspace& work, void* parts)
+      : products_(products),
+        shape_(shape),
         step_(step),
         plan_(plan),
         layout_(shape),
@@ -206,15 +156,10 @@ class Attending {
     BlockSpans read;
     find_spans(base, read);
     find_groups(block, read);
-    for_pieces(read, [&](const Piece& piece) {
-      for (int group = 0; group < piece.num_groups;) {
-        const int columns = std::min(columns_for(piece.num_rows), piece.num_groups - group);
-        kernel_of(kKeysKernels, piece.turns, piece.num_rows, columns)(
-            work_.q + piece.row * shape_.head_dim, shape_.head_dim,
-            read.groups + piece.group + group, piece.turn,
-            work_.scores + piece.row * kKeyBlock + piece.key + group * kGroup);
-        group += columns;
-      }
+    for_spans(read, [&](const Span& span, int row, int rows) {
+      products_.multiply_keys(work_.q + row * shape_.head_dim, rows, shape_.head_dim,
+                              read.groups + span.first_group, span.num_groups(),
+                              work_.scores + row * kKeyBlock + span.begin);
     });
     const float scale = shape_.scale * kLog2e;
     for (int row = 0; row < rows_; ++row) {
@@ -223,44 +168,20 @@ class Attending {
                                  end_key(query, base), read.begins[query], read.ends[query], scale,
                                  work_.weights + row * kKeyBlock);
     }
-    for_pieces(read, [&](const Piece& piece) {
-      for (int number = 0; number < shape_.head_dim;) {
-        const int left = (shape_.head_dim - number) / kLanes;
-        const int columns = std::min(columns_for(piece.num_rows), left);
-        const bf16* groups[kGroups + kAhead];
-        for (int group = 0; group < piece.num_groups + kAhead; ++group)
-          groups[group] = read.groups[read.num_groups + piece.group + group] + 2 * number;
-        kernel_of(kValuesKernels, piece.turns, piece.num_rows, columns)(
-            work_.weights + piece.row * kKeyBlock + piece.key, groups, piece.num_keys,
-            shape_.head_dim, piece.continues, piece.turn,
-            sums + piece.row * shape_.head_dim + number);
-        number += columns * kLanes;
-      }
+    for_spans(read, [&](const Span& span, int row, int rows) {
+      products_.multiply_values(work_.weights + row * kKeyBlock + span.begin, rows, shape_.head_dim,
+                                read.groups + read.num_groups + span.first_group,
+                                span.end - span.begin, span.continues,
+                                sums + row * shape_.head_dim);
     });
   }
 
-  // Calls `each` with every piece of the spans: some groups with all rows, before the next groups.
+  // Calls `each` with every span, its first row, and how many it has.
   template <typename Each>
-  void for_pieces(const BlockSpans& read, Each each) const {
+  void for_spans(const BlockSpans& read, Each each) const {
     for (int i = 0; i < read.num_spans; ++i) {
       const Span& span = read.spans[i];
-      const int first_row = span.first_query * heads_, num_rows = span.num_queries * heads_;
-      Piece piece;
-      piece.turns = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-      const int at_once = piece.turns == 1 ? kGroups : kGroupsAtOnce;
-      for (int group = 0; group < span.num_groups(); group += at_once) {
-        piece.group = span.first_group + group;
-        piece.num_groups = std::min(at_once, span.num_groups() - group);
-        piece.key = span.begin + group * kGroup;
-        piece.num_keys = std::min(at_once * kGroup, span.end - piece.key);
-        piece.continues = span.continues || group > 0;
-        for (piece.turn = 0; piece.turn < piece.turns; ++piece.turn) {
-          const int begin = num_rows * piece.turn / piece.turns;
-          piece.row = first_row + begin;
-          piece.num_rows = num_rows * (piece.turn + 1) / piece.turns - begin;
-          each(piece);
-        }
-      }
+      each(span, span.first_query * heads_, span.num_queries * heads_);
     }
   }
 
@@ -354,6 +275,7 @@ class Attending {
     }
   }
 
+  const AttentionProducts& products_;
   const AttentionShape& shape_;
   const AttentionStep& step_;
   AttentionPlan& plan_;
@@ -385,9 +307,12 @@ void attend(const Team& team, const AttentionShape& shape, const AttentionStep& 
             AttentionPlan& plan, const bf16* keys, const bf16* values, const bf16* q,
             int64_t q_stride, bf16* out, void* scratch) {
   auto* spaces = static_cast<Workspace*>(scratch);
-  Attending attending(shape, step, plan, keys, values, q, q_stride, out, spaces[team.rank()],
-                      spaces + team.size());
+  const AttentionProducts& products = attention_products();
+  Attending attending(products, shape, step, plan, keys, values, q, q_stride, out,
+                      spaces[team.rank()], spaces + team.size());
+  const unsigned before = products.begin();
   for (int64_t ticket; (ticket = plan.take(team)) >= 0;) attending.compute(ticket);
+  products.end(before);
 }
 
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -1,8 +1,8 @@
 // An instruction set's extension: instructions for products that only some of its processors have.
 //
-// That of avx512_bf16 is the matrix unit, AMX; a product's bits depend on whether it is used, except in
-// w8a8. That of avx2 is AVX-VNNI, which changes no bit. Each has a twin: the same arithmetic in other instructions, for tests
-// on processors without the extension.
+// That of avx512_bf16 is the matrix unit, AMX. The bits of products and of attention depend on whether it
+// is used, except in w8a8. That of avx2 is AVX-VNNI, which changes no bit. Each has a twin: the same
+// arithmetic in other instructions, for tests on processors without the extension.
 #pragma once
 
 #include <cstdint>

@@ -214,6 +214,7 @@ class MatrixTiles final : public TileKernels {
     const bool vectors = by_vectors(kind, rows);
     if (kind == Kind::kW8A8 && vectors) return kVectorTiles.begin_chunk(kind, product, rows);
     ChunkPlan plan;
+    plan.fetches_results = kind != Kind::kBf16;
     // VNNI's scaling takes numbers below the normal ones as they are.
     if (kind != Kind::kW8A8) {
       plan.float_control = float_control();
@@ -228,7 +229,8 @@ class MatrixTiles final : public TileKernels {
     plan.groups = (rows + kGroupRows - 1) / kGroupRows;
     plan.group_rows = (rows + plan.groups - 1) / plan.groups;
     plan.max_strips = plan.group_rows > kUnitRows ? 2 : 4;
-    plan.max_blocks = panel_inputs(product) / kBlock;
+    const bool with_rows = kind == Kind::kBf16 && plan.groups > 1;
+    plan.max_blocks = panel_inputs(product, with_rows ? kInputsWithRows : kPanelInputs) / kBlock;
     plan.decode = kernels_of(kind).decode;
     plan.decoded_record = kernels_of(kind).decoded_record;
     Unit::begin(shape_of(kind, plan.group_rows));
@@ -247,20 +249,21 @@ class MatrixTiles final : public TileKernels {
   }
 
   int64_t totals(const Product& product, int64_t max_rows) const override {
-    const int64_t rows = product.inputs > kPanelInputs ? std::min(max_rows, chunk_rows(Kind::kBf16, product)) : 0;
+    const int64_t rows = product.inputs > kInputsWithRows ? std::min(max_rows, chunk_rows(Kind::kBf16, product)) : 0;
     return std::max((rows + kGroupRows) * 2 * kStrip, kVectorTiles.totals(product, max_rows));
   }
 
   int64_t panel_bytes(const Product& product) const override {
-    return panel_inputs(product) / kBlock * 4 * DecodedWeights<true, true>::kRecord;
+    return panel_inputs(product, kPanelInputs) / kBlock * 4 * DecodedWeights<true, true>::kRecord;
   }
 
  private:
   static constexpr int64_t kGroupRows = 2 * kUnitRows;
   // Rows at a time, so that their activations stay in the second cache while the weights pass by.
   static constexpr int64_t kChunkBytes = 1024 << 10;
-  // Inputs at a time, so that two strips stay in the first.
-  static constexpr int64_t kPanelInputs = 1024;
+  // Inputs at a time, so that two strips stay in the first. Where nothing but the unit computes, the rows
+  // have to be there, too.
+  static constexpr int64_t kPanelInputs = 1024, kInputsWithRows = 288;
   // Up to so many rows of w8a8 are multiplied by VNNI, with the same bits. That takes 11 instructions for
   // each row, strip and block: 8 products and 3 to scale, 5.5 cycles at two a cycle. With the unit there
   // remain 4, 2 cycles: one adds the offset. The unit itself loads weights, multiplies and stores in 8, 16
@@ -270,8 +273,8 @@ class MatrixTiles final : public TileKernels {
   static constexpr int64_t kRoundedRows = kTileRows;
 
   // In equal parts, or nearly.
-  static int64_t panel_inputs(const Product& product) {
-    const int64_t parts = (product.inputs + kPanelInputs - 1) / kPanelInputs;
+  static int64_t panel_inputs(const Product& product, int64_t most) {
+    const int64_t parts = (product.inputs + most - 1) / most;
     const int64_t blocks = product.inputs / kBlock;
     return (blocks + parts - 1) / parts * kBlock;
   }

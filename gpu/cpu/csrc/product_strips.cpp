@@ -127,7 +127,7 @@ class Cutter {
       tile.totals =
           work_.totals + (in_pieces ? group * chunk.most_rows() * piece.strips * kStrip : 0);
       tile.ahead = ahead.first + group * lines_each * 64;
-      if (last) prefetch_results(work_, segment_, piece.strip, piece.strips, rows);
+      if (last && plan.fetches_results) prefetch_results(work_, segment_, piece.strip, piece.strips, rows);
       tiles_.compute(segment_.kind, tile, plan, piece.strips);
       if (last)
         write_totals(work_, segment_, piece.strip, piece.strips, rows.first, tile.rows, tile.totals);

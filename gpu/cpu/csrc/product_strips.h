@@ -45,6 +45,9 @@ struct ChunkPlan {
   // What makes a record one that the tiles read, of decoded_record bytes. Null: they read the weights.
   void (*decode)(const uint8_t* record, uint8_t* decoded) = nullptr;
   int64_t decoded_record = 0;
+  // Whether results are asked for before they are written. Where a tile is soon computed, that takes
+  // longer than it saves.
+  bool fetches_results = true;
   unsigned float_control = 0;  // what the thread's was before
 };
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.gpu.cpu.attention_stage import Case, Stage, Step, exact
 
-pytestmark = pytest.mark.usefixtures("each_isa")
+pytestmark = pytest.mark.usefixtures("each_attention")
 
 # Around the ends of groups of 16 keys and of blocks of 256.
 EDGES = (1, 2, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 511, 513, 700)
@@ -287,3 +287,23 @@ def test_equal_keys_give_the_mean_of_the_values() -> None:
     expected = means.repeat_interleave(case.group, dim=1)
     assert torch.allclose(out.double(), expected, rtol=2**-8, atol=1e-6)
     assert np.isfinite(out.float().numpy()).all()
+
+
+def test_a_matrix_unit_adds_up_values_in_its_own_order(each_attention: str) -> None:
+    """Of each 16 keys the even and the odd ones are added up apart, and then both to the sum."""
+    case = Case(lengths=(48,), rotate=False)
+    stage = Stage(case)
+    stage.sequences[0][:, : case.heads + case.kv_heads] = 0.0  # so all weights are 1
+    values = stage.sequences[0][:, case.heads + case.kv_heads :]
+    # The sum is 0 but for its roundings, and so shows their order.
+    draw = np.random.default_rng(0)
+    values[:24] *= torch.from_numpy(2.0 ** draw.integers(0, 20, values[:24].shape))
+    values[24:] = -values[draw.permutation(24)]
+    out = stage.run([[(0, 48)]])[0][-1]
+    stage.close()
+    total = torch.zeros(values[0].shape)
+    for group in values.float().unflatten(0, (3, 16)):
+        even, odd = (sum(group[first::2], torch.zeros_like(total)) for first in (0, 1))
+        total = total + (even + odd)
+    expected = (total * torch.tensor(1 / 48)).bfloat16().repeat_interleave(case.group, dim=0)
+    assert torch.equal(out, expected) == (each_attention in ("amx", "amx_emulated"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.gpu.cpu.attention_stage import Case, Stage, exact
 
-pytestmark = pytest.mark.usefixtures("each_isa")
+pytestmark = pytest.mark.usefixtures("each_attention")
 
 Prefix = tuple[int, int]
 """Another sequence's number, and how many tokens of it a sequence begins with."""
