@@ -74,11 +74,10 @@ class Attending {
         part_softmax_(static_cast<Softmax*>(parts)),
         part_sums_(reinterpret_cast<float*>(part_softmax_ + kMaxParts)) {}
 
-  void compute(int64_t ticket) {
-    // Item by item for one unit, so that those that see the same keys find them in the cache.
-    const int64_t items = plan_.num_tickets / tiling_.units;
-    item_ = plan_.items[ticket % items];
-    begin_unit(static_cast<int>(ticket / items));
+  // Computes the item and unit of a ticket, and fetches the first keys of the next one; -1: there is none.
+  void compute(int64_t ticket, int64_t next) {
+    begin(ticket);
+    find_first_groups(next);
     load_queries();
     if (item_.split >= 0) return compute_split();
     for (int block = item_.first_block; block < item_.end_block; ++block) {
@@ -92,11 +91,17 @@ class Attending {
   }
 
  private:
-  void begin_unit(int unit) {
-    unit_ = unit;
-    const int pieces = tiling_.units / shape_.num_kv_heads;
-    const int first_of_group = unit % pieces * tiling_.heads;
-    kv_head_ = unit / pieces;
+  // Item by item for one unit, so that those that see the same keys find them in the cache.
+  const AttentionItem& item_of(int64_t ticket) const { return plan_.items[ticket % num_items()]; }
+  int64_t num_items() const { return plan_.num_tickets / tiling_.units; }
+  int unit_of(int64_t ticket) const { return static_cast<int>(ticket / num_items()); }
+  int pieces() const { return tiling_.units / shape_.num_kv_heads; }
+
+  void begin(int64_t ticket) {
+    item_ = item_of(ticket);
+    unit_ = unit_of(ticket);
+    const int first_of_group = unit_ % pieces() * tiling_.heads;
+    kv_head_ = unit_ / pieces();
     first_head_ = kv_head_ * shape_.group() + first_of_group;
     heads_ = std::min(tiling_.heads, shape_.group() - first_of_group);
     set_queries(item_.first_query, item_.num_queries);
@@ -219,7 +224,7 @@ class Attending {
           keys = work_.keys + at;
           values = work_.values + at;
         } else {
-          const int64_t at = group_offset(query, base + key);
+          const int64_t at = group_offset(query, base + key, kv_head_);
           keys = keys_ + at;
           values = values_ + at;
         }
@@ -230,20 +235,35 @@ class Attending {
     for (int i = 0; i < kAhead; ++i) {
       const int64_t next = base + kKeyBlock + i * kGroup;
       const bool there = !gathers && block + 1 < item_.end_block && next <= newest.position;
-      ahead[i] = there ? keys_ + group_offset(newest, next) : ahead[-1];
+      ahead[i] = there ? keys_ + group_offset(newest, next, kv_head_) : first_groups_[i];
+      if (ahead[i] == nullptr) ahead[i] = ahead[-1];
     }
   }
 
-  // Where a page has this head's numbers of the token at `position`.
-  int64_t head_offset(const AttentionQuery& query, int64_t position) const {
+  // The first groups of keys that a ticket reads; null where it has fewer.
+  void find_first_groups(int64_t ticket) {
+    std::fill_n(first_groups_, kAhead, nullptr);
+    if (ticket < 0 || shape_.page_size % kGroup != 0) return;
+    const AttentionItem& item = item_of(ticket);
+    const AttentionQuery* queries = plan_.queries + item.first_query;
+    const AttentionQuery& newest = queries[item.num_queries - 1];
+    const int64_t oldest = plan_.window ? queries[0].position - plan_.window + 1 : 0;
+    const int64_t first = std::max(int64_t{item.first_block} * kKeyBlock, oldest / kGroup * kGroup);
+    const int kv_head = unit_of(ticket) / pieces();
+    for (int i = 0; i < kAhead && first + i * kGroup <= newest.position; ++i)
+      first_groups_[i] = keys_ + group_offset(newest, first + i * kGroup, kv_head);
+  }
+
+  // Where a page has a head's numbers of the token at `position`.
+  int64_t head_offset(const AttentionQuery& query, int64_t position, int kv_head) const {
     const int32_t* table = step_.block_tables + query.row * step_.table_stride;
     return table[position / shape_.page_size] * shape_.page_stride() +
-           int64_t{kv_head_} * shape_.page_size * shape_.head_dim;
+           int64_t{kv_head} * shape_.page_size * shape_.head_dim;
   }
 
   // Of pages with whole groups, where one begins.
-  int64_t group_offset(const AttentionQuery& query, int64_t position) const {
-    return head_offset(query, position) + position % shape_.page_size * shape_.head_dim;
+  int64_t group_offset(const AttentionQuery& query, int64_t position, int kv_head) const {
+    return head_offset(query, position, kv_head) + position % shape_.page_size * shape_.head_dim;
   }
 
   // Copies `count` tokens from `first` on into the form that a group has in large pages.
@@ -251,8 +271,8 @@ class Attending {
                     bf16* values) const {
     for (int i = 0; i < count; ++i) {
       const int slot = static_cast<int>((first + i) % shape_.page_size);
-      const bf16* key = keys_ + head_offset(query, first + i) + layout_.key(slot);
-      const bf16* value = values_ + head_offset(query, first + i) + layout_.value(slot);
+      const bf16* key = keys_ + head_offset(query, first + i, kv_head_) + layout_.key(slot);
+      const bf16* value = values_ + head_offset(query, first + i, kv_head_) + layout_.value(slot);
       for (int pair = 0; pair < shape_.head_dim / 2; ++pair)
         std::memcpy(keys + (pair * kGroup + i) * 2, key + pair * layout_.key_step(),
                     2 * sizeof(bf16));
@@ -291,6 +311,7 @@ class Attending {
   AttentionItem item_;
   const AttentionQuery* queries_;
   int unit_, kv_head_, first_head_, heads_, rows_;
+  const bf16* first_groups_[kAhead];  // of the next item
 };
 
 int64_t parts_bytes(const AttentionShape& shape) {
@@ -311,7 +332,11 @@ void attend(const Team& team, const AttentionShape& shape, const AttentionStep& 
   Attending attending(products, shape, step, plan, keys, values, q, q_stride, out,
                       spaces[team.rank()], spaces + team.size());
   const unsigned before = products.begin();
-  for (int64_t ticket; (ticket = plan.take(team)) >= 0;) attending.compute(ticket);
+  for (int64_t ticket = plan.take(team); ticket >= 0;) {
+    const int64_t next = plan.take(team);
+    attending.compute(ticket, next);
+    ticket = next;
+  }
   products.end(before);
 }
 

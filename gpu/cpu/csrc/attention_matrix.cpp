@@ -59,12 +59,12 @@ class MatrixAttention final : public AttentionProducts {
     const Turns turns(rows);
     for (int group = 0; group < num_groups; group += kSums) {
       const int count = std::min(kSums, num_groups - group);
-      for (int i = 0; i < count; ++i) fetch(groups[group + i + kAhead], head_dim);
       for (int turn = 0; turn < turns.count; ++turn) {
         const int row = turns.first(turn, rows);
         shape_for(turns.first(turn + 1, rows) - row);
-        multiply_keys_at_once(q + row * head_dim, head_dim, groups + group, count,
-                              scores + row * kKeyBlock + group * kGroup);
+        const auto multiply = turn == 0 ? multiply_keys_at_once<true> : multiply_keys_at_once<false>;
+        multiply(q + row * head_dim, head_dim, groups + group, count,
+                 scores + row * kKeyBlock + group * kGroup);
       }
     }
   }
@@ -75,20 +75,19 @@ class MatrixAttention final : public AttentionProducts {
     alignas(64) bf16 last[kGroup * 256];
     const int num_groups = (num_keys + kGroup - 1) / kGroup;
     for (int first = 0; first < num_groups; first += kValueGroupsAtOnce) {
-      const bf16* at[kValueGroupsAtOnce];
+      const bf16* at[kValueGroupsAtOnce + kAhead];
       const int count = std::min(kValueGroupsAtOnce, num_groups - first);
-      for (int i = 0; i < count; ++i) {
-        at[i] = groups[first + i];
-        fetch(groups[first + i + kAhead], head_dim);
-      }
+      std::copy_n(groups + first, count + kAhead, at);
       if (first + count == num_groups && num_keys % kGroup != 0)
         at[count - 1] = copy_values(at[count - 1], num_keys % kGroup, head_dim, last);
       for (int turn = 0; turn < turns.count; ++turn) {
         const int row = turns.first(turn, rows);
         shape_for(turns.first(turn + 1, rows) - row);
+        const auto multiply =
+            turn == 0 ? multiply_values_at_once<true> : multiply_values_at_once<false>;
         for (int number = 0; number < head_dim; number += kSums * kGroup)
-          multiply_values_at_once(weights + row * kKeyBlock + first * kGroup, at, count, number,
-                                  head_dim, continues || first > 0, out + row * head_dim + number);
+          multiply(weights + row * kKeyBlock + first * kGroup, at, count, number, head_dim,
+                   continues || first > 0, out + row * head_dim + number);
       }
     }
   }
@@ -109,8 +108,12 @@ class MatrixAttention final : public AttentionProducts {
     shaped_for = rows;
   }
 
-  static void fetch(const bf16* group, int head_dim) {
-    for (int line = 0; line < head_dim / 2; ++line) prefetch(group + line * 2 * kGroup);
+  // Asks for a register's lines of a later group. As many are asked for as are read at a time, since the
+  // processor waits where more are under way than it can keep.
+  template <int Lines>
+  [[gnu::always_inline]] static void fetch(const bf16* from, int64_t stride) {
+#pragma GCC unroll 16
+    for (int line = 0; line < Lines; ++line) prefetch(from + line * stride);
   }
 
   // The first values of a group, with zeros in the place of the others.
@@ -123,7 +126,8 @@ class MatrixAttention final : public AttentionProducts {
     return to;
   }
 
-  // The scores of up to four groups.
+  // The scores of up to four groups. Fetches their successors if need be.
+  template <bool kFetches>
   static void multiply_keys_at_once(const Activation* q, int head_dim, const bf16* const* groups,
                                     int count, float* scores) {
     for_each_sum([]<int S>() __attribute__((always_inline)) { Unit::template clear<S>(); });
@@ -132,6 +136,7 @@ class MatrixAttention final : public AttentionProducts {
       for_each_sum([&]<int S>() __attribute__((always_inline)) {
         if (S >= count) return;
         Unit::template load<kKeys>(groups[S] + number * kGroup, 2 * kGroup * sizeof(bf16));
+        if (kFetches) fetch<kNumbersAtOnce / 2>(groups[S + kAhead] + number * kGroup, 2 * kGroup);
         Unit::template multiply_bf16<S, kQueries, kKeys>();
       });
     }
@@ -141,6 +146,7 @@ class MatrixAttention final : public AttentionProducts {
   }
 
   // Up to 64 numbers of the values, from `number` on.
+  template <bool kFetches>
   static void multiply_values_at_once(const Activation* weights, const bf16* const* groups, int count,
                                       int number, int head_dim, bool continues, float* out) {
     const int64_t row_bytes = head_dim * sizeof(float);
@@ -158,6 +164,8 @@ class MatrixAttention final : public AttentionProducts {
         if (S >= columns) return;
         Unit::template load<kValues>(groups[group] + 2 * (number + S * kGroup),
                                      2 * head_dim * sizeof(bf16));
+        if (kFetches)
+          fetch<kGroup / 2>(groups[group + kAhead] + 2 * (number + S * kGroup), 2 * head_dim);
         Unit::template multiply_bf16<S, kWeights, kValues>();
       });
     }
