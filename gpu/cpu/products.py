@@ -237,6 +237,20 @@ class PackedProduct:
         )
         return y
 
+    def multiply_gated(self, x: torch.Tensor, pool: Pool) -> torch.Tensor | None:
+        """[rows, outputs / 2] bfloat16: silu of the first weight's product, times the second's.
+
+        None where there aren't two weights in bfloat16, or for so many rows no matrix unit.
+        """
+        x = x.contiguous()
+        y = torch.empty(len(x), self.outputs // 2, dtype=torch.bfloat16)
+        scratch = self.scratch(len(x), pool.threads)
+        computed = self._library.product_multiply_gated(
+            *(pool.handle, ctypes.byref(self.struct), x.data_ptr(), len(x), y.data_ptr()),
+            scratch.data_ptr(),
+        )
+        return y if computed else None
+
     def rows(self, ids: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the weight's rows ``ids`` [n], as bfloat16 [n, inputs]. There must be one weight.
 
@@ -267,6 +281,7 @@ def _library() -> Library:
     library.product_scratch_bytes.restype = ctypes.c_uint64
     library.product_scratch_bytes.argtypes = [pointer, int64, int32]
     library.product_multiply.argtypes = [pointer, pointer, pointer, int64, pointer, int32, pointer]
+    library.product_multiply_gated.argtypes = [pointer, pointer, pointer, int64, pointer, pointer]
     library.product_gather.argtypes = [pointer, pointer, pointer, int64, pointer]
     for function in (
         *(library.product_pool_close, library.product_pack, library.product_multiply),

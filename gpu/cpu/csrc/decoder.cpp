@@ -147,8 +147,12 @@ void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep
 void Decoder::compute_mlp(const Team& team, int64_t index, int64_t count,
                           const AdapterStep* adapters) {
   const Layer& layer = layers[index];
-  project(team, index, {layer.gate_up, &AdapterLayer::gate_up, h_, wide_}, count, adapters);
-  silu_mul(team, wide_, count, shape.intermediate_size, narrow_);
+  if (adapters == nullptr && is_gated(layer.gate_up, count)) {
+    multiply_gated(team, layer.gate_up, h_, count, narrow_, multiply_scratch_);
+  } else {
+    project(team, index, {layer.gate_up, &AdapterLayer::gate_up, h_, wide_}, count, adapters);
+    silu_mul(team, wide_, count, shape.intermediate_size, narrow_);
+  }
   team.barrier();
   project(team, index, {layer.down, &AdapterLayer::down, narrow_, delta_}, count, adapters);
 }

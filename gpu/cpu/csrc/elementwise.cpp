@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "gated.h"
 #include "vector.h"
 
 namespace trioserve::TRIOSERVE_ISA {
@@ -22,11 +23,6 @@ void scale_row(const bf16* x, const bf16* weight, Floats scale, int64_t width, b
     const Floats normed = load(x + i, lanes) * scale;
     store(y + i, normed * load(weight + i, lanes), lanes);
   }
-}
-
-Floats silu(Floats x) {
-  const Floats power = exp2_of(x * broadcast(-kLog2e));
-  return x / (broadcast(1.0f) + power);
 }
 
 // The first lane of `x` that is `largest`, or that is NaN if `largest` is.
@@ -95,8 +91,7 @@ void silu_mul(const Team& team, const bf16* gate_up, int64_t rows, int64_t width
     const bf16 *gate = gate_up + row * 2 * width, *up = gate + width;
     for (int64_t i = begin; i < std::min(begin + kPiece, width); i += kLanes) {
       const Lanes lanes = first_lanes(width - i);
-      const Floats gated = rounded(silu(load(gate + i, lanes)));
-      store(y + row * width + i, gated * load(up + i, lanes), lanes);
+      store(y + row * width + i, gated(load(gate + i, lanes), load(up + i, lanes)), lanes);
     }
   }
 }

@@ -100,7 +100,7 @@ Region after_segment(const Team& team, const Product& product, int64_t i) {
 }
 
 void multiply_any(const Team& team, const Product& product, const bf16* x, int64_t rows, void* y,
-                  bool to_float, void* scratch) {
+                  Results results, void* scratch) {
   if (rows == 0) return;
   uint8_t* shared = static_cast<uint8_t*>(scratch);
   uint8_t* own = shared + Prepared::bytes_for(product, rows) +
@@ -113,7 +113,8 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
   own += Prepared::bytes_for(product, kOwnRows);
   float* totals = reinterpret_cast<float*>(own);
   uint8_t* panel = own + aligned(totals_bytes(product, rows));
-  for (int64_t i = 0; i < product.num_segments; ++i) {
+  const int64_t segments = results == Results::kGated ? 1 : product.num_segments;
+  for (int64_t i = 0; i < segments; ++i) {
     const Segment& segment = product.segments[i];
     const bool rounds = segment.kind == Kind::kW8A8;
     const Work work = {product,
@@ -122,10 +123,12 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
                        prepared.sums,
                        rows,
                        y,
-                       to_float,
+                       results,
                        totals,
                        panel};
-    multiply_strips(work, segment, share_of(team, segment), after_segment(team, product, i));
+    const Region upcoming =
+        after_segment(team, product, i + 1 == segments ? product.num_segments - 1 : i);
+    multiply_strips(work, segment, share_of(team, segment), upcoming);
   }
 }
 
@@ -138,12 +141,24 @@ size_t multiply_scratch_bytes(const Product& product, int64_t max_rows, int thre
 
 void multiply(const Team& team, const Product& product, const bf16* x, int64_t rows, bf16* y,
               void* scratch) {
-  multiply_any(team, product, x, rows, y, false, scratch);
+  multiply_any(team, product, x, rows, y, Results::kRounded, scratch);
 }
 
 void multiply_float(const Team& team, const Product& product, const bf16* x, int64_t rows, float* y,
                     void* scratch) {
-  multiply_any(team, product, x, rows, y, true, scratch);
+  multiply_any(team, product, x, rows, y, Results::kFloat, scratch);
+}
+
+bool is_gated(const Product& product, int64_t rows) {
+  const Segment &gate = product.segments[0], &up = product.segments[1];
+  return product.num_segments == 2 && product.bias == nullptr && gate.outputs == up.outputs &&
+         gate.outputs % kStrip == 0 && gate.kind == Kind::kBf16 && up.kind == Kind::kBf16 &&
+         tile_kernels().takes_two_weights(rows);
+}
+
+void multiply_gated(const Team& team, const Product& product, const bf16* x, int64_t rows, bf16* y,
+                    void* scratch) {
+  multiply_any(team, product, x, rows, y, Results::kGated, scratch);
 }
 
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -68,6 +68,15 @@ void multiply(const Team& team, const Product& product, const bf16* x, int64_t r
 void multiply_float(const Team& team, const Product& product, const bf16* x, int64_t rows, float* y,
                     void* scratch);
 
+// Whether multiply_gated() takes a product with so many rows: its weights have to be two in bfloat16, and
+// the current extension a matrix unit.
+bool is_gated(const Product& product, int64_t rows);
+
+// y = silu(gate) * up [rows, outputs / 2], where gate and up are the results of the product's two weights.
+// It has the bits that multiply() and silu_mul() have, but reads and writes less memory.
+void multiply_gated(const Team& team, const Product& product, const bf16* x, int64_t rows, bf16* y,
+                    void* scratch);
+
 // y[i, inputs] = row ids[i] of the weight, rounded to bfloat16: an embedding table that is also the
 // head. The product has one segment. Ids are those of its outputs; each thread does its share.
 void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y);

@@ -50,6 +50,15 @@ void TRIOSERVE_EXPORT(product_multiply)(void* pool, const Product* product, cons
   });
 }
 
+// Returns whether it was computed: not where the product or the extension isn't one for it.
+int32_t TRIOSERVE_EXPORT(product_multiply_gated)(void* pool, const Product* product, const bf16* x, int64_t rows,
+                      bf16* y, void* scratch) {
+  if (!is_gated(*product, rows)) return 0;
+  static_cast<Pool*>(pool)->run(
+      [=](const Team& team) { multiply_gated(team, *product, x, rows, y, scratch); });
+  return 1;
+}
+
 void TRIOSERVE_EXPORT(product_gather)(void* pool, const Product* product, const int32_t* ids, int64_t rows, bf16* y) {
   static_cast<Pool*>(pool)->run(
       [=](const Team& team) { gather_rows(team, *product, ids, rows, y); });

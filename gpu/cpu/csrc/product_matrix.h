@@ -248,6 +248,8 @@ class MatrixTiles final : public TileKernels {
     (*kernels_of(kind).even_odd)[plan.group_rows - 1][strips - 1](tile);
   }
 
+  bool takes_two_weights(int64_t rows) const override { return rows > kUnitRows; }
+
   int64_t totals(const Product& product, int64_t max_rows) const override {
     const int64_t rows = product.inputs > kInputsWithRows ? std::min(max_rows, chunk_rows(Kind::kBf16, product)) : 0;
     return std::max((rows + kGroupRows) * 2 * kStrip, kVectorTiles.totals(product, max_rows));
@@ -259,6 +261,7 @@ class MatrixTiles final : public TileKernels {
 
  private:
   static constexpr int64_t kGroupRows = 2 * kUnitRows;
+  static_assert(kGroupRows <= kMostGroupRows);
   // Rows at a time, so that their activations stay in the second cache while the weights pass by.
   static constexpr int64_t kChunkBytes = 1024 << 10;
   // Inputs at a time, so that two strips stay in the first. Where nothing but the unit computes, the rows

@@ -1,6 +1,7 @@
 #include "product_strips.h"
 
 #include "extension.h"
+#include "gated.h"
 #include "pack.h"
 
 namespace trioserve::TRIOSERVE_ISA {
@@ -40,7 +41,8 @@ struct Ahead {
 // Asks for the lines that write_totals() will write. A tile's are in as many places as it has rows, and
 // would be waited for one after the other.
 void prefetch_results(const Work& work, const Segment& segment, int64_t strip, int strips, Share rows) {
-  const int64_t size = work.to_float ? sizeof(float) : sizeof(bf16), stride = work.product.outputs * size;
+  const int64_t size = work.results == Results::kFloat ? sizeof(float) : sizeof(bf16);
+  const int64_t stride = work.product.outputs * size;
   const int64_t outputs = std::min(strips * kStrip, segment.outputs - strip * kStrip);
   const char* first = static_cast<const char*>(work.y) + (segment.first + strip * kStrip) * size;
   for (int64_t row = rows.first; row < rows.last; ++row) {
@@ -61,7 +63,10 @@ class Cutter {
         packed_(static_cast<const uint8_t*>(segment.packed)),
         record_(static_cast<int64_t>(record_bytes(segment.kind))),
         blocks_(work.product.inputs / kBlock),
-        strip_bytes_(blocks_ * record_) {}
+        strip_bytes_(blocks_ * record_),
+        gated_(work.results == Results::kGated),
+        beside_(gated_ ? static_cast<const uint8_t*>(work.product.segments[1].packed) - packed_
+                       : strip_bytes_) {}
 
   void multiply(Share share) const {
     const int64_t most = tiles_.chunk_rows(segment_.kind, work_.product), chunks = (work_.rows + most - 1) / most;
@@ -86,6 +91,7 @@ class Cutter {
 
   Piece start(const Chunk& chunk, Share share, int64_t strip) const {
     const int64_t left = share.last - strip, most = chunk.plan.max_strips;
+    if (gated_ && left > 0) return {strip, 0, std::min(blocks_, chunk.plan.max_blocks), 2};
     // Two and two are faster than three and one.
     const int64_t strips = left == 4 && most == 3 ? 2 : std::min(left, most);
     return {strip, 0, std::min(blocks_, chunk.plan.max_blocks), static_cast<int>(strips)};
@@ -93,7 +99,7 @@ class Cutter {
 
   Piece after(const Chunk& chunk, Share share, const Piece& piece) const {
     const int64_t first = piece.first_block + piece.blocks;
-    if (first == blocks_) return start(chunk, share, piece.strip + piece.strips);
+    if (first == blocks_) return start(chunk, share, piece.strip + (gated_ ? 1 : piece.strips));
     return {piece.strip, first, std::min(blocks_ - first, piece.blocks), piece.strips};
   }
 
@@ -105,7 +111,7 @@ class Cutter {
     const ChunkPlan& plan = chunk.plan;
     Tile tile;
     tile.records = records(piece);
-    tile.strip_bytes = strip_bytes_;
+    tile.strip_bytes = beside_;
     tile.blocks = piece.blocks;
     tile.continues = piece.first_block > 0;
     tile.x_stride = work_.x_stride;
@@ -129,13 +135,30 @@ class Cutter {
       tile.ahead = ahead.first + group * lines_each * 64;
       if (last && plan.fetches_results) prefetch_results(work_, segment_, piece.strip, piece.strips, rows);
       tiles_.compute(segment_.kind, tile, plan, piece.strips);
-      if (last)
+      if (last && gated_)
+        write_gated(piece.strip, rows, tile.totals, plan.float_control);
+      else if (last)
         write_totals(work_, segment_, piece.strip, piece.strips, rows.first, tile.rows, tile.totals);
     }
   }
 
+  // The totals of a strip's gates and of what they gate, rounded as write_totals() does. Then the numbers
+  // below the normal ones are what they are.
+  void write_gated(int64_t strip, Share rows, const float* totals, unsigned float_control) const {
+    alignas(64) bf16 pairs[kMostGroupRows * 2 * kStrip];
+    const int64_t count = rows.last - rows.first, width = segment_.outputs;
+    for (int64_t i = 0; i < count * 2 * kStrip; i += 2 * kStrip)
+      store_two(pairs + i, load(totals + i) + zeros(), load(totals + i + kStrip) + zeros());
+    const unsigned before = trioserve::TRIOSERVE_ISA::float_control();
+    set_float_control(float_control);
+    bf16* y = static_cast<bf16*>(work_.y) + rows.first * width + strip * kStrip;
+    for (int64_t i = 0; i < count * 2 * kStrip; i += 2 * kStrip, y += width)
+      store(y, gated(load(pairs + i), load(pairs + i + kStrip)));
+    set_float_control(before);
+  }
+
   Ahead ahead_of(const Chunk& chunk, const Piece& piece, const Piece& next) const {
-    if (next.strips > 0) return {records(next), strip_bytes_, (next.blocks * record_ + 63) / 64};
+    if (next.strips > 0) return {records(next), beside_, (next.blocks * record_ + 63) / 64};
     const int64_t lines = chunk.last ? (upcoming_.bytes / 64 + piece.strips - 1) / piece.strips : 0;
     return {upcoming_.first, lines * 64, lines};
   }
@@ -163,6 +186,8 @@ class Cutter {
   const TileKernels& tiles_;
   const uint8_t* packed_;
   const int64_t record_, blocks_, strip_bytes_;
+  const bool gated_;
+  const int64_t beside_;  // from a tile's strip to the next: the same one of the other weight if it is gated
 };
 
 }  // namespace
@@ -209,7 +234,7 @@ void write_strip(const Work& work, int64_t column, int64_t outputs, int64_t row,
   for (int64_t r = 0; r < rows; ++r, totals += stride) {
     const Floats sum = load(totals) + bias;
     const int64_t at = (row + r) * work.product.outputs + column;
-    if (work.to_float)
+    if (work.results == Results::kFloat)
       store(static_cast<float*>(work.y) + at, sum, lanes);
     else
       store(static_cast<bf16*>(work.y) + at, sum, lanes);
@@ -224,7 +249,7 @@ void write_totals(const Work& work, const Segment& segment, int64_t strip, int s
   for (int s = 0; s < strips; ++s, totals += kStrip) {
     const int64_t output = (strip + s) * kStrip, column = segment.first + output;
     const int64_t left = segment.outputs - output;
-    if (!work.to_float && s + 1 < strips && left >= 2 * kStrip) {
+    if (work.results != Results::kFloat && s + 1 < strips && left >= 2 * kStrip) {
       write_pair(work, column, row, rows, totals, stride);
       ++s, totals += kStrip;
     } else {

@@ -14,6 +14,9 @@ struct Region {
   int64_t bytes = 0;
 };
 
+// What y gets: sums, rounded or not, or silu(gate) * up of two weights' sums.
+enum class Results { kRounded, kFloat, kGated };
+
 // One call of multiply() as one thread sees it.
 struct Work {
   const Product& product;
@@ -22,7 +25,7 @@ struct Work {
   const float* x_sums;  // [rows][inputs / 32], for weights with minimums
   int64_t rows;
   void* y;
-  bool to_float;
+  Results results;
   float* totals;   // of totals_bytes()
   uint8_t* panel;  // of panel_bytes()
 };
@@ -33,6 +36,9 @@ inline int64_t part_start(int64_t rows, int64_t parts, int64_t part) { return ro
 // Writes totals [rows][strips][16] into y, with the bias.
 void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,
                   int64_t rows, const float* totals);
+
+// Rows of a group, at most.
+inline constexpr int64_t kMostGroupRows = 32;
 
 // How a chunk of rows is computed: in groups, by tiles of some strips along some of the inputs.
 struct ChunkPlan {
@@ -59,6 +65,8 @@ class TileKernels {
   virtual ChunkPlan begin_chunk(Kind kind, const Product& product, int64_t rows) const = 0;
   virtual void compute(Kind kind, const Tile& tile, const ChunkPlan& plan, int strips) const = 0;
   virtual void end_chunk(Kind, const ChunkPlan&) const {}
+  // Whether a tile of so many rows may have a strip each of two weights.
+  virtual bool takes_two_weights(int64_t) const { return false; }
   // What each thread needs for up to `max_rows` rows: floats of totals, and bytes of decoded weights.
   virtual int64_t totals(const Product& product, int64_t max_rows) const = 0;
   virtual int64_t panel_bytes(const Product& product) const = 0;

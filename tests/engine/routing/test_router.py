@@ -17,7 +17,7 @@ import trio.testing
 from tests.support.scheduling import ABORT, make_request
 from trioserve.config import EngineConfig
 from trioserve.engine.routing.policy import Policy
-from trioserve.engine.routing.router import Router
+from trioserve.engine.routing.router import PASSED_OVER, Router
 from trioserve.engine.routing.worker_load import worker_load
 from trioserve.engine.schedulers import Schedulers
 from trioserve.requests.request import Request, SequenceOutput, State
@@ -25,6 +25,7 @@ from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.prefix_index import WorkerPages
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import namespace_of
+from trioserve.scheduler.step_time import StepLoad
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import run_fake_worker
 from trioserve.workers.supervisor import Supervisor
@@ -252,6 +253,35 @@ async def test_pages_that_a_session_pins_attract_its_next_turn(autojump_clock: o
         await trio.testing.wait_all_tasks_blocked()
         assert several.for_request(following) is home
         assert following.num_cached_when_placed == 40
+
+
+async def test_a_worker_that_looks_slow_is_tried_again(autojump_clock: object) -> None:
+    async with open_several(2) as (several, _nursery):
+        several.placement._router = router = Router(Policy())
+        for each in several:
+            router.add(each)
+
+        async def placed(count: int) -> int:
+            """Return how many of so many requests, one after the other, the second worker gets."""
+            found = 0
+            for _ in range(count):
+                request = several.send([1, 2, 3], max_tokens=9)
+                await trio.sleep(20 * STEP)
+                found += several.for_request(request) is second
+            return found
+
+        _first, second = several
+        assert await placed(20) > 0
+        assert second.core is not None
+        for _ in range(60):
+            for load in (StepLoad(decodes=1), StepLoad(prompt_tokens=3)):
+                second.core.step_times.observe(load, 9.0)
+        await placed(1)
+        assert await placed(PASSED_OVER) == 0
+        # It is chosen once, and its steps show its true times.
+        assert second.core.step_times.predict(StepLoad(decodes=1)) > 1
+        assert await placed(3 * PASSED_OVER) > 0
+        assert second.core.step_times.predict(StepLoad(decodes=1)) < 2 * STEP
 
 
 async def test_a_worker_with_the_adapter_is_taken_until_the_others_have_it(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.cpu.elementwise import CompiledOperations
 from gpu.cpu.products import GGUF_KINDS, Kind, PackedProduct, PackedWeight, Pool, pack, pack_blocks
 from gpu.weights.blocks import FLOAT32
 from gpu.weights.dequantize import dequantize
@@ -165,6 +166,23 @@ def test_a_matrix_unit_adds_up_as_its_manual_says(rows: int, each_way: str, pool
     weight, x = random(50, 1536).bfloat16(), random(rows, 1536, seed=1).bfloat16()
     y = PackedProduct([pack(weight, Kind.BF16, pool)]).multiply(x, pool, torch.float32)
     assert torch.equal(y, matrix_unit_sums(x, weight)) == (each_way in MATRIX_UNITS)
+
+
+@pytest.mark.parametrize("inputs", [64, 1536])
+def test_a_gated_product_has_the_bits_of_the_product_and_the_activation(
+    inputs: int, each_way: str, pools: list[Pool]
+) -> None:
+    gate, up = (pack(random(160, inputs, seed=i).bfloat16(), Kind.BF16, pools[0]) for i in (0, 1))
+    product = PackedProduct([gate, up])
+    for rows in (1, 16, 17, 32, 33, 64, 100, 600):
+        x = random(rows, inputs, seed=rows).bfloat16()
+        x[3::7] *= 1e-37  # what is gated is below the normal numbers
+        expected = CompiledOperations().silu_mul(product.multiply(x, pools[0]))
+        for pool in pools:
+            y = product.multiply_gated(x, pool)
+            assert (y is not None) == (each_way in MATRIX_UNITS and rows > 16)
+            assert y is None or torch.equal(y.view(torch.int16), expected.view(torch.int16))
+    assert PackedProduct([gate]).multiply_gated(x, pools[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,12 @@ class Loads:
                     self._write(each, other)
         self._write(index, load)
 
-    def _write(self, index: int, load: WorkerLoad) -> None:
-        model = load.model if load.model.is_known else self._like or _GUESS
+    def assume(self, index: int, load: WorkerLoad, like: StepTimeModel) -> None:
+        """Set the load of a worker, with the times of ``like`` in place of its own."""
+        self._write(index, load, like)
+
+    def _write(self, index: int, load: WorkerLoad, like: StepTimeModel | None = None) -> None:
+        model = like or (load.model if load.model.is_known else self._like or _GUESS)
         fixed, row, token, read = model.coefficients
         decodes = load.num_decodes
         step = fixed + decodes * row + load.context * read
