@@ -56,7 +56,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
     "other-frameworks": [
         ("requests that run: 0",),
         ("requests that run: 0",),
-        ("red, blue, and", " Paris"),
+        ("RGB color model", " Paris"),
         ("requests that run: 0",),
     ],
     "operating": [
