@@ -290,7 +290,7 @@ def test_equal_keys_give_the_mean_of_the_values() -> None:
 
 
 def test_a_matrix_unit_adds_up_values_in_its_own_order(each_attention: str) -> None:
-    """Of each 16 keys the even and the odd ones are added up apart, and then both to the sum."""
+    """The even and the odd ones of 16 keys are added up apart, and then both to the sum."""
     case = Case(lengths=(48,), rotate=False)
     stage = Stage(case)
     stage.sequences[0][:, : case.heads + case.kv_heads] = 0.0  # so all weights are 1
