@@ -99,7 +99,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, in one process per core; what follows ``--`` goes to pytest."""
+    """Run the tests; what follows ``--`` goes to pytest."""
     run_tests(session, *session.posargs)
 
 
@@ -115,13 +115,14 @@ def thorough(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with ``arguments``, in one process per core."""
+    """Run pytest with ``arguments``, in a process more than there are cores, since many tests wait."""
     python = development(session)
     # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
     # another test on two cores would wait for each other in turns, so each has one.
     # They begin in tests/conftest.py's order.
+    processes = min(len(os.sched_getaffinity(0)) + 1, 8)
     parallel = (
-        *("-n", "auto", "--maxprocesses", "8"),
+        *("-n", str(processes)),
         *("--dist", "loadscope", "--no-loadscope-reorder"),
     )
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

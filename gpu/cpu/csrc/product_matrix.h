@@ -6,6 +6,7 @@
 // its products have the bits of AVX-512 with VNNI.
 #pragma once
 
+#include "gated.h"
 #include "matrix_unit.h"
 #include "product_strips.h"
 #include "product_vectors.h"
@@ -250,6 +251,19 @@ class MatrixTiles final : public TileKernels {
 
   bool takes_two_weights(int64_t rows) const override { return rows > kUnitRows; }
 
+  // Gates are rounded as write_totals() does it. Then the numbers below the normal ones are what they are.
+  void write_gated(const ChunkPlan& plan, const float* totals, int64_t rows, bf16* y,
+                   int64_t y_stride) const override {
+    alignas(64) bf16 pairs[kGroupRows * 2 * kStrip];
+    for (int64_t i = 0; i < rows * 2 * kStrip; i += 2 * kStrip)
+      store_two(pairs + i, load(totals + i) + zeros(), load(totals + i + kStrip) + zeros());
+    const unsigned before = float_control();
+    set_float_control(plan.float_control);
+    for (int64_t i = 0; i < rows * 2 * kStrip; i += 2 * kStrip, y += y_stride)
+      store(y, gated(load(pairs + i), load(pairs + i + kStrip)));
+    set_float_control(before);
+  }
+
   int64_t totals(const Product& product, int64_t max_rows) const override {
     const int64_t rows = product.inputs > kInputsWithRows ? std::min(max_rows, chunk_rows(Kind::kBf16, product)) : 0;
     return std::max((rows + kGroupRows) * 2 * kStrip, kVectorTiles.totals(product, max_rows));
@@ -261,7 +275,6 @@ class MatrixTiles final : public TileKernels {
 
  private:
   static constexpr int64_t kGroupRows = 2 * kUnitRows;
-  static_assert(kGroupRows <= kMostGroupRows);
   // Rows at a time, so that their activations stay in the second cache while the weights pass by.
   static constexpr int64_t kChunkBytes = 1024 << 10;
   // Inputs at a time, so that two strips stay in the first. Where nothing but the unit computes, the rows

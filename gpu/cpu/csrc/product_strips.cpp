@@ -1,7 +1,6 @@
 #include "product_strips.h"
 
 #include "extension.h"
-#include "gated.h"
 #include "pack.h"
 
 namespace trioserve::TRIOSERVE_ISA {
@@ -136,25 +135,16 @@ class Cutter {
       if (last && plan.fetches_results) prefetch_results(work_, segment_, piece.strip, piece.strips, rows);
       tiles_.compute(segment_.kind, tile, plan, piece.strips);
       if (last && gated_)
-        write_gated(piece.strip, rows, tile.totals, plan.float_control);
+        write_gated(plan, piece.strip, rows, tile.totals);
       else if (last)
         write_totals(work_, segment_, piece.strip, piece.strips, rows.first, tile.rows, tile.totals);
     }
   }
 
-  // The totals of a strip's gates and of what they gate, rounded as write_totals() does. Then the numbers
-  // below the normal ones are what they are.
-  void write_gated(int64_t strip, Share rows, const float* totals, unsigned float_control) const {
-    alignas(64) bf16 pairs[kMostGroupRows * 2 * kStrip];
-    const int64_t count = rows.last - rows.first, width = segment_.outputs;
-    for (int64_t i = 0; i < count * 2 * kStrip; i += 2 * kStrip)
-      store_two(pairs + i, load(totals + i) + zeros(), load(totals + i + kStrip) + zeros());
-    const unsigned before = trioserve::TRIOSERVE_ISA::float_control();
-    set_float_control(float_control);
+  void write_gated(const ChunkPlan& plan, int64_t strip, Share rows, const float* totals) const {
+    const int64_t width = segment_.outputs;
     bf16* y = static_cast<bf16*>(work_.y) + rows.first * width + strip * kStrip;
-    for (int64_t i = 0; i < count * 2 * kStrip; i += 2 * kStrip, y += width)
-      store(y, gated(load(pairs + i), load(pairs + i + kStrip)));
-    set_float_control(before);
+    tiles_.write_gated(plan, totals, rows.last - rows.first, y, width);
   }
 
   Ahead ahead_of(const Chunk& chunk, const Piece& piece, const Piece& next) const {

@@ -37,9 +37,6 @@ inline int64_t part_start(int64_t rows, int64_t parts, int64_t part) { return ro
 void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,
                   int64_t rows, const float* totals);
 
-// Rows of a group, at most.
-inline constexpr int64_t kMostGroupRows = 32;
-
 // How a chunk of rows is computed: in groups, by tiles of some strips along some of the inputs.
 struct ChunkPlan {
   int64_t groups = 1;
@@ -67,6 +64,8 @@ class TileKernels {
   virtual void end_chunk(Kind, const ChunkPlan&) const {}
   // Whether a tile of so many rows may have a strip each of two weights.
   virtual bool takes_two_weights(int64_t) const { return false; }
+  // Writes silu(gate) * up of such a tile's totals [rows][2][16] into 16 numbers of y's rows.
+  virtual void write_gated(const ChunkPlan&, const float*, int64_t, bf16*, int64_t) const {}
   // What each thread needs for up to `max_rows` rows: floats of totals, and bytes of decoded weights.
   virtual int64_t totals(const Product& product, int64_t max_rows) const = 0;
   virtual int64_t panel_bytes(const Product& product) const = 0;
