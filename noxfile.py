@@ -115,7 +115,7 @@ def thorough(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with ``arguments``, in a process more than there are cores, since many tests wait."""
+    """Run pytest with ``arguments``, in one process more than there are cores: many tests wait."""
     python = development(session)
     # Tests of one module share what takes long to set up. Two OpenMP threads of one test beside
     # another test on two cores would wait for each other in turns, so each has one.

@@ -136,7 +136,7 @@ def _versions(results: Results) -> str:
 
 
 PAGES = ("performance", "workers", "router")
-README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor.avx512": "Xeon"}
+README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor.amx": "Xeon"}
 """Machines of the README's figures, and their names there; all of the first one's are shown."""
 
 
