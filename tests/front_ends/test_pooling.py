@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import trio
 
 from tests.support.front_ends import Server, open_server
+from trioserve.protocol import wire
 from trioserve.protocol.errors import (
     DeadlineExceeded,
     EngineError,
@@ -22,6 +25,7 @@ from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config, fa
 from trioserve.testing.fake_engine import byte_tokenizer
 
 CONFIG = fake_encoder_config()
+CallTime = float | Callable[[wire.Call], float]
 
 
 def expected(text: str) -> Any:
@@ -33,7 +37,7 @@ def expected(text: str) -> Any:
 class Workers:
     """Makes workers, and notes how many texts each call had."""
 
-    def __init__(self, call_time: float = 0.05, poison: str = "", **options: Any) -> None:
+    def __init__(self, call_time: CallTime = 0.05, poison: str = "", **options: Any) -> None:
         self.made: list[FakeWorker] = []
         self.batches: list[int] = []
         self._options = {"call_time": call_time, **options}
@@ -47,6 +51,12 @@ class Workers:
         self.batches.append(len(texts))
         if self._poison and any(self._poison[0] in ids for ids in texts):
             raise WorkerDies
+
+
+def first_call_long() -> CallTime:
+    """Return a time of calls: the first takes longer than what a test does meanwhile."""
+    seconds = itertools.chain([8.0], itertools.repeat(0.0))
+    return lambda _: next(seconds)
 
 
 async def counted(server: Server, *, running: int, waiting: int) -> None:
@@ -88,8 +98,7 @@ async def test_texts_of_all_front_ends_share_calls(tmp_path: Path) -> None:
 
 
 async def test_one_queue_bounds_them_and_whoever_leaves_it_is_gone(tmp_path: Path) -> None:
-    # The first call takes as long as all that is to happen meanwhile.
-    make = Workers(call_time=4.0, max_num_seqs=1)
+    make = Workers(call_time=first_call_long(), max_num_seqs=1)
     options = {"max_num_queued_reqs": 2}
     async with open_server(tmp_path, make, encoder=CONFIG, **options) as server:
         first, second = (each.engine for each in server.front_ends)
@@ -97,7 +106,6 @@ async def test_one_queue_bounds_them_and_whoever_leaves_it_is_gone(tmp_path: Pat
             for number in range(2):
                 nursery.start_soon(first.embed, "x")
                 await counted(server, running=number + 1, waiting=0)
-            make.made[0].call_time = 0.0  # that of the next ones
             async with trio.open_nursery() as leaving:
                 leaving.start_soon(first.embed, ["a", "b"])
                 await counted(server, running=2, waiting=2)
@@ -134,8 +142,7 @@ async def test_a_pause_holds_all_of_them(tmp_path: Path) -> None:
 
 
 async def test_abort_by_name_and_by_a_pause(tmp_path: Path) -> None:
-    # The first call takes as long as all that is to happen meanwhile.
-    make = Workers(call_time=4.0)
+    make = Workers(call_time=first_call_long())
     async with open_server(tmp_path, make, encoder=CONFIG) as server:
         first, second = server.front_ends
 
@@ -146,7 +153,6 @@ async def test_abort_by_name_and_by_a_pause(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, "mine")
             await counted(server, running=1, waiting=0)
-            make.made[0].call_time = 0.0  # that of the next one
             assert await first.server_api.abort(["mine"], prefix=False) == 1
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, "another")

@@ -54,7 +54,7 @@ def fake_encoder(
     config: EncoderConfig,
     *,
     on_batch: OnBatch = lambda _: None,
-    call_time: float = 0.0,
+    call_time: float | Callable[[wire.Call], float] = 0.0,
     **options: Any,
 ) -> FakeWorker:
     """Return a worker that answers ``encode`` calls one after the other.
@@ -63,7 +63,7 @@ def fake_encoder(
         config: The encoder's configuration.
         on_batch: Called with the ids of each call's texts. May raise
             :class:`~trioserve.testing.WorkerDies`, or another error to fail the call.
-        call_time: Duration of a call, in seconds.
+        call_time: Duration of a call in seconds, or a function of the call.
         options: Other arguments of :class:`~trioserve.testing.FakeWorker`.
     """
 
