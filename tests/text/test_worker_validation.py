@@ -475,7 +475,16 @@ async def test_a_request_that_ends_workers_is_given_up_and_its_neighbours_are_no
         assert "lost 3 times while it prepared the request's grammar" in str(poison.rejection)
 
 
-async def test_a_worker_that_is_sent_away_is_no_loss(autojump_clock: Clock) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        WorkerSentAway("it is away for a while"),
+        WorkerLost("no answer for 3 s", from_outside=True, reason="unreachable"),
+    ],
+)
+async def test_a_worker_that_is_sent_away_or_unreachable_is_no_loss(
+    autojump_clock: Clock, loss: WorkerLost
+) -> None:
     """Repeat it: the request waits until the worker comes back, and isn't suspected."""
     worker = ScriptedWorker(seconds=1)
     async with running(worker) as case:
@@ -483,7 +492,7 @@ async def test_a_worker_that_is_sent_away_is_no_loss(autojump_clock: Clock) -> N
         case.send(request)
         for _ in range(3 * (1 + MAX_WORKERS_LOST)):
             await trio.sleep(0.5)
-            worker.lose(WorkerSentAway("it is away for a while"))
+            worker.lose(loss)
             await trio.sleep(5)
             assert request.rejection is None
             worker.come()

@@ -23,7 +23,7 @@ its turn, before it computes the request (:mod:`trioserve.scheduler.grammar_reco
 
 When the worker is lost, the check is repeated with another one. The check may have caused the
 loss, so only one such check runs at a time, and it fails after ``MAX_WORKERS_LOST`` more losses.
-Otherwise one request could end the engine for all.
+Otherwise one request could end the engine for all. A lost link to another host doesn't count.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ class WorkerValidation:
                 return await self._check_once(check, is_suspect=num_lost > 0)
             except WorkerSentAway:
                 pass  # The worker was stopped on request and will be started again.
-            except WorkerLost:
-                num_lost += 1
+            except WorkerLost as loss:
+                num_lost += loss.reason != "unreachable"  # No grammar ends a link.
             except EngineError as error:
                 return error
         return EngineError(
