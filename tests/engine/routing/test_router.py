@@ -16,8 +16,9 @@ import trio.testing
 
 from tests.support.scheduling import ABORT, make_request
 from trioserve.config import EngineConfig
+from trioserve.engine.routing.passed_over import PASSED_OVER
 from trioserve.engine.routing.policy import Policy
-from trioserve.engine.routing.router import PASSED_OVER, Router
+from trioserve.engine.routing.router import Router
 from trioserve.engine.routing.worker_load import worker_load
 from trioserve.engine.schedulers import Schedulers
 from trioserve.requests.request import Request, SequenceOutput, State

@@ -11,6 +11,8 @@ import pytest
 import trio
 
 from tests.support.routed import Routed, open_routed
+from trioserve.engine.routing.passed_over import PASSED_OVER
+from trioserve.scheduler.step_time import StepLoad
 from trioserve.testing import FakeWorker
 
 TEXT = "a prompt of many pages, which begins as others do, and which is long enough " * 4
@@ -126,6 +128,31 @@ async def test_a_busy_server_is_left_though_it_has_the_prefix() -> None:
 
 def pages(server: Any) -> list[Any]:
     return [node for each in server.engine.schedulers for node in each.core.memory.prefix.nodes()]
+
+
+async def test_a_server_that_looks_slow_is_tried_again() -> None:
+    async with open_routed(2, slow) as routed, routed.client() as client:
+        await warm(routed)
+
+        async def ask(count: int) -> int:
+            """Return how many of so many requests, one after the other, the second server gets."""
+            before = routed.served()[1]
+            for number in range(count):
+                body = {"prompt": f"{number} is a number", "max_tokens": 1}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+            return routed.served()[1] - before
+
+        engine = routed.servers[1].engine
+        (scheduler,) = engine.schedulers
+        assert scheduler.core is not None
+        for _ in range(60):
+            for load in (StepLoad(decodes=1), StepLoad(prompt_tokens=3)):
+                scheduler.core.step_times.observe(load, 9.0)
+        await engine.complete("to have a report", max_tokens=1)
+        await routed.wait_followed()
+        assert await ask(PASSED_OVER) == 0
+        # It is chosen, and its steps show its true times.
+        assert await ask(4 * PASSED_OVER) > 0
 
 
 async def test_sessions_stay_where_they_were_opened() -> None:

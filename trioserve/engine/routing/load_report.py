@@ -40,15 +40,18 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         """Return the model of its steps' times."""
         return _ReportedTimes(self.coefficients, self.is_known)
 
-    def load(self, *, prompt_tokens: int, num: int) -> WorkerLoad:
+    def load(
+        self, *, prompt_tokens: int, num: int, like: StepTimeModel | None = None
+    ) -> WorkerLoad:
         """Return the load with requests that were sent to the worker after the report.
 
         Args:
             prompt_tokens: Tokens of their prompts.
             num: Number of those requests.
+            like: Times of steps in place of the worker's own.
         """
         return WorkerLoad(
-            model=self.model(),
+            model=like or self.model(),
             prompt_tokens=self.prompt_tokens + prompt_tokens,
             num_prompts=self.num_prompts + num,
             num_decodes=self.num_decodes,

@@ -3,10 +3,6 @@
 A decision doesn't go through the workers one by one. What they have of a prompt is in one index
 (:mod:`~trioserve.scheduler.prefix_index`), and their loads are in columns. The load of a worker is
 read again only after a change of its scheduler.
-
-A worker's times are learned from its own steps. If they were bad for a while, others get all
-requests, and nothing shows that it is faster now. So a worker that got none of many requests is
-taken to be like the one that got the latest, until its load changes.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ from collections.abc import Sequence as Seq
 import attrs
 import numpy as np
 
+from trioserve.engine.routing.passed_over import PassedOver
 from trioserve.engine.routing.policy import Bools, Floats, KnownPrefix, Loads, Policy
 from trioserve.engine.routing.worker_load import worker_load
 from trioserve.requests.request import Request, State
@@ -25,9 +22,7 @@ from trioserve.scheduler.prefix_index import PrefixIndex, RunPath, WorkerPages
 from trioserve.scheduler.prefix_tree import Namespace
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.sequence_state import namespace_of
-
-PASSED_OVER = 32
-"""Requests for each worker, after which the times of those that got none are no longer believed."""
+from trioserve.scheduler.step_time import StepTimeModel
 
 
 @attrs.define(eq=False)
@@ -36,8 +31,6 @@ class _Worker:
 
     scheduler: Scheduler
     core: SchedulerCore
-    latest: int = 0
-    """Number of the latest placement on it."""
 
 
 @attrs.define(eq=False)
@@ -66,7 +59,7 @@ class Router:
     _loads: Loads = attrs.field(init=False, factory=Loads)
     _index: PrefixIndex = attrs.field(init=False, factory=PrefixIndex)
     _page_sizes: set[int] = attrs.field(init=False, factory=set)
-    _placements: int = attrs.field(init=False, default=0)
+    _passed_over: PassedOver[int] = attrs.field(init=False, factory=PassedOver)
     _with_host_pages: list[int] = attrs.field(init=False, factory=list)
     """Numbers of workers that may have pages on the host."""
 
@@ -88,6 +81,7 @@ class Router:
         self._changed.discard(number)
         self._absent.add(number)
         self._free_numbers.append(number)
+        self._passed_over.forget(number)
 
     def place(self, request: Request, among: Seq[Scheduler] | None = None) -> Scheduler:
         """Return a scheduler for a tokenized request, and note that it gets it.
@@ -112,7 +106,7 @@ class Router:
         number = self._policy.choose(self._loads, len(request.prompt_ids), prefix, mask)
         request.num_cached_when_placed = int(prefix.num_cached()[number])
         worker = self._workers[number]
-        self._count(worker)
+        self._note_placement(number, worker.core.step_times)
         limits = worker.core.limits
         if limits.enable_prefix_caching and request.sequences[0].state is not State.FINISHED:
             page_size = limits.page_size
@@ -137,15 +131,11 @@ class Router:
             else:
                 self._absent.add(number)
 
-    def _count(self, chosen: _Worker) -> None:
-        """Count a placement, and stop believing the times of workers that got none for long."""
-        self._placements += 1
-        chosen.latest = self._placements
-        number = PASSED_OVER * len(self._workers)
-        if self._placements % number == 0 and chosen.core.step_times.is_known:
-            for index, worker in self._workers.items():
-                if worker.latest <= self._placements - number:
-                    self._loads.assume(index, worker_load(worker.core), chosen.core.step_times)
+    def _note_placement(self, number: int, times: StepTimeModel) -> None:
+        """Note a placement on a worker whose steps take ``times``."""
+        passed_over = self._passed_over.note(number, self._workers)
+        for each in passed_over if times.is_known else ():
+            self._loads.assume(each, worker_load(self._workers[each].core), times)
 
     def _take_in(self, scheduler: Scheduler) -> None:
         core = scheduler.core

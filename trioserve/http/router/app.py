@@ -13,6 +13,7 @@ import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
 from trioserve.config.router import RouterConfig
+from trioserve.engine.routing.passed_over import PassedOver
 from trioserve.engine.routing.policy import Policy
 from trioserve.http.api.bodies import BodyBudget
 from trioserve.http.api.errors import CLIENT_CLOSED_REQUEST, NoServer
@@ -64,6 +65,7 @@ class RouterApp:
         self._open: dict[trio.CancelScope, None] = {}
         """Cancel scopes of the requests that are open."""
         self._num_asked = 0
+        self._passed_over: PassedOver[tuple[Upstream, int]] = PassedOver()
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -179,6 +181,7 @@ class RouterApp:
             record.choice = choice
             self._metrics.count_choice(choice, routed.num_tokens)
             upstream = choice.upstream
+            self._note_choice(choice, among)
             among = [each for each in among if each is not upstream]
             sent = upstream.send(choice.worker, routed.prompts, choice.num_cached)
             try:
@@ -198,6 +201,15 @@ class RouterApp:
             finally:
                 upstream.note_end(sent)
         raise error
+
+    def _note_choice(self, choice: Choice, among: Sequence[Upstream]) -> None:
+        """Note a choice, and the workers of ``among`` that got no request for long."""
+        workers = [(each, worker) for each in among for worker in each.copied.loads]
+        chosen = choice.upstream, choice.worker
+        times = choice.upstream.copied.loads[choice.worker].model()
+        passed_over = self._passed_over.note(chosen, workers)
+        for upstream, worker in passed_over if times.is_known else ():
+            upstream.assume(worker, times)
 
     def _on_first(
         self, record: _Record, found: FoundRoute, upstream: Upstream, data: bytes

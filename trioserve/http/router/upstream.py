@@ -15,6 +15,7 @@ from trioserve.engine.cache_copy import CacheCopy
 from trioserve.engine.routing.policy import WorkerLoad
 from trioserve.http.router.connections import UpstreamConnections
 from trioserve.load.connect import Address
+from trioserve.scheduler.step_time import StepTimeModel
 
 SETTLE = 0.1
 """Seconds after which a server's report counts a request that was sent to it, at the latest."""
@@ -87,6 +88,8 @@ class Upstream:
         init=False, factory=lambda: defaultdict(Counter)
     )
     """Hashes of pages that requests sent to it will bring, by worker."""
+    _assumed: dict[int, StepTimeModel] = attrs.field(init=False, factory=dict)
+    """Times of steps in place of those that workers have learned."""
 
     @property
     def url(self) -> str:
@@ -136,7 +139,11 @@ class Upstream:
         report = self.copied.loads[worker]
         return RoutedWorker(
             worker=worker,
-            load=report.load(prompt_tokens=sum(each.num_computed for each in own), num=len(own)),
+            load=report.load(
+                prompt_tokens=sum(each.num_computed for each in own),
+                num=len(own),
+                like=self._assumed.get(worker),
+            ),
             cached=cached,
             on_host=on_host,
             itl_target=report.itl_target,
@@ -162,10 +169,15 @@ class Upstream:
             counted_from=trio.current_time() + SETTLE,
         )
         self._sent[sent] = self._computing[sent] = None
+        self._assumed.pop(worker, None)
         coming = self._coming[worker]
         for prompt in prompts:
             coming.update(prompt.hashes)
         return sent
+
+    def assume(self, worker: int, times: StepTimeModel) -> None:
+        """Take a worker's steps to be of these ``times``, until it gets a request."""
+        self._assumed[worker] = times
 
     def note_answer(self, sent: SentRequest) -> None:
         """Note that the answer has begun, so that the server has taken the request in."""
