@@ -136,10 +136,11 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def machine_name() -> str:
-    """Return the processor and the instruction set of the kernels, as a folder's name."""
-    this = Machine()
-    isa = os.environ.get("TRIOSERVE_CPU_ISA") or next(reversed(this.kernel_isas()), "torch")
-    return f"{re.sub('[^a-z0-9]+', '-', this.cpu_name().lower()).strip('-')}.{isa}"
+    """Return the processor, AMX if it isn't used, and the kernels' instruction set, as a folder."""
+    fastest = next(reversed(Machine().kernel_isas()), "torch")
+    isa = os.environ.get("TRIOSERVE_CPU_ISA") or fastest
+    name = f"{Machine().cpu_name()} {'with amx' if fastest == 'amx' != isa else ''}"
+    return f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.{isa}"
 
 
 def machine() -> dict[str, Any]:

@@ -25,8 +25,7 @@ from trioserve.model_files import locate, open_model
 
 MODEL = "smollm2-135m"
 _START_TIMEOUT, _STOP_TIMEOUT = 600.0, 20.0
-# Seconds; a start appears longer by half of it on average.
-_ASK_AGAIN = 0.02
+_ASK_AGAIN = 0.02  # seconds; a start appears longer by half of it on average
 
 
 class ServerFailed(Exception):

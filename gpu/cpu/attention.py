@@ -69,16 +69,16 @@ class CompiledAttention:
         library.attention_destroy.argtypes = [_POINTER]
         library.attention_rope_and_write.argtypes = [
             *(_POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_float),
-            *(_POINTER, _POINTER, _POINTER),
+            *(_POINTER, _POINTER),
         ]
         library.attention_attend.argtypes = [
-            *(_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_POINTER, _POINTER, _INT, _INT, _POINTER),
             *(_POINTER, _INT, _POINTER),
         ]
         library.attention_tiles.argtypes = [_POINTER, _POINTER, _INT, _POINTER]
         self._num_heads, self._head_dim = num_heads, shape.head_dim
         self._cos_sin = cos_sin.contiguous()
-        size = (2, shape.num_pages, shape.num_kv_heads, shape.page_size * shape.head_dim)
+        size = (shape.num_pages, shape.num_kv_heads, 2 * shape.page_size * shape.head_dim)
         self.cache = [torch.full(size, fill, dtype=torch.bfloat16) for _ in range(shape.num_layers)]
         """The keys and values of each layer, in the order of kv_cache.h."""
         self._step = _Step()
@@ -112,14 +112,13 @@ class CompiledAttention:
         self, layer: int, qkv: torch.Tensor, rotate: bool, qk_norm: QkNorm | None = None
     ) -> torch.Tensor:
         """See :meth:`gpu.attention.Attention.rope_and_write`."""
-        keys, values = self.cache[layer]
         self._library.attention_rope_and_write(
             self._handle,
             ctypes.byref(self._step),
             self._cos_sin.data_ptr() if rotate else None,
             None if qk_norm is None else qk_norm.weight.data_ptr(),
             0.0 if qk_norm is None else qk_norm.eps,
-            *(qkv.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(qkv.data_ptr(), self.cache[layer].data_ptr()),
         )
         return qkv[:, : self._num_heads]
 
@@ -132,13 +131,10 @@ class CompiledAttention:
     ) -> torch.Tensor:
         """Attend in several layers in one call, with the same queries; what the last gives."""
         out = torch.empty(q.shape, dtype=q.dtype)
-        keys, values = (
-            np.array([self.cache[layer][which].data_ptr() for layer in layers], dtype=np.int64)
-            for which in range(2)
-        )
+        pages = np.array([self.cache[layer].data_ptr() for layer in layers], dtype=np.int64)
         self._library.attention_attend(
             *(self._handle, ctypes.byref(self._step), window or 0, len(layers)),
-            *(keys.ctypes.data, values.ctypes.data, q.data_ptr(), q.stride(0), out.data_ptr()),
+            *(pages.ctypes.data, q.data_ptr(), q.stride(0), out.data_ptr()),
         )
         return out
 

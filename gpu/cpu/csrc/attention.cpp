@@ -57,16 +57,15 @@ struct BlockSpans {
 class Attending {
  public:
   Attending(const AttentionProducts& products, const AttentionShape& shape,
-            const AttentionStep& step, AttentionPlan& plan, const bf16* keys, const bf16* values,
-            const bf16* q, int64_t q_stride, bf16* out, Workspace& work, void* parts)
+            const AttentionStep& step, AttentionPlan& plan, const bf16* pages, const bf16* q,
+            int64_t q_stride, bf16* out, Workspace& work, void* parts)
       : products_(products),
         shape_(shape),
         step_(step),
         plan_(plan),
         layout_(shape),
         tiling_(shape),
-        keys_(keys),
-        values_(values),
+        pages_(pages),
         q_(q),
         q_stride_(q_stride),
         out_(out),
@@ -224,9 +223,8 @@ class Attending {
           keys = work_.keys + at;
           values = work_.values + at;
         } else {
-          const int64_t at = group_offset(query, base + key, kv_head_);
-          keys = keys_ + at;
-          values = values_ + at;
+          keys = group_of(query, base + key, kv_head_);
+          values = keys + layout_.values();
         }
       }
     }
@@ -235,7 +233,7 @@ class Attending {
     for (int i = 0; i < kAhead; ++i) {
       const int64_t next = base + kKeyBlock + i * kGroup;
       const bool there = !gathers && block + 1 < item_.end_block && next <= newest.position;
-      ahead[i] = there ? keys_ + group_offset(newest, next, kv_head_) : first_groups_[i];
+      ahead[i] = there ? group_of(newest, next, kv_head_) : first_groups_[i];
       if (ahead[i] == nullptr) ahead[i] = ahead[-1];
     }
   }
@@ -251,19 +249,19 @@ class Attending {
     const int64_t first = std::max(int64_t{item.first_block} * kKeyBlock, oldest / kGroup * kGroup);
     const int kv_head = unit_of(ticket) / pieces();
     for (int i = 0; i < kAhead && first + i * kGroup <= newest.position; ++i)
-      first_groups_[i] = keys_ + group_offset(newest, first + i * kGroup, kv_head);
+      first_groups_[i] = group_of(newest, first + i * kGroup, kv_head);
   }
 
   // Where a page has a head's numbers of the token at `position`.
-  int64_t head_offset(const AttentionQuery& query, int64_t position, int kv_head) const {
+  const bf16* head_of(const AttentionQuery& query, int64_t position, int kv_head) const {
     const int32_t* table = step_.block_tables + query.row * step_.table_stride;
-    return table[position / shape_.page_size] * shape_.page_stride() +
-           int64_t{kv_head} * shape_.page_size * shape_.head_dim;
+    return pages_ + table[position / shape_.page_size] * shape_.page_stride() +
+           kv_head * shape_.head_stride();
   }
 
-  // Of pages with whole groups, where one begins.
-  int64_t group_offset(const AttentionQuery& query, int64_t position, int kv_head) const {
-    return head_offset(query, position, kv_head) + position % shape_.page_size * shape_.head_dim;
+  // Of pages with whole groups, where one's keys begin.
+  const bf16* group_of(const AttentionQuery& query, int64_t position, int kv_head) const {
+    return head_of(query, position, kv_head) + position % shape_.page_size * shape_.head_dim;
   }
 
   // Copies `count` tokens from `first` on into the form that a group has in large pages.
@@ -271,8 +269,8 @@ class Attending {
                     bf16* values) const {
     for (int i = 0; i < count; ++i) {
       const int slot = static_cast<int>((first + i) % shape_.page_size);
-      const bf16* key = keys_ + head_offset(query, first + i, kv_head_) + layout_.key(slot);
-      const bf16* value = values_ + head_offset(query, first + i, kv_head_) + layout_.value(slot);
+      const bf16* head = head_of(query, first + i, kv_head_);
+      const bf16 *key = head + layout_.key(slot), *value = head + layout_.value(slot);
       for (int pair = 0; pair < shape_.head_dim / 2; ++pair)
         std::memcpy(keys + (pair * kGroup + i) * 2, key + pair * layout_.key_step(),
                     2 * sizeof(bf16));
@@ -301,7 +299,7 @@ class Attending {
   AttentionPlan& plan_;
   const PageLayout layout_;
   const Tiling tiling_;
-  const bf16 *keys_, *values_, *q_;
+  const bf16 *pages_, *q_;
   const int64_t q_stride_;
   bf16* out_;
   Workspace& work_;
@@ -325,12 +323,12 @@ int64_t attention_scratch_bytes(const AttentionShape& shape, int threads) {
 }
 
 void attend(const Team& team, const AttentionShape& shape, const AttentionStep& step,
-            AttentionPlan& plan, const bf16* keys, const bf16* values, const bf16* q,
-            int64_t q_stride, bf16* out, void* scratch) {
+            AttentionPlan& plan, const bf16* pages, const bf16* q, int64_t q_stride, bf16* out,
+            void* scratch) {
   auto* spaces = static_cast<Workspace*>(scratch);
   const AttentionProducts& products = attention_products();
-  Attending attending(products, shape, step, plan, keys, values, q, q_stride, out,
-                      spaces[team.rank()], spaces + team.size());
+  Attending attending(products, shape, step, plan, pages, q, q_stride, out, spaces[team.rank()],
+                      spaces + team.size());
   const unsigned before = products.begin();
   for (int64_t ticket = plan.take(team); ticket >= 0;) {
     const int64_t next = plan.take(team);

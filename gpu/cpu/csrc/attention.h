@@ -34,11 +34,11 @@ AttentionPlan* plan_attention(const AttentionShape& shape, const AttentionStep& 
 // Bytes that attend() needs for itself, aligned to 64; the same memory serves all layers.
 int64_t attention_scratch_bytes(const AttentionShape& shape, int threads);
 
-// One layer. `q` has a token's queries, num_heads * head_dim numbers, every q_stride numbers; `out`
+// One layer, with its `pages` of the cache. `q` has a token's queries, num_heads * head_dim numbers, every q_stride numbers; `out`
 // is [num_tokens, num_heads * head_dim]. `plan` is of this step and the layer's window. Between one
 // call and the next over the same plan or scratch there must be a barrier; none is inside.
 void attend(const Team& team, const AttentionShape& shape, const AttentionStep& step,
-            AttentionPlan& plan, const bf16* keys, const bf16* values, const bf16* q,
-            int64_t q_stride, bf16* out, void* scratch);
+            AttentionPlan& plan, const bf16* pages, const bf16* q, int64_t q_stride, bf16* out,
+            void* scratch);
 
 }  // namespace trioserve::TRIOSERVE_ISA

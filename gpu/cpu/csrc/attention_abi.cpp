@@ -53,21 +53,21 @@ void TRIOSERVE_EXPORT(attention_destroy)(AttentionHandle* handle) { delete handl
 
 void TRIOSERVE_EXPORT(attention_rope_and_write)(AttentionHandle* handle, const AttentionStep* step,
                               const float* cos_sin, const bf16* norm_weight, float eps, bf16* qkv,
-                              bf16* keys, bf16* values) {
+                              bf16* pages) {
   handle->pool.run([&](const Team& team) {
-    rope_and_write(team, handle->shape, *step, cos_sin, {norm_weight, eps}, qkv, keys, values);
+    rope_and_write(team, handle->shape, *step, cos_sin, {norm_weight, eps}, qkv, pages);
   });
 }
 
 // As many layers as in a model, one after the other, with the same queries.
 void TRIOSERVE_EXPORT(attention_attend)(AttentionHandle* handle, const AttentionStep* step, int64_t window,
-                      int64_t num_layers, const bf16* const* keys, const bf16* const* values,
-                      const bf16* q, int64_t q_stride, bf16* out) {
+                      int64_t num_layers, const bf16* const* pages, const bf16* q,
+                      int64_t q_stride, bf16* out) {
   AttentionPlan* plan = plan_attention(handle->shape, *step, window, handle->pool.size(),
                                        handle->plan.get());
   handle->pool.run([&](const Team& team) {
     for (int64_t layer = 0; layer < num_layers; ++layer) {
-      attend(team, handle->shape, *step, *plan, keys[layer], values[layer], q, q_stride, out,
+      attend(team, handle->shape, *step, *plan, pages[layer], q, q_stride, out,
              handle->scratch.get());
       team.barrier();
     }

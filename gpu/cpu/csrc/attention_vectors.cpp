@@ -235,16 +235,10 @@ const AttentionProducts& kVectorAttention = kProducts;
 
 const AttentionProducts& attention_products() {
 #ifdef __AVX512BF16__
-  switch (current_extension()) {
-    case Extension::kOwn:
-      return kAmxAttention;
-    case Extension::kTwin:
-      return kEmulatedAmxAttention;
-    case Extension::kNone:
-      break;
-  }
-#endif
+  return of_extension(kVectorAttention, kAmxAttention, kEmulatedAmxAttention);
+#else
   return kVectorAttention;
+#endif
 }
 
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -49,10 +49,8 @@ void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
   float* angles = cache_.take<float>(limits.num_positions * shape.head_dim);
   std::copy_n(cos_sin, limits.num_positions * shape.head_dim, angles);
   cos_sin_ = angles;
-  for (Layer& layer : layers) {
-    layer.keys = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
-    layer.values = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
-  }
+  for (Layer& layer : layers)
+    layer.pages = cache_.take<bf16>(limits.num_pages * attention_.page_stride());
   low_rank_width_ = adapter_width(limits.max_rank);
   make_room(limits.max_tokens);
 }
@@ -61,8 +59,7 @@ void Decoder::copy_pages(const int32_t (*pairs)[2], int64_t count) {
   const int64_t stride = attention_.page_stride();
   for (int64_t i = 0; i < count; ++i)
     for (Layer& layer : layers)
-      for (bf16* pages : {layer.keys, layer.values})
-        std::copy_n(pages + pairs[i][0] * stride, stride, pages + pairs[i][1] * stride);
+      std::copy_n(layer.pages + pairs[i][0] * stride, stride, layer.pages + pairs[i][1] * stride);
 }
 
 void Decoder::make_room(int64_t tokens) {
@@ -128,9 +125,9 @@ void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep
   const float eps = shape.rms_norm_eps;
   project(team, index, {layer.qkv, &AdapterLayer::qkv, h_, wide_}, count, adapters);
   rope_and_write(team, attention_, step, layer.rotate ? cos_sin_ : nullptr, layer.qk_norm, wide_,
-                 layer.keys, layer.values);
+                 layer.pages);
   team.barrier();
-  attend(team, attention_, step, *plan_of(layer).plan, layer.keys, layer.values, wide_,
+  attend(team, attention_, step, *plan_of(layer).plan, layer.pages, wide_,
          attention_.qkv_width(), narrow_, attention_scratch_);
   team.barrier();
   project(team, index, {layer.output, &AdapterLayer::output, narrow_, delta_}, count, adapters);

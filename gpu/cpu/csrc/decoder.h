@@ -48,7 +48,7 @@ struct Layer {
   const Product* next = nullptr;  // what the next layer begins with, or the head
   int64_t window = 0;  // positions that a query sees; 0: all
   bool rotate = true;
-  bf16 *keys = nullptr, *values = nullptr;  // the cache, see kv_cache.h
+  bf16* pages = nullptr;  // the cache, see kv_cache.h
 };
 
 class Decoder {

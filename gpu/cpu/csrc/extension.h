@@ -20,4 +20,17 @@ Extension current_extension();
 // operating system lacks what it needs. No product may be under way.
 bool choose_extension(Extension extension);
 
+// What the current extension is computed with, of one for each.
+template <typename T>
+const T& of_extension(const T& none, const T& own, const T& twin) {
+  switch (current_extension()) {
+    case Extension::kOwn:
+      return own;
+    case Extension::kTwin:
+      return twin;
+    default:
+      return none;
+  }
+}
+
 }  // namespace trioserve::TRIOSERVE_ISA

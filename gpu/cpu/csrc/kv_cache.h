@@ -1,7 +1,8 @@
 // The rows of a step, and the paged cache of keys and values that they read and write.
 //
-// A layer's keys are [num_pages][num_kv_heads][page_size * head_dim], its values likewise. What
-// stands where inside a page and head is for the kernels' good, and known to this file alone:
+// A layer's cache is [num_pages][num_kv_heads][2 * page_size * head_dim]: of each page and head the keys,
+// and right behind them the values, so that memory is read in long pieces. What stands where inside of
+// them is for the kernels' good, and known to this file alone:
 //   keys    16 tokens at a time, by pairs of numbers: [page_size / 16][head_dim / 2][16][2], so
 //           that one load holds the same pair of 16 keys, and a query's pair is multiplied with
 //           all. Of pages that aren't a multiple of 16 tokens, 8, 4, 2 or 1 stand together.
@@ -28,7 +29,9 @@ struct AttentionShape {
   int group() const { return num_heads / num_kv_heads; }
   // Numbers that a token has in the fused product of queries, keys and values.
   int64_t qkv_width() const { return int64_t{num_heads + 2 * num_kv_heads} * head_dim; }
-  int64_t page_stride() const { return int64_t{num_kv_heads} * page_size * head_dim; }
+  // Numbers between two heads of a page, and between two pages of a layer.
+  int64_t head_stride() const { return int64_t{2} * page_size * head_dim; }
+  int64_t page_stride() const { return num_kv_heads * head_stride(); }
 };
 
 // The rows of one step, as gpu.attention.StepLayout has them. Row i's queries are the tokens
@@ -61,9 +64,12 @@ struct PageLayout {
   }
   int64_t key_step() const { return 2 * together; }
 
+  // Of the first value.
+  int64_t values() const { return int64_t{page_size} * head_dim; }
   // Of number 0 of a token's value; number i stands i * value_step() behind it.
   int64_t value(int slot) const {
-    return page_size % 2 ? int64_t{slot} * head_dim : int64_t{slot / 2} * 2 * head_dim + slot % 2;
+    const bool pairs = page_size % 2 == 0;
+    return values() + (pairs ? int64_t{slot / 2} * 2 * head_dim + slot % 2 : int64_t{slot} * head_dim);
   }
   int64_t value_step() const { return page_size % 2 ? 1 : 2; }
 };

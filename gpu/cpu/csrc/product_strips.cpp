@@ -184,16 +184,10 @@ class Cutter {
 
 const TileKernels& tile_kernels() {
 #ifdef __AVX512BF16__
-  switch (current_extension()) {
-    case Extension::kOwn:
-      return kAmxTiles;
-    case Extension::kTwin:
-      return kEmulatedAmxTiles;
-    default:
-      break;
-  }
-#endif
+  return of_extension(kVectorTiles, kAmxTiles, kEmulatedAmxTiles);
+#else
   return kVectorTiles;
+#endif
 }
 
 namespace {

@@ -48,9 +48,8 @@ void write_value(const bf16* from, const PageLayout& layout, int slot, bf16* hea
 }  // namespace
 
 void rope_and_write(const Team& team, const AttentionShape& shape, const AttentionStep& step,
-                    const float* cos_sin, const QkNorm& norm, bf16* qkv, bf16* keys, bf16* values) {
+                    const float* cos_sin, const QkNorm& norm, bf16* qkv, bf16* pages) {
   const PageLayout layout(shape);
-  const int64_t head_stride = int64_t{shape.page_size} * shape.head_dim;
   const int rotated = shape.num_heads + shape.num_kv_heads;
   const int heads = rotated + shape.num_kv_heads;
   const Share share = team.share(step.num_tokens() * heads);
@@ -73,11 +72,11 @@ void rope_and_write(const Team& team, const AttentionShape& shape, const Attenti
     const int64_t page = step.block_tables[row * step.table_stride + position / shape.page_size];
     const int slot = static_cast<int>(position % shape.page_size);
     const int kv_head = (head - shape.num_heads) % shape.num_kv_heads;
-    const int64_t at = page * shape.page_stride() + kv_head * head_stride;
+    bf16* to = pages + page * shape.page_stride() + kv_head * shape.head_stride();
     if (head < rotated)
-      write_key(x, layout, slot, keys + at);
+      write_key(x, layout, slot, to);
     else
-      write_value(x, layout, slot, values + at);
+      write_value(x, layout, slot, to);
   }
 }
 

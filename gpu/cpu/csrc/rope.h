@@ -14,12 +14,12 @@ struct QkNorm {
   float eps;
 };
 
-// Norms and rotates queries and keys, and writes keys and values to the cache of one layer.
+// Norms and rotates queries and keys, and writes keys and values to the pages of one layer.
 //
 // qkv is [num_tokens, num_heads + 2 num_kv_heads, head_dim]: a token's queries, its keys, both
 // changed where they stand, and its values. cos_sin is the table of gpu.rope, [positions, head_dim]
 // float32; null: queries and keys aren't rotated.
 void rope_and_write(const Team& team, const AttentionShape& shape, const AttentionStep& step,
-                    const float* cos_sin, const QkNorm& norm, bf16* qkv, bf16* keys, bf16* values);
+                    const float* cos_sin, const QkNorm& norm, bf16* qkv, bf16* pages);
 
 }  // namespace trioserve::TRIOSERVE_ISA

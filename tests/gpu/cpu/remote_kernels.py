@@ -207,9 +207,9 @@ class RemoteAttention:
     ) -> None:
         self._kernels, self._shape, self._num_heads = kernels, shape, num_heads
         self._cos_sin = kernels.put_array(cos_sin)
-        size = shape.num_pages * shape.num_kv_heads * shape.page_size * shape.head_dim
+        size = 2 * shape.num_pages * shape.num_kv_heads * shape.page_size * shape.head_dim
         unwritten = torch.full((size,), torch.nan, dtype=torch.bfloat16)
-        self._cache = [kernels.put_array(unwritten) for _ in range(2)]
+        self._pages = kernels.put_array(unwritten)
         self._step = self._queries = 0
         form = (num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
         of_model = kernels.put(struct.pack("<4if", *form, shape.head_dim**-0.5))
@@ -242,7 +242,7 @@ class RemoteAttention:
             *(self._handle, self._step, self._cos_sin if rotate else 0),
             0 if qk_norm is None else self._kernels.put_array(qk_norm.weight),
             0.0 if qk_norm is None else qk_norm.eps,
-            *(self._queries, *self._cache),
+            *(self._queries, self._pages),
         )
         return self._kernels.get_tensor(self._queries, qkv)[:, : self._num_heads]
 
@@ -250,10 +250,9 @@ class RemoteAttention:
         """See :meth:`gpu.attention.Attention.attend`."""
         kernels = self._kernels
         out = torch.empty(q.shape, dtype=q.dtype)
-        keys, values = (kernels.put(_words(cache)) for cache in self._cache)
         address = kernels.put_array(out)
         kernels.call(
             *("attention_attend", self._handle, self._step, window or 0, 1),
-            *(keys, values, self._queries, q.stride(0), address),
+            *(kernels.put(_words(self._pages)), self._queries, q.stride(0), address),
         )
         return kernels.get_tensor(address, out)
