@@ -1,7 +1,4 @@
-"""Beam search beside sampling: ``python -m bench.engine.beams``.
-
-One request at a time gets four outputs, sampled or by four beams, in turns on the same prompts.
-"""
+"""Four beams beside four sampled outputs, a request at a time: ``python -m bench.engine.beams``."""
 
 from __future__ import annotations
 
