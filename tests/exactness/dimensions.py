@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {
-    "quantization": ("none", "int8", "int4", "w8a8"),
+    "quantization": ("none", "int8", "int4", "w8a8", "auto"),
     "company": ("alone", "31 others"),
     "cache": ("cold", "prefix hit", "host pages"),
     "chunks": ("1024", "48", "17"),
@@ -20,7 +20,10 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "workers": ("1", "2"),
     "front_ends": ("1", "2"),
 }
-"""Values by dimension; weights of another format have other outputs, all else changes nothing."""
+"""Values by dimension; weights of another format have other outputs, all else changes nothing.
+
+``auto`` is the format of a GGUF file.
+"""
 
 
 @attrs.frozen(kw_only=True)
