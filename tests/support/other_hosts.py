@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from trioserve.workers.remote.tls import worker_tls
 STEP = 0.01
 TOKENS = 60
 """Tokens of an output."""
+LONG = 400
+"""Tokens of an output that a client leaves."""
 ENGINE_OPTIONS: dict[str, Any] = {
     "data_parallel_size": 0,
     "device": "cpu",
@@ -92,3 +95,18 @@ async def wait_states(engine: Engine, *states: str) -> None:
 def told(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     """Return the log lines that contain ``text``."""
     return [line for line in caplog.messages if text in line]
+
+
+async def leave_at(leave: trio.Event, port: int, *, stream: bool) -> None:
+    """Ask over a connection of its own, and close it at ``leave``."""
+    body = {"prompt": [7, 9, 4], "max_tokens": LONG, "ignore_eos": True, "stream": stream}
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    async with await trio.open_tcp_stream("127.0.0.1", port) as connection:
+        await connection.send_all(head.encode() + data)
+        if stream:
+            assert (await connection.receive_some()).startswith(b"HTTP/1.1 200")
+        await leave.wait()

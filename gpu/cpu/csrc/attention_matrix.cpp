@@ -42,6 +42,8 @@ struct Turns {
 template <class Unit>
 class MatrixAttention final : public AttentionProducts {
  public:
+  int tile_rows() const override { return kTileRows; }
+
   unsigned begin() const override {
     const unsigned before = float_control();
     set_float_control(without_small_numbers(before));

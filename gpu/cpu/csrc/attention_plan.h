@@ -12,8 +12,11 @@ namespace trioserve::TRIOSERVE_ISA {
 // Keys of one block, and of the groups in which they stand in the cache.
 inline constexpr int kKeyBlock = 256;
 inline constexpr int kGroup = 16;
-// Pairs of a query and a head that are computed together: a tile. They share the keys they load.
-inline constexpr int kTileRows = 24;
+// Pairs of a query and a head that are computed together: a tile. They share the keys they load. A matrix
+// unit takes 16 of them at a time, so it has 32.
+inline constexpr int kVectorRows = 24, kTileRows = 32;
+// Those of a tile with the current extension.
+int tile_rows();
 // Room for the parts of rows with blocks in several items.
 inline constexpr int64_t kMaxParts = 8192;
 
@@ -24,9 +27,9 @@ struct Tiling {
   int tokens;  // of a tile
 
   explicit Tiling(const AttentionShape& shape)
-      : heads(std::min(shape.group(), kTileRows)),
+      : heads(std::min(shape.group(), tile_rows())),
         units(shape.num_kv_heads * ((shape.group() + heads - 1) / heads)),
-        tokens(kTileRows / heads) {}
+        tokens(tile_rows() / heads) {}
 };
 
 // A token of the step, with all of its heads' queries.

@@ -18,6 +18,7 @@ inline constexpr int kAhead = 4;
 // has returned. `groups` has the address of each group, and kAhead more that are needed later.
 class AttentionProducts {
  public:
+  virtual int tile_rows() const { return kVectorRows; }
   virtual unsigned begin() const { return 0; }
   virtual void end(unsigned) const {}
   // scores[r][16 g + j] = q[r] * key j of group g. A row of q is head_dim numbers, one of scores

@@ -166,7 +166,7 @@ Kernel kernel_of(const std::array<std::array<Kernel, kCount>, 3>& kernels, int t
   return kernels[turns / 2][(rows - 1) * kColumnsAtOnce + columns - 1];
 }
 
-static_assert(kTileRows <= 5 * kRowsAtOnce);
+static_assert(kVectorRows <= 5 * kRowsAtOnce);
 
 // What a kernel computes at a time: about equally many rows each time, with some groups.
 struct Piece {
@@ -232,6 +232,8 @@ constexpr VectorAttention kProducts;
 }  // namespace
 
 const AttentionProducts& kVectorAttention = kProducts;
+
+int tile_rows() { return attention_products().tile_rows(); }
 
 const AttentionProducts& attention_products() {
 #ifdef __AVX512BF16__

@@ -17,10 +17,9 @@ import trio
 
 from tests.faults.stage import serve_here
 from tests.support.engines import assert_idle
-from tests.support.other_hosts import TOKENS, ask, told, wait_states
+from tests.support.other_hosts import TOKENS, ask, leave_at, told, wait_states
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
-from tests.workers.remote.test_end_to_end import ask as leave_at
 from trioserve import Engine, EngineError, ModelLoadError, open_engine
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.wire import MockSteps
@@ -127,7 +126,7 @@ async def test_actors_compute_and_are_started_again(
         leave = trio.Event()
         async with serve_here(engine) as port, trio.open_nursery() as nursery:
             for stream in (True, False) * 2:
-                nursery.start_soon(functools.partial(leave_at, port, leave, stream=stream))
+                nursery.start_soon(functools.partial(leave_at, leave, port, stream=stream))
             while not all(each.num_running == 2 for each in engine.workers):
                 await trio.sleep(0.01)
             leave.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,14 +11,20 @@ import trio
 
 from tests.faults.leftovers import nothing_held
 from tests.faults.stage import serve_here
-from tests.support.other_hosts import address_of, agent_for, open_mock_engine, running, wait_states
+from tests.support.other_hosts import (
+    LONG,
+    address_of,
+    agent_for,
+    leave_at,
+    open_mock_engine,
+    running,
+    wait_states,
+)
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine
 from trioserve.workers.remote.certificates import make_certificates
 
 STEP = 0.05
-TOKENS = 400
-"""Tokens of an answer, which would take 20 seconds."""
 
 
 @asynccontextmanager
@@ -37,21 +42,6 @@ async def served(folder: Path) -> AsyncIterator[tuple[Engine, int]]:
             yield engine, port
 
 
-async def ask(port: int, leave: trio.Event, *, stream: bool) -> None:
-    """Ask over a connection of its own, and close it at ``leave``."""
-    body = {"prompt": [7, 9, 4], "max_tokens": TOKENS, "ignore_eos": True, "stream": stream}
-    data = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    async with await trio.open_tcp_stream("127.0.0.1", port) as connection:
-        await connection.send_all(head.encode() + data)
-        if stream:
-            assert (await connection.receive_some()).startswith(b"HTTP/1.1 200")
-        await leave.wait()
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "silent"])
 async def test_a_disconnect_closes_the_slot_on_the_other_host(stream: bool, tmp_path: Path) -> None:
     async with served(tmp_path) as (engine, port):
@@ -60,7 +50,7 @@ async def test_a_disconnect_closes_the_slot_on_the_other_host(stream: bool, tmp_
         leave = trio.Event()
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(lambda: ask(port, leave, stream=stream))
+                nursery.start_soon(lambda: leave_at(leave, port, stream=stream))
             with trio.fail_after(20):
                 while (await engine.call_worker("statistics"))["open_slots"] < 3:
                     await trio.sleep(STEP)
@@ -68,4 +58,4 @@ async def test_a_disconnect_closes_the_slot_on_the_other_host(stream: bool, tmp_
         await nothing_held(engine)  # in the engine and in the worker
         (report,) = engine.workers
         # No answer was computed to its end.
-        assert 0 < report.num_steps < TOKENS
+        assert 0 < report.num_steps < LONG
