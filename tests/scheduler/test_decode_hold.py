@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.test_prompt_pace import MACHINES, Life
-from trioserve.scheduler.decode_hold import BURST, EVERY, LONGEST, MOST, NOBODY, DecodeHold
+from trioserve.scheduler.decode_hold import BRIEF, BURST, EVERY, LONGEST, MOST, NOBODY, DecodeHold
 from trioserve.scheduler.prompt_share import PromptWork
 from trioserve.scheduler.step_time import StepLoad, StepTimeModel
 from trioserve.scheduler.token_counts import Ints
@@ -54,6 +54,16 @@ def test_a_burst_that_takes_too_long_holds_nothing() -> None:
     hold = DecodeHold()
     assert not is_due(hold, burst(1.1 * LONGEST))
     assert not is_due(hold, burst(0.6 * LONGEST, waited=0.5 * LONGEST))
+
+
+def test_streams_that_ran_before_are_held_briefly() -> None:
+    hold = DecodeHold()
+    assert hold.is_due(MODEL, burst(0.9 * BRIEF), streams_of(4), 0.0, BRIEF)
+    assert not hold.is_due(MODEL, burst(1.1 * BRIEF), streams_of(4), 0.0, BRIEF)
+    assert hold.is_due(MODEL, burst(0.9 * BRIEF), streams_of(4), 0.0, BRIEF)
+    hold_for(hold, 4, now=10.0)
+    assert is_due(hold, burst(0.4 * BRIEF, size=1), now=10.0 + 0.5 * BRIEF)
+    assert not is_due(hold, burst(0.6 * BRIEF, size=1), now=10.0 + 0.5 * BRIEF)
 
 
 def test_a_hold_goes_on_until_the_prompts_are_computed_or_it_is_too_long() -> None:

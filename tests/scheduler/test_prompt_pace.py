@@ -15,7 +15,7 @@ import pytest
 from tests.support.scheduling import Bench
 from tests.support.step_times import recorded_steps
 from trioserve.requests.request import Sequence
-from trioserve.scheduler.decode_hold import LONGEST
+from trioserve.scheduler.decode_hold import BRIEF, LONGEST
 from trioserve.scheduler.step_time import TOKENS, StepLoad, StepTimeModel
 from trioserve.testing import FakeWorker
 
@@ -219,7 +219,7 @@ def test_a_short_burst_holds_decodes_once(costs: Costs) -> None:
     before = len(life.steps)
     life.run(lambda: len(life.steps) > before + 200)
     calm = life.gaps(streams, life.steps[-50][0], life.bench.now)[-1]
-    length = min(round(1.0 / 16 / life.costs[TOKENS]), 1200)
+    length = min(round(0.5 * BRIEF / 16 / life.costs[TOKENS]), 600)
     began = life.bench.now
     burst_beside(life, streams, 16, length)
     alone = life.seconds(StepLoad(prompt_tokens=16 * length, context=16 * length * length / 2))
@@ -227,10 +227,26 @@ def test_a_short_burst_holds_decodes_once(costs: Costs) -> None:
     life.run(lambda: life.bench.now > began + 1.2 * alone + 20 * calm)
     gaps = life.gaps(streams, began, life.bench.now)
     assert len([gap for gap in gaps if gap > 2 * calm]) == len(streams)
-    assert gaps[-1] < 1.2 * alone + calm
+    assert gaps[-1] < 1.2 * alone + 2 * calm  # and a step of decodes before, and one behind
     # The next one comes too soon.
     gaps = burst_beside(life, streams, 16, length)
     assert gaps[-1] < 1.3 * 7.35 * 1.5 * calm
+
+
+def test_a_burst_holds_streams_of_its_own_longer_than_others(costs: Costs) -> None:
+    """With streams that ran before it, a burst of a few seconds is computed beside them."""
+    length = min(round(2 * BRIEF / 16 / costs[TOKENS]), 1200)
+    alone = Life.of(costs)
+    for is_known in (False, True):
+        burst = [alone.submit(length, 4) for _ in range(16)]
+        alone.run(lambda: all(alone.tokens[prompt] for prompt in burst))
+        assert not is_known or all(len(alone.tokens[prompt]) == 1 for prompt in burst)
+        alone.run(lambda: all(len(alone.tokens[prompt]) == 4 for prompt in burst))
+    beside = Life.of(costs)
+    streams = beside.decoding(4)
+    calm = beside.gaps(streams, beside.bench.now * 0.9, beside.bench.now)[-1]
+    gaps = burst_beside(beside, streams, 16, length)
+    assert max(gaps, default=0.0) < max(BRIEF, 1.3 * 7.35 * 1.5 * calm)
 
 
 def test_bursts_without_end_leave_every_stream_its_share(costs: Costs) -> None:

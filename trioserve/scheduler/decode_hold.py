@@ -6,6 +6,9 @@ all prompts of a burst can be computed within :data:`LONGEST` seconds of its beg
 held meanwhile. Each stream then has one long gap instead of many middling ones. It ends no later,
 because the prompts have to be computed in any case, and the prompts' first tokens come sooner.
 
+Streams that ran before the burst gain nothing by a hold, and are held for :data:`BRIEF` seconds at
+most.
+
 Holds are rare and short. In the long run at most one gap in :data:`EVERY` becomes long, and as many
 steps come between two holds of the same stream, so the 99th percentile doesn't show it. Nor is a
 stream held longer than it has gone on since its last hold, so a long load of prompts halves its
@@ -28,6 +31,10 @@ BURST = 4.0
 """Stretch of a prompt from which prompts count as a burst."""
 LONGEST = 5.0
 """Most seconds of a hold, and from the first prompt's arrival to the hold's end."""
+BRIEF = 1.0
+"""The same for streams that ran before the burst."""
+FEW = 4
+"""Most tokens of a stream that is taken to be of the burst itself."""
 EVERY = 100
 """Gaps of streams of which one may become long, and steps between two holds of a stream."""
 MOST = 64
@@ -49,6 +56,8 @@ class DecodeHold:
     """Time of the last hold's end."""
     _longest: float = attrs.field(init=False, default=LONGEST)
     """Most seconds of the present hold."""
+    _most: float = attrs.field(init=False, default=LONGEST)
+    """Most seconds of a hold that begins now."""
     _held: Ints = attrs.field(init=False, default=NOBODY)
     """Streams of the present hold, or of the last one."""
     _gaps: int = attrs.field(init=False, default=MOST * EVERY)
@@ -61,7 +70,12 @@ class DecodeHold:
         return self._began is not None or self._steps >= EVERY or self._are_new(streams)
 
     def is_due(
-        self, model: StepTimeModel, prompts: Sequence[PromptWork], streams: Ints, now: float
+        self,
+        model: StepTimeModel,
+        prompts: Sequence[PromptWork],
+        streams: Ints,
+        now: float,
+        most: float = LONGEST,
     ) -> bool:
         """Return True if the next step should hold the decodes.
 
@@ -70,7 +84,9 @@ class DecodeHold:
             prompts: All prompts that wait or are being computed; they are streams soon.
             streams: Streams that decode.
             now: Time.
+            most: Most seconds of a hold that begins now.
         """
+        self._most = most
         if not (prompts and model.is_known and self.is_possible(streams)):
             return False
         began, longest = self._began, self._longest
@@ -105,4 +121,4 @@ class DecodeHold:
 
     def _longest_of(self, streams: Ints, now: float) -> float:
         """Return the most seconds of a hold of ``streams`` that begins now."""
-        return LONGEST if self._are_new(streams) else min(now - self._ended, LONGEST)
+        return self._most if self._are_new(streams) else min(now - self._ended, self._most)

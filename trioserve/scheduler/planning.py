@@ -10,7 +10,7 @@ from trioserve.protocol import wire
 from trioserve.requests.request import Request
 from trioserve.scheduler import policy
 from trioserve.scheduler.beams import Beams
-from trioserve.scheduler.decode_hold import NOBODY
+from trioserve.scheduler.decode_hold import BRIEF, FEW, LONGEST, NOBODY
 from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.plan_builder import PlanBuilder
 from trioserve.scheduler.prompt_planning import PromptPlanner
@@ -132,7 +132,9 @@ class Planner:
         if not state.decode_hold.is_possible(streams):
             return False
         prompts = self._prompts.works(prefills, may_enter, plan, now)
-        return state.decode_hold.is_due(state.step_times, prompts, streams, now)
+        ran = any(len(each.sequence.output_ids) > FEW for each in state.running.at(decodes))
+        most = BRIEF if ran else LONGEST
+        return state.decode_hold.is_due(state.step_times, prompts, streams, now, most)
 
     def _streams(self, decodes: Ints) -> Ints:
         """Return numbers of the sequences at places ``decodes``, which no others ever have."""
