@@ -32,7 +32,7 @@ BURST = 4.0
 LONGEST = 5.0
 """Most seconds of a hold, and from the first prompt's arrival to the hold's end."""
 BRIEF = 1.0
-"""The same for streams that ran before the burst."""
+"""Most seconds of a hold of streams that ran before the burst."""
 FEW = 4
 """Most tokens of a stream that is taken to be of the burst itself."""
 EVERY = 100
