@@ -132,6 +132,8 @@ class Planner:
         if not state.decode_hold.is_possible(streams):
             return False
         prompts = self._prompts.works(prefills, may_enter, plan, now)
+        if not prompts:
+            return False
         ran = any(len(each.sequence.output_ids) > FEW for each in state.running.at(decodes))
         most = BRIEF if ran else LONGEST
         return state.decode_hold.is_due(state.step_times, prompts, streams, now, most)

@@ -205,11 +205,10 @@ class RouterApp:
     def _note_choice(self, choice: Choice, among: Sequence[Upstream]) -> None:
         """Note a choice, and the workers of ``among`` that got no request for long."""
         workers = [(each, worker) for each in among for worker in each.copied.loads]
-        chosen = choice.upstream, choice.worker
-        times = choice.upstream.copied.loads[choice.worker].model()
-        passed_over = self._passed_over.note(chosen, workers)
-        for upstream, worker in passed_over if times.is_known else ():
-            upstream.assume(worker, times)
+        passed_over = self._passed_over.note((choice.upstream, choice.worker), workers)
+        report = choice.upstream.copied.loads[choice.worker]
+        for upstream, worker in passed_over if report.is_known else ():
+            upstream.assume(worker, report.model())
 
     def _on_first(
         self, record: _Record, found: FoundRoute, upstream: Upstream, data: bytes
