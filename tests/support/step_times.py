@@ -1,4 +1,4 @@
-"""Steps that were recorded on real machines: ``tests/scheduler/step_times``."""
+"""Times of steps: recorded on real machines (``tests/scheduler/step_times``), or very long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from trioserve.scheduler.step_time import StepLoad
+from trioserve.scheduler.step_time import StepLoad, StepTimeModel
 
 
 def recorded_steps(path: Path) -> Iterator[tuple[StepLoad, float]]:
@@ -18,3 +18,10 @@ def recorded_steps(path: Path) -> Iterator[tuple[StepLoad, float]]:
         decodes, tokens, context, micros = json.loads(line)
         load = StepLoad(decodes=decodes, prompt_tokens=tokens, context=context)
         yield load, micros / 1e6
+
+
+def learn_long_steps(model: StepTimeModel) -> None:
+    """Have ``model`` learn that decodes and prompts take 9 seconds a step."""
+    for _ in range(60):
+        for load in (StepLoad(decodes=1), StepLoad(prompt_tokens=3)):
+            model.observe(load, 9.0)

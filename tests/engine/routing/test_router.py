@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from tests.support.scheduling import ABORT, make_request
+from tests.support.step_times import learn_long_steps
 from trioserve.config import EngineConfig
 from trioserve.engine.routing.passed_over import PASSED_OVER
 from trioserve.engine.routing.policy import Policy
@@ -274,9 +275,7 @@ async def test_a_worker_that_looks_slow_is_tried_again(autojump_clock: object) -
         _first, second = several
         assert await placed(20) > 0
         assert second.core is not None
-        for _ in range(60):
-            for load in (StepLoad(decodes=1), StepLoad(prompt_tokens=3)):
-                second.core.step_times.observe(load, 9.0)
+        learn_long_steps(second.core.step_times)
         await placed(1)
         assert await placed(PASSED_OVER) == 0
         # It is chosen once, and its steps show its true times.

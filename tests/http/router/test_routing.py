@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from tests.support.routed import Routed, open_routed
+from tests.support.step_times import learn_long_steps
 from trioserve.engine.routing.passed_over import PASSED_OVER
-from trioserve.scheduler.step_time import StepLoad
 from trioserve.testing import FakeWorker
 
 TEXT = "a prompt of many pages, which begins as others do, and which is long enough " * 4
@@ -145,9 +145,7 @@ async def test_a_server_that_looks_slow_is_tried_again() -> None:
         engine = routed.servers[1].engine
         (scheduler,) = engine.schedulers
         assert scheduler.core is not None
-        for _ in range(60):
-            for load in (StepLoad(decodes=1), StepLoad(prompt_tokens=3)):
-                scheduler.core.step_times.observe(load, 9.0)
+        learn_long_steps(scheduler.core.step_times)
         await engine.complete("to have a report", max_tokens=1)
         await routed.wait_followed()
         assert await ask(PASSED_OVER) == 0
