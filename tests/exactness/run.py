@@ -163,6 +163,8 @@ def _options(configuration: Configuration, model: str) -> list[str]:
     }
     if configuration.cache == "host pages":
         options["--kv-offloading-bytes"] = str(64 << 20)
+    if configuration.cache != "cold":
+        # By predicted times, a worker that looks slow gets no request for what it has cached.
         options["--routing-policy"] = "prefix"
     if configuration.speculation != "off":
         method = configuration.speculation
