@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tests.engine.routing.replay import (
     POLICIES,
     TOKEN,
     Asked,
+    Choose,
+    Simulation,
     Worker,
     endless_hits,
     read,
@@ -62,6 +65,38 @@ def test_predicted_times_are_the_shortest() -> None:
     found = {name: replay(asked, 4, make()) for name, make in POLICIES.items()}
     best = min(each["p90"] for name, each in found.items() if name != "predicted")
     assert found["predicted"]["p90"] <= 1.05 * best, found
+
+
+@pytest.mark.parametrize(
+    ("count", "prefix", "own"), [(24, 12, 1), (8, 40, 1), (32, 4, 4), (64, 2, 1), (4, 60, 1)]
+)
+def test_requests_that_arrive_together_with_a_common_prefix(
+    count: int, prefix: int, own: int
+) -> None:
+    """They wait for one worker to compute it, or have others compute it, too, if that is sooner."""
+    before, instant = chats(40), 1000.0
+    common = tuple(range(10**6, 10**6 + prefix))
+    together = [
+        Asked(instant, (prefix + own) * BLOCK, 20, (*common, *range(start, start + own)))
+        for start in range(2 * 10**6, 2 * 10**6 + 100 * count, 100)
+    ]
+
+    def computed_by(choose: Choose) -> tuple[float, float]:
+        """Return the mean time to the first token, and the tokens that were cached."""
+        simulation = Simulation([*before, *together], [Worker() for _ in range(4)])
+        turns = POLICIES["round_robin"]()
+        for index, asked in enumerate(simulation.trace):
+            simulation.until(asked.at)
+            chosen = turns if asked.at < instant else choose
+            simulation.add(index, chosen(simulation.workers, asked))
+        simulation.until(math.inf)
+        return sum(simulation.firsts[-count:]) / count, simulation.figures()["hits"]
+
+    on_one, one_hits = computed_by(lambda workers, asked: 0)
+    on_all, all_hits = computed_by(POLICIES["round_robin"]())
+    chosen, hits = computed_by(POLICIES["predicted"]())
+    assert chosen <= 1.15 * min(on_one, on_all)
+    assert all_hits <= hits <= one_hits
 
 
 def test_a_trace_is_read(tmp_path: Path) -> None:
