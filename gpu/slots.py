@@ -56,6 +56,9 @@ class Slot:
     prompt_logprobs_from: int = -1
     """Position of the first prompt token whose log-probability is requested; -1 for none."""
     num_pages: int = 0
+    num_cuts: int = 0
+    """Number of times that the block table was cut, so that other pages may replace those cut off.
+    """
     stopped: bool = False
     """True if no more of it is computed: its last token is a stop id, the mask allowed no token, or
     the engine dropped it."""
@@ -226,7 +229,7 @@ class SlotTable:
         return len(np.unique(np.concatenate(held))) if held else 0
 
     def apply(self, plan: Plan) -> list[Row]:
-        """Close and open slots and append pages as ``plan`` says; return its rows in order.
+        """Change slots and their block tables as ``plan`` says; return its rows in order.
 
         ``Slot.computed`` doesn't change; the caller advances it when a row is submitted.
 
@@ -238,6 +241,7 @@ class SlotTable:
                 raise PlanError(f"slot {number} is to be closed but is not open", number)
         for opened in plan.opened:
             self._open(opened)
+        self._cut_tables(ints(plan.cuts))
         self._append_pages(ints(plan.page_slots), ints(plan.page_ids))
         numbers, counts = ints(plan.row_slots).tolist(), ints(plan.row_counts).tolist()
         if len(numbers) != len(counts) or len(set(numbers)) != len(numbers):
@@ -307,6 +311,18 @@ class SlotTable:
         if shared:
             self._last_sampler = sampler = attrs.evolve(sampler, **shared)
         return sampler
+
+    def _cut_tables(self, cuts: npt.NDArray[np.int32]) -> None:
+        if len(cuts) % 2:
+            raise PlanError("the plan's cuts are not a number of pages for each slot")
+        for number, num_pages in cuts.reshape(-1, 2).tolist():
+            slot = self._slots.get(number)
+            if slot is None:
+                raise PlanError(f"slot {number} loses pages but is not open", number)
+            if not 0 <= num_pages < slot.num_pages:
+                raise PlanError(f"slot {number} keeps {num_pages} of {slot.num_pages}", number)
+            slot.num_pages = num_pages
+            slot.num_cuts += 1
 
     def _append_pages(self, numbers: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> None:
         if len(numbers) != len(pages):

@@ -72,6 +72,7 @@ class DeviceState:
         """[num_slots, max_model_len + 1 or more]: prompt and output."""
         self._first_token = len(tables)
         self._pages_known = [0] * num_slots
+        self._cuts_known = [0] * num_slots
         self._opened: dict[int, npt.NDArray[np.int32]] = {}
         self._large: list[_Run] = []
         self._scatter = ScatterUpdates(
@@ -89,7 +90,7 @@ class DeviceState:
         """
         if slot.number >= self._num_slots:
             raise PlanError(f"slot {slot.number} is one of {self._num_slots}", slot.number)
-        self._pages_known[slot.number] = 0
+        self._pages_known[slot.number] = self._cuts_known[slot.number] = 0
         self._opened[slot.number] = slot.tokens.copy()
 
     def pack(self, rows: Sequence[Row], slots: SlotTable, from_host: Sequence[Row] = ()) -> None:
@@ -131,6 +132,8 @@ class DeviceState:
         stride = self.block_tables.shape[1]
         for row in rows:
             number, num_pages = row.slot.number, row.slot.num_pages
+            if row.slot.num_cuts > self._cuts_known[number]:
+                self._cuts_known[number], self._pages_known[number] = row.slot.num_cuts, 0
             known = self._pages_known[number]
             if known < num_pages:
                 table = slots.block_tables[number, known:num_pages].copy()

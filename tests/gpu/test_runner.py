@@ -244,6 +244,10 @@ class TestSlotTable:
         ("stray page", lambda: Plan(number=1, page_slots=from_ints([0]), page_ids=from_ints([1])),
          "gets a page but is not open"),
         ("ragged pages", lambda: Plan(number=1, page_slots=from_ints([0])), "one slot for each"),
+        ("ragged cuts", lambda: Plan(number=1, cuts=from_ints([0])), "not a number of pages for"),
+        ("stray cut", lambda: Plan(number=1, cuts=from_ints([0, 1])), "loses pages but is not"),
+        ("cut too late", lambda: Plan(number=1, opened=[opened()], cuts=from_ints([0, 2])),
+         "keeps 2 of 2"),
         ("stray row", lambda: Plan(number=1, **rows(s2=1)), "slot 2 .* not open"),
         ("ragged rows", lambda: Plan(number=1, row_slots=from_ints([0])), "not one count"),
         ("same slot", lambda: Plan(number=1, opened=[opened()], row_slots=from_ints([0, 0]),
@@ -274,9 +278,14 @@ class TestSlotTable:
         assert table.num_pages_used() == 3
         table.apply(Plan(number=2, page_slots=from_ints([9]), page_ids=from_ints([7])))
         assert table.block_tables[9].tolist() == [1, 3, 7]
-        table.apply(Plan(number=3, closed=from_ints([0])))
+        cut_and_grown = {"cuts": [9, 1], "page_slots": [9], "page_ids": [6]}
+        columns = {name: from_ints(values) for name, values in cut_and_grown.items()}
+        table.apply(Plan(number=3, **columns))
+        assert table.block_tables[9, :2].tolist() == [1, 6]
+        assert table[9].num_pages == 2
+        table.apply(Plan(number=4, closed=from_ints([0])))
         assert [slot.number for slot in table] == [9]
-        assert table.num_pages_used() == 3
+        assert table.num_pages_used() == 2
         table.clear()
         assert len(table) == table.num_pages_used() == 0
 

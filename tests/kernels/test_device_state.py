@@ -92,6 +92,22 @@ def test_a_slot_that_is_opened_again_before_any_step(both: Both) -> None:
     both.check(3)
 
 
+def test_a_block_table_that_is_cut_and_grows_again(both: Both) -> None:
+    both.open(1, [5] * 40, [9, 10, 11])
+    both.step(1)
+    both.slots.apply(Plan(number=1, cuts=from_ints([1, 1])))
+    both.step(1)
+    for page in (20, 21):
+        both.append(1, page)
+    both.step(1)
+    both.check(1)
+    both.slots.apply(Plan(number=1, cuts=from_ints([1, 2])))
+    for page in (30, 31):
+        both.append(1, page)
+    both.step(1)
+    both.check(1)
+
+
 def test_more_than_fits_is_copied_row_by_row(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_state, "MAX_UPDATES", 30)
     both.open(0, list(range(25)), [1, 2])

@@ -25,6 +25,7 @@ from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.requests.request import FinishReason, Request, Sequence, SequenceOutput
 from trioserve.scheduler import drafts
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.result_processing import ResultProcessor
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.testing import FakeWorker
@@ -206,6 +207,21 @@ def test_drafts_preempt_nothing() -> None:
     bench.drain()
     assert bench.core.statistics().num_preemptions == 0
     assert first.output_ids == second.output_ids == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("takes_back", "num_preemptions"), [(True, 0), (False, 1)])
+def test_pages_of_refused_drafts_are_taken_back_before_a_sequence_is_preempted(
+    takes_back: bool, num_preemptions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_back:
+        monkeypatch.setattr(Memory, "take_back_spare", lambda *_: False)
+    fake = drafting(*[0] * 20, num_pages=6, page_size=2)
+    bench = Bench.make(fake)
+    sequences = [bench.submit([1] * 3, max_tokens=5), bench.submit([2] * 3, max_tokens=3)]
+    bench.drain()
+    assert bench.core.statistics().num_preemptions == num_preemptions
+    assert any(plan.cuts for plan in bench.plans) == takes_back
+    assert all(each.output_ids == reference(fake, each) for each in sequences)
 
 
 def test_nothing_follows_a_row_of_unknown_length() -> None:

@@ -146,13 +146,14 @@ class OpenSlot:
 class Plan:
     """Engine to worker: one step's work, as changes to the worker's state.
 
-    A worker applies ``closed``, then ``opened``, then the pages, then copies, then computes the
-    rows. Row i computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``; when that
-    reaches the end of what the slot holds (its own last sampled token included), the row samples
-    one more. Rows stand in the order in which the worker may lay them out; each slot occurs at most
-    once. ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of
-    slot i. ``copies`` are pairs: whole pages are copied from the first to the second, one after the
-    other. Numbers from :attr:`Ready.num_pages` on are pages in the host's memory.
+    A worker applies ``closed``, then ``opened``, then the cuts, then the pages, then copies, then
+    computes the rows. Row i computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``;
+    when that reaches the end of what the slot holds (its own last sampled token included), the row
+    samples one more. Rows stand in the order in which the worker may lay them out; each slot occurs
+    at most once. ``cuts`` are pairs: the block table of the slot keeps so many pages.
+    ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of slot i.
+    ``copies`` are pairs: whole pages are copied from the first to the second, one after the other.
+    Numbers from :attr:`Ready.num_pages` on are pages in the host's memory.
 
     A row of more tokens than the slot holds computes the slot's last token, and the worker drafts
     as many of the missing ones as it likes. Such a row brings one token, and another for each draft
@@ -164,6 +165,7 @@ class Plan:
     number: int
     closed: bytes = b""
     opened: list[OpenSlot] = attrs.field(factory=list)
+    cuts: bytes = b""
     page_slots: bytes = b""
     page_ids: bytes = b""
     copies: bytes = b""

@@ -17,7 +17,7 @@ from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
 from trioserve.scheduler.sequence_group import first_logprob
-from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
+from trioserve.scheduler.sequence_state import NO_LOGPROBS, Running, SequenceState
 from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.token_counts import Ints, TokenCounts
 
@@ -37,6 +37,8 @@ class Memory:
             self.prefix.join(feeds.indexed)
         self.slots = SlotAllocator(limits.max_num_seqs)
         self.counts = TokenCounts(limits.max_num_seqs, limits.vocab_size)
+        self._cuts: dict[int, int] = {}
+        """Pages that the block table of a slot keeps, once the next plan has cut it."""
 
     def match(self, seq_state: SequenceState, plan: int) -> PrefixMatch:
         """Return the cached pages that the sequence could begin with in plan ``plan``.
@@ -107,6 +109,7 @@ class Memory:
 
     def change_slot(self, seq_state: SequenceState) -> None:
         """Move the sequence, which no plan in flight names, to a slot that is opened anew."""
+        self._cuts.pop(seq_state.slot, None)
         self.slots.close(seq_state.slot, seq_state.last_plan)
         seq_state.change_slot(self.counts, *self.slots.open())
 
@@ -126,6 +129,28 @@ class Memory:
         seq_state.pages += self.pool.allocate(1)
         self.counts.room[seq_state.slot] += self.limits.page_size
         return seq_state.pages[-1]
+
+    def take_back_spare(self, running: Running, plan: int) -> bool:
+        """Take the pages that refused drafts have left behind the tokens; False if there are none.
+
+        Plan ``plan``, which is being built, cuts the block tables. Pages that a plan in flight may
+        write drafts to are kept.
+        """
+        counts, slots, size = self.counts, running.slots, self.limits.page_size
+        wanted = -(-counts.length[slots] // size)
+        places = ((counts.room[slots] // size > wanted) & ~counts.unsettled[slots]).nonzero()[0]
+        for seq_state, num_pages in zip(running.at(places), wanted[places].tolist(), strict=True):
+            spare = seq_state.pages[num_pages:]
+            del seq_state.pages[num_pages:]
+            self.pool.release(spare, min(seq_state.last_plan, plan - 1))
+            counts.room[seq_state.slot] = num_pages * size
+            self._cuts[seq_state.slot] = num_pages
+        return len(places) > 0
+
+    def take_cuts(self) -> list[tuple[int, int]]:
+        """Return and clear the slots whose block tables a plan cuts, and the pages they keep."""
+        cuts, self._cuts = list(self._cuts.items()), {}
+        return cuts
 
     def publish(self, seq_state: SequenceState, plan: int) -> None:
         """Let plans after ``plan`` match the pages that are full once ``plan`` is done."""
@@ -159,6 +184,7 @@ class Memory:
                 prompt_length = len(seq_state.sequence.request.prompt_ids)
                 self._retain(retention, path, prompt_length)
         self.pool.release(pages, seq_state.last_plan)
+        self._cuts.pop(seq_state.slot, None)
         self.slots.close(seq_state.slot, seq_state.last_plan)
         seq_state.leave_slot()
 

@@ -204,17 +204,22 @@ class PlanBuilder:
             self._pieces[seq_state.slot] = DuePiece(sequence, start, stop)
 
     def build(
-        self, closed: list[int], copies: list[tuple[int, int]], counts: TokenCounts
+        self,
+        closed: list[int],
+        cuts: list[tuple[int, int]],
+        copies: list[tuple[int, int]],
+        counts: TokenCounts,
     ) -> tuple[wire.Plan, InFlight] | None:
         """Return the finished plan, rows of one token first; None if there is nothing to do.
 
         Args:
             closed: Slots that the worker closes.
+            cuts: Slots whose block tables get shorter, each with the pages that it keeps.
             copies: Pages that the worker copies: (source, destination).
             counts: Columns of the slots.
         """
         others = self._singles + self._chunks
-        if not others and not self._decodes and not closed and not copies:
+        if not (others or self._decodes or closed or cuts or copies):
             return None
         steady = len(self._decodes)
         seq_states = self._decodes + [seq_state for seq_state, _, _ in others]
@@ -233,6 +238,7 @@ class PlanBuilder:
             number=self.number,
             closed=wire.from_ints(closed),
             opened=self._opened,
+            cuts=wire.from_ints(list(itertools.chain(*cuts))),
             page_slots=wire.from_ints(self._page_slots),
             page_ids=wire.from_ints(self._page_ids),
             copies=wire.from_ints(list(itertools.chain(*copies))),

@@ -49,7 +49,7 @@ class Planner:
             if limits.max_row_tokens > 1:
                 plan_drafts(builder, memory, limits.max_row_tokens)
         closed, copies = memory.slots.take_unclosed(), memory.prefix.take_copies()
-        built = builder.build(closed, copies, memory.counts)
+        built = builder.build(closed, memory.take_cuts(), copies, memory.counts)
         if built is None:
             return None
         plan, in_flight = built
@@ -210,15 +210,19 @@ class Planner:
         return page is not None
 
     def _allocate_page(self, seq_state: SequenceState) -> int | None:
-        """Append a page to the block table, preempting the youngest sequences if necessary.
+        """Append a page to the block table. Take those of refused drafts, and preempt the youngest
+        sequences, if necessary.
 
         Return None if the sequence gets no row in this plan: either results in flight will free
         enough pages, or it was the youngest itself and has been preempted.
         """
-        while (page := self._state.memory.append_page(seq_state)) is None:
-            if self._state.memory.pool.num_retiring:
+        memory, running = self._state.memory, self._state.running
+        while (page := memory.append_page(seq_state)) is None:
+            if memory.take_back_spare(running, self._state.next_number):
+                continue
+            if memory.pool.num_retiring:
                 return None
-            victim = policy.choose_victim(list(self._state.running))
+            victim = policy.choose_victim(list(running))
             self._preempt_for_pages(victim)
             if victim is seq_state:
                 return None

@@ -227,6 +227,8 @@ class FakeWorker:
                 assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
         used = {slot.adapter for slot in self.slots.values()} - {0}
         assert len(used) <= self.max_loras, "a plan has too many adapters"
+        for number, num_pages in wire.ints(plan.cuts).reshape(-1, 2).tolist():
+            del self.slots[number].pages[num_pages:]
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
         self._pages.copy(wire.ints(plan.copies).reshape(-1, 2))
@@ -265,9 +267,7 @@ class FakeWorker:
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
-        assert slot.adapter == 0 or slot.adapter in self.adapters, (
-            "an adapter was unloaded while in use"
-        )
+        assert slot.adapter == 0 or slot.adapter in self.adapters, "its adapter was unloaded"
         context = self._pages.read(places, self._origin(slot))
         assert context == slot.tokens, "a page holds other tokens than its sequence"
         token = draw(self.token, context, slot.sampler, self.vocab_size)

@@ -160,6 +160,9 @@ class MessageChecker:
         for opened in plan.opened:
             self._open(opened)
         self.turns.opened([self.slots[opened.slot].row for opened in plan.opened])
+        cuts = wire.ints(plan.cuts).reshape(-1, 2).tolist()
+        for slot, num_pages in cuts:
+            del self.slots[slot].pages[num_pages:]
         pages = _pairs(plan.page_slots, plan.page_ids)
         for slot, page in pages:
             self._check_page_is_fresh(slot, page)
@@ -171,6 +174,7 @@ class MessageChecker:
             + " ".join(f"{client}.{index}x{count}" for (client, index), count in rows)
             + "".join(f" open {each.slot}@{each.computed}" for each in plan.opened)
             + (f" close {closed}" if closed else "")
+            + (f" cut {cuts}" if cuts else "")
             + (f" pages {pages}" if pages else "")
         )
         self.places.planned(self.index, [row for row, _ in rows])
