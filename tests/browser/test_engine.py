@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.browser.conftest import PATIENCE, Console, wait_until
+from tests.support.model_server import serving
 
 expect.set_options(timeout=PATIENCE)
 
@@ -63,6 +65,20 @@ def test_figures_and_requests_move(console: Console) -> None:
     expect(page.locator(".request-line .state-abort")).to_be_visible()
     expect(details).to_contain_text("abort")
     expect(page.locator(".spark-line").first).to_have_attribute("d", re.compile("L"))
+
+
+def test_the_share_of_accepted_drafts_is_told(browser: Browser) -> None:
+    drafts = json.dumps({"method": "suffix", "adaptive": False})
+    context = browser.new_context()
+    with serving("--speculative-config", drafts) as server, contextlib.closing(context):
+        page = Console(context, server).open("both")
+        generated = page.locator(".figure", has_text="Generated")
+        expect(generated).to_contain_text("rows a step")
+        expect(generated).not_to_contain_text("of drafts")
+        complete(page)
+        expect(generated).to_contain_text(re.compile(r"rows a step, (?!0\s)[\d.]+\s% of drafts"))
+        page.click("#stop")
+        server.wait_until_idle()
 
 
 def test_pages_and_the_prefix_tree_tell_what_is_kept(console: Console) -> None:
