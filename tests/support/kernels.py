@@ -24,6 +24,8 @@ OTHERS = {
     )
 }
 """Other ways to compute: without an extension that the processor may have, or with its twin."""
+MATRIX_UNITS = ("amx", "amx_emulated")
+"""Instruction sets with a matrix unit, or its twin."""
 _NEEDED = {"avx2_words": "avx2", "avx2_vnni_twin": "avx512", "amx_emulated": "avx512_bf16"}
 """The instruction set that the processor needs for each of them."""
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu.cpu.attention_stage import Case, Stage, Step, exact
+from tests.support.kernels import MATRIX_UNITS
 
 pytestmark = pytest.mark.usefixtures("each_attention")
 
@@ -306,4 +307,4 @@ def test_a_matrix_unit_adds_up_values_in_its_own_order(each_attention: str) -> N
         even, odd = (sum(group[first::2], torch.zeros_like(total)) for first in (0, 1))
         total = total + (even + odd)
     expected = (total * torch.tensor(1 / 48)).bfloat16().repeat_interleave(case.group, dim=0)
-    assert torch.equal(out, expected) == (each_attention in ("amx", "amx_emulated"))
+    assert torch.equal(out, expected) == (each_attention in MATRIX_UNITS)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu.cpu.attention_stage import Case, Stage, exact
+from tests.support.kernels import MATRIX_UNITS
 
 pytestmark = pytest.mark.usefixtures("each_attention")
 
@@ -127,7 +128,7 @@ def test_pages_that_agree_after_others_dont_are_not_shared() -> None:
 
 def test_rows_beyond_the_room_of_a_tile_make_another(each_attention: str) -> None:
     stage = stage_of(Case(lengths=LENGTHS), of_one(12, 992))
-    room = 10 if each_attention in ("amx", "amx_emulated") else 8
+    room = 10 if each_attention in MATRIX_UNITS else 8
     assert sorted(len(rows) for rows, _ in tiles_of(stage)) == [12 - room, room]
     stage.close()
 

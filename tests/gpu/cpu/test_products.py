@@ -15,6 +15,7 @@ from gpu.cpu.elementwise import CompiledOperations
 from gpu.cpu.products import GGUF_KINDS, Kind, PackedProduct, PackedWeight, Pool, pack, pack_blocks
 from gpu.weights.blocks import FLOAT32
 from gpu.weights.dequantize import dequantize
+from tests.support.kernels import MATRIX_UNITS
 from trioserve.model_files.gguf_header import TENSOR_TYPES
 
 TYPES = {type_.name: type_ for type_ in TENSOR_TYPES.values()}
@@ -29,7 +30,6 @@ FLOAT = 2.0**-24
 """The largest relative error of one rounding to float32."""
 BF16 = 2.0**-8
 """The unit roundoff of bfloat16."""
-MATRIX_UNITS = ("amx", "amx_emulated")
 
 
 @pytest.fixture(scope="module")
