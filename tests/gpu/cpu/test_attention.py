@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.gpu.cpu.attention_stage import Case, Stage, Step, exact
 from tests.support.kernels import MATRIX_UNITS
 
-pytestmark = pytest.mark.usefixtures("each_attention")
+pytestmark = [pytest.mark.usefixtures("each_attention"), pytest.mark.single_kernels]
 
 # Around the ends of groups of 16 keys and of blocks of 256.
 EDGES = (1, 2, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 511, 513, 700)

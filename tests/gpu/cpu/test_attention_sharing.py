@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.gpu.cpu.attention_stage import Case, Stage, exact
 from tests.support.kernels import MATRIX_UNITS
 
-pytestmark = pytest.mark.usefixtures("each_attention")
+pytestmark = [pytest.mark.usefixtures("each_attention"), pytest.mark.single_kernels]
 
 Prefix = tuple[int, int]
 """Another sequence's number, and how many tokens of it a sequence begins with."""

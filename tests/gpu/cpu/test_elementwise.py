@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from gpu.cpu.elementwise import CompiledOperations
 from gpu.models.operations.torch_ops import TorchOperations
 
+pytestmark = pytest.mark.single_kernels
+
 EPS = 1e-5
 TORCH = TorchOperations()
 # Of real models, and such that the last vector isn't full.

@@ -18,6 +18,8 @@ from gpu.weights.dequantize import dequantize
 from tests.support.kernels import MATRIX_UNITS
 from trioserve.model_files.gguf_header import TENSOR_TYPES
 
+pytestmark = pytest.mark.single_kernels
+
 TYPES = {type_.name: type_ for type_ in TENSOR_TYPES.values()}
 KINDS = list(Kind)
 QUANTIZED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.W8A8]

@@ -19,6 +19,8 @@ from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampler_io import SamplerRow
 from trioserve.protocol.sampling import NAN_LOGITS, NO_TOKEN, SamplerParams
 
+pytestmark = pytest.mark.single_kernels
+
 VOCAB = 5003
 """A prime: the last block, the last vector and the last word of a mask are not full."""
 
