@@ -4,8 +4,8 @@ Tests that are marked as thorough take a third of the suite's time, and only a c
 or of their tests can break them: each CUDA kernel by itself, in the emulation and its arithmetics;
 each CPU kernel by itself, by all instruction sets but the machine's best; sanitizers over the
 kernels, planted defects, compilation for every GPU, ARM's kernels under an emulator, and all calls
-of a rented GPU in the emulation. So the suite leaves them out. Models of several kernels stay in
-it, by every instruction set, and the scripts that a rented GPU runs.
+of a rented GPU and the kernels' benchmark in the emulation. So the suite leaves them out. Models of
+several kernels stay in it, by every instruction set, and the other scripts that a rented GPU runs.
 ``python -m nox -s thorough`` runs them and notes the digest, and ``tests/audit/test_thorough.py``
 fails if the noted digest is another one.
 """
@@ -26,7 +26,7 @@ SOURCES = (
     *("tests/support/kernels.py", "tests/gpu/conftest.py"),
     # The calls of a rented GPU, and the scripts that they run.
     *("bench/lease/*.py", "bench/kernels/*.py", "bench/decode_step/*.py"),
-    "tests/bench/test_lease.py",
+    *("tests/bench/test_lease.py", "tests/bench/test_kernels.py"),
 )
 
 

@@ -253,6 +253,7 @@ class TestMeasure:
         assert failed["targets"].count("MISSED") == 1
 
 
+@pytest.mark.thorough
 def test_every_kernel_runs_in_the_emulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Leaves the tests of single kernels by other instruction sets than the best to the thorough run."""
+"""Leaves tests of single kernels to the thorough run, but for the best instruction set."""
 
 from __future__ import annotations
 
