@@ -71,7 +71,8 @@ def test_the_share_of_accepted_drafts_is_told(browser: Browser) -> None:
     drafts = json.dumps({"method": "suffix", "adaptive": False})
     context = browser.new_context()
     with serving("--speculative-config", drafts) as server, contextlib.closing(context):
-        page = Console(context, server).open("both")
+        console = Console(context, server)
+        page = console.open("both")
         generated = page.locator(".figure", has_text="Generated")
         expect(generated).to_contain_text("rows a step")
         expect(generated).not_to_contain_text("of drafts")
@@ -79,6 +80,7 @@ def test_the_share_of_accepted_drafts_is_told(browser: Browser) -> None:
         expect(generated).to_contain_text(re.compile(r"rows a step, (?!0\s)[\d.]+\s% of drafts"))
         page.click("#stop")
         server.wait_until_idle()
+        assert console.complaints == []
 
 
 def test_pages_and_the_prefix_tree_tell_what_is_kept(console: Console) -> None:
