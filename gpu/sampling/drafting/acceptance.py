@@ -8,6 +8,8 @@ from gpu.sampling.drafting.sources import Draft, DraftKind
 
 _DECAY = 0.97
 """Weight of what came before one more draft."""
+_SKIPPED_DECAY = 0.995
+"""Weight of what all sequences had before one more draft that wasn't verified."""
 _PRIOR_WEIGHT = 8.0
 _FIRST_GUESS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 """Shares accepted after matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens."""
@@ -26,14 +28,14 @@ class Share:
 
     def add(self, accepted: int, tried: int) -> None:
         """Add that ``accepted`` of ``tried`` draft tokens were accepted."""
-        self.fade()
+        self.fade(_DECAY)
         self.accepted += accepted
         self.tried += tried
 
-    def fade(self) -> None:
+    def fade(self, weight: float) -> None:
         """Let earlier observations count less."""
-        self.accepted *= _DECAY
-        self.tried *= _DECAY
+        self.accepted *= weight
+        self.tried *= weight
 
     def estimate(self, prior: float) -> float:
         """Return the expected share, near ``prior`` while little has been tried."""
@@ -62,10 +64,11 @@ class Acceptance:
         share = self._by_slot.get(slot, {}).get(place)
         return prior if share is None else share.estimate(prior)
 
-    def skip(self, slot: int) -> None:
-        """Note a step without drafts, so that a slot that was hard to draft for gets new tries."""
+    def skip(self, slot: int, draft: Draft) -> None:
+        """Note that a draft wasn't verified, so that what was hard to draft gets new tries."""
         for share in self._by_slot.get(slot, {}).values():
-            share.fade()
+            share.fade(_DECAY)
+        self._by_length[draft.kind][_place(draft.match_length)].fade(_SKIPPED_DECAY)
 
     def add(self, slot: int, draft: Draft, accepted: int) -> None:
         """Note how many tokens of a draft for ``slot`` were accepted.

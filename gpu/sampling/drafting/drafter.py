@@ -18,6 +18,7 @@ from gpu.sampling.drafting.choice import (
     choose_drafts,
     first_within,
 )
+from gpu.sampling.drafting.pause import DraftPause
 from gpu.sampling.drafting.recent_outputs import RecentOutputs
 from gpu.sampling.drafting.sources import (
     AskedDraft,
@@ -74,13 +75,15 @@ class Drafter:
         """Slots whose last drafts were accepted, if only in part."""
         self._first_tried = 0
         """Slot from which on others are tried next."""
-        self._source_seconds = 0.0
-        """Time that the batch source took for the drafts of this step."""
+        self._pause = DraftPause()
+        self._search_seconds: float | None = None
+        """Time for finding the drafts of this step; None if none were looked for."""
 
     def open(self, slot: Slot) -> None:
         """Begin with a sequence; forget an earlier one in the slot."""
         self._slots[slot.number] = _OpenSlot(slot, slot.num_tokens)
         self._acceptance.open(slot.number)
+        self._pause.open()
         if self._batch_source is not None:
             self._batch_source.open(slot)
 
@@ -129,6 +132,7 @@ class Drafter:
 
         ``rows`` and ``drafts`` are those of :meth:`add_drafts`, whose time is part of ``seconds``.
         """
+        num_accepted = 0
         if drafts:
             assert drawn.counts is not None
             sampling = [i for i, row in enumerate(rows) if row.samples]
@@ -136,24 +140,34 @@ class Drafter:
             for i, draft in drafts.items():
                 number = rows[i].slot.number
                 self._acceptance.add(number, draft, accepted[i])
+                num_accepted += accepted[i]
                 (self._accepting.add if accepted[i] else self._accepting.discard)(number)
         if rows and all(row.count == 1 for row in rows):
+            num_drafts = sum(row.drafts for row in rows)
             # The time of a draft model is a part of its own in the choice of a depth.
-            seconds -= self._source_seconds
-            self._step_times.observe(len(rows), sum(row.drafts for row in rows), seconds)
+            self._step_times.observe(len(rows), num_drafts, seconds - (self._search_seconds or 0.0))
+            if self._search_seconds is not None:
+                without = self._step_times.seconds(len(rows))
+                took = self._step_times.seconds(len(rows), num_drafts) + self._search_seconds
+                saved = without * (1 + num_accepted / len(rows)) - took
+                self._pause.note(len(rows), saved, took)
 
     def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
-        self._source_seconds = 0.0
+        self._search_seconds = None
         if self._batch_source is not None:
             self._batch_source.note_pages(rows)
         if room is not None and room <= 0:
             return {}
         num_tokens = sum(row.count for row in rows)
         asking = [i for i, row in enumerate(rows) if row.drafts and row.slot.sampler.speculative]
+        if not asking or (self._config.adaptive and self._pause.includes(num_tokens)):
+            return {}
+        began = time.perf_counter()
         if self._batch_source is None:
             found = self._look_up(rows, asking, num_tokens)
         else:
             found = self._ask(self._batch_source, rows, asking, num_tokens, room)
+        self._search_seconds = time.perf_counter() - began
         if not found:
             return found
         chosen = self._choose(rows, num_tokens, found, room)
@@ -162,14 +176,14 @@ class Drafter:
             if count:
                 drafts[i] = attrs.evolve(draft, tokens=draft.tokens[:count])
             else:
-                self._acceptance.skip(rows[i].slot.number)
+                self._acceptance.skip(rows[i].slot.number, draft)
         return drafts
 
     def _look_up(
         self, rows: Sequence[Row], asking: Sequence[int], num_tokens: int
     ) -> dict[int, Draft]:
         """Return drafts of each slot's sources for the rows ``asking``, if they could pay."""
-        if not asking or not self._can_pay(num_tokens, sum(rows[i].drafts for i in asking)):
+        if not self._can_pay(num_tokens, sum(rows[i].drafts for i in asking)):
             return {}
         room = MAX_INDEXED_AT_ONCE
         found: dict[int, Draft] = {}
@@ -221,14 +235,11 @@ class Drafter:
             )
             if not most:
                 for i in asking:
-                    self._acceptance.skip(rows[i].slot.number)
+                    self._acceptance.skip(rows[i].slot.number, guess)
         if not most:
             return {}
         asked = {i: AskedDraft(rows[i].slot, min(rows[i].drafts, most)) for i in asking}
-        began = time.perf_counter()
-        found = source.look_up(asked)
-        self._source_seconds = time.perf_counter() - began
-        return found
+        return source.look_up(asked)
 
     def _sources(self, slot: Slot) -> list[Source]:
         opened = self._slots[slot.number]

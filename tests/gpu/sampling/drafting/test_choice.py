@@ -151,8 +151,20 @@ def test_a_slot_that_is_skipped_gets_new_tries() -> None:
         acceptance.add(1, draft(20, 5), 5)
     low = acceptance.probability(0, draft(20))
     for _ in range(100):
-        acceptance.skip(0)
+        acceptance.skip(0, draft(20))
     assert acceptance.probability(0, draft(20)) > 2 * low
+
+
+def test_a_kind_of_draft_that_nobody_tries_any_more_gets_new_tries() -> None:
+    acceptance = Acceptance()
+    first = acceptance.probability(0, draft(20))
+    for _ in range(100):
+        acceptance.add(0, draft(20, 1), 0)
+    low = acceptance.probability(1, draft(20))
+    assert low < 0.4 * first
+    for _ in range(800):
+        acceptance.skip(0, draft(20))
+    assert low < 0.9 * first < acceptance.probability(1, draft(20)) < first
 
 
 @hypothesis.given(

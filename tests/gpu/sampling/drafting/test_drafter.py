@@ -11,6 +11,7 @@ import pytest
 
 from gpu.sampling.drafting import drafter as drafter_module
 from gpu.sampling.drafting import sources as sources_module
+from gpu.sampling.drafting.acceptance import Acceptance
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.sources import AskedDraft, Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
@@ -106,6 +107,28 @@ def test_drafts_that_are_never_accepted_are_given_up() -> None:
         refused = Drawn(tokens=np.zeros(1, dtype=np.int32), counts=np.ones(1, dtype=np.int64))
         drafter.learn(rows, drafts, refused, 1.0)
     assert 0 < tried < 60
+
+
+@pytest.mark.parametrize(("num_accepted", "expected"), [(0, 80), (4, 400)])
+def test_there_are_pauses_if_drafts_cost_more_than_they_save(
+    num_accepted: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is expected of them: here all seem to be worth it."""
+    monkeypatch.setattr(Acceptance, "probability", lambda *_: 0.99)
+    drafter = Drafter(SpeculativeConfig(), StepTimes({1: 1.0, 16: 1.0, 144: 3.0}))
+    rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(16)]
+    for row in rows:
+        drafter.open(row.slot)
+    tried = 0
+    for _ in range(400):
+        added, drafts = drafter.add_drafts(rows)
+        tried += bool(drafts)
+        counts = np.ones(16, dtype=np.int64)
+        counts[list(drafts)] += num_accepted
+        drawn = Drawn(tokens=np.zeros(counts.sum(), dtype=np.int32), counts=counts)
+        num_drafts = sum(row.drafts for row in added)
+        drafter.learn(added, drafts, drawn, 1.0 + num_drafts / 64)
+    assert tried == expected
 
 
 def test_of_many_slots_some_are_tried_and_those_that_accept_always() -> None:

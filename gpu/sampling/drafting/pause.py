@@ -1,0 +1,70 @@
+"""The pause of drafts that take more time than they save."""
+
+from __future__ import annotations
+
+import attrs
+
+WINDOW = 256
+"""Rows of steps after which the time that drafts took is compared with what they saved."""
+TOLERATED = 0.01
+"""Share of the steps' time that drafts may cost. Where few are found, as in an open conversation,
+looking for them is to go on.
+"""
+SHORTEST, LONGEST = 16, 128
+"""Steps of the first pause, and of those after several windows in which drafts didn't pay."""
+
+
+@attrs.define
+class DraftPause:
+    """The steps without drafts after others in which drafts didn't pay.
+
+    How many drafts a step verifies follows from estimates (:mod:`gpu.sampling.drafting.choice`).
+    Those with the highest estimates are chosen, so most of these are too high, and looking drafts
+    up takes time, too. This counts what they bring.
+    """
+
+    _steps_left: int = attrs.field(init=False, default=0)
+    """Steps left of this pause."""
+    _next_length: int = attrs.field(init=False, default=SHORTEST)
+    _num_rows: int = attrs.field(init=False, default=0)
+    """Rows of the last step outside a pause."""
+    _num_opened: int = attrs.field(init=False, default=0)
+    """Sequences that began in this pause."""
+    _window_rows: int = attrs.field(init=False, default=0)
+    """Rows of the steps of this window so far."""
+    _saved: float = attrs.field(init=False, default=0.0)
+    """Seconds that drafts saved in this window; negative if they cost more."""
+    _seconds: float = attrs.field(init=False, default=0.0)
+    """Seconds of the steps of this window."""
+
+    def open(self) -> None:
+        """Note that a sequence begins."""
+        self._num_opened += 1
+
+    def includes(self, num_rows: int) -> bool:
+        """Return whether the next step, of ``num_rows`` rows, belongs to a pause; count it.
+
+        A pause ends once half of its sequences have ended, or as many have begun: what was learned
+        holds for few of the others.
+        """
+        if 2 * num_rows <= self._num_rows or 2 * self._num_opened >= num_rows:
+            self._steps_left = 0
+        if not self._steps_left:
+            self._num_rows = num_rows
+            return False
+        self._steps_left -= 1
+        return True
+
+    def note(self, num_rows: int, saved: float, seconds: float) -> None:
+        """Note a step outside a pause that took ``seconds``, and how many drafts saved of them."""
+        self._window_rows += num_rows
+        self._saved += saved
+        self._seconds += seconds
+        if self._window_rows < WINDOW:
+            return
+        if self._saved < -TOLERATED * self._seconds:
+            self._steps_left, self._num_opened = self._next_length, 0
+            self._next_length = min(2 * self._next_length, LONGEST)
+        else:
+            self._next_length = SHORTEST
+        self._window_rows, self._saved, self._seconds = 0, 0.0, 0.0
