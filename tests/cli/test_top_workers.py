@@ -94,6 +94,19 @@ def test_one_worker_is_shown_as_ever() -> None:
     assert alone == plain(a_view(snapshot(requests=[row(1)])), 100, 24)
 
 
+def test_workers_on_other_hosts_have_the_size_of_plans_and_the_round_trip() -> None:
+    far = worker(1, pid=None, host="b\x1b[2J", plan_bytes=612.4, round_trip_ms=1.26)
+    view = a_view(four(workers=[worker(0), far]))
+    lines = plain(view, 100, 24)
+    assert lines[8].endswith(" TOK/S B/PLAN MS/TRIP")
+    assert [line.split()[-2:] for line in lines[9:11]] == [["-", "-"], ["612", "1.3"]]
+    view.press("W")
+    assert plain(view, 100, 24)[2] == (
+        " worker 1     running for 1:02:00  NVIDIA H200"
+        " on b\\x1b[2J: round trip 1.3 ms, 612 bytes a plan"
+    )
+
+
 def test_a_workers_history_is_its_own() -> None:
     view = View(url="http://h")
     for number in range(4):

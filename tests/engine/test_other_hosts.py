@@ -34,6 +34,7 @@ from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
 from trioserve import ModelLoadError
 from trioserve.model_files import open_model
+from trioserve.observability import live
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.grammar import Grammar
 from trioserve.workers.remote import joined as joined_module
@@ -75,8 +76,14 @@ async def test_an_engine_without_workers_opens_when_one_has_joined(model: Path, 
             (report,) = engine.workers
             assert (report.host, report.pid, report.state) == ("other", None, "running")
             assert report.plan_bytes > 0
-            await trio.sleep(0.5)
-            assert engine.workers[0].round_trip_ms is not None
+            with live.monitor_of(engine).watched(requests=1, nodes=1) as watcher:
+                await ask(engine, 1)
+                await trio.sleep(0.5)
+                (row,) = watcher.take().workers
+            assert (row.host, row.round_trip_ms) == ("other", engine.workers[0].round_trip_ms)
+            assert row.round_trip_ms is not None
+            assert row.plan_bytes is not None
+            assert 1 < row.plan_bytes < 10_000
             text = engine.metrics.render().decode()
             assert 'worker_round_trip_seconds{engine="0",' in text
             assert 'worker_plan_bytes_total{engine="0",' in text

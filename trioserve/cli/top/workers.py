@@ -58,7 +58,12 @@ def worker_line(worker: WorkerRow, now: float) -> Text:
     line.append(f" for {duration(now - worker.since)}")
     if worker.restarts:
         line.append(f", {restarts_of(worker.restarts, worker.last_loss)}", style="yellow")
-    return line.append(f"  {printable(worker.device)}", style="dim")
+    line.append(f"  {printable(worker.device)}", style="dim")
+    if worker.host is not None:
+        trip, size = _round_trip(worker), _plan_bytes(worker)
+        away = f" on {printable(worker.host)}: round trip {trip} ms, {size} bytes a plan"
+        line.append(away, style="dim")
+    return line
 
 
 def restarts_of(restarts: int, last_loss: str | None) -> str:
@@ -73,13 +78,17 @@ def worker_lines(snapshot: Snapshot, width: int, most: int, glyphs: Glyphs) -> l
     order = sorted(workers, key=lambda each: (not is_in_trouble(each), each.index))
     shown = order if len(order) <= most else order[: max(most - 1, 1)]
     has_drafts = any(each.rates.draft_acceptance_share is not None for each in workers)
+    has_hosts = any(each.host is not None for each in workers)
     noted = width >= _NOTED
     titles = f" {'WORKER':>6} {'STATE':<10} {'RUN':>4} {'WAIT':>4} {'PAGES':>5}"
     titles += f" {'':<{_BAR}}" if noted else ""
     titles += f" {'MS/STEP':>7} {'TOK/S':>6}{' DRAFTS' if has_drafts else ''}"
+    titles += f" {'B/PLAN':>6} {'MS/TRIP':>7}" if has_hosts else ""
     lines = [Text(titles, style="dim")]
     for worker in sorted(shown, key=lambda each: each.index):
         line = _worker_line(worker, noted, has_drafts, glyphs)
+        if has_hosts:
+            line.append(f" {_plan_bytes(worker):>6} {_round_trip(worker):>7}")
         if noted:
             line.append(f"  {_note(worker, snapshot.now)}")
         if is_in_trouble(worker):
@@ -106,6 +115,14 @@ def _worker_line(worker: WorkerRow, noted: bool, has_drafts: bool, glyphs: Glyph
         share = rates.draft_acceptance_share
         line.append(f" {'' if share is None else f'{share:.0%}':>6}")
     return line
+
+
+def _plan_bytes(worker: WorkerRow) -> str:
+    return "-" if worker.plan_bytes is None else count(worker.plan_bytes)
+
+
+def _round_trip(worker: WorkerRow) -> str:
+    return "-" if worker.round_trip_ms is None else f"{worker.round_trip_ms:.1f}"
 
 
 def _note(worker: WorkerRow, now: float) -> str:

@@ -142,6 +142,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """Name of its device; empty while the first process loads."""
     pid: int | None
+    """Process id; null on another host."""
+    host: str | None = None
+    """Name of its host; null if that is the engine's."""
     restarts: int
     """Number of its processes that were replaced."""
     since: float
@@ -154,6 +157,10 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """Outputs that wait for a slot of it."""
     decode_ms: float
     """Milliseconds that a step with one more stream takes now, as its steps so far predict."""
+    plan_bytes: float | None = None
+    """Average size of the plans since the last snapshot, in bytes; null without any."""
+    round_trip_ms: float | None = None
+    """Milliseconds from the last heartbeat to its answer; null on the engine's host."""
     pages: Pages
     rates: WorkerRates
 

@@ -29,6 +29,7 @@ class _WatchedWorker:
     """Its closing ends the subscription to the steps."""
     time: float
     counters: SchedulerStatistics
+    plan_bytes: int
 
 
 @attrs.frozen
@@ -85,7 +86,12 @@ class WatchedWorkers:
                     scheduler.feeds.iterations.feed.subscribe(MAX_STEPS)
                 )
                 self._watched[worker] = _WatchedWorker(
-                    worker, iterations, scope, trio.current_time(), scheduler.statistics()
+                    worker,
+                    iterations,
+                    scope,
+                    trio.current_time(),
+                    scheduler.statistics(),
+                    worker.traffic.plan_bytes,
                 )
 
 
@@ -106,18 +112,23 @@ def _row(watched: _WatchedWorker, iterations: list[Iteration], offset: float) ->
     worker, now = watched.worker, trio.current_time()
     report, statistics = worker.report(), worker.scheduler.statistics()
     seconds, was = now - watched.time, watched.counters
-    watched.time, watched.counters = now, statistics
+    num_plans = statistics.num_steps - was.num_steps
+    plan_bytes = report.plan_bytes - watched.plan_bytes
+    watched.time, watched.counters, watched.plan_bytes = now, statistics, report.plan_bytes
     return WorkerRow(
         index=report.index,
         state=report.state,
         device=report.device,
         pid=report.pid,
+        host=report.host,
         restarts=report.restarts,
         since=worker.supervisor.life.since + offset,
         last_loss=report.last_loss,
         running=report.num_running,
         waiting=report.num_waiting,
         decode_ms=report.decode_ms,
+        plan_bytes=plan_bytes / num_plans if num_plans else None,
+        round_trip_ms=report.round_trip_ms,
         pages=pages_of(SchedulerStatistics() if report.state == "ended" else statistics),
         rates=worker_rates_of(seconds, was, statistics, iterations),
     )

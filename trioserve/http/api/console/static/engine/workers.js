@@ -22,6 +22,8 @@ const FIGURES = [
   ["step", "Step", ({ rates }) => (rates.step_ms === null ? NONE : duration(rates.step_ms / 1000))],
   ["tokens", "Tokens/s", ({ rates }) => figure(rates.generated_tokens_per_s)],
   ["drafts", "Drafts", ({ rates }) => percent(rates.draft_acceptance_share)],
+  ["plan", "Bytes/plan", ({ plan_bytes }) => count(plan_bytes)],
+  ["trip", "Round trip", ({ round_trip_ms }) => roundTripOf(round_trip_ms)],
 ];
 
 export class Workers {
@@ -57,6 +59,7 @@ export class Workers {
     write(this.note, text + (moved ? `, ${plural(moved, "request")} moved` : ""));
     const draft = workers.some(({ rates }) => rates.draft_acceptance_share !== null);
     setAttribute(this.#table, "data-drafts", draft);
+    setAttribute(this.#table, "data-hosts", workers.some(({ host }) => host));
     write(this.#only, `Only worker ${chosen} is shown below.`);
     this.#scope.hidden = chosen === null;
     const create = ({ index }) => {
@@ -135,8 +138,8 @@ class WorkerRow {
     write(this.#why, note && worker.last_loss ? ` ${worker.last_loss}` : "");
     FIGURES.forEach(([, , of], i) => write(this.#figures[i], of(worker)));
     this.#showPages(worker.pages);
-    const { pid, device } = worker;
-    const process = [pid === null ? "" : String(pid), device].filter(Boolean).join(" · ");
+    const { pid, host, device } = worker;
+    const process = [pid === null ? "" : String(pid), host, device].filter(Boolean).join(" · ");
     write(this.#process, process);
     setAttribute(this.#process, "title", process);
     this.#remove.hidden = !this.controls.areAllowed;
@@ -159,6 +162,11 @@ function noteOf({ state, since, restarts }, now) {
   if (state === "stalled") return "a step doesn't end";
   if (state !== "running") return "";
   return restarts ? `${plural(restarts, "restart")}, the last ${past} ago` : "";
+}
+
+/** Only a worker on another host has a round trip. */
+function roundTripOf(ms) {
+  return ms === null || ms === undefined ? NONE : duration(ms / 1000);
 }
 
 function head() {
