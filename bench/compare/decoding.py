@@ -27,7 +27,7 @@ TASKS = {
     "quote": "Read this text:\n\n{}\n\nQuote its first three sentences word for word.",
     "chat": "What would you tell a beginner about this subject? {:.60}",
 }
-MAX_TOKENS = range(64, 129)
+MAX_TOKENS = range(96, 161)
 """Most tokens of an answer, by its prompt: with as many for all, streams would stay in step."""
 Task = Sequence[tuple[str, int]]
 """Prompts, and the number of tokens of the model's answer to each."""
