@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.test_prompt_pace import MACHINES, Life
-from trioserve.scheduler.decode_hold import BRIEF, BURST, EVERY, LONGEST, MOST, NOBODY, DecodeHold
+from trioserve.scheduler.decode_hold import BRIEF, BURST, EVERY, LONGEST, MOST, DecodeHold
 from trioserve.scheduler.prompt_share import PromptWork
 from trioserve.scheduler.step_time import StepLoad, StepTimeModel
 from trioserve.scheduler.token_counts import Ints
@@ -38,7 +38,7 @@ def is_due(
 
 def hold_for(hold: DecodeHold, streams: int, now: float) -> None:
     """Note a step that holds so many streams."""
-    hold.note(0, streams_of(streams), now)
+    hold.note_hold(streams_of(streams), now)
 
 
 def test_a_hold_begins_with_a_burst_alone() -> None:
@@ -61,7 +61,7 @@ def test_streams_that_ran_before_are_held_briefly() -> None:
     assert hold.is_due(MODEL, burst(0.9 * BRIEF), streams_of(4), 0.0, BRIEF)
     assert not hold.is_due(MODEL, burst(1.1 * BRIEF), streams_of(4), 0.0, BRIEF)
     assert hold.is_due(MODEL, burst(0.9 * BRIEF), streams_of(4), 0.0, BRIEF)
-    hold_for(hold, 4, now=10.0)
+    hold.note_hold(streams_of(4), 10.0, BRIEF)
     assert is_due(hold, burst(0.4 * BRIEF, size=1), now=10.0 + 0.5 * BRIEF)
     assert not is_due(hold, burst(0.6 * BRIEF, size=1), now=10.0 + 0.5 * BRIEF)
 
@@ -77,10 +77,10 @@ def test_a_hold_goes_on_until_the_prompts_are_computed_or_it_is_too_long() -> No
 def test_the_next_hold_comes_after_many_steps_and_is_as_long_as_the_time_between() -> None:
     hold = DecodeHold()
     hold_for(hold, 4, now=10.0)
-    hold.note(4, NOBODY, now=11.0)
+    hold.note_step(4, now=11.0)
     for step in range(1, EVERY + 1):
         assert is_due(hold, burst(0.5), now=12.0) == (step == EVERY)
-        hold.note(4, NOBODY, now=12.0)
+        hold.note_step(4, now=12.0)
     assert is_due(hold, burst(0.95), now=12.0)
     assert not is_due(hold, burst(1.05), now=12.0)
     hold_for(hold, 4, now=12.0)
@@ -91,13 +91,13 @@ def test_the_next_hold_comes_after_many_steps_and_is_as_long_as_the_time_between
 def test_streams_that_were_not_held_may_be_at_once() -> None:
     hold = DecodeHold()
     hold_for(hold, 4, now=10.0)
-    hold.note(4, NOBODY, now=11.0)
+    hold.note_step(4, now=11.0)
     assert is_due(hold, burst(), now=11.5, first=4)
     assert not is_due(hold, burst(), now=11.5, first=3)
-    hold.note(0, streams_of(4, first=4), now=11.5)
+    hold.note_hold(streams_of(4, first=4), now=11.5)
     assert is_due(hold, burst(LONGEST - 1.1), now=12.5, first=4)
     assert not is_due(hold, burst(LONGEST - 0.9), now=12.5, first=4)
-    hold.note(4, NOBODY, now=13.0)
+    hold.note_step(4, now=13.0)
     assert not is_due(hold, burst(), now=14.0, first=4)
 
 
@@ -108,7 +108,7 @@ def test_a_hold_of_many_streams_comes_after_as_many_gaps() -> None:
     assert is_due(hold, burst(), MOST - 8)
     hold_for(hold, MOST, now=10.0)
     for step in range(3 * EVERY + 1):
-        hold.note(4, NOBODY, now=20.0)
+        hold.note_step(4, now=20.0)
         assert is_due(hold, burst(0.1), now=30.0) == (step >= 3 * EVERY - 1)
 
 
@@ -124,7 +124,10 @@ def test_holds_are_rare_and_short_whatever_comes(
     steps, now = list[bool](), 0.0
     for size in arrivals * 3:
         holds = is_due(hold, burst(size[0], size=size[1], waited=size[2]), streams, now)
-        hold.note(0 if holds else streams, streams_of(streams if holds else 0), now)
+        if holds:
+            hold.note_hold(streams_of(streams), now)
+        else:
+            hold.note_step(streams, now)
         steps.append(holds)
         now += seconds[holds]
     groups = [(key, len(list(group))) for key, group in itertools.groupby(steps)]

@@ -39,8 +39,6 @@ EVERY = 100
 """Gaps of streams of which one may become long, and steps between two holds of a stream."""
 MOST = 64
 """Streams that may be held before there were any gaps."""
-NOBODY = np.empty(0, dtype=np.int64)
-"""No streams."""
 
 
 @attrs.define(eq=False)
@@ -56,9 +54,7 @@ class DecodeHold:
     """Time of the last hold's end."""
     _longest: float = attrs.field(init=False, default=LONGEST)
     """Most seconds of the present hold."""
-    _most: float = attrs.field(init=False, default=LONGEST)
-    """Most seconds of a hold that begins now."""
-    _held: Ints = attrs.field(init=False, default=NOBODY)
+    _held: Ints = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
     """Streams of the present hold, or of the last one."""
     _gaps: int = attrs.field(init=False, default=MOST * EVERY)
     """Gaps of streams, but for :data:`EVERY` for each that holds have made long."""
@@ -86,12 +82,11 @@ class DecodeHold:
             now: Time.
             most: Most seconds of a hold that begins now.
         """
-        self._most = most
         if not (prompts and model.is_known and self.is_possible(streams)):
             return False
         began, longest = self._began, self._longest
         if began is None:
-            began, longest = now, self._longest_of(streams, now)
+            began, longest = now, self._longest_of(streams, now, most)
         passed = max(now - began, *(prompt.waited for prompt in prompts))
         seconds = passed + sum(prompt.seconds(model) for prompt in prompts)
         if seconds > longest:
@@ -101,14 +96,15 @@ class DecodeHold:
         has_gaps = self._gaps >= EVERY * (len(streams) + len(prompts))
         return has_gaps and stretch_of(model, prompts) >= BURST
 
-    def note(self, num_decodes: int, held: Ints, now: float) -> None:
-        """Note a planned step: its decodes, and the streams that are held for it."""
-        if len(held):
-            if self._began is None:
-                self._longest = self._longest_of(held, now)
-                self._began = now
-            self._held = held
-            return
+    def note_hold(self, held: Ints, now: float, most: float = LONGEST) -> None:
+        """Note a planned step for which the streams ``held`` are held; ``most`` as before it."""
+        if self._began is None:
+            self._longest = self._longest_of(held, now, most)
+            self._began = now
+        self._held = held
+
+    def note_step(self, num_decodes: int, now: float) -> None:
+        """Note a planned step without a hold, and its number of decodes."""
         if self._began is not None:
             self._gaps -= EVERY * len(self._held)
             self._began, self._ended, self._steps = None, now, 0
@@ -119,6 +115,6 @@ class DecodeHold:
         """Return True if none of ``streams`` was held by the last hold."""
         return not np.isin(streams, self._held).any()
 
-    def _longest_of(self, streams: Ints, now: float) -> float:
+    def _longest_of(self, streams: Ints, now: float, most: float) -> float:
         """Return the most seconds of a hold of ``streams`` that begins now."""
-        return self._most if self._are_new(streams) else min(now - self._ended, self._most)
+        return most if self._are_new(streams) else min(now - self._ended, most)

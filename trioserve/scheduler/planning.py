@@ -10,7 +10,7 @@ from trioserve.protocol import wire
 from trioserve.requests.request import Request
 from trioserve.scheduler import policy
 from trioserve.scheduler.beams import Beams
-from trioserve.scheduler.decode_hold import BRIEF, FEW, LONGEST, NOBODY
+from trioserve.scheduler.decode_hold import BRIEF, FEW, LONGEST
 from trioserve.scheduler.drafts import plan_drafts
 from trioserve.scheduler.plan_builder import PlanBuilder
 from trioserve.scheduler.prompt_planning import PromptPlanner
@@ -96,8 +96,11 @@ class Planner:
             self._plan_beams(builder, may_enter)
             prefills = [each for each in prefills if each.holds_slot]
             self._prompts.plan(prefills, may_enter, builder, now)
-        held = self._streams(decodes) if holds else NOBODY
-        self._state.decode_hold.note(builder.load.decodes, held, now)
+        if holds:
+            most = self._longest_hold(decodes)
+            self._state.decode_hold.note_hold(self._streams(decodes), now, most)
+        else:
+            self._state.decode_hold.note_step(builder.load.decodes, now)
         if not (builder.num_rows or self._state.in_flight) and self._state.running:
             self._beams.make_room()
 
@@ -134,9 +137,14 @@ class Planner:
         prompts = self._prompts.works(prefills, may_enter, plan, now)
         if not prompts:
             return False
-        ran = any(len(each.sequence.output_ids) > FEW for each in state.running.at(decodes))
-        most = BRIEF if ran else LONGEST
+        most = self._longest_hold(decodes)
         return state.decode_hold.is_due(state.step_times, prompts, streams, now, most)
+
+    def _longest_hold(self, decodes: Ints) -> float:
+        """Return the most seconds of a hold: few if there are streams from before the burst."""
+        running = self._state.running.at(decodes)
+        ran = any(len(each.sequence.output_ids) > FEW for each in running)
+        return BRIEF if ran else LONGEST
 
     def _streams(self, decodes: Ints) -> Ints:
         """Return numbers of the sequences at places ``decodes``, which no others ever have."""

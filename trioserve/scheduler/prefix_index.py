@@ -62,16 +62,17 @@ class PrefixIndex:
         depth = 0
         while run is not None and depth < num_pages:
             run = run.children.get(tokens[depth * width : (depth + 1) * width])
-            if run is not None:
-                common = min(run.common(tokens, depth * width), num_pages - depth)
-                run.held.write(held, depth, common, page_size)
-                if run.coming is not None:
-                    run.coming.write(coming, depth + common, 0, page_size)
-                depth += common
-                if depth < run.stop:
-                    path.leaves_at = depth if depth < num_pages else 0
-                    break
-                path.runs.append(run)
+            if run is None:
+                break
+            common = min(run.common(tokens, depth * width), num_pages - depth)
+            run.held.write(held, depth, common, page_size)
+            if run.coming is not None:
+                run.coming.write(coming, depth + common, 0, page_size)
+            depth += common
+            if depth < run.stop:
+                path.leaves_at = depth if depth < num_pages else 0
+                break
+            path.runs.append(run)
         return path
 
     def add_coming(
