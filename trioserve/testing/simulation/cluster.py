@@ -58,6 +58,11 @@ class ClusterChecker:
         """Number of workers lost."""
         return sum(each.deaths for each in self)
 
+    @property
+    def losses(self) -> int:
+        """Number of workers lost, with those that have failed for good."""
+        return self.deaths + sum(each.is_failing for each in self)
+
     def is_calling(self, *names: str) -> bool:
         """Return True if a call with one of ``names`` is unanswered by a worker."""
         return any(each.is_calling(*names) for each in self)

@@ -287,7 +287,7 @@ class Visit:
             or run_state.checkers.was_on_a_worker_given_up(client.number)
             or self._has_nothing_to_draw()
             or (worker.pages_after_loss is not None and not self._fits())
-            or (client.params.get("grammar") is not None and run_state.checkers.deaths >= 3)
+            or (client.params.get("grammar") is not None and run_state.checkers.losses >= 3)
         )
 
     def _may_be_culprit(self) -> bool:

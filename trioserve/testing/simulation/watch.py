@@ -87,6 +87,8 @@ class MessageChecker:
     deaths: int = 0
     deaths_without_progress: int = 0
     num_failures: int = 0
+    is_failing: bool = False
+    """True once the process has failed for good, until its loss is recorded."""
     num_poisoned: int = 0
     """Processes that a poisonous client has ended."""
 
@@ -116,6 +118,7 @@ class MessageChecker:
         self._suspect([row for plan in self.in_flight for row in plan.rows])
         self.on_fault()
         self.deaths += 1
+        self.is_failing = False
         self.deaths_without_progress = (
             1 if self.steps_of_worker else self.deaths_without_progress + 1
         )
@@ -157,14 +160,14 @@ class MessageChecker:
         for slot in closed:
             self.turns.closed(self.slots.pop(slot).row)
         self._follow_copies(wire.ints(plan.copies).reshape(-1, 2).tolist())
-        for opened in plan.opened:
-            self._open(opened)
+        fresh = [pair for opened in plan.opened for pair in self._open(opened)]
         self.turns.opened([self.slots[opened.slot].row for opened in plan.opened])
         cuts = wire.ints(plan.cuts).reshape(-1, 2).tolist()
         for slot, num_pages in cuts:
             del self.slots[slot].pages[num_pages:]
         pages = _pairs(plan.page_slots, plan.page_ids)
-        for slot, page in pages:
+        # A slot that is opened may get a page that the same plan cuts from another one.
+        for slot, page in (*fresh, *pages):
             self._check_page_is_fresh(slot, page)
             self.slots[slot].pages.append(page)
         counts = _pairs(plan.row_slots, plan.row_counts)
@@ -197,7 +200,8 @@ class MessageChecker:
         if len(self.in_flight) > self.depth:
             raise Violation("no more plans are in flight than allowed")
 
-    def _open(self, opened: wire.OpenSlot) -> None:
+    def _open(self, opened: wire.OpenSlot) -> list[tuple[int, int]]:
+        """Open a slot with the pages that it shares; return it with each page of its own."""
         for plan in self.in_flight:
             if opened.slot in plan.touched:
                 raise Violation(
@@ -217,9 +221,7 @@ class MessageChecker:
         if old and not is_beam:
             raise Violation("nothing is found that was computed before a flush", f"output {row}")
         self.slots[opened.slot] = _OpenSlot(row, opened.generation, pages[:shared])
-        for page in pages[shared:]:
-            self._check_page_is_fresh(opened.slot, page)
-            self.slots[opened.slot].pages.append(page)
+        return [(opened.slot, page) for page in pages[shared:]]
 
     def _follow_copies(self, copies: list[list[int]]) -> None:
         """Take a copy to be as old as its source. On the way to the host and back a page changes
@@ -275,9 +277,12 @@ class MessageChecker:
             self.note(f"failure {message.number}: {message.message}, slot {message.slot}")
             self.num_unanswered -= 1
             self.num_failures += 1
+            self.is_failing |= message.fatal
             self.on_fault()
             for plan in self.in_flight:
                 if plan.number == message.number:
+                    # The worker refuses all plans that it has, until it is told to reset.
+                    self.places.forget(self.index)
                     self._suspect(plan.rows)
                     named = dict(zip(plan.touched, plan.rows, strict=True)).get(message.slot)
                     self.places.possible_culprits |= set() if named is None else {named[0]}
