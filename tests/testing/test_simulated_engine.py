@@ -68,6 +68,13 @@ def test_nothing_goes_wrong_in_many_lives_of_an_engine(capsys: pytest.CaptureFix
     assert totals.workers_lost > FEWEST_SEEDS / 10
 
 
+@pytest.mark.parametrize("seed", [3136, 71223, 103580, 103698])
+def test_nothing_is_found_by_the_order_of_the_checks(seed: int) -> None:
+    """A page that a plan cuts and gives away, failures in a row, and a loss that isn't told yet."""
+    report = simulate(draw_scenario(seed))
+    assert report.violation is None, report.violation
+
+
 def test_another_order_of_hashes_changes_nothing() -> None:
     command = [sys.executable, "-m", "trioserve.testing.simulation", "--count", "12", "--digests"]
     outputs = []
