@@ -85,7 +85,8 @@ class Planner:
         self._make_pages_for_stale()
         decodes, prefills = self._split_running()
         may_enter = self._entry_rule()
-        holds = self._holds(decodes, prefills, may_enter, builder.number, now)
+        most = self._longest_hold(decodes, prefills, may_enter, builder.number, now)
+        holds = most > 0
         if holds:
             steady = self._state.memory.counts.decodes[self._state.running.slots[decodes]]
             prompts = [*prefills, *self._state.running.at(decodes[~steady])]
@@ -97,7 +98,6 @@ class Planner:
             prefills = [each for each in prefills if each.holds_slot]
             self._prompts.plan(prefills, may_enter, builder, now)
         if holds:
-            most = self._longest_hold(decodes)
             self._state.decode_hold.note_hold(self._streams(decodes), now, most)
         else:
             self._state.decode_hold.note_step(builder.load.decodes, now)
@@ -113,38 +113,35 @@ class Planner:
         decodes, prefills = policy.split_running(length - planned, may_run)
         return decodes, running.at(prefills)
 
-    def _holds(
+    def _longest_hold(
         self,
         decodes: Ints,
         prefills: list[SequenceState],
         may_enter: Callable[[SequenceState], bool],
         plan: int,
         now: float,
-    ) -> bool:
-        """Return True if decodes are held in this plan.
+    ) -> float:
+        """Return the most seconds of a hold of decodes in this plan, 0 if they aren't held.
 
-        They aren't if a target for gaps or priorities are given, because a hold would ignore them,
-        or while suspects are examined.
+        Streams from before the burst are held for few. None are held if a target for gaps or
+        priorities are given, because a hold would ignore them, or while suspects are examined.
         """
         state, limits = self._state, self._state.limits
         if limits.itl_target is not None or limits.scheduling_policy == "priority":
-            return False
+            return 0
         if state.fault_isolation.restricts or not len(decodes):
-            return False
+            return 0
         streams = self._streams(decodes)
         if not state.decode_hold.is_possible(streams):
-            return False
+            return 0
         prompts = self._prompts.works(prefills, may_enter, plan, now)
         if not prompts:
-            return False
-        most = self._longest_hold(decodes)
-        return state.decode_hold.is_due(state.step_times, prompts, streams, now, most)
-
-    def _longest_hold(self, decodes: Ints) -> float:
-        """Return the most seconds of a hold: few if there are streams from before the burst."""
-        running = self._state.running.at(decodes)
-        ran = any(len(each.sequence.output_ids) > FEW for each in running)
-        return BRIEF if ran else LONGEST
+            return 0
+        ran = any(len(each.sequence.output_ids) > FEW for each in state.running.at(decodes))
+        most = BRIEF if ran else LONGEST
+        return (
+            most if state.decode_hold.is_due(state.step_times, prompts, streams, now, most) else 0
+        )
 
     def _streams(self, decodes: Ints) -> Ints:
         """Return numbers of the sequences at places ``decodes``, which no others ever have."""

@@ -19,11 +19,11 @@ const WORDS = {
 const FIGURES = [
   ["running", "Running", ({ running }) => count(running)],
   ["waiting", "Waiting", ({ waiting }) => count(waiting)],
-  ["step", "Step", ({ rates }) => (rates.step_ms === null ? NONE : duration(rates.step_ms / 1000))],
+  ["step", "Step", ({ rates }) => milliseconds(rates.step_ms)],
   ["tokens", "Tokens/s", ({ rates }) => figure(rates.generated_tokens_per_s)],
   ["drafts", "Drafts", ({ rates }) => percent(rates.draft_acceptance_share)],
   ["plan", "Bytes/plan", ({ plan_bytes }) => count(plan_bytes)],
-  ["trip", "Round trip", ({ round_trip_ms }) => roundTripOf(round_trip_ms)],
+  ["trip", "Round trip", ({ round_trip_ms }) => milliseconds(round_trip_ms)],
 ];
 
 export class Workers {
@@ -164,9 +164,8 @@ function noteOf({ state, since, restarts }, now) {
   return restarts ? `${plural(restarts, "restart")}, the last ${past} ago` : "";
 }
 
-/** Only a worker on another host has a round trip. */
-function roundTripOf(ms) {
-  return ms === null || ms === undefined ? NONE : duration(ms / 1000);
+function milliseconds(number) {
+  return number === null ? NONE : duration(number / 1000);
 }
 
 function head() {
