@@ -253,7 +253,10 @@ def serve_as(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FakeServe], 
         config = ServerConfig(engine=EngineConfig("a-model"), served_model_name="name")
         return trio.run(serve_module.run_server, config)
 
-    return run
+    # The tests themselves may run under nohup, which the server would keep to.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield run
+    signal.signal(signal.SIGHUP, before)
 
 
 def kill_this_process(*numbers: int) -> Callable[[trio.Event], Any]:
