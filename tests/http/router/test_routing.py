@@ -13,6 +13,7 @@ import trio
 from tests.support.routed import Routed, open_routed
 from tests.support.step_times import learn_long_steps
 from trioserve.engine.routing.passed_over import PASSED_OVER
+from trioserve.protocol import wire
 from trioserve.testing import FakeWorker
 
 TEXT = "a prompt of many pages, which begins as others do, and which is long enough " * 4
@@ -29,7 +30,12 @@ BODIES: dict[str, Any] = {
 
 
 def slow() -> FakeWorker:
-    return FakeWorker(step_time=0.002)
+    """Return a worker whose prompts take so long that what a busy machine adds is little."""
+    return FakeWorker(step_time=_seconds_of)
+
+
+def _seconds_of(plan: wire.Plan) -> float:
+    return 2e-3 + 3e-4 * int(wire.ints(plan.row_counts).sum())
 
 
 async def warm(routed: Routed) -> None:
