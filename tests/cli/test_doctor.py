@@ -142,6 +142,15 @@ def test_packages_are_present_too_old_or_absent() -> None:
     )
 
 
+def test_packages_that_only_some_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"cupy-cuda12x": "14.0"}
+    monkeypatch.setattr("trioserve.cli.doctor._version", versions.get)
+    cupy, ray = package_facts([])
+    assert cupy == Fact("cupy-cuda12x", "14.0")
+    assert (ray.name, ray.state) == ("ray", "optional")
+    assert "'.[ray]'" in ray.advice
+
+
 def test_the_requirements_are_the_projects_own() -> None:
     names = [line.partition(">")[0].partition("=")[0] for line in requirements()]
     assert {"trio", "hypercorn", "torch"} <= set(names)

@@ -2,17 +2,18 @@
 
 Each question is answered once undisturbed. Then clients ask for them again and again, and every
 answer is compared with that one: its tokens, and all log-probabilities to the last bit. No two
-requests share a cached prefix, so a request that moves to another worker computes all of its tokens
-there. The times of all chunks are kept.
+questions share a cached prefix, so a request that moves to another worker computes all of its
+tokens there. Only the turns of a session find those before them. The times of all chunks are kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ import trio
 
 from tests.faults.load import texts
 from trioserve import Engine
+from trioserve.engine.sessions.continuation import Generation
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.generation import Completion, GenerationStream, completion_of
@@ -30,6 +32,8 @@ _SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
+ADAPTER = "random"
+"""Name of the adapter that the engine has to have."""
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "ignore_eos": True, "logprobs": 2},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "ignore_eos": True},
@@ -39,8 +43,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "beams": {"beam_width": 3, "n": 2, "logprobs": 1},
     "stops": {"stop": (" captain", "\n\n\n"), "temperature": 0.7, "frequency_penalty": 0.5},
     "prompt": {"prompt_logprobs": 1, "logprobs": 1, "temperature": 0.0, "repetition_penalty": 1.1},
+    "adapter": {"adapter": ADAPTER, "temperature": 0.8, "ignore_eos": True, "logprobs": 0},
+    "session": {"turns": (" Why is that?", " Tell me more."), "logprobs": 0},
 }
-"""The fields of requests by kind; all of a request's draws come from its seed."""
+"""The fields of requests by kind; all of a request's draws come from its seed. A request with
+``turns`` opens a session, and these follow its prompt.
+"""
 PLAIN = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
     "several": {"n": 2, "ignore_eos": True},
@@ -77,26 +85,46 @@ class Facts:
     logprobs: list[float]
 
     @classmethod
-    def of(cls, completion: Completion) -> Facts:
-        """Return those of an answer."""
-        outputs = completion.outputs
-        given = completion.prompt_logprobs
-        ids = list(completion.prompt_token_ids)
-        logprobs = list(_numbers([] if given is None else given.entries(ids)))
-        for each in outputs:
-            logprobs += _numbers(each.logprobs or ())
-            logprobs += [] if each.beam_logprob is None else [each.beam_logprob]
+    def of(cls, completions: Sequence[Completion]) -> Facts:
+        """Return those of an answer: of one request, or of a session's turns."""
+        outputs = [output for each in completions for output in each.outputs]
         return cls(
             [each.token_ids for each in outputs],
             [(each.text, each.finish_reason, each.stop_reason) for each in outputs],
-            logprobs,
+            [number for each in completions for number in _logprobs_of(each)],
         )
+
+
+def _logprobs_of(completion: Completion) -> Iterator[float]:
+    if completion.prompt_logprobs is not None:
+        yield from _numbers(completion.prompt_logprobs.entries(list(completion.prompt_token_ids)))
+    for each in completion.outputs:
+        yield from _numbers(each.logprobs or ())
+        if each.beam_logprob is not None:
+            yield each.beam_logprob
 
 
 def _numbers(entries: Iterable[TokenLogprob]) -> Iterator[float]:
     for entry in entries:
         yield entry.logprob
         yield from (logprob for _, logprob, _ in entry.top)
+
+
+@contextlib.contextmanager
+def turns_of(
+    engine: Engine, asked: Mapping[str, Any]
+) -> Iterator[list[tuple[Callable[..., Generation], dict[str, Any]]]]:
+    """Give the block the turns of a question: the method that generates each, and its arguments.
+
+    If it is more than one, they are in a session that is open for the block.
+    """
+    first = {name: value for name, value in asked.items() if name != "turns"}
+    if "turns" not in asked:
+        yield [(engine.generate, first)]
+        return
+    with engine.open_session() as session:
+        prompts = (first["prompt"], *asked["turns"])
+        yield [(session.generate, {**first, "prompt": prompt}) for prompt in prompts]
 
 
 def num_differing(expected: Iterable[Any], given: Iterable[Any]) -> int:
@@ -163,7 +191,7 @@ class Load:
 
         async def ask(number: int) -> None:
             async with limit:
-                found[number] = Facts.of(await self.engine.complete(**self.asked[number]))
+                found[number] = await self._answer(number, f"undisturbed {number}", [])
 
         async with trio.open_nursery() as nursery:
             for number in range(len(self.asked)):
@@ -190,21 +218,30 @@ class Load:
                 await trio.sleep(0.1)
 
     async def _ask(self, question: int) -> None:
-        chunks: list[Chunk] = []
         # A salt of its own: nothing of it is found in a cache.
         salt = f"request {next(self._numbers)}"
-        async with self.engine.generate(**self.asked[question], cache_salt=salt) as generation:
-            stream = Stream(question=question, generation=generation)
-            self.running.add(stream)
-            try:
-                async for chunk in generation:
-                    stream.times.setdefault(chunk.index, []).append(trio.current_time())
-                    chunks.append(chunk)
-            finally:
-                stream.ended = True
-                self.running.discard(stream)
-        self.ended.append(stream)
-        self.compare(self._expected[question], Facts.of(completion_of(generation, chunks)))
+        answer = await self._answer(question, salt, self.ended)
+        self.compare(self._expected[question], answer)
+
+    async def _answer(self, question: int, salt: str, ended: list[Stream]) -> Facts:
+        """Return the answer to a question, and add the stream of each of its turns to ``ended``."""
+        completions = []
+        with turns_of(self.engine, self.asked[question]) as turns:
+            for generate, fields in turns:
+                async with generate(**fields, cache_salt=salt) as generation:
+                    stream = Stream(question=question, generation=generation)
+                    self.running.add(stream)
+                    chunks: list[Chunk] = []
+                    try:
+                        async for chunk in generation:
+                            stream.times.setdefault(chunk.index, []).append(trio.current_time())
+                            chunks.append(chunk)
+                    finally:
+                        stream.ended = True
+                        self.running.discard(stream)
+                ended.append(stream)
+                completions.append(completion_of(generation, chunks))
+        return Facts.of(completions)
 
     def compare(self, expected: Facts, given: Facts) -> None:
         """Count what differs in an answer."""

@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ import trio
 
 from bench.report import Made, markdown, run_script
 from bench.servers import MODEL
-from tests.faults.streams import KINDS, PLAIN, Load, Stream, questions
+from tests.faults.streams import ADAPTER, KINDS, PLAIN, Load, Stream, questions
 from tests.support.cut_network import Network, open_network
+from tests.support.lora_adapters import make_adapter
 from tests.support.other_hosts import ENGINE_OPTIONS, address_of, agent_for, running, wait_states
 from trioserve import Engine, open_engine
 from trioserve.engine.engine_worker import EngineWorker
@@ -59,6 +60,7 @@ _OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 1024,
     "max_model_len": 512,
     "grammar_timeout": 60.0,
+    "enable_lora": True,
 }
 MOCK = MockSteps(step_seconds=0.02, token_seconds=0.001)
 _LOOK_EVERY, _REST = 0.002, 0.05
@@ -246,10 +248,10 @@ class Losses:
         """Return tokens and seconds of the prompts of requests that weren't moved, in order."""
         found = []
         for stream in self.load.ended:
-            times = stream.generation.times
+            times, usage = stream.generation.times, stream.generation.usage
             if not stream.moves and times.first_scheduled and times.first_token:
-                seconds = times.first_token - times.first_scheduled
-                found.append((len(stream.generation.prompt_token_ids), seconds))
+                computed = usage.prompt_tokens - usage.cached_tokens
+                found.append((computed, times.first_token - times.first_scheduled))
         return sorted(found)
 
     def counts(self) -> dict[str, Any]:
@@ -299,18 +301,28 @@ async def lose_workers(scenario: Scenario, model: str) -> Losses:
     asked = questions(KINDS if scenario.mock is None else PLAIN, *sizes)
     with tempfile.TemporaryDirectory() as folder:
         make_certificates(tls := Path(folder) / "tls")
+        adapters = {}
+        if scenario.mock is None:
+            adapters[ADAPTER] = make_adapter(locate(model), Path(folder) / "adapter")
         alone = {**_OPTIONS, "data_parallel_size": 1, "worker_listen": None}
         async with open_engine(model, mock=scenario.mock, **alone) as engine:
+            await _load(engine, adapters)
             load = Load(engine=engine, asked=asked, clients=scenario.clients)
             await load.learn()
         print(f"{len(asked)} requests answered undisturbed")
         opening = open_four(model, tls, scenario.link_timeout, scenario.mock)
         async with opening as (engine, networks):
+            await _load(engine, adapters)
             load.engine = engine
             run = Losses(scenario=scenario, engine=engine, load=load, networks=networks)
             await run.run()
             engine.check_integrity()
     return run
+
+
+async def _load(engine: Engine, adapters: Mapping[str, Path]) -> None:
+    for name, path in adapters.items():
+        await engine.load_adapter(name, path)
 
 
 def figures(run: Losses) -> Made:

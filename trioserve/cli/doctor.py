@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,13 +168,18 @@ def package_facts(stated: list[str]) -> Iterator[Fact]:
             yield Fact(requirement.name, wanted, "missing", advice)
         else:
             yield Fact(requirement.name, version)
-    for name in ("cupy-cuda13x", "cupy-cuda12x"):
-        version = _version(name)
-        if version is not None:
-            yield Fact(name, version)
-            return
     advice = f"only for a GPU: {extra_advice('cuda13')}, or [cuda12] for an older driver"
-    yield Fact("cupy", "not installed", "optional", advice)
+    yield _optional_fact("cupy", ("cupy-cuda13x", "cupy-cuda12x"), advice)
+    yield _optional_fact(
+        "ray", ("ray",), f"only for workers that Ray starts: {extra_advice('ray')}"
+    )
+
+
+def _optional_fact(name: str, distributions: Sequence[str], advice: str) -> Fact:
+    for each in distributions:
+        if (version := _version(each)) is not None:
+            return Fact(each, version)
+    return Fact(name, "not installed", "optional", advice)
 
 
 def _version(distribution: str) -> str | None:
