@@ -84,6 +84,20 @@ async def test_a_sink_that_fails_is_its_readers_error_alone() -> None:
     assert stream.pending_bytes == 0
 
 
+async def test_a_shared_error_has_one_streams_traceback() -> None:
+    error = EngineError("it broke")
+    streams = [make_stream() for _ in range(3)]
+    for each in streams:
+        each.close(error)
+    depths = []
+    for each in streams:
+        with pytest.raises(EngineError) as raised:
+            await each.take()
+        depths.append(len(raised.traceback))
+    assert depths == [2, 2, 2]
+
+
+
 async def test_what_waits_is_read_before_the_end_and_before_an_error() -> None:
     ended, failed = make_stream(), make_stream()
     for stream, error in ((ended, None), (failed, EngineError("broken"))):

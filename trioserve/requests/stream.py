@@ -262,7 +262,8 @@ class Stream:
             pending = self._drop_pending()
             return pending if len(pending) == 1 else merge(pending)
         if self._error is not None:
-            raise self._error
+            # Streams that failed together share it, and each raise would add to one traceback.
+            raise self._error.with_traceback(None)
         raise trio.EndOfChannel
 
     def _stop_waiting(self, _: object) -> trio.lowlevel.Abort:
