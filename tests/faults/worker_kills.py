@@ -177,6 +177,9 @@ class Losses:
             if worker not in list(self.engine.worker_group):
                 return
             await trio.sleep(_LOOK_EVERY if streams else _REST)
+            if worker.supervisor.restarts == restarts:
+                # Until the loss is noticed, the worker gets requests.
+                streams += [each for each in self._streams_on(worker) if each not in streams]
             staying = []
             for stream in streams:
                 if stream.generation.request.scheduler is not worker.scheduler:
