@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import trio
@@ -20,6 +20,7 @@ import trio.testing
 from bench.report import Made, markdown, script
 from trioserve import Engine
 from trioserve.protocol import wire
+from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 
@@ -80,8 +81,13 @@ async def _ask_on(engine: Engine, number: int) -> None:
         length = OUTPUT_TOKENS
 
 
-async def figures_of(workers: int, streams: int, step: float, seconds: float) -> dict[str, float]:
-    """Return the figures of one number of workers, for a second of the clock."""
+async def figures_of(
+    workers: int, streams: int, step: float, seconds: float, settled: Callable[[], None]
+) -> dict[str, float]:
+    """Return the figures of one number of workers, for a second of the clock.
+
+    ``settled`` is called once all long-lived objects are there.
+    """
     spent = _Spent()
     make = functools.partial(
         _TimedWorker,
@@ -91,13 +97,15 @@ async def figures_of(workers: int, streams: int, step: float, seconds: float) ->
         num_pages=streams * 32,
         max_num_seqs=streams,
     )
+    queue = {"max_num_queued_reqs": workers * streams, "max_num_queued_tokens": None}
     async with (
-        open_fake_engine(make, data_parallel_size=workers) as engine,
+        open_fake_engine(make, data_parallel_size=workers, **queue) as engine,
         trio.open_nursery() as nursery,
     ):
         for number in range(workers * streams):
             nursery.start_soon(_ask_on, engine, number)
         await trio.sleep(_WARM_UP)
+        settled()
         before = _Counts.of(engine, spent)
         await trio.sleep(seconds)
         after = _Counts.of(engine, spent)
@@ -113,13 +121,15 @@ def measure(
     workers: Sequence[int] = (1, 8, 64, 1000),
     streams: int = 16,
     step_ms: float = 25.0,
-    seconds: float = 2.0,
+    seconds: float = 1.0,
 ) -> Made:
     """Return a line for each number of workers."""
     lines = []
     for number in workers:
         clock = trio.testing.MockClock(autojump_threshold=0)
-        found = trio.run(figures_of, number, streams, step_ms / 1000, seconds, clock=clock)
+        sizes = number, streams, step_ms / 1000, seconds
+        with rare_collections() as settled:  # as in the process of `trioserve serve`
+            found = trio.run(figures_of, *sizes, settled, clock=clock)
         cpu = found["cpu"]
         lines.append([
             number, f"{found['requests']:,.0f}", f"{2 * found['steps']:,.0f}",
