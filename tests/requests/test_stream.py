@@ -97,7 +97,6 @@ async def test_a_shared_error_has_one_streams_traceback() -> None:
     assert depths == [2, 2, 2]
 
 
-
 async def test_what_waits_is_read_before_the_end_and_before_an_error() -> None:
     ended, failed = make_stream(), make_stream()
     for stream, error in ((ended, None), (failed, EngineError("broken"))):

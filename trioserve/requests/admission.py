@@ -231,9 +231,11 @@ class Admission:
         self._entering_of_tenants.add(request.tenant, num_sequences, num_tokens)
 
     def _check(self, tenant: str, num_sequences: int, num_tokens: int, now: float) -> None:
-        waiting = self.num_entering + self.queue.num_waiting
+        # Each of the queue's numbers is a sum over all workers.
+        num_waiting = self.queue.num_waiting
+        waiting = self.num_entering + num_waiting
         tokens = self.num_entering_tokens + self.queue.num_waiting_tokens
-        recently = self._departures.note(self._num_entered - self.queue.num_waiting, now)
+        recently = self._departures.note(self._num_entered - num_waiting, now)
         too_many = waiting + num_sequences - self.max_requests
         if too_many > 0:
             outputs = f", and this one has {num_sequences} outputs" if num_sequences > 1 else ""
@@ -250,6 +252,8 @@ class Admission:
                 f"{num_tokens}; the limit is {self.max_tokens} (--max-num-queued-tokens)",
                 retry_after=seconds_until_room(to_leave, *recently),
             )
+        if not tenant:
+            return
         own = map(operator.add, self._entering_of_tenants.of(tenant), self.queue.waiting_of(tenant))
         check_share(
             tuple(own),
