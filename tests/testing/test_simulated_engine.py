@@ -75,6 +75,12 @@ def test_nothing_is_found_by_the_order_of_the_checks(seed: int) -> None:
     assert report.violation is None, report.violation
 
 
+def test_a_beam_search_whose_grammar_is_compiled_makes_way_for_another() -> None:
+    """It held pages, so the other one computed its beams over and over, and chose none."""
+    report = simulate(draw_scenario(211613))
+    assert report.violation is None, report.violation
+
+
 def test_another_order_of_hashes_changes_nothing() -> None:
     command = [sys.executable, "-m", "trioserve.testing.simulation", "--count", "12", "--digests"]
     outputs = []

@@ -10,7 +10,8 @@ for which there is no slot or page stays in the queue like a preempted sequence,
 that is preempted.
 
 A search can wait for a sequence in the queue while its other sequences hold pages. If nothing else
-runs either, the youngest such search gives up its slots and pages, so the oldest always goes on.
+runs either, the youngest such search gives up its slots and pages, so the oldest always goes on;
+or, before it, a search whose sequences may not enter now, such as one whose grammar is compiled.
 """
 
 from __future__ import annotations
@@ -232,13 +233,18 @@ class Beams:
         waits = child.sequence.state is State.WAITING and not child.is_held
         return waits and parent.is_in_its(fork.stay)
 
-    def make_room(self) -> None:
+    def make_room(self, may_enter: Callable[[SequenceState], bool]) -> None:
         """Preempt all sequences of the youngest search that waits for one of them.
+
+        One that would wait in any case comes first: if ``may_enter`` is false for its sequences,
+        pages that a younger one gives up are of no use to it.
 
         To be called if all running sequences wait for others and nothing is in flight.
         """
-        youngest = self._state.running[-1].sequence.request
-        for each in reversed(youngest.all_sequences):
+        running = list(self._state.running)
+        blocked = [each for each in running if not may_enter(each)]
+        search = (blocked or running)[-1].sequence.request
+        for each in reversed(search.all_sequences):
             if each.seq_state is not None and each.seq_state.holds_slot:
                 self._state.preempt(each.seq_state)
 

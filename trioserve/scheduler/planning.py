@@ -102,7 +102,7 @@ class Planner:
         else:
             self._state.decode_hold.note_step(builder.load.decodes, now)
         if not (builder.num_rows or self._state.in_flight) and self._state.running:
-            self._beams.make_room()
+            self._beams.make_room(may_enter)
 
     def _split_running(self) -> tuple[Ints, list[SequenceState]]:
         """Return the places of the sequences that decode, and the sequences in prefill."""
