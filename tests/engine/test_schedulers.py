@@ -99,6 +99,14 @@ async def open_two(
         nursery.cancel_scope.cancel()
 
 
+async def test_a_worker_may_be_added_before_the_first_one_serves(autojump_clock: object) -> None:
+    async with open_two() as two:
+        schedulers = Schedulers([Scheduler(CONFIG)])
+        schedulers.add(two.pair[0])
+        assert two.pair[0] in list(schedulers)
+        assert not schedulers.paused
+
+
 async def test_idle_means_that_both_are(autojump_clock: object) -> None:
     async with open_two() as two:
         noted: list[bool] = []

@@ -73,7 +73,8 @@ class Schedulers:
     def add(self, scheduler: Scheduler) -> None:
         """Add a scheduler whose worker serves. It takes part in the pauses that are in force."""
         for other in self:
-            scheduler.pause_control.join(other.pause_control)
+            if other.core is not None:  # Its first worker may still load.
+                scheduler.pause_control.join(other.pause_control)
         scheduler.outputs = self._outputs
         scheduler.on_idle = self._on_idle
         self.placement.add(scheduler)
