@@ -9,7 +9,6 @@ The processor time of the fake workers themselves isn't counted.
 from __future__ import annotations
 
 import functools
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,13 +17,14 @@ import trio
 import trio.testing
 
 from bench.report import Made, markdown, script
+from tests.engine.routing.scaling import PROMPT_TOKENS, ask_on
 from trioserve import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 250
+OUTPUT_TOKENS = 250
 _WARM_UP = 1.0
 
 
@@ -69,18 +69,6 @@ class _Counts:
         )
 
 
-async def _ask_on(engine: Engine, number: int) -> None:
-    numbers = random.Random(number)
-    # The first requests end at different times, so that later ones don't come all at once.
-    length = numbers.randint(1, OUTPUT_TOKENS)
-    while True:
-        prompt = [numbers.randrange(256) for _ in range(PROMPT_TOKENS)]
-        async with engine.generate(prompt, max_tokens=length, ignore_eos=True) as stream:
-            async for _ in stream:
-                pass
-        length = OUTPUT_TOKENS
-
-
 async def figures_of(
     workers: int, streams: int, step: float, seconds: float, settled: Callable[[], None]
 ) -> dict[str, float]:
@@ -103,7 +91,7 @@ async def figures_of(
         trio.open_nursery() as nursery,
     ):
         for number in range(workers * streams):
-            nursery.start_soon(_ask_on, engine, number)
+            nursery.start_soon(ask_on, engine, number, OUTPUT_TOKENS, range(256))
         await trio.sleep(_WARM_UP)
         settled()
         before = _Counts.of(engine, spent)

@@ -51,16 +51,17 @@ class _Counts:
         )
 
 
-async def _ask_on(engine: Engine, number: int) -> None:
+async def ask_on(engine: Engine, number: int, num_tokens: int, vocabulary: range) -> None:
+    """Keep one stream of ``num_tokens`` after the other running; ``number`` tells clients apart."""
     numbers = random.Random(number)
     # The first requests end at different times, so that later ones don't come all at once.
-    length = numbers.randint(1, OUTPUT_TOKENS)
+    length = numbers.randint(1, num_tokens)
     while True:
-        prompt = [numbers.randrange(20, 40_000) for _ in range(PROMPT_TOKENS)]
+        prompt = [numbers.choice(vocabulary) for _ in range(PROMPT_TOKENS)]
         async with engine.generate(prompt, max_tokens=length, ignore_eos=True) as stream:
             async for _ in stream:
                 pass
-        length = OUTPUT_TOKENS
+        length = num_tokens
 
 
 async def figures_of(
@@ -74,7 +75,7 @@ async def figures_of(
         trio.open_nursery() as nursery,
     ):
         for number in range(workers * streams):
-            nursery.start_soon(_ask_on, engine, number)
+            nursery.start_soon(ask_on, engine, number, OUTPUT_TOKENS, range(20, 40_000))
         await trio.sleep(_WARM_UP)
         before = _Counts.of(engine)
         await trio.sleep(seconds)
