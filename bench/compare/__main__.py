@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -36,7 +36,7 @@ from bench.compare.scenarios import (
 )
 from bench.compare.targets import judge
 from bench.peers.model_files import FORMATS
-from bench.peers.servers import BF16_ONLY, SERVERS, own_server
+from bench.peers.servers import BF16_ONLY, MAKERS, SERVERS
 from bench.performance_page import QUIET
 from bench.report import add_save, asked, save, verdict_table
 from bench.servers import Server
@@ -76,7 +76,7 @@ def parts_of(
     formats: Sequence[str],
     peers: Sequence[str],
     widths: Loads,
-    make: Callable[[str, Setting], Server],
+    make: Mapping[str, Callable[[Setting], Server]],
 ) -> list[Part]:
     """Return what is measured beside what.
 
@@ -98,7 +98,7 @@ def parts_of(
             alone = scenarios[0].alone
             without = BF16_ONLY if alone or setting.format != "bf16" else ()
             names = ["", *(peer for peer in peers if peer not in without)]
-            servers = [make(name, setting) for name in names]
+            servers = [make[name](setting) for name in names]
             title = f"{setting.format}: {', '.join(scenario.name for scenario in scenarios)}"
             # Widths take as long as two other scenarios.
             share = 0.5 if alone else 1.0 * len(servers) * (1 + len(scenarios))
@@ -106,29 +106,27 @@ def parts_of(
     return parts
 
 
-def decoding_parts(chosen: Sequence[str], peers: Sequence[str]) -> list[Part]:
-    """Return what is measured of beams and drafts, in bf16; llama.cpp has no beams."""
-    plain, parts = Setting(), []
+def decoding_parts(chosen: Sequence[str], peers: Sequence[str], draft_model: str) -> list[Part]:
+    """Return what is measured of beams and drafts; only this server drafts from ``draft_model``."""
+    parts = []
     if "beam_search" in chosen:
-        servers = [_make(name, plain) for name in ("", *peers) if name != "llama.cpp"]
+        servers = [SERVERS[name](Setting()) for name in ("", *peers) if name != "llama.cpp"]
         parts.append(Part(title="beam search", share=1.0, run=partial(contest, servers, [Beams()])))
     if "speculation" in chosen:
-        tasks = Speculation(tasks=trio.run(known_tasks))
         kinds = ("", "text", "model") if peers else ("", "text")
-        if peers:  # which take their time
-            tasks = attrs.evolve(tasks, name="speculation_peers", streams=(1,))
+        drafts = [(name, kind) for name in ("", *peers) for kind in kinds]
+        title, streams = ("speculation_peers", (1,)) if peers else ("speculation", (1, 8, 32))
+        if draft_model:
+            drafts.append(("", draft_model))
+            title, streams = "speculation_draft_model", (1, 8)
+        tasks = Speculation(tasks=trio.run(known_tasks), streams=streams, name=title)
         servers = [
-            _make(name, attrs.evolve(plain, drafts=kind))
-            for name in ("", *peers)
-            for kind in kinds
-            if name != "vllm" or kind != "model"
+            SERVERS[name](Setting(drafts=kind))
+            for name, kind in drafts
+            if (name, kind) != ("vllm", "model")
         ]
-        parts.append(Part(title=tasks.name, share=1.0, run=partial(contest, servers, [tasks])))
+        parts.append(Part(title=title, share=1.0, run=partial(contest, servers, [tasks])))
     return parts
-
-
-def _make(name: str, setting: Setting) -> Server:
-    return SERVERS[name](setting) if name else own_server(setting)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,13 +134,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     peer = "another server, installed first if need be (repeatable)"
-    add("--compare", action="append", choices=SERVERS, default=[], help=peer)
+    add("--compare", action="append", choices=MAKERS, default=[], help=peer)
     add("--minutes", type=float, help="time; installing and the last round come on top")
     add("--rounds", type=int, help=f"the most rounds (default {_ROUNDS}, {_MOST_ROUNDS} in a time)")
     add("--scenarios", nargs="+", choices=(*SCENARIOS, *DECODING), default=list(SCENARIOS))
     load = "instead of scenarios, any load of trioserve bench, whose options follow"
     add("--load", nargs=argparse.REMAINDER, metavar="OPTION", help=load)
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights")
+    add("--draft-model", default="", help="folder of one that this server drafts from, too")
     add_save(parser)
     return parser
 
@@ -165,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     foreign = ("OMP_", "KMP_", "MKL_", "PYTHONDONTWRITEBYTECODE")
     for name in [name for name in os.environ if name.startswith(foreign)]:
         del os.environ[name]
-    parts = parts_of(chosen, options.formats, options.compare, widths, _make)
-    parts += decoding_parts(chosen, options.compare)
+    parts = parts_of(chosen, options.formats, options.compare, widths, SERVERS)
+    parts += decoding_parts(chosen, options.compare, options.draft_model)
     rounds = options.rounds or (_ROUNDS if options.minutes is None else _MOST_ROUNDS)
     notes = Notes()
     try:

@@ -50,7 +50,7 @@ class Setting:
     context: int = 2048
     kv_tokens: int | None = None
     drafts: str = ""
-    """Origin of draft tokens: "text", "model", or none."""
+    """Origin of draft tokens: "text", "model" (this one in 4 bits), a model's folder, or none."""
 
     @property
     def threads(self) -> int:

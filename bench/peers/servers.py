@@ -38,7 +38,7 @@ _OPTIONS = (
 
 
 def _named(name: str, setting: Setting) -> str:
-    return f"{name}, drafts by {setting.drafts}" if setting.drafts else name
+    return f"{name}, drafts by {Path(setting.drafts).name}" if setting.drafts else name
 
 
 def own_server(setting: Setting) -> Server:
@@ -51,8 +51,9 @@ def own_server(setting: Setting) -> Server:
     if setting.format == "bf16":
         options += ["--dtype", "bfloat16", "--quantization", "none"]
     if setting.drafts:
-        model = {"method": "draft_model", "model": str(gguf_file("q4_1"))}
-        drafts = {"method": "suffix"} if setting.drafts == "text" else model
+        model = str(gguf_file("q4_1")) if setting.drafts == "model" else setting.drafts
+        drafts = {"method": "draft_model", "model": model}
+        drafts = {"method": "suffix"} if setting.drafts == "text" else drafts
         options += ["--speculative-config", json.dumps(drafts)]
     if setting.kv_tokens is not None:
         config = open_model(locate(MODEL)).config
@@ -140,8 +141,8 @@ def vllm_server(setting: Setting) -> Server:
     )
 
 
-SERVERS = {"llama.cpp": llama_server, "vllm": vllm_server}
-"""Functions that start each peer; it is installed first if need be."""
+SERVERS = {"": own_server, "llama.cpp": llama_server, "vllm": vllm_server}
+"""Functions that return this server and each peer, which is installed first if need be."""
 MAKERS = {"llama.cpp": make_llama, "vllm": make_vllm}
 BF16_ONLY = ("vllm",)
 """Peers that don't read GGUF's formats on a CPU, or not well."""

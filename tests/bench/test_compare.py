@@ -220,7 +220,8 @@ def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
         made.append((name, setting.format, setting.kv_tokens))
         return healthy(name)
 
-    parts = parts_of(compare.SCENARIOS, ("bf16", "q4_1"), OTHERS, THROUGHPUT, make)
+    servers = {name: partial(make, name) for name in ("", *OTHERS)}
+    parts = parts_of(compare.SCENARIOS, ("bf16", "q4_1"), OTHERS, THROUGHPUT, servers)
     assert [part.title for part in parts] == [
         "bf16: throughput, prompts, burst, shared_prefix, cpu_after_leave",
         "q4_1: throughput",
@@ -232,7 +233,7 @@ def test_each_peer_is_measured_in_the_formats_that_it_has() -> None:
     ]
     assert {name for name, format, _ in made if format == "q4_1"} == {"", "llama.cpp"}
     assert {tokens for name, _, tokens in made if tokens} == {16384}
-    assert parts_of(["start"], ["bf16"], [], THROUGHPUT, make)[0].title == "bf16: start"
+    assert parts_of(["start"], ["bf16"], [], THROUGHPUT, servers)[0].title == "bf16: start"
 
 
 async def test_time_that_a_part_leaves_goes_to_those_after_it() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
+from bench.compare import __main__ as compare
 from bench.compare import decoding
 from bench.compare.decoding import Beams, Speculation, loops, paragraphs
 from bench.compare.scenarios import InvalidRun, Setting, Taken
@@ -83,3 +85,27 @@ async def test_searches_must_give_all_beams(monkeypatch: pytest.MonkeyPatch) -> 
     assert bodies[0]["prompt"] != bodies[1]["prompt"]
     with pytest.raises(InvalidRun, match="1 beams"):
         await turn.measure(running("trioserve"))
+
+
+def test_this_server_alone_drafts_from_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    def make(name: str, setting: Setting) -> str:
+        made.append((name, setting.drafts))
+        return name
+
+    async def known_tasks() -> dict[str, decoding.Task]:
+        return TASKS
+
+    servers = {name: partial(make, name) for name in ("", "llama.cpp", "vllm")}
+    monkeypatch.setattr(compare, "SERVERS", servers)
+    monkeypatch.setattr(compare, "known_tasks", known_tasks)
+    (part,) = compare.decoding_parts(["speculation"], [], "a/student")
+    assert part.title == "speculation_draft_model"
+    assert made == [("", ""), ("", "text"), ("", "a/student")]
+    made.clear()
+    (part,) = compare.decoding_parts(["speculation"], ["vllm", "llama.cpp"], "")
+    assert part.title == "speculation_peers"
+    kinds = ("", "text", "model")
+    wanted = [(name, kind) for name in ("", "vllm", "llama.cpp") for kind in kinds]
+    assert made == [each for each in wanted if each != ("vllm", "model")]
