@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -177,3 +178,31 @@ def test_beams_that_can_never_run_are_refused() -> None:
         submit(bench, prompt=[1], beam_width=5)
     with pytest.raises(ContextTooLong, match="holds 8 for each of 4 beams"):
         submit(bench, prompt=[1], max_tokens=9, beam_width=4)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_searches_that_give_way_to_each_other_come_to_an_end(policy: str) -> None:
+    """Beams run three or four at a time, so a search may wait for a beam that can't enter."""
+    for seed in range(100):
+        numbers = random.Random(seed)
+        sizes = {
+            "page_size": numbers.choice((2, 4)),
+            "max_num_batched_tokens": numbers.choice((3, 4)),
+        }
+        fake = worker(vocab_size=VOCAB, num_pages=40, max_num_seqs=8, **sizes)
+        bench = Bench.make(fake, scheduling_policy=policy)
+        requests = []
+        for _ in range(numbers.randint(2, 3)):
+            asked = {
+                "prompt": [numbers.randint(0, 3) for _ in range(numbers.randint(1, 14))],
+                "max_tokens": numbers.randint(2, 12),
+                "beam_width": numbers.randint(2, 3),
+                "early_stopping": "never",
+            }
+            requests.append(submit(bench, **asked))
+            for _ in range(numbers.randint(0, 4)):
+                if bench.plan() is not None or bench.results:
+                    bench.step()
+        bench.drain()
+        for request in requests:
+            check_outputs(fake, request)

@@ -83,7 +83,7 @@ def test_lines() -> None:
 @given(st.lists(st.integers(0, 5), max_size=300))
 def test_longest_prefix_first_and_arrival_among_equals(cached: list[int]) -> None:
     line = list(enumerate(cached))
-    ordered = list(policy.admission_order("lpm", line, lambda each: each[1]))
+    ordered = list(policy.admission_order("lpm", line, lambda each: each[1], lambda _: False))
     window = policy.LPM_WINDOW
     assert ordered[:window] == sorted(line[:window], key=lambda each: (-each[1], each[0]))
     assert ordered[window:] == line[window:]
@@ -91,7 +91,16 @@ def test_longest_prefix_first_and_arrival_among_equals(cached: list[int]) -> Non
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
 def test_other_policies_keep_the_line(name: str) -> None:
-    assert list(policy.admission_order(name, [3, 1, 2], lambda each: each)) == [3, 1, 2]
+    def number(each: int) -> int:
+        return each
+
+    ordered = policy.admission_order(name, [3, 1, 2], number, lambda each: each == 2)
+    assert list(ordered) == [3, 1, 2]
+
+
+def test_sequences_that_have_run_before_keep_their_places_at_the_front() -> None:
+    ordered = policy.admission_order("lpm", [0, 1, 5, 9], lambda each: each, lambda each: each < 2)
+    assert list(ordered) == [0, 1, 9, 5]
 
 
 @given(

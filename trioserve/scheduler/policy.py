@@ -34,22 +34,28 @@ def queue_order(policy: str, *, priority: int, arrival: int, index: int) -> Orde
 
 
 def admission_order(
-    policy: str, waiting: Iterable[T], cached_tokens: Callable[[T], int]
+    policy: str,
+    waiting: Iterable[T],
+    cached_tokens: Callable[[T], int],
+    had_turn: Callable[[T], bool],
 ) -> Iterator[T]:
     """Yield waiting sequences in the order of admission.
 
     ``lpm`` takes the sequence with the most cached tokens first, so that a prefix is used while it
     is cached. Sequences with as many, and those past the first ``LPM_WINDOW``, keep their order.
+    So do those that have run before, at the front: one that was preempted for another would come
+    back before it.
 
     Args:
         policy: ``fcfs``, ``priority`` or ``lpm``.
         waiting: The waiting sequences, in the order of turns.
         cached_tokens: Returns the number of a waiting sequence's tokens that are cached.
+        had_turn: Returns True if a waiting sequence has run before.
     """
     queue = iter(waiting)
     if policy == "lpm":
         window = list(itertools.islice(queue, LPM_WINDOW))
-        window.sort(key=cached_tokens, reverse=True)
+        window.sort(key=lambda each: (0, 0) if had_turn(each) else (1, -cached_tokens(each)))
         yield from window
     yield from queue
 

@@ -138,6 +138,7 @@ class PromptPlanner:
             self._state.limits.scheduling_policy,
             self._state.waiting.in_turn(may_enter),
             lambda waiting: self._expect_cached(waiting, plan),
+            lambda waiting: waiting.had_turn,
         )
 
     def _admit(
