@@ -23,6 +23,8 @@ Copies: TypeAlias = npt.NDArray[np.int32]
 
 Numbers from the KV cache's number of pages on are pages in host memory.
 """
+Content: TypeAlias = npt.NDArray[np.uint8]
+"""[B] uint8: the keys and values of a page in all layers, contiguous."""
 NO_COPIES: Copies = np.zeros((0, 2), dtype=np.int32)
 
 
@@ -85,3 +87,20 @@ class Executor(Protocol):
         Each row has at least one token, and the block tables have the plan's pages. A step without
         rows is finished at once.
         """
+
+
+class PagedExecutor(Executor, Protocol):
+    """An executor whose pages in host memory are written to files and read from them."""
+
+    def read_page(self, number: int) -> Content:
+        """Return the content of page ``number`` in host memory, once submitted copies are done.
+
+        Steps that don't copy this page may be computed meanwhile, by another thread.
+        """
+        ...
+
+    def write_page(self, number: int, content: Content) -> None:
+        """Write what :meth:`read_page` has returned to page ``number`` in host memory; as there."""
+
+    def expect_pages(self, numbers: Sequence[int]) -> None:
+        """Note that :meth:`write_page` will write these pages, beside the steps."""

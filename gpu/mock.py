@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import NO_COPIES, Copies, Finished, Submission
+from gpu.executor import NO_COPIES, Content, Copies, Finished, Submission
 from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.slots import PlanError, Row, Slot
 from trioserve.model_files import ModelFiles
@@ -81,6 +81,16 @@ class MockExecutor:
 
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
+
+    def expect_pages(self, numbers: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def read_page(self, number: int) -> Content:
+        """Return no bytes: a page has no content here."""
+        return np.zeros(0, dtype=np.uint8)
+
+    def write_page(self, number: int, content: Content) -> None:
+        """Do nothing."""
 
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""

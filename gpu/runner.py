@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -104,6 +106,16 @@ class Runner:
         self._slots.clear()
         self._next_plan = next_plan
         self._refuses = self._result_failed = False
+
+    def statistics(self) -> dict[str, int]:
+        """Return the counts of open slots, used pages and steps, and the process's memory."""
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {
+            "open_slots": len(self.slots),
+            "pages_used": self.slots.num_pages_used(),
+            "steps": self.num_steps,
+            "resident_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        }
 
     def drop(self, slot: int, generation: int) -> None:
         """Stop a sequence: later rows of it compute nothing, and no row of it gives a token."""

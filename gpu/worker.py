@@ -5,8 +5,8 @@ exits on a Quit message, or when its standard input ends, since the parent's dea
 It ignores SIGINT and SIGTERM: service managers send them to all processes at once, and the engine
 needs its worker while it drains.
 
-Threads answer the calls ``prepare``, ``read_weights`` and ``load_adapter``, in any order. All other
-calls are answered in order.
+Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter``, ``read_pages`` and
+``write_pages``, in any order. All other calls are answered in order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import itertools
 import logging
 import os
 import select
@@ -35,6 +36,7 @@ from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
 from gpu.loading import loading
 from gpu.loading.loaded_model import Serving
+from gpu.loading.page_transfers import PageTransfers
 from gpu.loading.weight_swap import ModelWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
@@ -66,23 +68,27 @@ class Worker:
         self._socket = socket
         self._calls: dict[str, Callable[[Runner, Any], Any]] = {
             "ping": lambda _, arguments: arguments,
-            "statistics": lambda runner, _: _statistics(runner),
+            "statistics": lambda runner, _: runner.statistics(),
             "swap_weights": self._swap_weights,
             "discard_weights": lambda *_: self._all_weights.discard(),
+            "list_pages": lambda *_: self._page_transfers.list(),
+            "delete_pages": lambda *_: self._page_transfers.delete_all(),
         }
         self._last_progress = -PROGRESS_INTERVAL
         # One thread more, so that an adapter doesn't wait for grammars.
         self._background = Background[wire.Reply](PREPARING_THREADS + 1, "background")
+        self._transferring = Background[wire.Reply](2, "transfers")
         self._constraints: Constraints | None = None
         self._weights: ModelWeights[Any] | None = None
         self._adapters: AdapterStore[Any] | None = None
+        self._transfers: PageTransfers | None = None
         self._ahead: deque[wire.Message] = deque()
         """Messages received and not handled yet, in order."""
 
     @property
     def busy(self) -> bool:
         """True while a background call is unfinished."""
-        return self._background.num_unfinished > 0
+        return self._background.num_unfinished + self._transferring.num_unfinished > 0
 
     def run(self) -> None:
         """Send Hello, load the model and serve it until a Quit message arrives."""
@@ -101,11 +107,13 @@ class Worker:
             serving = self._load(start)
             self._weights = serving.weights
             self._adapters = serving.adapters
+            self._transfers = serving.transfers
             self.serve(serving.runner, serving.constraints, serving.calls)
         except QuitRequested:
             return
         finally:
             self._background.close()
+            self._transferring.close()
             if self._constraints is not None:
                 self._constraints.shut_down()
 
@@ -150,6 +158,7 @@ class Worker:
         for poll in (idle, waiting):
             poll.register(self._socket.recv_fd, select.POLLIN)
             poll.register(self._background.descriptor, select.POLLIN)
+            poll.register(self._transferring.descriptor, select.POLLIN)
         if runner.completions is not None:
             waiting.register(runner.completions, select.POLLIN)
         while True:
@@ -177,6 +186,8 @@ class Worker:
             case wire.Drop():
                 runner.drop(message.slot, message.generation)
             case wire.Reset():
+                if self._transfers is not None:
+                    self._transfers.wait()  # their pages are used for other content now
                 runner.reset(message.next_plan)
                 # A failed step's exception may hold tensors in a reference cycle of frames.
                 gc.collect()
@@ -187,6 +198,10 @@ class Worker:
             case wire.Call(name="load_adapter") if self._adapters is not None:
                 # The engine loads one adapter at a time.
                 self._background.start(functools.partial(_reply, message, self._adapters.load))
+            case wire.Call(name="write_pages") if self._transfers is not None:
+                self._transfer(message, self._transfers, self._transfers.write)
+            case wire.Call(name="read_pages") if self._transfers is not None:
+                self._transfer(message, self._transfers, self._transfers.read)
             case wire.Call(name="unload_adapter") if self._adapters is not None:
                 self._send(_reply(message, self._adapters.unload))
             case wire.Call():
@@ -200,14 +215,29 @@ class Worker:
             raise ModelLoadError("this worker has no weights")
         return self._weights
 
+    @property
+    def _page_transfers(self) -> PageTransfers:
+        if self._transfers is None:
+            raise ModelLoadError("this worker keeps no pages in files")
+        return self._transfers
+
     def _read_weights(self, call: wire.Call) -> None:
         read = self._all_weights.reading(msgspec.msgpack.decode(call.arguments))
         self._background.start(lambda: _reply(call, lambda _: read()))
 
+    def _transfer(
+        self, call: wire.Call, transfers: PageTransfers, run: Callable[[Any], Any]
+    ) -> None:
+        """Run a transfer of pages in a thread."""
+        transfers.begin(msgspec.msgpack.decode(call.arguments), reads=call.name == "read_pages")
+        self._transferring.start(functools.partial(_reply, call, run))
+
     def _swap_weights(self, runner: Runner, path: str) -> None:
         if len(runner.slots):
             raise ModelLoadError("weights can't be exchanged under a sequence that is open")
-        self._all_weights.swap(path)
+        checksum = self._all_weights.swap(path)
+        if self._transfers is not None:
+            self._transfers.use(checksum)
         freeze_objects()  # collects the old weights, a large part of the memory
 
     def _look_ahead(self, runner: Runner) -> None:
@@ -225,8 +255,8 @@ class Worker:
             error = f"{MAX_PREPARING} others wait for the worker already"
             self._send(wire.Reply(number=call.number, error=error))
             return
-        prepare = functools.partial(_prepare, constraints)
-        self._background.start(functools.partial(_reply, call, prepare))
+        preparing = functools.partial(_prepare, constraints)
+        self._background.start(functools.partial(_reply, call, preparing))
 
     def _submit(self, runner: Runner, plan: wire.Plan) -> None:
         try:
@@ -260,7 +290,7 @@ class Worker:
             self._send(reply)
 
     def _send_prepared(self) -> None:
-        for reply in self._background.take():
+        for reply in itertools.chain(self._background.take(), self._transferring.take()):
             self._send(reply)
 
     def _send(self, message: wire.Message) -> None:
@@ -330,16 +360,6 @@ def _is_fatal(error: Exception) -> bool:
     from gpu.cuda.device import is_poisoned_by
 
     return is_poisoned_by(error)
-
-
-def _statistics(runner: Runner) -> dict[str, int]:
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "open_slots": len(runner.slots),
-        "pages_used": runner.slots.num_pages_used(),
-        "steps": runner.num_steps,
-        "resident_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
-    }
 
 
 def _exit_with_parent() -> None:

@@ -72,6 +72,13 @@ class Attention(Protocol):
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages in all layers, one after the other: [C, 2], source and destination."""
 
+    def page(self, number: int) -> list[torch.Tensor]:
+        """Return views of the bytes of a page in host memory, in all layers: uint8, any shapes.
+
+        On a CPU all pages are in host memory.
+        """
+        ...
+
     def begin(self, layout: StepLayout) -> None:
         """Prepare masks, indices or kernel parameters for all layers of one step."""
 

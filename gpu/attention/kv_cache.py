@@ -6,11 +6,14 @@ machine with a GPU, so that copies are queued in a stream and the host doesn't w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
+import numpy as np
 import torch
 
 from gpu.attention import CacheShape
-from gpu.executor import Copies
+from gpu.executor import Content, Copies
 from trioserve.protocol.errors import ModelLoadError
 
 FP8 = torch.float8_e4m3fn
@@ -59,11 +62,11 @@ class KvCache:
     def copy_pages(self, copies: Copies) -> None:
         """Queue copies of pages, one after the other: [C, 2], source and destination."""
         for source, destination in copies.tolist():
-            for into, what in zip(self._page(destination), self._page(source), strict=True):
+            for into, what in zip(self.page(destination), self.page(source), strict=True):
                 into.copy_(what, non_blocking=True)
 
-    def _page(self, number: int) -> list[torch.Tensor]:
-        """Return the bytes of one page, [layers, 2, ...] each."""
+    def page(self, number: int) -> list[torch.Tensor]:
+        """Return views of the bytes of one page, [layers, 2, ...] each."""
         on_host = number - self.shape.num_pages
         if on_host >= 0:
             return [each[on_host] for each in self._host]
@@ -92,3 +95,17 @@ def bytes_per_page(shape: CacheShape) -> int:
         return shape.bytes_per_page
     scales = 2 * shape.num_layers * shape.num_kv_heads * shape.page_size * 4
     return shape.bytes_per_page + scales
+
+
+def content_of(page: Sequence[torch.Tensor]) -> Content:
+    """Return a copy of the bytes of ``page``, whose parts are uint8 on the host: [B] uint8."""
+    return np.concatenate([part.reshape(-1).numpy() for part in page])
+
+
+def fill(page: Sequence[torch.Tensor], content: Content) -> None:
+    """Write what :func:`content_of` has returned to the parts of a page."""
+    ends = np.cumsum([part.numel() for part in page])
+    if content.shape != (ends[-1],):
+        raise ValueError(f"a page has {ends[-1]} bytes, not {content.size}")
+    for part, piece in zip(page, np.split(content, ends[:-1]), strict=True):
+        part.copy_(torch.from_numpy(piece).view(part.shape))

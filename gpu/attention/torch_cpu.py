@@ -85,6 +85,12 @@ class TorchCpuAttention:
                 pages = layer.view(2 * self._shape.num_kv_heads, self._shape.num_pages, -1)
                 pages[:, destination] = pages[:, source]
 
+    def page(self, number: int) -> list[torch.Tensor]:
+        """See :meth:`gpu.attention.Attention.page`."""
+        heads = 2 * self._shape.num_kv_heads
+        shape = (heads, self._shape.num_pages, -1)
+        return [layer.view(shape)[:, number].view(torch.uint8) for layer in self._cache]
+
     def begin(self, layout: StepLayout) -> None:
         """See :meth:`gpu.attention.Attention.begin`."""
         shape = self._shape

@@ -19,7 +19,7 @@ from gpu.cpu.decoder_abi import DecoderLimits, DecoderShape, DecoderStep, Decode
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.cpu.parts import NUM_PARTS, ProductKind, ProductPart, part_of
-from gpu.executor import Copies
+from gpu.executor import Content, Copies
 from gpu.lora.groups import tokens_by_adapter
 from gpu.lora.store import AdapterStore
 from gpu.slots import Row, SlotTable
@@ -174,6 +174,19 @@ class CompiledModel:
         """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
         pairs = np.ascontiguousarray(copies, dtype=np.int32)
         self._library.decoder_copy_pages(self._decoder, pairs.ctypes.data, len(pairs))
+
+    def read_page(self, number: int) -> Content:
+        """See :meth:`gpu.cpu.model.CpuModel.read_page`."""
+        content = np.empty(self._library.decoder_page_numbers(self._decoder) * 2, dtype=np.uint8)
+        self._library.decoder_read_page(self._decoder, number, content.ctypes.data)
+        return content
+
+    def write_page(self, number: int, content: Content) -> None:
+        """See :meth:`gpu.cpu.model.CpuModel.write_page`."""
+        size = 2 * self._library.decoder_page_numbers(self._decoder)
+        if content.dtype != np.uint8 or content.shape != (size,) or not content.flags.c_contiguous:
+            raise ValueError(f"a page has {size} bytes, not {content.nbytes}")
+        self._library.decoder_write_page(self._decoder, number, content.ctypes.data)
 
     def forward(
         self, rows: Sequence[Row], slots: SlotTable

@@ -82,6 +82,9 @@ def declare(library: Library) -> Library:
         "decoder_finish": (number, [pointer, POINTER(DecoderLimits), pointer]),
         "decoder_hidden": (pointer, [pointer]),
         "decoder_copy_pages": (None, [pointer, pointer, count]),
+        "decoder_page_numbers": (count, [pointer]),
+        "decoder_read_page": (None, [pointer, number, pointer]),
+        "decoder_write_page": (None, [pointer, number, pointer]),
         "decoder_forward": (
             None,
             [pointer, pointer, POINTER(DecoderStep), POINTER(AdapterStepStruct)],

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
-from gpu.executor import NO_COPIES, Copies, Finished, Submission
+from gpu.executor import NO_COPIES, Content, Copies, Finished, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.sources import Draft
@@ -93,6 +93,19 @@ class CpuExecutor:
         )
         self._step_ended_ns = ended
         return Finished(drawn)
+
+    def read_page(self, number: int) -> Content:
+        """See :meth:`gpu.executor.PagedExecutor.read_page`."""
+        return self._model.read_page(number)
+
+    def write_page(self, number: int, content: Content) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.write_page`."""
+        self._model.write_page(number, content)
+
+    def expect_pages(self, numbers: Sequence[int]) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.expect_pages`."""
+        if self.drafter is not None:
+            self.drafter.forget_pages(numbers)
 
     def _compute(self, rows: Sequence[Row]) -> Drawn:
         if not rows:

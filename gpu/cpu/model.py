@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu.executor import Copies
+from gpu.executor import Content, Copies
 from gpu.lora.store import AdapterStore
 from gpu.sampling.adjustments import Adjustment
 from gpu.sampling.drawn import Drawn
@@ -38,6 +38,13 @@ class CpuModel(Protocol):
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages of the KV cache, which has those behind that are on the host elsewhere."""
+
+    def read_page(self, number: int) -> Content:
+        """Return the content of a page; steps that don't use it may be computed meanwhile."""
+        ...
+
+    def write_page(self, number: int, content: Content) -> None:
+        """Write to a page what :meth:`read_page` has returned; as there."""
 
     def forward(self, rows: Sequence[Row], slots: SlotTable) -> tuple[Any, npt.NDArray[np.integer]]:
         """Compute the hidden states of the tokens of ``rows``, at least one, and fill the KV cache.

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 
 from gpu.attention import StepLayout
+from gpu.attention.kv_cache import content_of, fill
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
-from gpu.executor import Copies
+from gpu.executor import Content, Copies
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
 from gpu.lora.updates import ProductUpdates
@@ -28,6 +29,10 @@ class StepAttention(Protocol):
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages, all layers of each, one after the other."""
+
+    def page(self, number: int) -> list[torch.Tensor]:
+        """Return views of a page's bytes in all layers."""
+        ...
 
     def begin(self, layout: StepLayout) -> None:
         """Prepare for the layers of one step."""
@@ -77,6 +82,14 @@ class TorchModel(Generic[A]):
     def copy_pages(self, copies: Copies) -> None:
         """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
         self._attention.copy_pages(copies)
+
+    def read_page(self, number: int) -> Content:
+        """See :meth:`gpu.cpu.model.CpuModel.read_page`."""
+        return content_of(self._attention.page(number))
+
+    def write_page(self, number: int, content: Content) -> None:
+        """See :meth:`gpu.cpu.model.CpuModel.write_page`."""
+        fill(self._attention.page(number), content)
 
     @torch.inference_mode()
     def forward(

@@ -130,6 +130,12 @@ class CudaAttention:
         """See :meth:`gpu.attention.Attention.copy_pages`."""
         self._cache.copy_pages(copies)
 
+    def page(self, number: int) -> list[torch.Tensor]:
+        """See :meth:`gpu.attention.Attention.page`; block until all queued copies are done."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        return self._cache.page(number)
+
     def begin(self, layout: StepLayout) -> None:
         """Pack a step into the step buffer and set its launches."""
         shared = self._packer.find_shared(layout, layout.num_decode_rows)

@@ -22,6 +22,7 @@ import torch
 
 from gpu._util.upload import upload
 from gpu.attention import StepLayout
+from gpu.attention.kv_cache import content_of, fill
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cuda.adapters import CudaAdapters
 from gpu.cuda.attention import CudaAttention
@@ -31,7 +32,7 @@ from gpu.cuda.state import DeviceState
 from gpu.cuda.step import CudaStep, CudaSubmission, Replay
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import StepEnd, Timeline
-from gpu.executor import NO_COPIES, Copies, Submission
+from gpu.executor import NO_COPIES, Content, Copies, Submission
 from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.models.decoder import Decoder
@@ -142,6 +143,17 @@ class CudaExecutor:
     def copy_pages(self, copies: Copies) -> None:
         """Queue copies of pages, one after the other: [C, 2], source and destination."""
         self._attention.copy_pages(copies)
+
+    def expect_pages(self, numbers: Sequence[int]) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.expect_pages`."""
+
+    def read_page(self, number: int) -> Content:
+        """See :meth:`gpu.executor.PagedExecutor.read_page`."""
+        return content_of(self._attention.page(number))
+
+    def write_page(self, number: int, content: Content) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.write_page`."""
+        fill(self._attention.page(number), content)
 
     def adjusts(self, row: Row) -> bool:
         """Return whether the logits of ``row`` are adjusted before a token is drawn."""

@@ -22,7 +22,7 @@ from gpu.cuda.draft_model import CudaDraftModel
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.model_to_load import ModelToLoad, build_kernels, explaining, measure
 from gpu.cuda.speculation import SpeculativeExecutor
-from gpu.executor import Executor
+from gpu.executor import PagedExecutor
 from gpu.kernels import MOST_BLOCKS
 from gpu.kernels.attention_tile import PAGE_SIZES
 from gpu.kernels.nvrtc import KernelBuildError
@@ -195,7 +195,7 @@ def _drafting(
     models: Sequence[ModelToLoad],
     executors: Sequence[CudaExecutor],
     slots: SlotTable,
-) -> Executor:
+) -> PagedExecutor:
     """Return an executor that drafts tokens, if ``start`` asks for drafts; else the only one."""
     if start.speculative is None:
         return executors[0]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from gpu.cuda.draft_model import CudaDraftModel
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.step import CudaStep, CudaSubmission
-from gpu.executor import NO_COPIES, Copies, Finished, Submission
+from gpu.executor import NO_COPIES, Content, Copies, Finished, Submission
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.sampling.verification import Verification
@@ -68,6 +68,18 @@ class SpeculativeExecutor:
             drawn.times = _joined([*self._draft_model.take_times(), drawn.times])
         self._drafter.learn(rows, drafts, drawn, time.perf_counter() - began)
         return Finished(drawn)
+
+    def expect_pages(self, numbers: Sequence[int]) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.expect_pages`."""
+        self._drafter.forget_pages(numbers)
+
+    def read_page(self, number: int) -> Content:
+        """See :meth:`gpu.executor.PagedExecutor.read_page`."""
+        return self._executor.read_page(number)
+
+    def write_page(self, number: int, content: Content) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.write_page`."""
+        self._executor.write_page(number, content)
 
     def _verify(self, rows: Sequence[Row], copies: Copies) -> Drawn:
         """Compute rows of which some have drafts."""

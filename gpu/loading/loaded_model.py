@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from gpu.constraints.adjuster import Constraints
-from gpu.executor import Executor
+from gpu.executor import Executor, PagedExecutor
+from gpu.loading.page_transfers import PageTransfers
 from gpu.loading.weight_swap import ModelWeights, ReadWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
@@ -38,7 +39,7 @@ def unseen(stage: str, done: int, total: int) -> None:
 class Loaded:
     """A model on a device, with its KV cache."""
 
-    executor: Executor
+    executor: PagedExecutor
     slots: SlotTable
     num_pages: int
     device_name: str
@@ -69,6 +70,8 @@ class Serving:
     ready: Ready
     adapters: AdapterStore[Any] | None = None
     """The loaded adapters; None if the model can't serve any."""
+    transfers: PageTransfers | None = None
+    """Transfers of pages to files; None if none are kept."""
     calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     """Calls that only this model answers, by name: functions of the call's arguments."""
 

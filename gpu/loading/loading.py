@@ -12,6 +12,7 @@ from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processor, load_processors
 from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype
 from gpu.loading.loaded_model import Loaded, OnProgress, Serving, choose_num_threads, warm_up
+from gpu.loading.page_transfers import PageTransfers
 from gpu.loading.weight_swap import ModelWeights
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
@@ -86,12 +87,38 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     )
     weights = ModelWeights(functools.partial(weights_for, files), loaded.read_weights)
     return Serving(
+        transfers=_open_transfers(start, files, loaded, ready),
         runner=runner,
         weights=weights,
         constraints=constraints,
         adapters=loaded.adapters,
         ready=ready,
     )
+
+
+def _open_transfers(
+    start: Start, files: ModelFiles, loaded: Loaded, ready: Ready
+) -> PageTransfers | None:
+    """Return the transfers of pages to the folder that is asked for.
+
+    Raises:
+        ModelLoadError: The folder can't be used.
+    """
+    if not start.kv_offloading_dir:
+        return None
+    # What decides the bits of a page, besides weights and tokens.
+    parts = (files.config, ready.computing, ready.dtype, start.kv_cache_dtype, start.page_size)
+    transfers = PageTransfers(
+        executor=loaded.executor,
+        root=Path(start.kv_offloading_dir),
+        max_bytes=start.kv_offloading_dir_bytes,
+        parts=parts,
+    )
+    try:
+        transfers.use(ready.model_checksum)
+    except OSError as error:
+        raise ModelLoadError(f"--kv-offloading-dir can't be used: {error}") from error
+    return transfers
 
 
 def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:

@@ -36,7 +36,7 @@ class ModelWeights(Generic[Files]):
     """Path of the weights being read, or read last."""
     _number: int = attrs.field(init=False, default=0)
     """Number of discards so far; the result of a read begun before the last one is dropped."""
-    _swap: Callable[[], None] | None = attrs.field(init=False, default=None)
+    _swap: tuple[Callable[[], None], str] | None = attrs.field(init=False, default=None)
 
     def reading(self, path: str) -> Callable[[], str]:
         """Return a function that reads the weights at ``path`` and keeps them for a swap.
@@ -50,23 +50,25 @@ class ModelWeights(Generic[Files]):
 
         def read() -> str:
             files = self._files_at(Path(path))
-            swap = self._read(files)
+            swap, checksum = self._read(files), files.checksum()
             if number == self._number:
-                self._swap = swap
-            return files.checksum()
+                self._swap = swap, checksum
+            return checksum
 
         return read
 
-    def swap(self, path: str) -> None:
-        """Serve the weights read at ``path`` from the next step on.
+    def swap(self, path: str) -> str:
+        """Serve the weights read at ``path`` from the next step on, and return their checksum.
 
         Raises:
             ModelLoadError: other weights were read last, or none.
         """
         if self._swap is None or self._path != path:
             raise ModelLoadError(f"the weights at {path} haven't been read")
-        self._swap()
+        swap, checksum = self._swap
+        swap()
         self.discard()
+        return checksum
 
     def discard(self) -> None:
         """Drop weights read but not swapped in, and the result of a read in progress."""

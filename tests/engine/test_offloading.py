@@ -194,7 +194,7 @@ async def test_together_and_preempted(folder: Path) -> None:
 def test_both_sides_of_the_cache_have_the_same_bytes() -> None:
     """Scales of an e4m3 cache travel with their page."""
     from gpu.attention import CacheShape
-    from gpu.attention.kv_cache import KvCache
+    from gpu.attention.kv_cache import KvCache, bytes_per_page, content_of, fill
 
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         shape = CacheShape(
@@ -215,6 +215,12 @@ def test_both_sides_of_the_cache_have_the_same_bytes() -> None:
                     raw = tensor.view(torch.uint8)
                     raw.copy_(torch.randint(0, 256, raw.shape, generator=generator))
                     written.append((raw, raw.clone()))
+        contents = [content_of(cache.page(number)) for number in (8, 3)]
+        assert contents[0].shape == (bytes_per_page(shape),)
+        fill(cache.page(8), contents[1])
+        assert np.array_equal(content_of(cache.page(8)), contents[1])
+        with pytest.raises(ValueError, match="bytes, not"):
+            fill(cache.page(8), contents[1][1:])
         cache.copy_pages(np.array([(4, 8), (0, 4), (8, 2), (5, 8), (8, 0)], dtype=np.int32))
         for raw, before in written:
             assert torch.equal(raw[2], before[4])

@@ -54,6 +54,10 @@ class Start:
     """The largest rank of adapters; 0 for no adapters."""
     kv_offloading_bytes: int = 0
     """Bytes of the host's memory for pages that are offloaded from the KV cache."""
+    kv_offloading_dir: str = ""
+    """Folder for pages that were offloaded; empty for none."""
+    kv_offloading_dir_bytes: int = 0
+    """The most bytes of pages in that folder, for one model and number format."""
     max_loras: int = 0
     """The most adapters in one plan."""
     free_memory: int = 0

@@ -62,6 +62,23 @@ void Decoder::copy_pages(const int32_t (*pairs)[2], int64_t count) {
       std::copy_n(layer.pages + pairs[i][0] * stride, stride, layer.pages + pairs[i][1] * stride);
 }
 
+int64_t Decoder::page_numbers() const {
+  return static_cast<int64_t>(layers.size()) * attention_.page_stride();
+}
+
+void Decoder::read_page(int32_t page, bf16* to) const {
+  const int64_t stride = attention_.page_stride();
+  for (const Layer& layer : layers) to = std::copy_n(layer.pages + page * stride, stride, to);
+}
+
+void Decoder::write_page(int32_t page, const bf16* from) {
+  const int64_t stride = attention_.page_stride();
+  for (Layer& layer : layers) {
+    std::copy_n(from, stride, layer.pages + page * stride);
+    from += stride;
+  }
+}
+
 void Decoder::make_room(int64_t tokens) {
   const int64_t width = shape.hidden_size;
   const int64_t query_width = shape.num_heads * shape.head_dim;

@@ -63,6 +63,12 @@ class Decoder {
   // Copies `count` pages one after the other, all layers of each, from pairs[i][0] to pairs[i][1].
   void copy_pages(const int32_t (*pairs)[2], int64_t count);
 
+  // Numbers of a page in all layers, and their copies to and from memory of others. They may be called
+  // beside forward(), for pages that it doesn't use.
+  int64_t page_numbers() const;
+  void read_page(int32_t page, bf16* to) const;
+  void write_page(int32_t page, const bf16* from);
+
   // Of the tokens that forward() computed: [tokens, hidden_size].
   const bf16* hidden() const { return h_; }
 

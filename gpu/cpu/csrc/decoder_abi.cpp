@@ -136,6 +136,16 @@ void TRIOSERVE_EXPORT(decoder_copy_pages)(Decoder* decoder, const int32_t (*pair
   decoder->copy_pages(pairs, count);
 }
 
+int64_t TRIOSERVE_EXPORT(decoder_page_numbers)(const Decoder* decoder) { return decoder->page_numbers(); }
+
+void TRIOSERVE_EXPORT(decoder_read_page)(const Decoder* decoder, int32_t page, bf16* to) {
+  decoder->read_page(page, to);
+}
+
+void TRIOSERVE_EXPORT(decoder_write_page)(Decoder* decoder, int32_t page, const bf16* from) {
+  decoder->write_page(page, from);
+}
+
 void TRIOSERVE_EXPORT(decoder_forward)(Decoder* decoder, const int32_t* tokens, const AttentionStep* step,
                      const AdapterStep* adapters) {
   decoder->forward(tokens, *step, adapters);

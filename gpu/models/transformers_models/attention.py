@@ -75,6 +75,10 @@ class PagedLayers:
         for part in self._parts:
             part.copy_pages(copies)
 
+    def page(self, number: int) -> list[torch.Tensor]:
+        """See :meth:`gpu.attention.Attention.page`."""
+        return [tensor for part in self._parts for tensor in part.page(number)]
+
     def begin(self, layout: StepLayout) -> None:
         """See :meth:`gpu.attention.Attention.begin`."""
         self.positions = torch.from_numpy(layout.positions)

@@ -120,6 +120,10 @@ class DraftModelSource:
         for source, destination in copies.tolist():
             self._is_ready[destination] = self._is_ready[source]
 
+    def forget_pages(self, numbers: Sequence[int]) -> None:
+        """See :class:`~gpu.sampling.drafting.sources.BatchSource`."""
+        self._is_ready[list(numbers)] = False
+
     def seconds(self, num_rows: int) -> float:
         """See :class:`~gpu.sampling.drafting.sources.BatchSource`."""
         return self._step_times.seconds(num_rows)

@@ -107,6 +107,11 @@ class Drafter:
         if self._batch_source is not None:
             self._batch_source.copy_pages(copies)
 
+    def forget_pages(self, numbers: Sequence[int]) -> None:
+        """Note that these pages are written with content that isn't from here."""
+        if self._batch_source is not None:
+            self._batch_source.forget_pages(numbers)
+
     def add_drafts(
         self, rows: Sequence[Row], room: int | None = None
     ) -> tuple[Sequence[Row], dict[int, Draft]]:

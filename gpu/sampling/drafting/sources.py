@@ -78,6 +78,9 @@ class BatchSource(Protocol):
         """Copy pages as those of the KV cache are copied: [C, 2], source and destination."""
         ...
 
+    def forget_pages(self, numbers: Sequence[int]) -> None:
+        """Note that these pages are written with content that isn't from here."""
+
     def note_pages(self, rows: Sequence[Row]) -> None:
         """Note the pages that the slots of ``rows`` have got; every step is to be told."""
         ...

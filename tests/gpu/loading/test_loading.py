@@ -93,6 +93,8 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "kv_cache_dtype": "fp8",
         "kv_cache_memory_bytes": 1 << 33,
         "kv_offloading_bytes": 1 << 34,
+        "kv_offloading_dir": "/pages",
+        "kv_offloading_dir_bytes": 1 << 35,
         "gpu_memory_utilization": 0.5,
         "num_threads": 3,
         "logprobs_mode": "processed",
