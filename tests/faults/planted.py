@@ -41,6 +41,7 @@ from trioserve.requests.stream import Chunk
 from trioserve.scheduler import drafts, planning, result_processing, scheduler, sequence_state
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.beams import BeamGroup, Beams
+from trioserve.scheduler.host_pages import HostPages
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.moving import Moving
 from trioserve.scheduler.page_pool import PagePool
@@ -366,6 +367,24 @@ def _loads_first(original: Any) -> Any:
         return sorted(copies, key=lambda copy: not self.pool.is_on_host(copy[0]))
 
     return take_copies
+
+
+@plants(
+    "a page is given away on the host while it is written to the disk",
+    "sgl-project/sglang#26728",
+    HostPages,
+    "free",
+)
+def _not_locked(original: Any) -> Any:
+    """Free a place although a transfer reads it."""
+
+    def free(self: HostPages, place: int) -> None:
+        original(self, place)
+        if place in self._left:
+            self._left.remove(place)
+            self._free.append(place)
+
+    return free
 
 
 @plants(

@@ -17,6 +17,7 @@ from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_check import check_prefix_cache
 from trioserve.scheduler.prefix_tree import Namespace, Node
 from trioserve.testing import hashed_token
 
@@ -160,7 +161,7 @@ class OffloadMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.pool.check()
-        self.cache.check()
+        check_prefix_cache(self.cache)
         for (namespace, path), node in self.nodes().items():
             there, what = self.memory[node.page]
             assert (there[:1], what) == (namespace[:1], path), "something else is there"

@@ -14,6 +14,7 @@ from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.eviction import IdlePages
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_check import check_prefix_cache
 from trioserve.scheduler.prefix_tree import Node
 
 NUM_PAGES = 14
@@ -201,7 +202,7 @@ class RetentionMachine(RuleBasedStateMachine):
     @invariant()
     def levels_are_the_models(self) -> None:
         self.pool.check()
-        self.cache.check()
+        check_prefix_cache(self.cache)
         for path, entry in self.table.items():
             assert self.pool.level(entry.page) == self.level(path)
             assert self.pool.holders(entry.page) == entry.num_holders
@@ -217,7 +218,7 @@ class RetentionMachine(RuleBasedStateMachine):
                     entry.since = next(self.moments)
         while self.pool.num_idle:
             self.evict()
-        self.cache.check()
+        check_prefix_cache(self.cache)
         assert not self.pins
         assert self.pool.num_free == NUM_PAGES
 
@@ -270,7 +271,7 @@ def test_a_page_that_is_raised_to_its_ancestors_level_goes_before_them() -> None
     nodes = idle_path(pool, cache, [1, 2, 3, 4])
     cache.priorities.set_own(nodes[1], 50)
     cache.priorities.set_own(nodes[3], 50)
-    cache.check()
+    check_prefix_cache(cache)
     order = []
     for _ in range(4):
         order.append(pool.next_idle())
@@ -287,8 +288,8 @@ def test_a_hold_moves_up_with_evictions() -> None:
     cache.evict(2)
     assert not any(pool.is_kept(node.page) for node in other)
     cache.evict(1)
-    cache.check()
+    check_prefix_cache(cache)
     assert [pool.level(node.page) for node in held] == [50, 50, DEFAULT_PRIORITY]
     cache.priorities.unpin("session")
-    cache.check()
+    check_prefix_cache(cache)
     assert [pool.level(node.page) for node in held] == [DEFAULT_PRIORITY] * 3

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trioserve.protocol.wire import from_ints
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_check import check_prefix_cache
 from trioserve.scheduler.prefix_tree import Namespace, Node
 
 NUM_PAGES = 12
@@ -142,7 +143,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         self.pool.check()
-        self.cache.check()
+        check_prefix_cache(self.cache)
         published = set(self.table.values())
         assert len(published) == len(self.table)
         assert published == {page for page in range(NUM_PAGES) if self.pool.is_kept(page)}
@@ -220,4 +221,4 @@ def test_a_copy_stays_private_until_its_sequence_leaves() -> None:
     cache.pool.release(released, 0)
     assert cache.match(("",), from_ints([*known, 0]), 2).pages == [first[0], pages[1], pages[2]]
     assert cache.pool.num_free == 3
-    cache.check()
+    check_prefix_cache(cache)

@@ -173,6 +173,22 @@ class EngineConfig(WorkerGroupOptions):
         low=1,
         in_bytes=True,
     )
+    kv_offloading_dir: str | None = option(
+        None,
+        "folder for pages that were copied to the host's memory; they are kept over restarts",
+        unset="none",
+        group="memory",
+        page="kv-cache#The disk",
+    )
+    kv_offloading_dir_bytes: int = option(
+        10 << 30,
+        "the most bytes of pages in --kv-offloading-dir, for each model and number format",
+        group="memory",
+        page="kv-cache#The disk",
+        kind=int,
+        low=1,
+        in_bytes=True,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of a GPU's memory that this engine may use",
@@ -315,6 +331,12 @@ class EngineConfig(WorkerGroupOptions):
         named_paths(self.lora_modules)
         parse_override(self.override_generation_config)
         parse_speculative(self.speculative_config)
+        if self.kv_offloading_dir is not None and self.kv_offloading_bytes is None:
+            raise InvalidRequest(
+                "kv_offloading_dir needs kv_offloading_bytes: pages go to the disk through the "
+                "host's memory",
+                param="kv_offloading_dir",
+            )
         if self.kv_offloading_bytes is not None and not self.enable_prefix_caching:
             raise InvalidRequest(
                 "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",

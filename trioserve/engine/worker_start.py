@@ -153,6 +153,8 @@ def start_message(
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or 0,
         kv_offloading_bytes=config.kv_offloading_bytes or 0,
+        kv_offloading_dir=config.kv_offloading_dir or "",
+        kv_offloading_dir_bytes=config.kv_offloading_dir_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
         cpu_isa=config.cpu_isa,

@@ -73,6 +73,10 @@ class Counters:
     """Cached pages that were copied to the host's memory to make room on the device."""
     pages_onloaded: int = 0
     """Pages that were copied back from the host's memory."""
+    pages_written: int = 0
+    """Pages that were written to the disk."""
+    pages_read: int = 0
+    """Pages that were read from the disk."""
     step_us: int = 0
     """Microseconds in which workers' devices computed steps."""
     idle_us: int = 0
@@ -117,6 +121,8 @@ class SchedulerStatistics(Counters):
     host_pages_cached: int = 0
     """Pages in the host's memory that hold offloaded content."""
     host_pages_total: int = 0
+    disk_pages: int = 0
+    """Pages that the worker knows to be on disk."""
     running_adapters: tuple[str, ...] = ()
     """Names of the adapters of running sequences."""
     waiting_adapters: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ class CacheEvents:
     def __attrs_post_init__(self) -> None:
         self.feed = Feed(on_unwanted=self._hashes.clear)
 
-    def on_stored(self, node: Node) -> None:
+    def on_stored(self, node: Node, *, on_host: bool = False) -> None:
         """Publish that ``node`` was added to the tree."""
         hash, parent = self.hash_of(node), node.parent
         assert parent is not None
@@ -106,13 +106,20 @@ class CacheEvents:
         count = len(node.tokens) // TOKEN_BYTES
         if parent.parent is not None:
             parent_hash = self.hash_of(parent)
-            event = CacheEvent(kind="stored", hash=hash, parent_hash=parent_hash, num_tokens=count)
+            event = CacheEvent(
+                kind="stored",
+                hash=hash,
+                parent_hash=parent_hash,
+                num_tokens=count,
+                cache_level=int(on_host),
+            )
         else:
             _, adapter = self._names_of(parent.namespace) or ("", "")
             event = CacheEvent(
                 kind="stored",
                 hash=hash,
                 num_tokens=count,
+                cache_level=int(on_host),
                 namespace=self._namespace_hash(parent.namespace),
                 adapter=adapter,
             )

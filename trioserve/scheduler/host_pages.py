@@ -4,6 +4,10 @@ Places are numbered after the pages, so that one number says where content is, o
 host. A place is free or *stored*. When all are taken, the next store evicts one: the lowest level
 first, then the one stored longest, like idle pages (:mod:`~trioserve.scheduler.page_pool`). A place
 that is about to be copied back is *pinned* meanwhile.
+
+Content also moves between places and the disk (:mod:`~trioserve.scheduler.disk_pages`), while steps
+go on. A place that is read meanwhile is *locked*: it isn't evicted, and what frees it does so at
+the end. A place that is written meanwhile is *reserved*.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.scheduler.eviction import IdlePages
 
 
@@ -24,6 +29,10 @@ class HostPages:
     _free: list[int] = attrs.field(init=False)
     _stored: IdlePages = attrs.field(init=False, factory=IdlePages)
     _pinned: set[int] = attrs.field(init=False, factory=set)
+    _locked: set[int] = attrs.field(init=False, factory=set)
+    _left: set[int] = attrs.field(init=False, factory=set)
+    """Locked places whose content isn't needed any more."""
+    _reserved: set[int] = attrs.field(init=False, factory=set)
 
     def __attrs_post_init__(self) -> None:
         self._free = list(range(self.first + self.num_places - 1, self.first - 1, -1))
@@ -39,12 +48,16 @@ class HostPages:
 
     @property
     def num_stored(self) -> int:
-        """Number of places in use."""
-        return self.num_places - len(self._free)
+        """Number of places that hold content of the cache."""
+        return self.num_places - len(self._free) - len(self._left) - len(self._reserved)
 
     def next(self) -> int | None:
-        """Return the place to be evicted next; None if no place may be."""
-        return self._stored.first() if len(self._stored) else None
+        """Return the place to be evicted next; None if no place may be now.
+
+        Only the first in order may be, because the content of others may depend on it.
+        """
+        first = self._stored.first() if len(self._stored) else None
+        return None if first in self._locked else first
 
     def store(self, level: int) -> int:
         """Take a free place for content of ``level`` and return it."""
@@ -62,14 +75,46 @@ class HostPages:
         self._pinned.add(place)
 
     def free(self, place: int) -> None:
-        """Free ``place``."""
+        """Free ``place``, or mark it to be freed if it is locked."""
         assert place in self, f"place {place} holds nothing"
         self._pinned.discard(place)
         self._stored.discard(place)
+        if place in self._locked:
+            self._left.add(place)
+        else:
+            self._free.append(place)
+
+    def lock(self, place: int) -> None:
+        """Let a transfer read ``place``, until :meth:`unlock`."""
+        assert place in self, f"place {place} holds nothing"
+        assert place not in self._locked, f"place {place} is locked twice"
+        self._locked.add(place)
+
+    def unlock(self, place: int) -> None:
+        """End a transfer from ``place``."""
+        self._locked.remove(place)
+        if place in self._left:
+            self._left.remove(place)
+            self._free.append(place)
+
+    def reserve(self) -> int:
+        """Take a free place for a transfer to write to, until :meth:`settle` or :meth:`cancel`."""
+        place = self._free.pop()
+        self._reserved.add(place)
+        return place
+
+    def settle(self, place: int) -> None:
+        """Store reserved ``place``, which has been written, on the default level."""
+        self._reserved.remove(place)
+        self._stored.add(place, DEFAULT_PRIORITY)
+
+    def cancel(self, place: int) -> None:
+        """Free reserved ``place``."""
+        self._reserved.remove(place)
         self._free.append(place)
 
     def stored(self) -> set[int]:
-        """Return the places in use."""
+        """Return the places that hold content of the cache."""
         return set(self._stored) | self._pinned
 
     def check(self, levels: Sequence[int]) -> None:
@@ -77,6 +122,9 @@ class HostPages:
         assert not self._pinned, "a place is pinned while nothing is copied back"
         free, stored = set(self._free), set(self._stored)
         assert len(free) == len(self._free), "a place is free twice"
-        assert not free & stored, "a free place holds something"
-        assert free | stored == set(range(self.first, self.first + self.num_places))
+        every = [free, stored, self._left, self._reserved]
+        assert sum(map(len, every)) == len(set().union(*every)) == self.num_places, (
+            "a place is in two states, or in none"
+        )
+        assert self._left <= self._locked <= stored | self._left, "a place without use is locked"
         self._stored.check(levels)

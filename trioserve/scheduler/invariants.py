@@ -21,6 +21,7 @@ import itertools
 from trioserve.requests.request import State
 from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.plan_builder import InFlight
+from trioserve.scheduler.prefix_check import check_prefix_cache
 from trioserve.scheduler.sequence_group import leader_of
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.state import SchedulerState
@@ -124,7 +125,7 @@ def _may_bring_several(plan: InFlight, seq_state: SequenceState) -> bool:
 def _check_pages(state: SchedulerState) -> None:
     pool, prefix = state.memory.pool, state.memory.prefix
     pool.check()
-    prefix.check()
+    check_prefix_cache(prefix)
     places: dict[int, set[int]] = collections.defaultdict(set)
     holders: collections.Counter[int] = collections.Counter()
     for seq_state in state.running:

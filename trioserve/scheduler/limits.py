@@ -33,6 +33,8 @@ class SchedulerLimits:
     scheduling_policy: str
     capacity_policy: str
     num_host_pages: int = 0
+    has_disk: bool = False
+    """True if the worker keeps pages on disk."""
     max_loras: int = 1
     max_cpu_loras: int = 1
     max_row_tokens: int = 1
@@ -52,6 +54,7 @@ class SchedulerLimits:
             page_size=ready.page_size,
             num_pages=ready.num_pages,
             num_host_pages=ready.num_host_pages,
+            has_disk=config.kv_offloading_dir is not None,
             max_row_tokens=ready.max_row_tokens,
             max_plans_in_flight=config.max_plans_in_flight or (1 if on_cpu else 2),
             enable_prefix_caching=config.enable_prefix_caching,

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from trioserve.requests.request import Sequence
 from trioserve.requests.retention import Retention
 from trioserve.scheduler import policy
+from trioserve.scheduler.disk_pages import DiskIndex, DiskPages
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.page_pool import PagePool
@@ -19,13 +21,14 @@ from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
 from trioserve.scheduler.sequence_group import first_logprob
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, Running, SequenceState
 from trioserve.scheduler.slots import SlotAllocator
+from trioserve.scheduler.step_time import StepTimeModel
 from trioserve.scheduler.token_counts import Ints, TokenCounts
 
 
 class Memory:
     """The memory of one worker, from its start or reset to its end or next reset."""
 
-    def __init__(self, limits: SchedulerLimits, feeds: Feeds) -> None:
+    def __init__(self, limits: SchedulerLimits, feeds: Feeds, disk_index: DiskIndex) -> None:
         self.limits = limits
         self._counters = feeds.counters
         self._now = 0.0
@@ -33,6 +36,9 @@ class Memory:
         num_host_pages = limits.num_host_pages if limits.enable_prefix_caching else 0
         self.pool = PagePool(limits.num_pages, num_host_pages)
         self.prefix = PrefixCache(self.pool, limits.page_size, feeds.cache)
+        has_disk = limits.has_disk and num_host_pages > 0
+        self.disk = DiskPages(disk_index, self.prefix) if has_disk else None
+        """Pages on disk; None if there are none."""
         if feeds.indexed is not None:
             self.prefix.join(feeds.indexed)
         self.slots = SlotAllocator(limits.max_num_seqs)
@@ -48,9 +54,17 @@ class Memory:
         """
         if seq_state.namespace is None or seq_state.sequence.sampler.pooling == "mean":
             return PrefixMatch()
-        first = first_logprob(seq_state.sequence)
-        most = None if first == NO_LOGPROBS else first - 1
+        most = _most_cached(seq_state.sequence)
         return self.prefix.match(seq_state.namespace, seq_state.known_column(), plan, most)
+
+    def waits_for_disk(
+        self, seq_state: SequenceState, match: PrefixMatch, step_times: StepTimeModel
+    ) -> bool:
+        """Return True if the sequence waits for pages on disk that come after ``match``."""
+        if self.disk is None or seq_state.sequence.sampler.pooling == "mean":
+            return False
+        most = _most_cached(seq_state.sequence)
+        return self.disk.waits(seq_state, match, most, step_times)
 
     def fits(self, seq_state: SequenceState, match: PrefixMatch, running: Ints) -> bool:
         """Return True if the capacity policy admits the sequence, with pages for all its tokens.
@@ -147,6 +161,12 @@ class Memory:
             self._cuts[seq_state.slot] = num_pages
         return len(places) > 0
 
+    def take_copies(self, plan: int) -> list[tuple[int, int]]:
+        """Return and clear the copies of pages that ``plan`` begins with."""
+        if self.disk is not None:
+            self.disk.note_plan(plan)
+        return self.prefix.take_copies()
+
     def take_cuts(self) -> list[tuple[int, int]]:
         """Return and clear the slots whose block tables a plan cuts, and the pages they keep."""
         cuts, self._cuts = list(self._cuts.items()), {}
@@ -214,13 +234,17 @@ class Memory:
         """Remove the pin of that name, if there is one."""
         self.prefix.priorities.unpin(name)
 
-    def flush(self, running: Iterable[SequenceState]) -> int:
+    def flush(self, running: Iterable[SequenceState], *, for_other_weights: bool = False) -> int:
         """Clear the prefix cache; running sequences keep their pages.
+
+        Pages on disk are deleted, unless the worker has other weights now, with other files.
 
         Returns:
             The number of freed pages.
         """
         freed = self.prefix.flush()
+        if self.disk is not None:
+            self.disk.index.empty("list_pages" if for_other_weights else "delete_pages")
         for seq_state in running:
             if seq_state.namespace is not None:
                 seq_state.namespace = self.prefix.flushed(seq_state.namespace)
@@ -234,6 +258,8 @@ class Memory:
     def acknowledge(self, plan: int) -> None:
         """Note that plan ``plan`` is done, so that what only it and earlier ones named is free."""
         self.pool.acknowledge(plan)
+        if self.disk is not None:
+            self.disk.acknowledge(plan)
         self.slots.acknowledge(plan)
 
     def _growth(self, slots: Ints) -> Ints:
@@ -251,3 +277,9 @@ class Memory:
             self._counters.pages_offloaded += num_offloaded
             self._counters.pages_evicted += num_lost
         return True
+
+
+def _most_cached(sequence: Sequence) -> int:
+    """Return the number of tokens that needn't be computed at most."""
+    first = first_logprob(sequence)
+    return sequence.num_tokens - 1 if first == NO_LOGPROBS else first - 1

@@ -67,14 +67,18 @@ class PauseControl:
         self._core().pause_gate.release(holder)
         self._wake()
 
-    def flush_prefixes(self) -> int:
+    def flush_prefixes(self, *, for_other_weights: bool = False) -> int:
         """Clear the prefix cache; running sequences keep their pages.
+
+        Pages on disk are deleted, unless the worker has other weights now, with other files.
 
         Returns:
             The number of freed pages.
         """
         core = self._core()
-        return core.memory.flush(core.running)
+        freed = core.memory.flush(core.running, for_other_weights=for_other_weights)
+        self._wake()
+        return freed
 
     def notify(self) -> None:
         """React to a change of the state: a result, an abort, the loss of a worker."""

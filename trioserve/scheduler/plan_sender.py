@@ -76,6 +76,7 @@ class PlanSender:
             and core.pause_gate.is_open
             and not core.residency.wants_change
             and not core.uncompiled
+            and not (core.memory.disk is not None and core.memory.disk.has_waiting)
         )
         if self.is_stuck and not was_stuck:
             _log.error(

@@ -48,7 +48,7 @@ class Planner:
             state.groups.release()
             if limits.max_row_tokens > 1:
                 plan_drafts(builder, memory, limits.max_row_tokens)
-        closed, copies = memory.slots.take_unclosed(), memory.prefix.take_copies()
+        closed, copies = memory.slots.take_unclosed(), memory.take_copies(builder.number)
         built = builder.build(closed, memory.take_cuts(), copies, memory.counts)
         if built is None:
             return None

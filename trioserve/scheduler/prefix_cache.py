@@ -53,11 +53,14 @@ class PrefixCache:
     """Levels of the pages, by which they are evicted."""
     copies: list[tuple[int, int]] = attrs.field(init=False, factory=list)
     """Copies of pages to be done, in order: (source, destination)."""
+    on_offloaded: Callable[[Node], None] = attrs.field(init=False, default=lambda node: None)
+    """Called with each page that moves to the host, once its copy is among ``copies``."""
     _indexed: WorkerPages | None = attrs.field(init=False, default=None)
     """Record of the pages in the index over all workers, if there are several."""
     _roots: dict[Namespace, Node] = attrs.field(init=False, factory=dict)
     _node_of: dict[int, Node] = attrs.field(init=False, factory=dict)
-    _num_flushes: int = attrs.field(init=False, default=0)
+    num_flushes: int = attrs.field(init=False, default=0)
+    """Number of times that the cache was cleared."""
 
     def __attrs_post_init__(self) -> None:
         self.priorities = Priorities(self.pool)
@@ -235,18 +238,27 @@ class PrefixCache:
         for _ in range(count):
             page = self.pool.next_idle()
             node = self._node_of[page]
-            num_lost += self._free_host_place(self.pool.level(page))
+            num_lost += self.free_host_place(self.pool.level(page))
             if self.pool.host.num_free:
                 place = self.pool.offload(page)
                 self.copies.append((page, place))
                 self._moved(node, place)
+                self.on_offloaded(node)
                 num_offloaded += 1
             else:
-                self._discard(node)
-                num_lost += 1
+                num_lost += self._lose(node)
         return num_offloaded, num_lost
 
-    def _free_host_place(self, level: int) -> bool:
+    def _lose(self, node: Node) -> int:
+        """Remove ``node``, and those below it, which are on the host; return their number."""
+        lost = [node]
+        for each in lost:
+            lost.extend(each.children.values())
+        for each in reversed(lost):
+            self._discard(each)
+        return len(lost)
+
+    def free_host_place(self, level: int) -> bool:
         """Free a place on the host for a page of ``level``, unless all stored pages are worth more.
 
         Returns:
@@ -279,6 +291,14 @@ class PrefixCache:
         for node in nodes:
             self.pool.host.pin(node.page)
 
+    def adopt(self, namespace: Namespace, parent: Node | None, tokens: bytes, place: int) -> Node:
+        """Return the page with ``tokens`` below ``parent``, or the root if that is None.
+
+        If it isn't in the tree, add it: its content is in ``place`` on the host.
+        """
+        above = parent or self._root(namespace)
+        return above.children.get(tokens) or self._insert(above, tokens, place, plan=0)
+
     def take_copies(self) -> list[tuple[int, int]]:
         """Return and clear the copies to be done before the next plan's rows are computed."""
         copies, self.copies = self.copies, []
@@ -302,16 +322,16 @@ class PrefixCache:
         Held pages move to a namespace that no new sequence uses. Their holders go on in the
         :meth:`flushed` form of their own namespace.
         """
-        host = self.pool.host
-        freed = host.num_stored + self.pool.num_idle
-        while (place := host.next()) is not None:
-            self._discard(self._node_of[place])
+        on_host = [self._node_of[place] for place in self.pool.host.stored()]
+        freed = len(on_host) + self.pool.num_idle
+        for node in sorted(on_host, key=lambda node: -node.depth):
+            self._discard(node)
         while self.pool.num_idle:
             self._discard(self._node_of[self.pool.next_idle()])
         self.events.on_cleared()
         if self._indexed is not None:
             self._indexed.forget(self._node_of.values())
-        self._num_flushes += 1
+        self.num_flushes += 1
         roots, self._roots = self._roots, {}
         for root in roots.values():
             root.key = flushed = self.flushed(root.namespace)
@@ -321,33 +341,7 @@ class PrefixCache:
 
     def flushed(self, namespace: Namespace) -> Namespace:
         """Return the namespace that pages of ``namespace`` have since the last :meth:`flush`."""
-        return (*namespace, FLUSHED, self._num_flushes)
-
-    def check(self) -> None:
-        """Assert that the tree and the pool agree, and that rule 4 holds."""
-        seen: set[int] = set()
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if node.parent is None:
-                assert node.children, "an empty root was left behind"
-                continue
-            assert node.page not in seen, f"page {node.page} is published twice"
-            seen.add(node.page)
-            assert self._node_of[node.page] is node
-            if self.pool.is_on_host(node.page):
-                assert node.page in self.pool.host, f"nothing is stored in place {node.page}"
-                continue
-            assert self.pool.is_kept(node.page), f"published page {node.page} is not kept"
-            assert not self.pool.is_on_host(node.parent.page), "a page's parent is on the host"
-            if node.parent.page != NO_PAGE:
-                mine, parents = self.pool.holders(node.page), self.pool.holders(node.parent.page)
-                assert parents >= mine, f"page {node.page} is held without its parent"
-        assert seen == self._node_of.keys()
-        kept = self.pool.kept() | self.pool.host.stored()
-        assert seen == kept, "a page is kept that isn't published"
-        self.priorities.check(self._node_of.values())
+        return (*namespace, FLUSHED, self.num_flushes)
 
     def _key(self, tokens: Sequence[int], index: int) -> bytes:
         return from_ints(tokens[index * self.page_size : (index + 1) * self.page_size])
@@ -390,11 +384,14 @@ class PrefixCache:
 
     def _add(self, parent: Node, key: bytes, page: int, plan: int) -> Node:
         self.pool.keep(page)
+        return self._insert(parent, key, page, plan)
+
+    def _insert(self, parent: Node, key: bytes, page: int, plan: int) -> Node:
         node = parent.children[key] = Node(parent, key, page, plan, parent.depth + 1)
         self._node_of[page] = node
         self.priorities.on_added(node)
         if self._indexed is not None:
-            self._indexed.on_added(node)
+            self._indexed.on_added(node, on_host=self.pool.is_on_host(page))
         if self.events.feed.is_wanted:
-            self.events.on_stored(node)
+            self.events.on_stored(node, on_host=self.pool.is_on_host(page))
         return node

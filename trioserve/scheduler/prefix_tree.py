@@ -32,6 +32,8 @@ class Node:
     children: dict[bytes | Namespace, Node] = attrs.field(factory=dict, repr=False)
     run: PageRun | None = attrs.field(init=False, default=None, repr=False)
     """PageRun in the index over all workers that has the page, or has been split below it."""
+    disk_key: bytes | None = attrs.field(init=False, default=None, repr=False)
+    """Key of the page's file (:mod:`~trioserve.scheduler.disk_pages`); None if it isn't known."""
 
     @property
     def namespace(self) -> Namespace:

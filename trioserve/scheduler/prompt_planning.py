@@ -147,8 +147,9 @@ class PromptPlanner:
         """Admit a waiting sequence, or skip it, or end the admissions because it doesn't fit.
 
         A sequence is skipped if its prefix is being computed: a later plan can give it those pages
-        instead of computing them again. A preempted sequence is skipped until the worker certainly
-        has its grammar. A sequence that waits for an adapter stops only others with an adapter.
+        instead of computing them again. So is one whose pages are read from the disk. A preempted
+        sequence is skipped until the worker certainly has its grammar. A sequence that waits for an
+        adapter stops only others with an adapter.
         """
         if not admissions.adapters.admits(seq_state.adapter):
             return
@@ -160,6 +161,8 @@ class PromptPlanner:
         if match.pending or other is not None:
             admissions.num_pending += 1
             admissions.is_over = admissions.num_pending == MAX_PENDING
+            return
+        if self._state.memory.waits_for_disk(seq_state, match, self._state.step_times):
             return
         if not self._state.memory.fits(seq_state, match, self._state.running.slots):
             admissions.is_over = True

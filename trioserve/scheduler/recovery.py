@@ -151,10 +151,11 @@ class Recovery:
             state.mark_preempted(seq_state)
         # Followers of a prompt that is gone may have to be held back again.
         for seq_state in state.waiting.take_all():
+            seq_state.asked_disk = False
             state.groups.enter(seq_state)
         state.requeue_preempted()
         state.memory.prefix.leave_index()
-        state.memory = Memory(state.limits, state.feeds)
+        state.memory = Memory(state.limits, state.feeds, state.disk_index)
         state.feeds.cache.on_cleared()
         state.feeds.note_load()
 

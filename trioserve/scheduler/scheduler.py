@@ -26,6 +26,7 @@ from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.disk_transfers import transfer_pages
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.grammar_recompiling import recompile
 from trioserve.scheduler.hang_detection import HangDetection
@@ -83,7 +84,9 @@ class Scheduler:
         self._hang_detection = HangDetection(self._watchdog, self._existing_core)
         self._calls = Calls(self._sender.send_first, self._hang_detection.expect_reply)
         self.pause_control = PauseControl(self._existing_core, self._sender.wake)
-        self.weights = Weights(self.call, self.pause_control.flush_prefixes)
+        self.weights = Weights(
+            self.call, lambda: self.pause_control.flush_prefixes(for_other_weights=True)
+        )
         self.worker_power = WorkerPower()
         """Switch by which the worker is put to sleep and woken."""
         self.adapters = AdapterManager(
@@ -186,14 +189,9 @@ class Scheduler:
         self._sender.wake()
         # Read before either loop runs, because either may run first.
         first_plan = self._core.next_number
-        recompiling = functools.partial(
-            recompile,
-            self._core,
-            self._calls.call,
-            conditions=self._planned,
-            wake=self._sender.wake,
-            deliver=self._deliver,
-        )
+        served = (self._core, self._calls.call)
+        signals: dict[str, Any] = {"conditions": self._planned, "wake": self._sender.wake}
+        recompiling = functools.partial(recompile, *served, deliver=self._deliver, **signals)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._sender.run, link, self._core)
@@ -201,6 +199,7 @@ class Scheduler:
                 nursery.start_soon(self._hang_detection.watch)
                 nursery.start_soon(self.adapters.serve)
                 nursery.start_soon(recompiling)
+                nursery.start_soon(functools.partial(transfer_pages, *served, **signals))
         except BaseExceptionGroup as group:
             error = sole_exception(group)
         finally:

@@ -57,6 +57,8 @@ class SequenceState:
 
     expected_cached: int | None = None
     """Tokens that the prefix cache had when a plan last looked for them; None before the first."""
+    asked_disk: bool = False
+    """True once it was looked up which of its pages are on disk."""
     left_grammar: bool = False
     """True if it was preempted, so that the worker may have dropped its grammar."""
 
@@ -228,6 +230,7 @@ class SequenceState:
         self.cursor = None
         self.namespace = self.own_namespace
         self.prompt_logprobs_from = NO_LOGPROBS
+        self.asked_disk = False
 
 
 @attrs.define(eq=False)

@@ -18,6 +18,7 @@ from trioserve.requests.tenants import TenantCounts
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.cache_events import adapter_word
 from trioserve.scheduler.decode_hold import DecodeHold
+from trioserve.scheduler.disk_pages import DiskIndex
 from trioserve.scheduler.fault_isolation import FaultIsolation
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.limits import SchedulerLimits
@@ -39,7 +40,9 @@ class SchedulerState:
     def __init__(self, limits: SchedulerLimits, feeds: Feeds) -> None:
         self.limits = limits
         self.feeds = feeds
-        self.memory = Memory(limits, feeds)
+        self.disk_index = DiskIndex()
+        """Pages on disk, which outlive the worker's memory."""
+        self.memory = Memory(limits, feeds, self.disk_index)
         self.waiting = WaitingQueue()
         self.groups = SequenceGroups(self.waiting)
         """Sequences that wait for the pages of their request's prompt."""
@@ -269,6 +272,7 @@ class SchedulerState:
             pages_total=pool.num_pages,
             host_pages_cached=pool.host.num_stored,
             host_pages_total=pool.num_host_pages,
+            disk_pages=len(self.disk_index.keys),
         )
 
 

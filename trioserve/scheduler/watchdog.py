@@ -29,7 +29,7 @@ MAX_LATENESS = 1.0
 """Seconds by which a busy event loop may miss a deadline. More means that the process was stopped.
 """
 
-IN_THREADS = frozenset({"load_adapter", "prepare", "read_weights"})
+IN_THREADS = frozenset({"load_adapter", "prepare", "read_pages", "read_weights", "write_pages"})
 """Calls that the worker's threads answer, beside its steps."""
 BYTES_PER_SECOND = {"read_weights": 10e6, "swap_weights": 100e6}
 """Slowest pace expected of a call: of a slow disk, and of a slow memory."""
@@ -37,11 +37,16 @@ ADDED_SECONDS = {
     "discard_weights": 0.0,
     # The files of an adapter are a gigabyte at most.
     "load_adapter": 120.0,
+    "delete_pages": 60.0,
+    "list_pages": 60.0,
     "ping": 0.0,
+    # A slow disk, or a network's.
+    "read_pages": 120.0,
     "read_weights": 0.0,
     "statistics": 0.0,
     "swap_weights": 0.0,
     "unload_adapter": 0.0,
+    "write_pages": 120.0,
 }
 """Seconds that calls may take beyond the timeout, whatever their size. For other calls, such as
 ``prepare`` and ``encode``, only the caller knows.

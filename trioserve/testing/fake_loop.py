@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import attrs
 import trio
 
 from trioserve._util.exception_groups import sole_exception
@@ -34,6 +35,7 @@ async def serve_fake(worker: FakeWorker, link: MemoryLink) -> None:
 
 async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.Nursery) -> None:
     ahead: deque[wire.Message] = deque()
+    late = _LateAnswers(worker, link)
     while True:
         match ahead.popleft() if ahead else await link.receive():
             case wire.Plan() as plan:
@@ -48,12 +50,16 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
             case wire.Drop() as drop:
                 worker.drop(drop)
             case wire.Reset() as reset:
+                await late.end_transfers()
                 worker.reset(reset)
+            case wire.Call(name="delete_pages") as call:
+                await late.end_transfers()
+                await link.send(worker.answer(call))
             case wire.Call() as call if worker.calls_in_turn:
                 await trio.sleep(worker.seconds_for_call(call))
                 await link.send(worker.answer(call))
             case wire.Call() as call if worker.seconds_for_call(call):
-                nursery.start_soon(_answer_late, worker, link, call)
+                nursery.start_soon(late.answer, call)
             case wire.Call() as call:
                 await link.send(worker.answer(call))
             case wire.Quit():
@@ -62,6 +68,31 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
                 raise AssertionError(f"a worker got {type(message).__name__}")
 
 
-async def _answer_late(worker: FakeWorker, link: MemoryLink, call: wire.Call) -> None:
-    await trio.sleep(worker.seconds_for_call(call))
-    await link.send(worker.answer(call))
+@attrs.define(eq=False)
+class _LateAnswers:
+    """The answers of calls that steps don't wait for."""
+
+    _worker: FakeWorker
+    _link: MemoryLink
+    _transfers: dict[trio.Event, trio.Event] = attrs.field(init=False, factory=dict)
+    """Events that end each transfer of pages at once, and that tell its end."""
+
+    async def answer(self, call: wire.Call) -> None:
+        """Answer a call after its time."""
+        if call.name not in ("read_pages", "write_pages"):
+            await trio.sleep(self._worker.seconds_for_call(call))
+            await self._link.send(self._worker.answer(call))
+            return
+        hurry, ended = trio.Event(), trio.Event()
+        self._transfers[hurry] = ended
+        with trio.move_on_after(self._worker.seconds_for_call(call)):
+            await hurry.wait()
+        await self._link.send(self._worker.answer(call))
+        del self._transfers[hurry]
+        ended.set()
+
+    async def end_transfers(self) -> None:
+        """End all transfers of pages, as a worker does before its pages are used anew."""
+        for hurry, ended in list(self._transfers.items()):
+            hurry.set()
+            await ended.wait()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from trioserve.testing.fake_model import digests_of
 
+Content = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]
+"""Tokens and digests of a page."""
 Ints = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
@@ -29,6 +33,9 @@ class FakePages:
         self._digests = np.zeros(size, dtype=np.uint64)
         """[all pages * page_size]: digest of each place's token and all tokens before it."""
 
+        self._left: set[int] = set()
+        """Places on the host whose content was copied back."""
+
     def places(self, pages: list[int], length: int) -> Places:
         """Return the places of the first ``length`` tokens of a sequence with these pages."""
         position = np.arange(length)
@@ -36,15 +43,36 @@ class FakePages:
         return numbers * self._page_size + position % self._page_size
 
     def copy(self, copies: Ints) -> None:
-        """Copy pages; clear the source of a copy between device and host."""
+        """Copy pages; clear the source of a copy to the host, and leave that of one from it.
+
+        A place that was left may still be written to the disk, but is copied from no more.
+        """
         for source, destination in copies.tolist():
-            on_device = source < self._num_pages, destination < self._num_pages
-            assert any(on_device), "a copy within the host"
+            from_device, to_device = source < self._num_pages, destination < self._num_pages
+            assert from_device or to_device, "a copy within the host"
+            assert source not in self._left, "content is copied that has left the host"
             for column in (self._tokens, self._digests):
-                pages = column.reshape(-1, self._page_size)
+                pages = self._pages(column)
                 pages[destination] = pages[source]
-            if not all(on_device):
-                self._tokens[source * self._page_size : (source + 1) * self._page_size] = -1
+            self._left.discard(destination)
+            if not from_device:
+                self._left.add(source)
+            elif not to_device:
+                self._pages(self._tokens)[source] = -1
+
+    def of_place(self, place: int) -> Content:
+        """Return a copy of the content of ``place``, a full page on the host."""
+        content = self._pages(self._tokens)[place].copy(), self._pages(self._digests)[place].copy()
+        assert (content[0] >= 0).all(), f"place {place} holds nothing to write to the disk"
+        return content
+
+    def fill(self, place: int, content: Content) -> None:
+        """Write ``content`` to ``place``."""
+        self._pages(self._tokens)[place], self._pages(self._digests)[place] = content
+        self._left.discard(place)
+
+    def _pages(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return column.reshape(-1, self._page_size)
 
     def check_begun(self, pages: list[int], computed: int, own: set[int]) -> None:
         """Assert that a page that a new sequence shares is full.

@@ -7,8 +7,7 @@ themselves, each with a digest of all tokens before it. A token is computed only
 the sequence's block table, so a page that was reused too early, shared wrongly or never computed
 fails the test. Log-probabilities are functions of the tokens, too (:func:`fake_logprobs`).
 
-All waiting uses trio's clock, so a test under ``trio.testing.MockClock(autojump_threshold=0)``
-takes no time. This runs the scheduler alone on such a worker::
+This runs the scheduler alone on such a worker. All waiting uses trio's clock::
 
     scheduler = Scheduler(EngineConfig("fake"))
     schedulers = Schedulers([scheduler])
@@ -34,6 +33,7 @@ import numpy.typing as npt
 
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
+from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_faults import Script, StepFails, WorkerDies
 from trioserve.testing.fake_model import (
     TokenFunction,
@@ -74,11 +74,9 @@ class FakeWorker:
     Args:
         num_pages: Pages on the device.
         num_host_pages: Pages in the host's memory.
+        disk: Pages on disk.
         page_size: Tokens in a page.
-        vocab_size: As in ``Ready``.
-        max_model_len: As in ``Ready``, in tokens.
-        max_num_seqs: As in ``Ready``.
-        max_num_batched_tokens: As in ``Ready``.
+        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: As in ``Ready``.
         token: Returns the next token (default: :func:`hashed_token`), -1 for none. If
             ``allowed_token_ids`` excludes the token, an allowed one takes its place.
         step_time: Seconds that :func:`serve_fake` takes for a step, or a function of the plan.
@@ -90,16 +88,16 @@ class FakeWorker:
         max_loras: Most adapters in one plan.
         max_cpu_loras: Most loaded adapters. Any path is an adapter unless its last part begins with
             ``bad`` or ``missing``. An adapter adds :func:`adapter_shift` to each token.
-        calls: Functions that answer calls, by name; each takes the call's arguments. By default
-            ``prepare``, which checks a grammar, succeeds.
-        call_time: Seconds that :func:`serve_fake` takes for a call, or a function of the call.
-            Steps go on meanwhile.
+        calls: Functions of their arguments that answer calls, by name; ``prepare`` needs none.
+        call_time: Seconds that :func:`serve_fake` takes for a call, beside the steps, or a function
+            of the call.
         calls_in_turn: True if steps and other calls wait for a call. A call may then end the worker
             (:class:`WorkerDies`).
     """
 
     num_pages: int = 256
     num_host_pages: int = 0
+    disk: FakeDisk = attrs.field(factory=FakeDisk)
     page_size: int = 16
     vocab_size: int = 256
     max_model_len: int = 2048
@@ -120,7 +118,7 @@ class FakeWorker:
     calls_in_turn: bool = False
     num_steps: int = attrs.field(init=False, default=0)
     weights: str = attrs.field(init=False, default="")
-    """Name of the weights. It changes the contents of pages, but not the tokens."""
+    """Name of the weights, which pages depend on, and tokens don't."""
     slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
     adapters: dict[int, str] = attrs.field(init=False, factory=dict)
     """Folders of the loaded adapters, by number."""
@@ -188,8 +186,8 @@ class FakeWorker:
         rows = list(zip(_list(plan.row_slots), _list(plan.row_counts), strict=True))
         assert len({slot for slot, _ in rows}) == len(rows), "a slot has two rows"
         assert sum(count for _, count in rows) <= self.max_num_batched_tokens, "too many tokens"
-        singles = [count == 1 for _, count in rows]
-        assert singles == sorted(singles, reverse=True), "rows of one token don't come first"
+        longer = [count > 1 for _, count in rows]
+        assert longer == sorted(longer), "rows of one token don't come first"
         pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
         pooled = [each for slot, count in rows if (each := self._pool(slot, count)) is not None]
         computing = [(self.slots[slot], count) for slot, count in rows]
@@ -378,8 +376,10 @@ class FakeWorker:
             "discard_weights": lambda _: None,
             "load_adapter": self._load_adapter,
             "unload_adapter": self.adapters.pop,
+            **self.disk.calls(self.weights, self._pages),
+            **self.calls,
         }
-        function = {**known, **self.calls}.get(call.name)
+        function = known.get(call.name)
         if function is None:
             return wire.Reply(number=call.number, error=f"there is no call {call.name!r}")
         try:

@@ -60,6 +60,7 @@ def draw_scenario(seed: int) -> Scenario:
         faults = []
         options["max_worker_restarts"] = 3
     worker = _with_host_pages(random.Random(f"host {seed}"), worker)
+    worker = _with_disk(random.Random(f"disk {seed}"), worker, options)
     worker = _with_drafts(random.Random(f"drafts {seed}"), worker, seed)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_tenants(random.Random(f"tenants {seed}"), clients)
@@ -107,6 +108,14 @@ def _with_host_pages(rng: random.Random, worker: WorkerKind) -> WorkerKind:
     if rng.random() < 0.5:
         return worker
     return attrs.evolve(worker, num_host_pages=rng.choice((1, 4, worker.num_pages, 1000)))
+
+
+def _with_disk(rng: random.Random, worker: WorkerKind, options: dict[str, Any]) -> WorkerKind:
+    """Give half of the workers with memory on the host a disk, mostly too small."""
+    if not (worker.num_host_pages and options["enable_prefix_caching"] and rng.random() < 0.5):
+        return worker
+    options.update(kv_offloading_bytes=1, kv_offloading_dir="disk")
+    return attrs.evolve(worker, disk_pages=rng.choice((1, 8, worker.num_pages, 1000)))
 
 
 def _with_drafts(rng: random.Random, worker: WorkerKind, seed: int) -> WorkerKind:

@@ -207,6 +207,8 @@ class WorkerKind:
     """Pages of every worker after the first; None for as many as the first has."""
     num_host_pages: int = 0
     """Places for pages in the host's memory."""
+    disk_pages: int = 0
+    """Most pages on the disk that all workers share; 0 for no disk."""
     max_row_tokens: int = 1
     """Most tokens of a row of a result."""
 

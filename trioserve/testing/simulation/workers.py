@@ -18,6 +18,7 @@ from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Request
+from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_engine import run_fake_worker
 from trioserve.testing.fake_faults import StepFails, WorkerDies
 from trioserve.testing.fake_worker import FakeWorker
@@ -43,7 +44,12 @@ class SimulatedWorkers:
     """The present fake workers, by index."""
     made: dict[int, EngineWorker] = attrs.field(init=False, factory=dict)
     """The engine's sides of all workers there were, by index."""
+    _disk: FakeDisk = attrs.field(init=False)
+    """Disk that all workers share."""
     _num_opened: collections.Counter[int] = attrs.field(init=False, factory=collections.Counter)
+
+    def __attrs_post_init__(self) -> None:
+        self._disk = FakeDisk(max_pages=self._scenario.worker.disk_pages)
 
     def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
         """Return the function that makes the engine's side of a worker."""
@@ -132,6 +138,7 @@ class SimulatedWorkers:
         return FakeWorker(
             num_pages=kind.pages_of(number),
             num_host_pages=kind.num_host_pages,
+            disk=self._disk,
             page_size=kind.page_size,
             max_model_len=kind.max_model_len,
             max_num_batched_tokens=kind.max_num_batched_tokens,

@@ -1,0 +1,138 @@
+"""The transfers of pages between the host's memory and the disk, while a worker is attached.
+
+One task has pages written, and one has pages read, a transfer at a time each. What is transferred
+is decided in :mod:`~trioserve.scheduler.disk_pages`. A transfer that fails costs no request
+anything: its pages aren't on disk, and are computed when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import trio
+
+from trioserve._util.conditions import Conditions
+from trioserve.observability.logs import get_logger
+from trioserve.protocol.errors import CallFailed
+from trioserve.scheduler.calls import WorkerCall
+from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.disk_pages import KEY_BYTES, DiskPages, Read, Write
+
+_log = get_logger("trioserve.scheduler")
+
+
+@attrs.define(eq=False)
+class _Transfers:
+    core: SchedulerCore
+    call: WorkerCall
+    conditions: Conditions
+    wake: Callable[[], None]
+    _has_failed: bool = attrs.field(init=False, default=False)
+
+    def disk(self) -> DiskPages:
+        """Return the pages on disk of the present memory, which a reset replaces."""
+        disk = self.core.memory.disk
+        assert disk is not None
+        return disk
+
+    async def write_all(self) -> None:
+        """Have pages written as they move to the host."""
+        while True:
+            await self.conditions.wait_for(
+                lambda: self.disk().has_unwritten or self.core.disk_index.due != ""
+            )
+            disk = self.disk()
+            if disk.index.due:
+                await self._follow_flush()
+                continue
+            write = disk.next_write()
+            if write is not None:
+                written, removed = await self._write(write)
+                self.core.counters.pages_written += sum(written)
+                disk.end_write(write, written, removed)
+                self.conditions.notify()
+
+    async def read_all(self) -> None:
+        """Have pages read that sequences wait for."""
+        while True:
+            await self.conditions.wait_for(lambda: self.disk().has_waiting)
+            disk = self.disk()
+            read = disk.next_read()
+            if read is not None:
+                began = trio.current_time()
+                num_read = await self._read(read)
+                if num_read:
+                    disk.index.learn(num_read, trio.current_time() - began)
+                self.core.counters.pages_read += num_read
+                disk.end_read(read, num_read)
+            self.wake()
+
+    async def _write(self, write: Write) -> tuple[list[bool], list[bytes]]:
+        """Return which pages were written, and the keys of those deleted for them."""
+        arguments = {"keys": write.keys, "places": write.places}
+        match await self._ask("write_pages", arguments):
+            case [[*written], [*removed]] if len(written) == len(write.keys):
+                return written, removed
+        return [False] * len(write.keys), []
+
+    async def _read(self, read: Read) -> int:
+        """Return the number of pages that were read, up to the first that isn't there."""
+        arguments = {"keys": read.keys, "places": read.places}
+        match await self._ask("read_pages", arguments):
+            case int(num_read) if 0 <= num_read <= len(read.keys):
+                return num_read
+        return 0
+
+    async def _ask(self, name: str, arguments: object) -> Any:
+        """Call the worker; return None and log the first time if it can't."""
+        try:
+            return await self.call(name, arguments)
+        except CallFailed as error:
+            if not self._has_failed:
+                _log.error("pages not kept on disk", reason=str(error))
+            self._has_failed = True
+            return None
+
+    async def _follow_flush(self) -> None:
+        """Have the files deleted after the cache was emptied, or those of other weights listed."""
+        index = self.core.disk_index
+        due, index.due = index.due, ""
+        if due == "list_pages":
+            await self.list_pages()
+        else:
+            await self._ask(due, None)
+
+    async def list_pages(self) -> None:
+        """Learn which pages are on disk."""
+        index = self.core.disk_index
+        keys = await self._ask("list_pages", None) or b""
+        index.keys = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+
+
+async def transfer_pages(
+    core: SchedulerCore,
+    call: WorkerCall,
+    *,
+    conditions: Conditions,
+    wake: Callable[[], None],
+) -> None:
+    """Run the task for a worker's life.
+
+    Args:
+        core: Has the pages on disk, unless there are none: then the task ends at once.
+        call: Calls the worker.
+        conditions: Notified after each plan, and when there is none to make.
+        wake: Called when a sequence may find its pages on the host.
+
+    Raises:
+        WorkerLost: The worker was lost.
+    """
+    if core.memory.disk is None:
+        return
+    transfers = _Transfers(core, call, conditions, wake)
+    await transfers.list_pages()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(transfers.write_all)
+        nursery.start_soon(transfers.read_all)

@@ -1,0 +1,56 @@
+"""The disk of workers without a model: contents of pages by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from trioserve.testing.fake_pages import Content, FakePages
+
+
+@attrs.define(eq=False)
+class FakeDisk:
+    """Pages on disk, which outlive workers and may be shared by several."""
+
+    contents: dict[str, dict[bytes, Content]] = attrs.field(factory=dict)
+    """Contents of pages by the weights that computed them and by their keys."""
+    max_pages: int = 1 << 30
+    """The most pages for the same weights; the oldest are deleted for new ones."""
+
+    def of(self, weights: str) -> dict[bytes, Content]:
+        """Return the pages that were computed with ``weights``, by their keys."""
+        return self.contents.setdefault(weights, {})
+
+    def write(
+        self, weights: str, pages: FakePages, arguments: dict[str, Any]
+    ) -> tuple[list[bool], list[bytes]]:
+        """Answer the call ``write_pages``."""
+        kept = self.of(weights)
+        for key, place in zip(arguments["keys"], arguments["places"], strict=True):
+            kept[key] = pages.of_place(place)
+        removed = list(kept)[: max(len(kept) - self.max_pages, 0)]
+        for key in removed:
+            del kept[key]
+        return [True] * len(arguments["keys"]), removed
+
+    def read(self, weights: str, pages: FakePages, arguments: dict[str, Any]) -> int:
+        """Answer the call ``read_pages``."""
+        num_read = 0
+        for key, place in zip(arguments["keys"], arguments["places"], strict=True):
+            content = self.of(weights).get(key)
+            if content is None:
+                break
+            pages.fill(place, content)
+            num_read += 1
+        return num_read
+
+    def calls(self, weights: str, pages: FakePages) -> dict[str, Callable[[Any], Any]]:
+        """Return the functions that answer a worker's calls, by name."""
+        return {
+            "list_pages": lambda _: b"".join(self.of(weights)),
+            "write_pages": lambda arguments: self.write(weights, pages, arguments),
+            "read_pages": lambda arguments: self.read(weights, pages, arguments),
+            "delete_pages": lambda _: self.of(weights).clear(),
+        }
