@@ -33,6 +33,7 @@ SERVER_OPTIONS = [option for cls in (EngineConfig, ServerConfig) for option in o
 NEEDED = {
     "max_requests_per_key": {"TRIOSERVE_API_KEY": "key"},
     "priority_api_key": {"TRIOSERVE_API_KEY": "key"},
+    "kv_offloading_dir": {"TRIOSERVE_KV_OFFLOADING_BYTES": "1GiB"},
     "worker_listen": {"TRIOSERVE_WORKER_TLS": "folder"},
 } | {
     name: {"TRIOSERVE_SSL_CERTFILE": "certificate"}

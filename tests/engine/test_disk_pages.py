@@ -134,7 +134,7 @@ async def test_other_weights_have_other_files(folder: Path, tmp_path: Path) -> N
 
 
 def test_it_needs_the_hosts_memory() -> None:
-    with pytest.raises(InvalidRequest, match="kv_offloading_dir needs kv_offloading_bytes"):
+    with pytest.raises(InvalidRequest, match="kv_offloading_dir needs memory of the host"):
         EngineConfig("m", kv_offloading_dir="/tmp/kv")
 
 

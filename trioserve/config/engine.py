@@ -333,8 +333,8 @@ class EngineConfig(WorkerGroupOptions):
         parse_speculative(self.speculative_config)
         if self.kv_offloading_dir is not None and self.kv_offloading_bytes is None:
             raise InvalidRequest(
-                "kv_offloading_dir needs kv_offloading_bytes: pages go to the disk through the "
-                "host's memory",
+                "kv_offloading_dir needs memory of the host (--kv-offloading-bytes), through which "
+                "pages go to the disk",
                 param="kv_offloading_dir",
             )
         if self.kv_offloading_bytes is not None and not self.enable_prefix_caching:
