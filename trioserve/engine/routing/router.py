@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 import attrs
 import numpy as np
 
-from trioserve.engine.routing.passed_over import PassedOver
+from trioserve.engine.routing.passed_over import PassedOver, hoped_for
 from trioserve.engine.routing.policy import Bools, Floats, KnownPrefix, Loads, Policy
 from trioserve.engine.routing.worker_load import worker_load
 from trioserve.requests.request import Request, State
@@ -135,7 +135,7 @@ class Router:
         """Note a placement on a worker whose steps take ``times``."""
         passed_over = self._passed_over.note(number, self._workers)
         for each in passed_over if times.is_known else ():
-            self._loads.assume(each, worker_load(self._workers[each].core), times)
+            self._loads.assume(each, worker_load(self._workers[each].core), hoped_for(times))
 
     def _take_in(self, scheduler: Scheduler) -> None:
         core = scheduler.core

@@ -13,7 +13,7 @@ import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
 from trioserve.config.router import RouterConfig
-from trioserve.engine.routing.passed_over import PassedOver
+from trioserve.engine.routing.passed_over import PassedOver, hoped_for
 from trioserve.engine.routing.policy import Policy
 from trioserve.http.api.bodies import BodyBudget
 from trioserve.http.api.errors import CLIENT_CLOSED_REQUEST, NoServer
@@ -208,7 +208,7 @@ class RouterApp:
         passed_over = self._passed_over.note((choice.upstream, choice.worker), workers)
         report = choice.upstream.copied.loads[choice.worker]
         for upstream, worker in passed_over if report.is_known else ():
-            upstream.assume(worker, report.model())
+            upstream.assume(worker, hoped_for(report.model()))
 
     def _on_first(
         self, record: _Record, found: FoundRoute, upstream: Upstream, data: bytes
