@@ -52,8 +52,8 @@ def own_server(setting: Setting) -> Server:
         options += ["--dtype", "bfloat16", "--quantization", "none"]
     if setting.drafts:
         model = str(gguf_file("q4_1")) if setting.drafts == "model" else setting.drafts
-        drafts = {"method": "draft_model", "model": model}
-        drafts = {"method": "suffix"} if setting.drafts == "text" else drafts
+        by_model = {"method": "draft_model", "model": model}
+        drafts = {"method": "suffix"} if setting.drafts == "text" else by_model
         options += ["--speculative-config", json.dumps(drafts)]
     if setting.kv_tokens is not None:
         config = open_model(locate(MODEL)).config

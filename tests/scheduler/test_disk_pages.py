@@ -53,6 +53,14 @@ def workers(disk: FakeDisk, **options: Any) -> Callable[[], FakeWorker]:
     return lambda: FakeWorker(disk=disk, token=next_token, step_time=0.1, **{**SMALL, **options})
 
 
+async def fill(disk: FakeDisk) -> None:
+    """Have an engine write pages of the first prompts."""
+    async with open_fake_engine(workers(disk), **OPTIONS) as engine:
+        for number in range(6):
+            await ask(engine, number)
+        await trio.sleep(1)
+
+
 async def test_pages_survive_a_restart(autojump_clock: Clock) -> None:
     disk = FakeDisk()
     async with open_fake_engine(workers(disk), **OPTIONS) as engine:
@@ -110,10 +118,7 @@ async def test_a_request_waits_only_if_reading_is_quicker(autojump_clock: Clock)
 async def test_others_overtake_a_request_that_waits(autojump_clock: Clock) -> None:
     disk = FakeDisk()
     ends: dict[str, float] = {}
-    async with open_fake_engine(workers(disk), **OPTIONS) as engine:
-        for number in range(6):
-            await ask(engine, number)
-        await trio.sleep(1)
+    await fill(disk)
 
     async def timed(engine: Engine, name: str, number: int, cached: int) -> None:
         assert await ask(engine, number) == cached
@@ -221,10 +226,7 @@ async def test_random_histories(autojump_clock: Clock, seed: int) -> None:
 
 async def test_what_is_read_while_the_cache_is_emptied_is_dropped(autojump_clock: Clock) -> None:
     disk = FakeDisk()
-    async with open_fake_engine(workers(disk), **OPTIONS) as engine:
-        for number in range(6):
-            await ask(engine, number)
-        await trio.sleep(1)
+    await fill(disk)
     make = workers(disk, call_time=lambda call: 5.0 if call.name == "read_pages" else 0.0)
     async with open_fake_engine(make, **OPTIONS) as engine:
         await trio.sleep(0.1)
