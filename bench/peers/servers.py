@@ -51,9 +51,9 @@ def own_server(setting: Setting) -> Server:
     if setting.format == "bf16":
         options += ["--dtype", "bfloat16", "--quantization", "none"]
     if setting.drafts:
-        model = str(gguf_file("q4_1")) if setting.drafts == "model" else setting.drafts
-        by_model = {"method": "draft_model", "model": model}
-        drafts = {"method": "suffix"} if setting.drafts == "text" else by_model
+        model = {"method": "draft_model", "model": setting.drafts, "quantization": "int4"}
+        known = {"text": {"method": "suffix"}, "model": {**model, "model": str(gguf_file("q4_1"))}}
+        drafts = known.get(setting.drafts, model)
         options += ["--speculative-config", json.dumps(drafts)]
     if setting.kv_tokens is not None:
         config = open_model(locate(MODEL)).config

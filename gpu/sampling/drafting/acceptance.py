@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import attrs
 
 from gpu.sampling.drafting.sources import Draft, DraftKind
@@ -45,7 +47,8 @@ class Share:
 class Acceptance:
     """Shares of accepted draft tokens, by the length of the match: over all sequences and by slot.
 
-    A sequence's short matches say little of its long ones, so they are counted apart.
+    Short matches say little of long ones, so they are counted apart. A draft's second token counts
+    with the matches that are longer by one, and so on.
     """
 
     def __init__(self) -> None:
@@ -57,10 +60,27 @@ class Acceptance:
         self._by_slot.pop(slot, None)
 
     def probability(self, slot: int, draft: Draft) -> float:
-        """Return the probability that the next token of a draft for ``slot`` is accepted."""
-        place = _place(draft.match_length)
-        guess = _MODEL_GUESS if draft.kind is DraftKind.MODEL else _FIRST_GUESS[place]
-        prior = self._by_length[draft.kind][place].estimate(guess)
+        """Return the probability that the first token of a draft for ``slot`` is accepted."""
+        return self._estimate(slot, draft.kind, _place(draft.match_length))
+
+    def probabilities(self, slot: int, draft: Draft, count: int) -> list[float]:
+        """Return the probabilities that the first 1, 2, … ``count`` tokens are all accepted.
+
+        Each token that is accepted makes the match longer by one.
+        """
+        found: list[float] = []
+        product, place, estimate = 1.0, -1, 1.0
+        for length in range(draft.match_length, draft.match_length + count):
+            if _place(length) != place:
+                place = _place(length)
+                estimate = self._estimate(slot, draft.kind, place)
+            product *= estimate
+            found.append(product)
+        return found
+
+    def _estimate(self, slot: int, kind: DraftKind, place: int) -> float:
+        guess = _MODEL_GUESS if kind is DraftKind.MODEL else _FIRST_GUESS[place]
+        prior = self._by_length[kind][place].estimate(guess)
         share = self._by_slot.get(slot, {}).get(place)
         return prior if share is None else share.estimate(prior)
 
@@ -76,9 +96,14 @@ class Acceptance:
         The first token that isn't accepted ends the trial; those behind it say nothing.
         """
         tried = min(accepted + 1, len(draft.tokens))
-        place = _place(draft.match_length)
-        self._by_slot.setdefault(slot, {}).setdefault(place, Share()).add(accepted, tried)
-        self._by_length[draft.kind][place].add(accepted, tried)
+        first = draft.match_length
+        places = collections.Counter(_place(length) for length in range(first, first + tried))
+        refused_at = _place(first + accepted) if tried > accepted else None
+        by_slot = self._by_slot.setdefault(slot, {})
+        for place, number in places.items():
+            agreed = number - (place == refused_at)
+            by_slot.setdefault(place, Share()).add(agreed, number)
+            self._by_length[draft.kind][place].add(agreed, number)
 
 
 def _place(match_length: int) -> int:

@@ -10,7 +10,7 @@ LEAST_GAIN = 1.03
 
 def choose_drafts(
     num_rows: int,
-    candidates: Sequence[tuple[int, float]],
+    candidates: Sequence[Sequence[float]],
     step_seconds: Callable[[int, int], float],
     room: int | None = None,
 ) -> list[int]:
@@ -18,15 +18,15 @@ def choose_drafts(
 
     Args:
         num_rows: tokens that the step computes without drafts; each row gives one.
-        candidates: for each sequence with drafts, how many there are, and the probability that one
-            is accepted if those before it are.
+        candidates: for each sequence with drafts, the probabilities that the first 1, 2, … of them
+            are all accepted.
         step_seconds: the time of a step of so many tokens and drafts.
         room: the most drafts of all candidates together; None for any number.
     """
     ranked = sorted(
-        (-(probability**depth), index)
-        for index, (count, probability) in enumerate(candidates)
-        for depth in range(1, count + 1)
+        (-probability, index)
+        for index, probabilities in enumerate(candidates)
+        for probability in probabilities
     )[:room]
     expected = float(num_rows)
     best, best_rate = 0, LEAST_GAIN * expected / step_seconds(num_rows, 0)
@@ -54,7 +54,7 @@ def first_within(room: int | None, counts: Sequence[int]) -> list[int]:
 
 def choose_depth(
     num_rows: int,
-    candidates: Sequence[tuple[int, float]],
+    candidates: Sequence[Sequence[float]],
     step_seconds: Callable[[int, int], float],
     draft_seconds: float,
 ) -> int:
@@ -62,16 +62,16 @@ def choose_depth(
 
     Args:
         num_rows: tokens that the step computes without drafts; each row gives one.
-        candidates: for each sequence, the most drafts, and the probability that one is accepted if
-            those before it are.
+        candidates: for each sequence, the probabilities that the first 1, 2, … of its drafts are
+            all accepted, up to the most that it may have.
         step_seconds: the time of a step of so many tokens and drafts.
         draft_seconds: the time of one draft for each candidate.
     """
     best, best_rate = 0, LEAST_GAIN * num_rows / step_seconds(num_rows, 0)
     expected, num_drafts = float(num_rows), 0
-    for depth in range(1, max((most for most, _ in candidates), default=0) + 1):
-        growing = [probability for most, probability in candidates if most >= depth]
-        expected += sum(probability**depth for probability in growing)
+    for depth in range(1, max(map(len, candidates), default=0) + 1):
+        growing = [each[depth - 1] for each in candidates if len(each) >= depth]
+        expected += sum(growing)
         num_drafts += len(growing)
         rate = expected / (step_seconds(num_rows, num_drafts) + depth * draft_seconds)
         if rate > best_rate:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.sampling.drafting.acceptance import Acceptance
+from gpu.sampling.drafting.budget import DraftBudget
 from gpu.sampling.drafting.choice import (
     LEAST_GAIN,
     choose_depth,
@@ -75,7 +76,7 @@ class Drafter:
         """Slots whose last drafts were accepted, if only in part."""
         self._first_tried = 0
         """Slot from which on others are tried next."""
-        self._pause = DraftPause()
+        self._pause = DraftPause() if batch_source is None else DraftBudget()
         self._search_seconds: float | None = None
         """Time for finding the drafts of this step; None if none were looked for."""
 
@@ -147,15 +148,21 @@ class Drafter:
                 self._acceptance.add(number, draft, accepted[i])
                 num_accepted += accepted[i]
                 (self._accepting.add if accepted[i] else self._accepting.discard)(number)
-        if rows and all(row.count == 1 for row in rows):
-            num_drafts = sum(row.drafts for row in rows)
+        if rows:
+            self._note_times(rows, num_accepted, seconds)
+
+    def _note_times(self, rows: Sequence[Row], num_accepted: int, seconds: float) -> None:
+        num_tokens, num_drafts = sum(row.count for row in rows), sum(row.drafts for row in rows)
+        if num_tokens == len(rows):
             # The time of a draft model is a part of its own in the choice of a depth.
-            self._step_times.observe(len(rows), num_drafts, seconds - (self._search_seconds or 0.0))
-            if self._search_seconds is not None:
-                without = self._step_times.seconds(len(rows))
-                took = self._step_times.seconds(len(rows), num_drafts) + self._search_seconds
-                saved = without * (1 + num_accepted / len(rows)) - took
-                self._pause.note(len(rows), saved, took)
+            verifying = seconds - (self._search_seconds or 0.0)
+            self._step_times.observe(num_tokens, num_drafts, verifying)
+        if self._search_seconds is not None:
+            num_sampling = sum(row.samples for row in rows)
+            without = self._step_times.seconds(num_tokens)
+            took = self._step_times.seconds(num_tokens, num_drafts) + self._search_seconds
+            per_token = self._step_times.seconds(num_sampling) / num_sampling
+            self._pause.note(len(rows), num_accepted * per_token + without - took, without)
 
     def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
         self._search_seconds = None
@@ -198,7 +205,11 @@ class Drafter:
             for source in sources:
                 room -= source.update(slot, room)
             drafts = filter(None, [source.look_up(slot, rows[i].drafts) for source in sources])
-            best = max(drafts, key=lambda draft: self._probability(slot, draft), default=None)
+            best = max(
+                drafts,
+                key=lambda draft: self._acceptance.probability(slot.number, draft),
+                default=None,
+            )
             if best is not None:
                 found[i] = best
         return found
@@ -233,7 +244,7 @@ class Drafter:
         if most and self._config.adaptive:
             guess = Draft([], 1, DraftKind.MODEL)
             candidates = [
-                (min(rows[i].drafts, most), self._probability(rows[i].slot, guess)) for i in asking
+                self._probabilities(rows[i].slot, guess, min(rows[i].drafts, most)) for i in asking
             ]
             most = choose_depth(
                 num_tokens, candidates, self._step_times.seconds, source.seconds(len(asking))
@@ -252,8 +263,8 @@ class Drafter:
             opened.sources = make_sources(self._config, slot, self._recent)
         return opened.sources
 
-    def _probability(self, slot: Slot, draft: Draft) -> float:
-        return self._acceptance.probability(slot.number, draft)
+    def _probabilities(self, slot: Slot, draft: Draft, count: int) -> list[float]:
+        return self._acceptance.probabilities(slot.number, draft, count)
 
     def _choose(
         self, rows: Sequence[Row], num_tokens: int, found: Mapping[int, Draft], room: int | None
@@ -262,7 +273,7 @@ class Drafter:
         if not self._config.adaptive:
             return first_within(room, [len(draft.tokens) for draft in found.values()])
         candidates = [
-            (len(draft.tokens), self._probability(rows[i].slot, draft))
+            self._probabilities(rows[i].slot, draft, len(draft.tokens))
             for i, draft in found.items()
         ]
         return choose_drafts(num_tokens, candidates, self._step_times.seconds, room)

@@ -35,7 +35,7 @@ class DraftPause:
     _saved: float = attrs.field(init=False, default=0.0)
     """Seconds that drafts saved in this window; negative if they cost more."""
     _seconds: float = attrs.field(init=False, default=0.0)
-    """Seconds of the steps of this window."""
+    """Seconds that the steps of this window would take without drafts."""
 
     def open(self) -> None:
         """Note that a sequence begins."""
@@ -56,7 +56,10 @@ class DraftPause:
         return True
 
     def note(self, num_rows: int, saved: float, seconds: float) -> None:
-        """Note a step outside a pause that took ``seconds``, and how many drafts saved of them."""
+        """Note a step outside a pause, and how many seconds drafts saved or, below 0, cost.
+
+        Without drafts it would take ``seconds``.
+        """
         self._window_rows += num_rows
         self._saved += saved
         self._seconds += seconds

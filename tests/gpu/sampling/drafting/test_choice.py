@@ -21,20 +21,25 @@ from gpu.sampling.drafting.sources import Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 
 CANDIDATES = strategies.lists(
-    strategies.tuples(strategies.integers(1, 4), strategies.floats(0.01, 1.0)), max_size=4
+    strategies.lists(strategies.floats(0.01, 1.0), min_size=1, max_size=4).map(
+        lambda each: list(itertools.accumulate(each, operator.mul))
+    ),
+    max_size=4,
 )
+"""For each of some sequences, the probabilities that the first 1, 2, … drafts are all accepted."""
+
+
+def falling(probability: float, count: int) -> list[float]:
+    return [probability**depth for depth in range(1, count + 1)]
 
 
 def rate_of(
     num_rows: int,
-    candidates: list[tuple[int, float]],
+    candidates: list[list[float]],
     chosen: tuple[int, ...],
     seconds: Callable[[int, int], float],
 ) -> float:
-    gains = (
-        sum(probability**depth for depth in range(1, count + 1))
-        for (_, probability), count in zip(candidates, chosen, strict=True)
-    )
+    gains = (sum(each[:count]) for each, count in zip(candidates, chosen, strict=True))
     return (num_rows + sum(gains)) / seconds(num_rows, sum(chosen))
 
 
@@ -42,13 +47,13 @@ def rate_of(
     strategies.integers(1, 8), CANDIDATES, strategies.floats(0.0, 2.0), strategies.floats(0.0, 0.2)
 )
 def test_no_other_choice_gives_more_tokens_a_second(
-    num_rows: int, candidates: list[tuple[int, float]], slope: float, bend: float
+    num_rows: int, candidates: list[list[float]], slope: float, bend: float
 ) -> None:
     def seconds(num_tokens: int, num_drafts: int) -> float:
         return 10 + slope * num_tokens + bend * num_tokens**2 + 0.5 * num_drafts
 
     chosen = tuple(choose_drafts(num_rows, candidates, seconds))
-    every = list(itertools.product(*(range(count + 1) for count, _ in candidates)))
+    every = list(itertools.product(*(range(len(each) + 1) for each in candidates)))
     assert chosen in every
     best = max(rate_of(num_rows, candidates, other, seconds) for other in every)
     without = num_rows / seconds(num_rows, 0)
@@ -60,14 +65,14 @@ def test_no_other_choice_gives_more_tokens_a_second(
 
 @hypothesis.given(strategies.integers(0, 10), CANDIDATES)
 def test_no_more_are_chosen_than_there_is_room_for(
-    room: int, candidates: list[tuple[int, float]]
+    room: int, candidates: list[list[float]]
 ) -> None:
     """With steps that take no longer for a draft, the most probable are chosen."""
     free = choose_drafts(1, candidates, lambda *_: 1.0, room)
     assert sum(free) <= room
     every = choose_drafts(1, candidates, lambda *_: 1.0)
     assert sum(free) in (0, min(room, sum(every)))
-    counts = [count for count, _ in candidates]
+    counts = [len(each) for each in candidates]
     within = first_within(room, counts)
     assert sum(within) == min(room, sum(counts))
     assert all(map(operator.le, within, counts))
@@ -77,8 +82,8 @@ def test_no_more_are_chosen_than_there_is_room_for(
 def test_drafts_fade_where_rows_cost_time() -> None:
     """Two rows use what the weights' reading leaves free; at 32 each row costs its share."""
     times = StepTimes({1: 8.0, 8: 9.0, 16: 12.0, 32: 24.0, 64: 48.0})
-    few = choose_drafts(2, [(7, 0.8), (7, 0.8)], times.seconds)
-    many = choose_drafts(32, [(7, 0.8)] * 32, times.seconds)
+    few = choose_drafts(2, [falling(0.8, 7)] * 2, times.seconds)
+    many = choose_drafts(32, [falling(0.8, 7)] * 32, times.seconds)
     assert sum(few) >= 6
     assert many == [0] * 32
 
@@ -126,13 +131,26 @@ def test_acceptance_is_learned_by_slot_and_by_match() -> None:
     assert acceptance.probability(0, draft(2)) > 0.9
 
 
+def test_a_match_grows_with_each_token_that_is_accepted() -> None:
+    """The first token after a short match is a guess, and those behind it are nearly certain."""
+    acceptance = Acceptance()
+    for turn in range(80):
+        acceptance.add(0, draft(1, 8), 8 if turn % 4 == 0 else 0)
+    first, *others = acceptance.probabilities(0, draft(1), 8)
+    assert first == acceptance.probability(0, draft(1)) < 0.4
+    assert others[-1] > 0.6 * first
+    assert [first, *others] == sorted([first, *others], reverse=True)
+    assert acceptance.probability(0, draft(8)) > 0.9
+    assert acceptance.probabilities(0, draft(8), 2)[0] == acceptance.probability(0, draft(8))
+
+
 def test_a_draft_model_is_tried_at_first_and_given_up_if_it_is_bad() -> None:
     """A draft takes a third of a step here, as the same model in 4 bits does."""
     acceptance, times = Acceptance(), StepTimes({1: 10.0, 8: 11.0})
 
     def depth() -> int:
-        probability = acceptance.probability(0, draft(1, kind=DraftKind.MODEL))
-        return choose_depth(1, [(8, probability)], times.seconds, 3.3)
+        found = acceptance.probabilities(0, draft(1, kind=DraftKind.MODEL), 8)
+        return choose_depth(1, [found], times.seconds, 3.3)
 
     assert depth() >= 2
     for _ in range(20):
@@ -171,19 +189,19 @@ def test_a_kind_of_draft_that_nobody_tries_any_more_gets_new_tries() -> None:
     strategies.integers(1, 8), CANDIDATES, strategies.floats(0.0, 2.0), strategies.floats(0.0, 0.5)
 )
 def test_no_other_depth_gives_more_tokens_a_second(
-    num_rows: int, candidates: list[tuple[int, float]], slope: float, draft_seconds: float
+    num_rows: int, candidates: list[list[float]], slope: float, draft_seconds: float
 ) -> None:
     def seconds(num_tokens: int, num_drafts: int) -> float:
         return 1.0 + slope * (num_tokens + num_drafts)
 
     def rate(depth: int) -> float:
-        counts = tuple(min(most, depth) for most, _ in candidates)
+        counts = tuple(min(len(each), depth) for each in candidates)
         alone = seconds(num_rows, sum(counts))
         fastest = rate_of(num_rows, candidates, counts, seconds)
         return fastest * alone / (alone + depth * draft_seconds)
 
     chosen = choose_depth(num_rows, candidates, seconds, draft_seconds)
-    deepest = max((most for most, _ in candidates), default=0)
+    deepest = max(map(len, candidates), default=0)
     best = max([rate(depth) for depth in range(1, deepest + 1)], default=0.0)
     if chosen:
         assert rate(chosen) == pytest.approx(best)

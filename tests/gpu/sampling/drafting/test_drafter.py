@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -114,7 +115,7 @@ def test_there_are_pauses_if_drafts_cost_more_than_they_save(
     num_accepted: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is expected of them: here all seem to be worth it."""
-    monkeypatch.setattr(Acceptance, "probability", lambda *_: 0.99)
+    monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
     drafter = Drafter(SpeculativeConfig(), StepTimes({1: 1.0, 16: 1.0, 144: 3.0}))
     rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(16)]
     for row in rows:
@@ -282,3 +283,34 @@ def test_the_time_of_a_draft_model_is_no_part_of_the_step_that_verifies() -> Non
     drawn = Drawn(tokens=np.zeros(9, np.int32), counts=np.full(1, 9))
     drafter.learn(rows, drafts, drawn, seconds + 0.01)
     assert times.seconds(1, 8) < 0.012
+
+
+class UselessSource(AskedSource):
+    """A draft model whose step takes half of the other's, as it says."""
+
+    def seconds(self, num_rows: int) -> float:
+        return 0.0005
+
+
+@pytest.mark.parametrize("prompt_rows", [0, 1])
+def test_a_draft_model_of_no_use_is_asked_for_a_bounded_time(
+    prompt_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts take 20 steps, and none is accepted, with a prompt beside them or not."""
+    monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
+    times = StepTimes({1: 0.001, 64: 0.001})
+    drafter = Drafter(SpeculativeConfig(), times, UselessSource())
+    rows = [make_row(i, [1, 2]) for i in range(8)]
+    prompt = make_row(8, [1, 2, 3], room=0)
+    rows += [msgspec.structs.replace(prompt, start=0, count=3, samples=False)] * prompt_rows
+    for row in rows:
+        drafter.open(row.slot)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(drafter_module.time, "perf_counter", lambda: next(clock) * 0.02)
+    tried = 0
+    for _ in range(1000):
+        added, drafts = drafter.add_drafts(rows)
+        tried += bool(drafts)
+        drawn = Drawn(tokens=np.zeros(8, np.int32), counts=np.ones(8, np.int64))
+        drafter.learn(added, drafts, drawn, 0.021 if drafts else 0.001)
+    assert tried == 1
