@@ -6,7 +6,7 @@ import attrs
 
 ALLOWED = 0.01
 """Share of the steps' time that drafts may cost in the long run."""
-MOST_DEBT = 8.0
+MOST_DEBT = 4.0
 """Debt in steps from which on there are no drafts until it is paid off. It is more than what the
 draft model takes for the prompts of a few sequences, which has to come before any of their drafts.
 """

@@ -24,7 +24,7 @@ from gpu.sampling.drafting.sources import AskedDraft, Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import Row, Slot, SlotTable
 
-MAX_CAUGHT_UP = 1024
+MAX_CAUGHT_UP = 256
 """Most tokens that are caught up with in a step, so that a long prompt holds up no other sequence.
 """
 

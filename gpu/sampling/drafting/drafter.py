@@ -153,16 +153,19 @@ class Drafter:
 
     def _note_times(self, rows: Sequence[Row], num_accepted: int, seconds: float) -> None:
         num_tokens, num_drafts = sum(row.count for row in rows), sum(row.drafts for row in rows)
+        search = self._search_seconds or 0.0
         if num_tokens == len(rows):
             # The time of a draft model is a part of its own in the choice of a depth.
-            verifying = seconds - (self._search_seconds or 0.0)
-            self._step_times.observe(num_tokens, num_drafts, verifying)
-        if self._search_seconds is not None:
-            num_sampling = sum(row.samples for row in rows)
-            without = self._step_times.seconds(num_tokens)
-            took = self._step_times.seconds(num_tokens, num_drafts) + self._search_seconds
-            per_token = self._step_times.seconds(num_sampling) / num_sampling
-            self._pause.note(len(rows), num_accepted * per_token + without - took, without)
+            self._step_times.observe(num_tokens, num_drafts, seconds - search)
+        if self._search_seconds is None:
+            return
+        num_sampling = sum(row.samples for row in rows)
+        without = self._step_times.seconds(num_tokens)
+        took = self._step_times.seconds(num_tokens, num_drafts) + search
+        if self._batch_source is not None and num_tokens == len(rows):
+            took = seconds  # what a draft model takes away from the next step counts, too
+        gained = num_accepted * self._step_times.seconds(num_sampling) / num_sampling
+        self._pause.note(len(rows), gained + without - took, without)
 
     def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
         self._search_seconds = None

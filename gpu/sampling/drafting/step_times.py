@@ -13,14 +13,18 @@ Kernels arrange products of more than 32 rows otherwise, so one more token may c
 """
 _WEIGHT = 0.15
 """Weight of one more step in the running mean."""
+_MOST_MOVED = 0.25
+"""Most that a step's time counts as away from the mean, as a share of its measured time. A step
+that was disturbed takes several times as long, and drafts would look better for a long time.
+"""
 
 
 class StepTimes:
     """Seconds of a step by tokens, from ``measured`` times of steps with a short context.
 
-    Two things are learned from steps as they come (:meth:`observe`): what attention over a longer
-    context adds to any step, and what a draft costs beyond the time of one more token, such as its
-    sampling.
+    Two things are learned from steps as they come (:meth:`observe`): what any step takes more than
+    these, such as attention over a longer context, or less, if the machine was busy when they were
+    measured; and what a draft costs beyond the time of one more token, such as its sampling.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -32,22 +36,30 @@ class StepTimes:
         """Seconds of one more token, beyond the largest size."""
         if len(sizes) > 1:
             self._slope = float(seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        self._least = -self._seconds[1] / 2
         self._more = self._per_draft = 0.0
 
     def seconds(self, num_tokens: int, num_drafts: int = 0) -> float:
         """Return the expected time of a step of ``num_tokens`` tokens and ``num_drafts`` drafts."""
-        time = self._measured(num_tokens + num_drafts)
-        return time + self._more + num_drafts * self._per_draft
+        time = self._measured(num_tokens + num_drafts) + max(self._more, self._least)
+        return time + num_drafts * max(self._per_draft, 0.0)
 
     def observe(self, num_tokens: int, num_drafts: int, seconds: float) -> None:
         """Note the time of a step of ``num_tokens`` tokens and ``num_drafts`` drafts."""
-        more = seconds - self._measured(num_tokens + num_drafts)
+        expected = self._measured(num_tokens + num_drafts)
+        more = seconds - expected
         if num_drafts:
-            per_draft = max(more - self._more, 0.0) / num_drafts
-            self._per_draft += _WEIGHT * (per_draft - self._per_draft)
+            per_draft = (more - self._more) / num_drafts
+            self._per_draft = _moved(self._per_draft, per_draft, expected / num_drafts)
         else:
-            self._more += _WEIGHT * (max(more, 0.0) - self._more)
+            self._more = _moved(self._more, more, expected)
 
     def _measured(self, num_tokens: int) -> float:
         beyond = num_tokens - len(self._seconds) + 1
         return self._seconds[-1] + self._slope * beyond if beyond > 0 else self._seconds[num_tokens]
+
+
+def _moved(mean: float, value: float, scale: float) -> float:
+    """Return the running mean with one more value; one far off counts as one that is less so."""
+    most = _MOST_MOVED * scale
+    return mean + _WEIGHT * min(max(value - mean, -most), most)

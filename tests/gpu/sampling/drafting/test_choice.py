@@ -110,6 +110,25 @@ def test_what_a_draft_costs_is_learned() -> None:
     assert times.seconds(1, 7) == pytest.approx(11.0, rel=1e-3)
 
 
+def test_a_machine_that_was_busy_while_it_was_measured_is_learned() -> None:
+    times = StepTimes({1: 2.0, 8: 4.0})
+    for _ in range(200):
+        times.observe(1, 0, 1.5)
+    assert times.seconds(1) == pytest.approx(1.5, rel=1e-3)
+    assert times.seconds(1, 7) == pytest.approx(3.5, rel=1e-3)
+    for _ in range(200):
+        times.observe(1, 0, 0.1)
+    assert times.seconds(1) == 1.0
+
+
+def test_a_step_that_was_disturbed_changes_little() -> None:
+    times = StepTimes({1: 2.0, 8: 4.0})
+    times.observe(1, 0, 50.0)
+    times.observe(1, 7, 90.0)
+    assert times.seconds(1) < 2.1
+    assert times.seconds(1, 7) < 4.4
+
+
 def draft(match_length: int, count: int = 1, kind: DraftKind = DraftKind.OWN) -> Draft:
     return Draft([0] * count, match_length, kind)
 
