@@ -79,6 +79,22 @@ async def test_a_new_engine_finds_what_the_last_one_wrote(
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
 
 
+async def test_workers_of_one_engine_read_each_other_s_files(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**SMALL, "kv_offloading_dir": str(tmp_path)}
+    options |= {"data_parallel_size": 2, "routing_policy": "round_robin"}
+    async with open_tiny_engine(folder, **options) as engine:
+        first, found = await ask_all(engine)
+        assert found == 0
+        await until_written(engine)
+        # With one request between, each prompt comes to the worker that hasn't computed it.
+        await engine.complete([5] * 8, max_tokens=1)
+        second, found = await ask_all(engine)
+        assert found >= 56
+        assert engine.statistics().scheduler.pages_read > 0
+        await assert_idle(engine)
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[60] ^= 255

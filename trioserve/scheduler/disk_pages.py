@@ -49,7 +49,8 @@ _FORGETTING = 0.02
 class DiskIndex:
     """The keys of the pages on disk, and the time to read one; both outlive the pages in memory."""
 
-    keys: set[bytes] = attrs.field(init=False, factory=set)
+    keys: set[bytes] = attrs.field(factory=set)
+    """Keys of the pages; workers that have the same files have one set."""
     due: Literal["", "delete_pages", "list_pages"] = attrs.field(init=False, default="")
     """Call that the worker is due after the cache was emptied; empty for none."""
     page_seconds: float = attrs.field(init=False, default=0.0)
@@ -57,6 +58,8 @@ class DiskIndex:
 
     def empty(self, due: Literal["delete_pages", "list_pages"]) -> None:
         """Forget all pages, and have their files deleted, or those of other weights listed."""
+        if due == "list_pages":
+            self.keys = set()  # other workers have the old weights, and their files
         self.keys.clear()
         self.due = due
 

@@ -108,7 +108,7 @@ class _Transfers:
         """Learn which pages are on disk."""
         index = self.core.disk_index
         keys = await self._ask("list_pages", None) or b""
-        index.keys = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+        index.keys.update(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
 
 
 async def transfer_pages(

@@ -1,4 +1,4 @@
-"""Counters and event streams of a scheduler; they outlive its workers."""
+"""Counters, event streams and known files of a scheduler; they outlive its workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.scheduler.prefix_index import WorkerPages
 
 @attrs.define(eq=False)
 class Feeds:
-    """The counters, which always run, and the feeds, which cost nothing without readers."""
+    """The counters, which always run, the feeds, which cost nothing without readers, and files."""
 
     counters: Counters = attrs.field(init=False, factory=Counters)
     iterations: Iterations = attrs.field(init=False)
@@ -22,6 +22,8 @@ class Feeds:
     cache: CacheEvents = attrs.field(init=False, factory=CacheEvents)
     indexed: WorkerPages | None = attrs.field(init=False, default=None)
     """The prefix cache in the index over all workers, if there are several."""
+    disk_keys: set[bytes] = attrs.field(init=False, factory=set)
+    """Keys of the pages on disk; the workers of one host have one set."""
     on_load_changed: Callable[[], None] | None = attrs.field(init=False, default=None)
     """Called after a change of the sequences that wait or run."""
 

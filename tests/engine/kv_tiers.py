@@ -1,0 +1,102 @@
+"""The time to the first token by where the prompt's pages are: ``python -m tests.engine.kv_tiers``.
+
+A prompt is computed by one engine, which copies its pages to the host's memory and to files. The
+next engine finds them on disk, and then in memory. The files are in the system's page cache, as
+those that were used lately are; a disk that has to be read takes longer.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import trio
+
+from bench.report import Made, Rounds, markdown, script
+from bench.servers import MODEL
+from trioserve import Engine, open_engine
+
+_VOCABULARY = range(20, 40_000)
+_PATIENCE = 120.0
+
+
+def prompts_of(lengths: Sequence[int], seed: int) -> dict[int, list[int]]:
+    """Return a prompt of each length. They have no beginning in common."""
+    numbers = random.Random(seed)
+    return {length: [numbers.choice(_VOCABULARY) for _ in range(length + 1)] for length in lengths}
+
+
+async def first_token(engine: Engine, prompt: Sequence[int]) -> tuple[float, int]:
+    """Return the milliseconds to the first token, and how many tokens were cached."""
+    began = time.perf_counter()
+    answer = await engine.complete(list(prompt), max_tokens=1, temperature=0)
+    return 1e3 * (time.perf_counter() - began), answer.usage.cached_tokens
+
+
+async def until_all_are_written(engine: Engine) -> None:
+    """Wait until all pages that were copied to the host are on disk."""
+    with trio.fail_after(_PATIENCE):
+        while True:
+            counts = engine.statistics().scheduler
+            if counts.pages_written >= counts.pages_offloaded > 0:
+                return
+            await trio.sleep(0.05)
+
+
+async def until_found(engine: Engine) -> None:
+    """Wait until the engine knows which pages are on disk."""
+    with trio.fail_after(_PATIENCE):
+        while not engine.statistics().scheduler.disk_pages:
+            await trio.sleep(0.05)
+
+
+async def add_round(found: Rounds, model: str, lengths: Sequence[int], number: int) -> None:
+    """Add the figures of new prompts: computed, read from the disk, and found in memory."""
+    prompts = prompts_of(lengths, number)
+    longest = max(lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {
+            **{"device": "cpu", "dtype": "bfloat16", "max_model_len": longest + 64},
+            # Room for two of the longest, so that the others are copied to the host.
+            **{"num_gpu_blocks_override": 2 * (longest // 16 + 4), "kv_offloading_bytes": 1 << 30},
+            "kv_offloading_dir": folder,
+        }
+        async with open_engine(model, **options) as engine:
+            await engine.complete([5] * 40, max_tokens=4)
+            for length, prompt in prompts.items():
+                took, _ = await first_token(engine, prompt)
+                found.add(length, computed=took)
+            for filler in range(3):
+                await first_token(engine, prompts_of([longest], -3 * number - filler - 1)[longest])
+            await until_all_are_written(engine)
+        async with open_engine(model, **options) as engine:
+            await until_found(engine)
+            await engine.complete([5] * 40, max_tokens=4)
+            for length, prompt in prompts.items():
+                took, cached = await first_token(engine, prompt)
+                found.add(length, disk=took, cached=cached)
+                took, _ = await first_token(engine, prompt)
+                found.add(length, memory=took)
+
+
+@script
+async def measure(
+    model: str = MODEL,
+    lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048),
+    rounds: int = 5,
+) -> Made:
+    """Return a line for each length of a prompt."""
+    found = Rounds()
+    for number in range(rounds):
+        await add_round(found, model, lengths, number)
+    lines = []
+    for length, each in found.medians().items():
+        figures = [f"{each[name]:.1f}" for name in ("computed", "disk", "memory")]
+        lines.append(
+            [length, *figures, f"{each['computed'] / each['disk']:.1f}", f"{each['cached']:.0f}"]
+        )
+    heads = ["tokens of the prompt", "computed, ms", "read from the disk, ms", "in memory, ms"]
+    return Made(markdown([*heads, "times as fast from the disk", "tokens found"], lines))
