@@ -24,7 +24,7 @@ def test_drafts_that_pay_or_cost_little_go_on(saved: float) -> None:
 
 @pytest.mark.parametrize("cost", [0.05, 0.5, 8.0])
 def test_drafts_that_never_pay_cost_what_is_allowed(cost: float) -> None:
-    """What they cost is a share of the time, with a debt and one more trial."""
+    """They cost a share of the time, with a debt and one more trial."""
     number = 10_000
     spent = cost * tried(DraftBudget(), -cost, number)
     assert spent <= 2.0 * (ALLOWED * number + MOST_DEBT) + cost
