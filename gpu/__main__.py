@@ -106,10 +106,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--connect", metavar="URL", help="serve the engine that listens at URL")
+    action.add_argument(
+        "--rank", action="store_true", help="compute a part of a model for the parent process"
+    )
     action.add_argument("--doctor", action="store_true", help="print what there is, as JSON")
     options = parser.parse_args(arguments)
     if options.doctor:
         sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
+        return
+    if options.rank:
+        from gpu.cpu import following
+
+        following.run()
         return
     with without_gc():
         from gpu import worker

@@ -182,27 +182,68 @@ def _by_torch(
 ) -> _Whole:
     """Return what the compiled kernels don't compute, for that ``reason``."""
     _check_torch_will_do(start, str(reason))
-    from gpu.cpu.torch_loading import give_cache, load_decoder, make_sampler, torch_exchange
+    from gpu.cpu import torch_loading
 
-    config = files.native
-    decoder = load_decoder(files, dtype, threads, on_progress)
+    config, size = files.native, start.tensor_parallel_size
+    if size > 1:
+        return _by_ranks(start, files, dtype, max(threads // size, 1), on_progress, reason)
+    decoder = torch_loading.load_decoder(files, dtype, threads, on_progress)
     num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
-    model = give_cache(
-        decoder,
-        start.page_size,
-        num_pages + num_host_pages,
-        _cos_sin_table(start, config, num_pages),
-        max_rank=start.max_lora_rank,
+    table = rope_table(start, config, num_pages)
+    attention = torch_loading.make_attention(
+        decoder, start.page_size, num_pages + num_host_pages, table
     )
+    model = torch_loading.make_model(decoder, attention, start.max_lora_rank)
     return _Whole(
         model=model,
-        sampler=make_sampler(start, config.vocab_size),
+        sampler=torch_loading.make_sampler(start, config.vocab_size),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
         computing=f"torch ({reason})",
-        exchange=lambda _: torch_exchange(model, dtype, threads),
+        exchange=lambda _: torch_loading.torch_exchange(model, dtype, threads),
         warning=f"{SLOWER}: {reason}" if isinstance(reason, _NoKernels) else "",
     )
+
+
+def _by_ranks(
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    threads: int,
+    on_progress: OnProgress,
+    reason: _NotCompiled,
+) -> _Whole:
+    """Return a model of which this process and those that it starts have a part each."""
+    from gpu.cpu import torch_loading
+    from gpu.cpu.rank_processes import start_ranks
+    from gpu.models.parallel.model_part import ModelPart
+    from gpu.models.parallel.steps import GiveCache, encode_step
+
+    size = start.tensor_parallel_size
+    part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
+    group = start_ranks(start, dtype, threads)
+    decoder = torch_loading.load_decoder(files, dtype, threads, on_progress, part, group)
+    bytes_per_page = size * _bytes_per_page(start, decoder.config, dtype)
+    num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
+    group.send(encode_step(GiveCache(num_pages, num_host_pages)))
+    table = rope_table(start, decoder.config, num_pages)
+    attention = torch_loading.make_attention(
+        decoder, start.page_size, num_pages + num_host_pages, table
+    )
+    return _Whole(
+        model=torch_loading.make_leading_model(
+            decoder, attention, start.max_lora_rank, part, group
+        ),
+        sampler=torch_loading.make_sampler(start, files.native.vocab_size),
+        num_pages=num_pages,
+        num_host_pages=num_host_pages,
+        computing=f"torch ({reason}), {size} ranks",
+        exchange=lambda _: _keep_weights,
+    )
+
+
+def _keep_weights(_: ModelFiles) -> Callable[[], None]:
+    raise ModelLoadError("the weights of several ranks can't be exchanged: restart the server")
 
 
 def _draft_model(
@@ -269,6 +310,8 @@ def _compiled(
     Raises:
         _NotCompiled: torch has to compute it.
     """
+    if start.tensor_parallel_size > 1:
+        raise _NotCompiled("the compiled kernels compute whole models")
     obstacle = obstacle_in(config)
     if obstacle is not None:
         raise _NotCompiled(f"the compiled kernels aren't made for {obstacle}")
@@ -307,15 +350,15 @@ def _load_weights(model: CompiledModel, files: ModelFiles, on_progress: OnProgre
 
 def _give_cache(model: CompiledModel, start: Start, num_pages: int, num_host_pages: int) -> None:
     model.finish(
-        _cos_sin_table(start, model.config, num_pages),
+        rope_table(start, model.config, num_pages),
         page_size=start.page_size,
         num_pages=num_pages + num_host_pages,
         max_tokens=start.max_num_batched_tokens,
     )
 
 
-def _cos_sin_table(start: Start, config: ModelConfig, num_pages: int) -> Floats:
-    """For as many positions as the cache has room for."""
+def rope_table(start: Start, config: ModelConfig, num_pages: int) -> Floats:
+    """Return the table of rotary angles for as many positions as the cache has room for."""
     rows = min(start.max_model_len, num_pages * start.page_size)
     return cos_sin_table(config, start.max_model_len, rows)
 

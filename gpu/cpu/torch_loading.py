@@ -15,6 +15,11 @@ from gpu.loading.loaded_model import OnProgress, of_weights, unseen
 from gpu.loading.weight_swap import ReadWeights
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models.decoder import Decoder
+from gpu.models.parallel.adapters import LeadingAdapters
+from gpu.models.parallel.group import RankGroup
+from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
+from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.ranks import Ranks
 from gpu.models.registry import build_model
 from gpu.sampling.sampler import Sampler
 from gpu.weights.tensors import load_weights
@@ -22,8 +27,15 @@ from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
 
 
-def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress) -> Decoder:
-    """Return the model with its weights, in bfloat16 or float32.
+def load_decoder(
+    files: ModelFiles,
+    dtype: str,
+    threads: int,
+    on_progress: OnProgress,
+    part: ModelPart | None = None,
+    ranks: Ranks | None = None,
+) -> Decoder:
+    """Return the model with its weights, in bfloat16 or float32, or a ``part`` of it.
 
     From here on torch computes with ``threads`` threads.
 
@@ -33,21 +45,15 @@ def load_decoder(files: ModelFiles, dtype: str, threads: int, on_progress: OnPro
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
     weights = load_weights(files, getattr(torch, dtype), of_weights(on_progress))
-    return build_model(files.native, weights)
+    return build_model(files.native, weights, part=part, ranks=ranks)
 
 
-def give_cache(
-    decoder: Decoder,
-    page_size: int,
-    num_pages: int,
-    cos_sin: npt.NDArray[np.float32],
-    *,
-    max_rank: int = 0,
-) -> TorchModel[Attention]:
-    """Return the model with a KV cache; ``cos_sin`` is the table of
-    :func:`gpu.models.rope.cos_sin_table`.
+def make_attention(
+    decoder: Decoder, page_size: int, num_pages: int, cos_sin: npt.NDArray[np.float32]
+) -> TorchCpuAttention:
+    """Return the decoder's attention, with a KV cache of so many pages.
 
-    ``max_rank`` is the largest of the adapters that are served, 0 for none.
+    ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`.
     """
     config = decoder.config
     shape = CacheShape(
@@ -59,9 +65,23 @@ def give_cache(
         dtype=decoder.dtype,
         device=decoder.device,
     )
-    table = torch.from_numpy(cos_sin)
-    attention = TorchCpuAttention(shape, config.num_heads, table, config.windows)
-    return TorchModel(decoder, attention, TorchAdapters(config, max_rank, decoder.dtype))
+    return TorchCpuAttention(shape, config.num_heads, torch.from_numpy(cos_sin), config.windows)
+
+
+def make_model(decoder: Decoder, attention: Attention, max_rank: int) -> TorchModel[Attention]:
+    """Return the model; ``max_rank`` is the largest of its adapters, 0 for none."""
+    return TorchModel(decoder, attention, TorchAdapters(decoder.config, max_rank, decoder.dtype))
+
+
+def make_leading_model(
+    decoder: Decoder, attention: Attention, max_rank: int, part: ModelPart, group: RankGroup
+) -> TorchModel[LeadingAttention]:
+    """Return the model of which ``decoder`` has the ``part`` of rank 0."""
+    return TorchModel(
+        LeadingDecoder(decoder, group),
+        LeadingAttention(attention, group),
+        LeadingAdapters(part, group, max_rank, decoder.dtype),
+    )
 
 
 def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:

@@ -15,8 +15,8 @@ from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cpu.model import Floats
 from gpu.executor import Content, Copies
 from gpu.lora.store import AdapterStore
-from gpu.lora.torch_adapters import TorchAdapter, TorchAdapters
-from gpu.lora.updates import ProductUpdates
+from gpu.lora.torch_adapters import TokenGroup, TorchAdapter, TorchAdapters
+from gpu.models.parallel.adapters import LeadingAdapters
 from gpu.sampling.adjustments import Adjustment
 from gpu.sampling.drawn import Drawn
 from gpu.sampling.sampler import Sampler
@@ -46,7 +46,7 @@ class TorchDecoder(Protocol[A_contra]):
     """Weights and a forward pass over one kind of attention."""
 
     def forward(
-        self, tokens: torch.Tensor, attention: A_contra, adapted: Sequence[ProductUpdates] = ()
+        self, tokens: torch.Tensor, attention: A_contra, adapted: Sequence[TokenGroup] = ()
     ) -> torch.Tensor:
         """Return the hidden states [T, E] of ``tokens`` [T]; ``attention`` has begun the step."""
         ...
@@ -63,7 +63,10 @@ class TorchModel(Generic[A]):
     """
 
     def __init__(
-        self, decoder: TorchDecoder[A], attention: A, adapters: TorchAdapters | None = None
+        self,
+        decoder: TorchDecoder[A],
+        attention: A,
+        adapters: TorchAdapters | LeadingAdapters | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention

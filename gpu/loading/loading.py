@@ -127,6 +127,8 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError(
             f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
         )
+    if start.tensor_parallel_size > 1:
+        _refuse_with_ranks(start, kind, files)
     if start.speculative is None:
         return
     if kind == "mock" or isinstance(files.config, TransformersConfig):
@@ -139,6 +141,15 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
             f"speculative_config: quantization {quantization} is for a CPU: leave it out, or use "
             "--device cpu"
         )
+
+
+def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
+    """Refuse what several ranks don't serve."""
+    option = f"--tensor-parallel-size {start.tensor_parallel_size}"
+    if kind != "cpu" or isinstance(files.config, TransformersConfig):
+        raise ModelLoadError(f"{option} is for models of this server's own decoders on a CPU")
+    if start.kv_offloading_dir:
+        raise ModelLoadError(f"{option} doesn't go with --kv-offloading-dir: leave one of them out")
 
 
 def _load_on(

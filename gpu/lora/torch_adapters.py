@@ -54,6 +54,8 @@ class TorchAdapter:
 class TokenGroup:
     """:class:`gpu.lora.updates.ProductUpdates` of the tokens [n] int64 that have one adapter."""
 
+    number: int
+    """Number of the adapter."""
     adapter: TorchAdapter
     tokens: torch.Tensor
 
@@ -85,9 +87,14 @@ class TorchAdapters:
 
     def groups(self, rows: Sequence[Row]) -> list[TokenGroup]:
         """Return the indices of the tokens of ``rows``, which are in their order, by adapter."""
-        if not self.store:
-            return []
-        return [
-            TokenGroup(self.store[number], torch.from_numpy(own.astype(np.int64)))
-            for number, own in tokens_by_adapter(rows).items()
-        ]
+        return token_groups(self.store, rows)
+
+
+def token_groups(store: Mapping[int, TorchAdapter], rows: Sequence[Row]) -> list[TokenGroup]:
+    """Return the tokens of ``rows``, which stand in their order, by adapter."""
+    if not store:
+        return []
+    return [
+        TokenGroup(number, store[number], torch.from_numpy(own.astype(np.int64)))
+        for number, own in tokens_by_adapter(rows).items()
+    ]

@@ -23,6 +23,8 @@ from gpu.models.linear import Linear
 from gpu.models.mlp import Experts, Mlp
 from gpu.models.operations import Operations
 from gpu.models.operations.torch_ops import TorchOperations
+from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.ranks import Alone, Ranks
 from gpu.weights.named import NamedTensors
 from gpu.weights.packed_modules import PackedShape, expert_shapes, packed_shapes
 from trioserve.model_files.config import ExpertsConfig, ModelConfig
@@ -45,7 +47,8 @@ class Decoder:
     """The weights of one model and its forward pass.
 
     ``weights`` are (name, tensor) pairs with Hugging Face's names, of one dtype and on the model's
-    device. ``operations`` are that device's; None means plain torch.
+    device. ``operations`` are that device's; None means plain torch. With a ``part``, ``config``
+    and ``weights`` are those of this part of a model, and the other ``ranks`` have the other parts.
 
     Raises:
         ModelLoadError: a tensor is missing, unknown or of the wrong shape.
@@ -56,13 +59,17 @@ class Decoder:
         config: ModelConfig,
         weights: Iterable[tuple[str, torch.Tensor]],
         operations: Operations | None = None,
+        part: ModelPart | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
+        self._part = part
+        self._ranks = ranks or Alone()
         self._operations = operations or TorchOperations()
         tensors = NamedTensors(weights)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = tensors.take("model.embed_tokens.weight", *shape)
-        builder = _LayerBuilder(config, tensors)
+        builder = _LayerBuilder(config, tensors, part)
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
         self._packed_rows = builder.packed_rows
         self._norm = tensors.take("model.norm.weight", config.hidden_size)
@@ -136,7 +143,7 @@ class Decoder:
         config, operations = self.config, self._operations
         eps = config.rms_norm_eps
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        residual = F.embedding(tokens, self._embedding)
+        residual = self._embed(tokens)
         # Each norm is fused with the addition before it, so a layer ends with the next one's norm.
         norms = [layer.attention_norm for layer in self._layers] + [self._norm]
         h = operations.rms_norm(residual, norms[0], eps)
@@ -144,27 +151,39 @@ class Decoder:
             qkv = project(index, "qkv", layer.qkv, h).view(-1, *heads)
             q = attention.rope_and_write(index, qkv, layer.rotate, layer.qk_norm)
             attended = attention.attend(index, q, layer.window).flatten(1)
-            output = project(index, "output", layer.output, attended)
+            output = self._ranks.sum(project(index, "output", layer.output, attended))
             h = operations.add_rms_norm(output, residual, layer.mlp_norm, eps)
             if isinstance(layer.mlp, Experts):
-                down = layer.mlp.forward(h, operations)
+                down = layer.mlp.forward(h, operations, self._ranks)
             else:
                 gated = operations.silu_mul(project(index, "gate_up", layer.mlp.gate_up, h))
-                down = project(index, "down", layer.mlp.down, gated)
+                down = self._ranks.sum(project(index, "down", layer.mlp.down, gated))
             h = operations.add_rms_norm(down, residual, norms[index + 1], eps)
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits [R, V] float32 of hidden states [R, E], in ``out`` if it is given."""
-        return self._head.in_float32(hidden, out)
+        if self._part is None:
+            return self._head.in_float32(hidden, out)
+        joined = self._ranks.join(self._head.in_float32(hidden))
+        return joined[:, : self._part.whole.vocab_size]
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self._part is None:
+            return F.embedding(tokens, self._embedding)
+        own = tokens - self._part.first_token
+        elsewhere = (own < 0) | (own >= len(self._embedding))
+        embedded = F.embedding(own.masked_fill(elsewhere, 0), self._embedding)
+        return self._ranks.sum(embedded.masked_fill(elsewhere[:, None], 0))
 
 
 class _LayerBuilder:
     """Builds the layers of one model, and records where each module is packed."""
 
-    def __init__(self, config: ModelConfig, tensors: NamedTensors) -> None:
+    def __init__(self, config: ModelConfig, tensors: NamedTensors, part: ModelPart | None) -> None:
         self._config = config
         self._tensors = tensors
+        self._part = part
         self.packed_rows: dict[str, tuple[Linear, slice]] = {}
         """By a module's name: the packed product that it is part of, and its rows there."""
 
@@ -210,6 +229,8 @@ class _LayerBuilder:
             router=self._linear(prefix, router),
             experts=[
                 self._mlp(prefix, expert_shapes(config, experts, number))
+                if self._part is None or self._part.has_expert(number)
+                else None
                 for number in range(experts.count)
             ],
         )

@@ -17,6 +17,7 @@ import torch
 
 from gpu.models.linear import Linear
 from gpu.models.operations import Operations
+from gpu.models.parallel.ranks import Ranks
 from trioserve.model_files import ExpertsConfig
 
 
@@ -34,35 +35,37 @@ class Experts:
 
     config: ExpertsConfig
     router: Linear  # E -> X
-    experts: Sequence[Mlp]
+    experts: Sequence[Mlp | None]
+    """By number; None for one that another rank has."""
 
-    def forward(self, x: torch.Tensor, operations: Operations) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, operations: Operations, ranks: Ranks) -> torch.Tensor:
         """Return the weighted sum of each token's experts: [T, E] of ``x`` [T, E].
 
-        The host waits for the device once, to learn how many tokens each expert has.
+        Each of ``ranks`` has the router, and some experts or a part of each. The host waits for the
+        device once, to learn how many tokens each expert has.
         """
         per_token = self.config.per_token
         weights, chosen = choose_experts(self.router(x), self.config)
         pairs = chosen.flatten()  # [T k], the expert of each pair of token and expert
         order = pairs.argsort(stable=True)
         rows = x.index_select(0, order // per_token)
-        results = torch.empty_like(rows)
+        results = torch.zeros_like(rows)
         first = 0
         for expert, count in zip(
             self.experts, pairs.bincount(minlength=len(self.experts)).tolist(), strict=True
         ):
-            if count:
-                own = slice(first, first + count)
+            own = slice(first, first + count)
+            if count and expert is not None:
                 gated = operations.silu_mul(expert.gate_up(rows[own]))
                 results[own] = expert.down(gated)
-                first += count
+            first += count
         by_token = torch.empty_like(results)
         by_token[order] = results
         by_token = by_token.view(-1, per_token, x.shape[1])
         total = by_token[:, 0].float() * weights[:, :1]
         for place in range(1, per_token):
             total += by_token[:, place].float() * weights[:, place, None]
-        return total.to(x.dtype)
+        return ranks.sum(total).to(x.dtype)
 
 
 def choose_experts(

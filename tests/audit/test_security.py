@@ -42,6 +42,8 @@ ALLOWED = {
     "gpu/cpu/library.py ctypes.CDLL": "kernels that this project compiled",
     "gpu/loading/devices.py ctypes.CDLL": "NVIDIA's driver, to learn whether there is one",
     "trioserve/protocol/gc_tuning.py ctypes.CDLL": "the C library, to give memory back",
+    "gpu/cpu/following.py ctypes.CDLL": "the C library, to end with the parent process",
+    "gpu/cpu/rank_processes.py subprocess.Popen": "the other ranks of a worker",
     "gpu/constraints/grammar_trial.py ctypes.CDLL": "the C library, to measure memory",
     "trioserve/workers/process.py trio.lowlevel.open_process": "the worker",
     "trioserve/workers/ray/port.py trio.lowlevel.open_process": "the process that speaks with Ray",

@@ -30,7 +30,8 @@ def test_all_unknown_options_are_named_at_once(capsys: pytest.CaptureFixture[str
         "  --model-path (SGLang): use the first argument",
         "  --mem-fraction-static (SGLang): use --gpu-memory-utilization: the share of everything, "
         "weights and cache and what a step needs",
-        "  --tp-size 2 (SGLang): not there yet: a worker has one device",
+        "  --tp-size (SGLang): use --tensor-parallel-size: several processes of a worker, on a "
+        "CPU; --enable-expert-parallel",
         "  --prot; did you mean --port?",
         "  --nonsense",
         "see trioserve serve --help",
@@ -51,7 +52,8 @@ def test_an_option_of_several_servers_is_that_of_the_command_line_s(
         ("-c 4096", "-c (llama.cpp): use --max-model-len for one sequence"),
         ("-hf x/y", "-hf (llama.cpp): use the first argument, a repository's id"),
         ("--lora-paths a=b", "--lora-paths (SGLang): use --lora-modules; see"),
-        ("--tensor-parallel-size 2", "--tensor-parallel-size 2 (vLLM): not there yet"),
+        ("-tp 2", "-tp (vLLM): use --tensor-parallel-size"),
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 (vLLM): not there yet"),
         ("--max_model_len 99", "--max_model_len (vLLM): use --max-model-len"),
         ("--swap-space 4", "--swap-space 4 (vLLM): not there; pages"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill; see"),
@@ -80,7 +82,7 @@ def test_what_does_the_same_is_told(
 
 def test_options_that_change_nothing_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
-        "serve --enable-chunked-prefill --tensor-parallel-size 1 -pp=1 --swap-space 0 m "
+        "serve --enable-chunked-prefill --nnodes 1 -pp=1 --swap-space 0 m "
         "--disable-log-requests --attention-backend FLASH_ATTN -fa on --port 7 "
         "--compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --enable-http2"
     )
@@ -89,8 +91,9 @@ def test_options_that_change_nothing_are_taken(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == [
         "trioserve serve: --enable-chunked-prefill changes nothing here: always so",
-        "trioserve serve: --tensor-parallel-size 1 changes nothing here: a worker has one device",
-        "trioserve serve: -pp 1 changes nothing here: a worker has one device",
+        "trioserve serve: --nnodes 1 changes nothing here: each process of a worker has all "
+        "layers, and they are on one host",
+        "trioserve serve: -pp 1 changes nothing here: each process of a worker has all layers",
     ]
     assert len(lines) == 10
     assert all(" changes nothing here: " in each for each in lines)

@@ -28,6 +28,23 @@ class WorkerGroupOptions(ModelOptions):
         low=0,
         high=1024,
     )
+    tensor_parallel_size: int = option(
+        1,
+        "processes of each worker, which have a part of every layer each; on a CPU",
+        group="worker",
+        page="tensor-parallel#Tensor parallel",
+        kind=int,
+        low=1,
+        high=1024,
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "let each process of --tensor-parallel-size have some of the experts of a layer, rather "
+        "than a part of each",
+        group="worker",
+        page="tensor-parallel#Experts",
+        kind=bool,
+    )
     worker_devices: tuple[str, ...] = option(
         (),
         "device of a worker on this host, given once for each worker in place of "

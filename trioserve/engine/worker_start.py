@@ -159,6 +159,8 @@ def start_message(
         kv_offloading_dir_bytes=config.kv_offloading_dir_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enable_expert_parallel=config.enable_expert_parallel,
         cpu_isa=config.cpu_isa,
         logprobs_mode=config.logprobs_mode,
         max_logprobs=max(config.max_logprobs, MAX_CONTINUATIONS),

@@ -62,6 +62,10 @@ class Start:
     """The most adapters in one plan."""
     free_memory: int = 0
     """``Ready.free_memory`` of the first process; 0 for that itself. It may come back late."""
+    tensor_parallel_size: int = 1
+    """Number of ranks that compute the model together."""
+    enable_expert_parallel: bool = False
+    """True if a rank has some of the experts, rather than a part of each."""
     num_sharing: int = 1
     """Number of workers that share a CPU's memory."""
     speculative: SpeculativeConfig | None = None

@@ -105,6 +105,8 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "max_loras": 3,
         "max_lora_rank": 24,
         "cpu_isa": "avx512_bf16",
+        "tensor_parallel_size": 4,
+        "enable_expert_parallel": True,
     }
     config = EngineConfig(
         "m",

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from gpu.models.linear import Linear
 from gpu.models.mlp import Experts, Mlp, choose_experts
 from gpu.models.operations.torch_ops import TorchOperations
+from gpu.models.parallel.ranks import Alone
 from gpu.weights import read_weights
 from gpu.weights.blocks import Blocks, Numbers
 from gpu.weights.expected import expected_tensors
@@ -254,7 +255,7 @@ def test_a_layer_is_the_weighted_sum_of_all_its_experts(
     gate, up = torch.einsum("te,xfe->xtf", x.double(), gate_ups.double()).chunk(2, dim=-1)
     inner = torch.nn.functional.silu(gate) * up
     wanted = torch.einsum("xtf,xef,tx->te", inner, downs.double(), weights)
-    result = layer.forward(x, TorchOperations())
+    result = layer.forward(x, TorchOperations(), Alone())
     # The router, gate and up, down, and the sum over a token's experts.
     bound = apart(16 + 16 + 24 + per_token, wanted)
     torch.testing.assert_close(result.double(), wanted, rtol=0, atol=bound)

@@ -1,0 +1,99 @@
+"""The processes of the ranks behind rank 0, which is the worker itself.
+
+They are its children. One that ends, ends the worker, and they end with it, stopped ones as well:
+to the engine the group is one worker, lost at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import attrs
+import msgspec
+
+from gpu.models.parallel.group import RankGroup
+from trioserve.protocol.wire import Start
+
+EXIT_RANK_LOST = 4
+_LENGTH = struct.Struct("<Q")
+_log = logging.getLogger("gpu.worker")
+
+
+@attrs.frozen(kw_only=True)
+class RankOrder:
+    """The order that a rank gets through its standard input: its number, and what it loads."""
+
+    rank: int
+    meeting: str
+    """Path of the file through which the ranks find each other."""
+    dtype: str
+    num_threads: int
+    start: Start
+
+
+def write_order(order: RankOrder) -> bytes:
+    """Return ``order`` with its length in front."""
+    message = msgspec.msgpack.encode(order)
+    return _LENGTH.pack(len(message)) + message
+
+
+def read_order(descriptor: int) -> RankOrder:
+    """Return the order that comes through ``descriptor``, which stays open.
+
+    Raises:
+        EOFError: It ended before.
+    """
+    (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size))
+    return msgspec.msgpack.decode(_read(descriptor, length), type=RankOrder)
+
+
+def _read(descriptor: int, length: int) -> bytes:
+    found = b""
+    while len(found) < length:
+        piece = os.read(descriptor, length - len(found))
+        if not piece:
+            raise EOFError("the worker has ended")
+        found += piece
+    return found
+
+
+def start_ranks(start: Start, dtype: str, num_threads: int) -> RankGroup:
+    """Start the other ranks of ``start.tensor_parallel_size``, and return the group as rank 0.
+
+    ``num_threads`` is the number of threads of each. From here on the process ends with
+    :data:`EXIT_RANK_LOST` once a rank has ended.
+    """
+    folder = tempfile.mkdtemp(prefix="trioserve-ranks-")
+    meeting = Path(folder) / "meeting"
+    for rank in range(1, start.tensor_parallel_size):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gpu", "--rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        assert process.stdin is not None
+        order = RankOrder(
+            rank=rank, meeting=str(meeting), dtype=dtype, num_threads=num_threads, start=start
+        )
+        process.stdin.write(write_order(order))
+        process.stdin.flush()
+        watch = threading.Thread(target=_watch, args=(process, rank), daemon=True)
+        watch.start()
+    group = RankGroup(meeting, 0, start.tensor_parallel_size)
+    meeting.unlink(missing_ok=True)
+    meeting.parent.rmdir()
+    return group
+
+
+def _watch(process: subprocess.Popen[bytes], rank: int) -> None:
+    status = process.wait()
+    _log.error("rank %d of the worker has ended with status %d", rank, status)
+    logging.shutdown()
+    os._exit(EXIT_RANK_LOST)

@@ -1,0 +1,64 @@
+"""Rank 0's decoder and attention: each call goes to the other ranks first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpu.attention import Attention, StepLayout
+from gpu.executor import Copies
+from gpu.lora.torch_adapters import TokenGroup
+from gpu.models.decoder import Decoder
+from gpu.models.parallel.group import RankGroup
+from gpu.models.parallel.steps import ComputeLogits, CopyPages, compute, encode_step
+
+
+class LeadingAttention:
+    """The attention of rank 0."""
+
+    def __init__(self, attention: Attention, group: RankGroup) -> None:
+        self.own = attention
+        self.layout: StepLayout | None = None
+        """Layout of the step that has begun."""
+        self._group = group
+
+    def copy_pages(self, copies: Copies) -> None:
+        """Copy pages on all ranks."""
+        self._group.send(encode_step(CopyPages(copies.tobytes())))
+        self.own.copy_pages(copies)
+
+    def page(self, number: int) -> list[torch.Tensor]:
+        """Refuse: a page's content is on all ranks."""
+        raise AssertionError("pages of several ranks don't leave them")
+
+    def begin(self, layout: StepLayout) -> None:
+        """See :meth:`gpu.attention.Attention.begin`; the other ranks do it with the tokens."""
+        self.layout = layout
+        self.own.begin(layout)
+
+
+class LeadingDecoder:
+    """The decoder of rank 0: :class:`gpu.cpu.torch_model.TorchDecoder`."""
+
+    def __init__(self, decoder: Decoder, group: RankGroup) -> None:
+        self._decoder = decoder
+        self._group = group
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention: LeadingAttention,
+        adapted: Sequence[TokenGroup] = (),
+    ) -> torch.Tensor:
+        """Return the hidden states [T, E] of ``tokens`` [T] int64, the same on all ranks."""
+        assert attention.layout is not None
+        places = {each.number: each.tokens.numpy() for each in adapted}
+        self._group.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
+        return self._decoder.forward(tokens, attention.own, adapted)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [R, V] of hidden states [R, E]."""
+        raw = hidden.contiguous().view(torch.uint8).numpy().tobytes()
+        self._group.send(encode_step(ComputeLogits(raw, len(hidden))))
+        return self._decoder.logits(hidden)

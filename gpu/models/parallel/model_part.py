@@ -1,0 +1,141 @@
+"""The part of a model that one rank has: its shape, and its piece of each tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trioserve.model_files.config import ModelConfig
+from trioserve.protocol.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
+
+_OPTION = "--tensor-parallel-size"
+_BY_OUTPUTS = re.compile(r".*\.(gate|up)_proj\.(weight|bias)")
+_BY_INPUTS = re.compile(r".*\.(o|down)_proj\.weight")
+_ADDED = re.compile(r".*\.(o|down)_proj\.bias")
+_OF_HEADS = re.compile(r".*\.self_attn\.([qkv])_proj\.(weight|bias)")
+_OF_EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
+_OF_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@attrs.frozen
+class ModelPart:
+    """The part that rank ``rank`` of ``size`` has of the model of ``whole``.
+
+    With ``by_expert`` a rank has some of the experts of each layer, else a part of each expert.
+
+    Raises:
+        ModelLoadError: The model can't be split so; the message names the number and the option.
+    """
+
+    whole: ModelConfig
+    rank: int
+    size: int
+    by_expert: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        whole, size = self.whole, self.size
+        if whole.num_heads % size:
+            raise ModelLoadError(
+                f"{_OPTION} {size} doesn't divide the model's {whole.num_heads} heads"
+            )
+        kv_heads = whole.num_kv_heads
+        if kv_heads % size and size % kv_heads:
+            raise ModelLoadError(
+                f"{_OPTION} {size} neither divides the model's {kv_heads} heads of keys and values "
+                "nor is a multiple of them"
+            )
+        for inner in self._split_sizes():
+            if inner % size:
+                raise ModelLoadError(
+                    f"{_OPTION} {size} doesn't divide the MLP's {inner} inner numbers"
+                )
+
+    def _split_sizes(self) -> Iterator[int]:
+        """Yield the intermediate sizes of the MLPs that are split by their inner numbers."""
+        for layer in range(self.whole.num_layers):
+            experts = self.whole.experts_of(layer)
+            if experts is None:
+                yield self.whole.intermediate_size
+            elif not self.by_expert:
+                yield experts.intermediate_size
+
+    def has_expert(self, number: int) -> bool:
+        """Return True if this rank has the expert ``number``, whole or in part."""
+        experts = self.whole.experts
+        assert experts is not None
+        return not self.by_expert or number * self.size // experts.count == self.rank
+
+    @property
+    def vocab_part(self) -> int:
+        """Number of tokens whose embeddings a rank has; the last rank's are padded with zeros."""
+        return -(-self.whole.vocab_size // self.size)
+
+    @property
+    def first_token(self) -> int:
+        """First token whose embedding this rank has."""
+        return self.rank * self.vocab_part
+
+    def config(self) -> ModelConfig:
+        """Return the shape of this rank's part. Ranks that share a head of keys each have it."""
+        whole, size, experts = self.whole, self.size, self.whole.experts
+        if experts is not None and not self.by_expert:
+            experts = attrs.evolve(experts, intermediate_size=experts.intermediate_size // size)
+        return attrs.evolve(
+            whole,
+            vocab_size=self.vocab_part,
+            num_heads=whole.num_heads // size,
+            num_kv_heads=max(whole.num_kv_heads // size, 1),
+            intermediate_size=whole.intermediate_size // size,
+            experts=experts,
+        )
+
+    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's piece of the tensor ``name``, in memory of its own if it is smaller.
+
+        Return None if it has none.
+        """
+        expert = _OF_EXPERT.fullmatch(name)
+        if expert is not None and self.by_expert:
+            return tensor if self.has_expert(int(expert[1])) else None
+        if name in _OF_VOCABULARY:
+            return self._of_vocabulary(tensor)
+        if _ADDED.fullmatch(name):  # once to the sum
+            return tensor if self.rank == 0 else tensor.new_zeros(tensor.shape)
+        dim, own = self.cut(name, tensor.shape)
+        if own == slice(None):
+            return tensor
+        return (tensor[:, own] if dim else tensor[own]).contiguous().clone()
+
+    def cut(self, name: str, shape: Sequence[int]) -> tuple[int, slice]:
+        """Return the dimension in which the tensor ``name`` is split, and this rank's part of it.
+
+        It is the whole if the tensor isn't split.
+        """
+        heads = _OF_HEADS.fullmatch(name)
+        if heads is not None:
+            of_queries, own = heads[1] == "q", self.config()
+            every = self.whole.num_heads if of_queries else self.whole.num_kv_heads
+            count = own.num_heads if of_queries else own.num_kv_heads
+            first, size = self.rank * every // self.size, self.whole.head_dim
+            return 0, slice(first * size, (first + count) * size)
+        if _BY_OUTPUTS.fullmatch(name):
+            return 0, self._part_of(shape[0])
+        if _BY_INPUTS.fullmatch(name):
+            return 1, self._part_of(shape[1])
+        return 0, slice(None)
+
+    def _part_of(self, count: int) -> slice:
+        part = count // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def _of_vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.new_zeros(self.vocab_part, *tensor.shape[1:])
+        there = tensor[self.first_token : self.first_token + self.vocab_part]
+        own[: len(there)] = there
+        return own

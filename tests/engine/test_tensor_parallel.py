@@ -1,0 +1,170 @@
+"""Tensor parallel: several processes of a worker give what one gives, and are lost together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import trio
+
+from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.lora_adapters import make_adapter
+from tests.support.tiny_models import make_tiny
+from trioserve import Completion, Engine, Grammar, ModelLoadError
+
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.5, "seed": 1, "n": 2},
+    {"temperature": 0.7, "seed": 2, "grammar": Grammar("regex", "(ab|cd|e){8}")},
+    {"temperature": 0, "beam_width": 3, "n": 2},
+    {"temperature": 0, "prompt_logprobs": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+def prompt(number: int) -> list[int]:
+    return [3 + (number * 11 + place * place) % 290 for place in range(6 + 9 * number)]
+
+
+async def answers(engine: Engine) -> list[Completion]:
+    """Return the answers to all requests, computed together."""
+    found: dict[int, Completion] = {}
+
+    async def ask(number: int) -> None:
+        options = {"max_tokens": 16, "ignore_eos": True, **REQUESTS[number]}
+        found[number] = await engine.complete(prompt(number), **options)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(len(REQUESTS)):
+            nursery.start_soon(ask, number)
+    return [found[number] for number in range(len(REQUESTS))]
+
+
+async def test_outputs_are_those_of_one_process(tiny: Path) -> None:
+    """With prompts in chunks and too few pages for all, so that sequences are preempted."""
+    options = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 24, "block_size": 4}
+    async with open_tiny_engine(tiny, **options) as engine:
+        alone = await answers(engine)
+    async with open_tiny_engine(tiny, tensor_parallel_size=2, **options) as engine:
+        assert len(await ranks_of(engine)) == 1
+        together = await answers(engine)
+        await assert_idle(engine)
+    for one, other in zip(alone, together, strict=True):
+        assert [each.token_ids for each in one.outputs] == [
+            each.token_ids for each in other.outputs
+        ]
+        values = [
+            [each.logprob for each in every.outputs[0].logprobs or ()] for every in (one, other)
+        ]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+async def adapted(engine: Engine, *adapters: str) -> list[tuple[int, ...]]:
+    """Return the outputs of a request with each of ``adapters``, empty for none, side by side."""
+    found: dict[int, tuple[int, ...]] = {}
+
+    async def ask(place: int) -> None:
+        options = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        answer = await engine.complete(prompt(place), adapter=adapters[place], **options)
+        found[place] = tuple(answer.token_ids)
+
+    async with trio.open_nursery() as nursery:
+        for place in range(len(adapters)):
+            nursery.start_soon(ask, place)
+    return [found[place] for place in range(len(adapters))]
+
+
+async def test_adapters_are_split_as_the_model_is(tmp_path: Path) -> None:
+    model = make_tiny("llama3", tmp_path / "model")
+    paths = {f"a{i}": make_adapter(model, tmp_path / f"{i}", seed=i) for i in range(3)}
+    found = []
+    for size in (1, 2):
+        options = {"enable_lora": True, "tensor_parallel_size": size}
+        async with open_tiny_engine(model, **options) as engine:
+            for name in ("a0", "a1"):
+                await engine.load_adapter(name, paths[name])
+            first = await adapted(engine, "a0", "", "a1")
+            await engine.unload_adapter("a0")
+            await engine.load_adapter("a2", paths["a2"])
+            found.append([*first, *await adapted(engine, "a2", "a1", "")])
+            await assert_idle(engine)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 6
+
+
+async def ranks_of(engine: Engine) -> list[psutil.Process]:
+    """Return the processes of the ranks behind rank 0."""
+    return [each for each in (await worker_of(engine)).children() if "--rank" in each.cmdline()]
+
+
+async def assert_gone(processes: list[psutil.Process]) -> None:
+    with trio.fail_after(10):
+        while any(each.is_running() and each.status() != "zombie" for each in processes):
+            await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("lost", ["rank", "worker"])
+async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) -> None:
+    async with open_tiny_engine(tiny, tensor_parallel_size=2) as engine:
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
+        expected = await engine.complete(prompt(1), **options)
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        found: list[int] = []
+        async with engine.generate(prompt(1), **options) as stream:
+            async for delta in stream:
+                found += delta.token_ids
+                if len(found) == 10:
+                    (ranks[0] if lost == "rank" else worker).kill()
+        assert found == list(expected.token_ids)
+        await assert_gone([worker, *ranks])
+        assert engine.statistics().worker_restarts == 1
+        await assert_idle(engine)
+
+
+async def test_a_rank_that_is_lost_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
+    async with open_tiny_engine(tiny, tensor_parallel_size=2) as engine:
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        ranks[0].kill()
+        with trio.fail_after(1):
+            await assert_gone([worker])
+        assert (await engine.complete(prompt(0), max_tokens=3, ignore_eos=True)).token_ids
+
+
+async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path) -> None:
+    """A stopped process can't end by itself: the kernel ends it."""
+    options = {"tensor_parallel_size": 2, "watchdog_timeout": 2.0}
+    async with open_tiny_engine(tiny, **options) as engine:
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        with trio.fail_after(60):
+            answer = await engine.complete(prompt(0), max_tokens=5, ignore_eos=True)
+        assert len(answer.token_ids) == 5
+        await assert_gone([worker, *ranks])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "3 doesn't divide the model's 4 heads"),
+        (
+            {"kv_offloading_bytes": 1 << 20, "kv_offloading_dir": "/tmp/pages"},
+            "2 doesn't go with --kv-offloading-dir",
+        ),
+        ({"model_impl": "transformers"}, "2 is for models of this server's own decoders on a CPU"),
+        ({"quantization": "int8"}, "--quantization int8 can't be had"),
+    ],
+)
+async def test_what_ranks_do_not_serve_is_refused(
+    tiny: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        async with open_tiny_engine(tiny, **{"tensor_parallel_size": 2, **options}):
+            raise AssertionError("it was opened")

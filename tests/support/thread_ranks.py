@@ -1,0 +1,64 @@
+"""The ranks of a group as threads of one process, for tests of models without processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import attrs
+import torch
+
+from gpu.models.parallel.ranks import Ranks
+
+__all__ = ["on_ranks"]
+
+T = TypeVar("T")
+
+
+@attrs.define(eq=False)
+class _Meeting:
+    """The tensors that the ranks have brought to the place where all of them wait."""
+
+    barrier: threading.Barrier
+    brought: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.brought[rank] = x.clone()
+        self.barrier.wait(60)
+        found = [self.brought[number] for number in range(self.barrier.parties)]
+        self.barrier.wait(60)
+        return found
+
+
+@attrs.frozen(eq=False)
+class _ThreadRank:
+    """:class:`gpu.models.parallel.ranks.Ranks` of one thread."""
+
+    rank: int
+    meeting: _Meeting
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for each in self.meeting.exchange(self.rank, x):
+            total += each
+        return total
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=1)
+
+
+def on_ranks(size: int, compute: Callable[[int, Ranks], T]) -> list[T]:
+    """Return what ``compute`` returns on each of ``size`` ranks; it gets its number."""
+    meeting = _Meeting(threading.Barrier(size))
+
+    def run(rank: int) -> T:
+        try:
+            return compute(rank, _ThreadRank(rank, meeting))
+        except BaseException:
+            meeting.barrier.abort()  # or the others wait for it
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
