@@ -55,6 +55,10 @@ class LazyGrammars:
         self._lock = threading.Lock()
         self._cache: GrammarCache | None = None
 
+    def load(self) -> None:
+        """Build the vocabulary now, in any thread."""
+        self._loaded()
+
     def prepare(self, grammar: Grammar, *, tried: bool = False) -> int:
         """See :meth:`Grammars.prepare`."""
         return self._loaded().prepare(grammar, tried=tried)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 
 import attrs
@@ -62,9 +63,15 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[kind],
     )
     _refuse_options(start, kind, files)
-    constraints = _load_constraints(start, files, device)
+    grammars = LazyGrammars(Path(start.model), start.tokenizer)
+    loading_grammars = threading.Thread(target=grammars.load, daemon=True)
+    if start.has_grammars:
+        loading_grammars.start()
+    constraints = _load_constraints(start, files, device, grammars)
     loaded = _load_on(device, start, files, dtype, on_progress, constraints)
     _run_a_prompt(loaded, start, on_progress)
+    if start.has_grammars:
+        loading_grammars.join()
     runner = Runner(
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
     )
@@ -177,7 +184,9 @@ def _load_on(
     return load_on_cpu(start, files, dtype, threads, on_progress, constraints)
 
 
-def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constraints:
+def _load_constraints(
+    start: Start, files: ModelFiles, device: str, grammars: LazyGrammars
+) -> Constraints:
     """Load the operator's logits processors; return the constraints with them."""
     context = ProcessorContext(
         vocab_size=files.config.vocab_size,
@@ -191,7 +200,7 @@ def _load_constraints(start: Start, files: ModelFiles, device: str) -> Constrain
     )
     return Constraints(
         files.config.vocab_size,
-        LazyGrammars(Path(start.model), start.tokenizer),
+        grammars,
         processors,
         num_threads=min(max(int(Machine().cores()), 1), MAX_MASK_THREADS),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import pytest
 import trio
 import trio.testing
 
+from trioserve.config import EngineConfig
+from trioserve.engine.worker_start import start_message
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.protocol.grammar import Grammar
@@ -103,28 +106,14 @@ async def test_a_request_that_leaves_meanwhile_leaves_nothing(autojump_clock: Cl
         engine.check_integrity()
 
 
-async def test_a_new_worker_loads_its_libraries_before_a_grammar_comes(
-    autojump_clock: Clock,
-) -> None:
-    asked: list[list[str]] = []
-
-    def make() -> FakeWorker:
-        asked.append([])
-
-        def die(step: int, plan: wire.Plan) -> None:
-            if len(asked) == 1 and step == 8:
-                raise WorkerDies
-
-        return FakeWorker(
-            script=die,
-            calls={"prepare": lambda arguments: asked[-1].append(arguments["grammar"][1])},
-        )
-
-    async with open_fake_engine(make) as engine:
+async def test_the_next_process_loads_what_grammars_need(autojump_clock: Clock) -> None:
+    start = start_message(EngineConfig("m"), Path("/m"))
+    async with open_fake_engine(FakeWorker) as engine:
+        (worker,) = engine.worker_group
+        await engine.complete([1, 2], max_tokens=2)
+        assert not worker.amend(start).has_grammars
         await engine.complete([1, 2], max_tokens=2, grammar=SLOW)
-        await engine.complete([1, 2], max_tokens=20)
-        assert engine.statistics().worker_restarts == 1
-    assert asked == [[SLOW.text], ['["a"]']]
+        assert worker.amend(start).has_grammars
 
 
 class Forgetful(FakeWorker):

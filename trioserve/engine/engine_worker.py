@@ -81,6 +81,16 @@ class EngineWorker:
         self.device = ready.device_name
         await self.scheduler.attach(link, ready)
 
+    def amend(self, start: wire.Start) -> wire.Start:
+        """Return what the next process loads: with the present weights, and for grammars as well.
+
+        It loads what grammars need if one has come, because a request with one may move to it as
+        soon as it serves.
+        """
+        core = self.scheduler.core
+        had_grammars = core is not None and core.had_grammars
+        return attrs.evolve(start, weights=self.scheduler.weights.path, has_grammars=had_grammars)
+
     @property
     def index(self) -> int:
         """Its number, which no other worker of the engine ever has."""

@@ -102,7 +102,7 @@ class WorkerGroup:
                 wait_here=joined.wait_here,
                 dismiss=joined.dismiss,
             )
-            joined.weights = lambda: worker.scheduler.weights.path
+            joined.amend = worker.amend
             worker.scheduler.stop_string_at_end = stop_string_at_end
             return worker
 

@@ -102,7 +102,7 @@ class WorkerProcesses:
             made = EngineWorker.of(index, config, metrics, workers.open, traffic=workers.traffic)
             made.scheduler.feeds.disk_keys = disk_keys
             made.free_device = lambda: self._devices.free(index)
-            workers.weights = lambda: made.scheduler.weights.path
+            workers.amend = made.amend
             return made
 
         return make

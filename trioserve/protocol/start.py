@@ -50,6 +50,8 @@ class Start:
     """Instruction set of a CPU's kernels: ``auto`` or one of ``KERNEL_ISAS``."""
     weights: str = ""
     """Path of the weights if they aren't the model's own any more: a folder or a file."""
+    has_grammars: bool = False
+    """True if requests have followed grammars: what these need is loaded with the model then."""
     max_lora_rank: int = 0
     """The largest rank of adapters; 0 for no adapters."""
     kv_offloading_bytes: int = 0

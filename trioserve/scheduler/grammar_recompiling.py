@@ -5,9 +5,6 @@ all sequences wait meanwhile. So after a worker's death, sequences with a gramma
 next worker has compiled it in other threads; all other sequences run. A preempted sequence waits in
 the same way, because the worker may have dropped its grammar. A worker has compiled each of these
 grammars within the limits before, so it isn't tried in a child process again.
-
-The first grammar makes a worker load its libraries. A new worker does so at once, if the one before
-had grammars.
 """
 
 from __future__ import annotations
@@ -27,9 +24,6 @@ from trioserve.scheduler.core import SchedulerCore
 
 MAX_CALLS = 2
 """Number of grammars that the worker compiles at a time, beside those of new requests."""
-
-_SMALL = Grammar("choice", '["a"]')
-"""A grammar that takes no time, once the libraries are loaded."""
 
 _log = get_logger("trioserve.engine")
 
@@ -59,10 +53,6 @@ class _Recompiling:
         self.begun.remove(grammar)
         self.core.on_compiled(grammar)
         self.wake()
-
-    async def load_libraries(self) -> None:
-        """Have the worker load what it needs for grammars, before a request waits for it."""
-        await self._ask(_SMALL)
 
     def next(self) -> Grammar | None:
         """Return a grammar to be compiled; None if all have begun."""
@@ -102,8 +92,6 @@ async def recompile(
     """
     recompiling = _Recompiling(core, call, wake, deliver)
     async with trio.open_nursery() as nursery:
-        if core.had_grammars:
-            nursery.start_soon(recompiling.load_libraries)
         while True:
             while (grammar := recompiling.next()) is not None:
                 recompiling.begun.add(grammar)

@@ -171,14 +171,13 @@ class Workers:
         start: What each worker loads.
         start_timeout: Most seconds without progress while it loads.
         on_progress: Called with each sign of progress while it loads.
-        weights: Returns the present path of the weights: see
-            :attr:`~trioserve.protocol.wire.Start.weights`.
+        amend: Returns what the next worker loads: ``start`` with what has changed since.
     """
 
     start: wire.Start
     start_timeout: float
     on_progress: OnProgress
-    weights: Callable[[], str] = lambda: ""
+    amend: Callable[[wire.Start], wire.Start] = lambda start: start
     traffic: LinkTraffic = attrs.field(init=False, factory=LinkTraffic)
     """Measures of the links to all of these workers."""
     _ahead: tuple[WorkerProcess, contextlib.AsyncExitStack] | None = attrs.field(
@@ -216,10 +215,9 @@ class Workers:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
         """Run the next worker; see :func:`~trioserve.workers.life.run_worker`."""
-        start = attrs.evolve(self.start, weights=self.weights())
         async with run_worker(
             self._open_process(),
-            start,
+            self.amend(self.start),
             start_timeout=self.start_timeout,
             on_progress=self.on_progress,
         ) as (link, ready):

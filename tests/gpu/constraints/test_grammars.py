@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from gpu.constraints.grammar_trial import GrammarTrial, TrialVerdict
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.refusals import GrammarError
+from gpu.loading.loaded_model import unseen
+from gpu.loading.loading import load
 from tests.support.grammar_vocabularies import (
     EOS,
     VOCABULARY,
@@ -30,6 +33,8 @@ from tests.support.grammar_vocabularies import (
 )
 from tests.support.text_tokenizers import byte_fallback, byte_level, metaspace, words
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny, tiny_tokenizer
+from trioserve.config import EngineConfig
+from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol.grammar import GRAMMAR_KINDS, Grammar
 
@@ -303,6 +308,21 @@ def test_a_vocabulary_is_built_with_the_first_grammar(tmp_path: Path) -> None:
     late.close()
     with pytest.raises(GrammarError, match=r"tokenizer can't be read again: .*config\.json"):
         late.prepare(Grammar("regex", "a"))
+
+
+def test_a_vocabulary_is_built_with_the_model_if_there_were_grammars(tmp_path: Path) -> None:
+    folder = make_tiny("smollm2", tmp_path)
+    config = EngineConfig(str(folder), device="cpu", dtype="float32", num_threads=1)
+    for has_grammars in (True, False):
+        start = attrs.evolve(start_message(config, folder), has_grammars=has_grammars)
+        constraints = load(start, unseen).constraints
+        assert constraints is not None
+        copy = shutil.copy(folder / "config.json", tmp_path / "kept")
+        (folder / "config.json").unlink()
+        found = constraints.prepare(Grammar("regex", "a"), {})
+        assert isinstance(found, int) == has_grammars
+        shutil.copy(copy, folder / "config.json")
+        constraints.shut_down()
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

@@ -58,8 +58,7 @@ class JoinedWorker:
         start: What each worker loads.
         start_timeout: Most seconds without progress while it loads.
         others_serve: Returns True if the engine has another worker that serves.
-        weights: Returns the present path of the weights: see
-            :attr:`~trioserve.protocol.wire.Start.weights`.
+        amend: Returns what the next worker loads: ``start`` with what has changed since.
     """
 
     id: str
@@ -67,7 +66,7 @@ class JoinedWorker:
     start: wire.Start
     start_timeout: float
     others_serve: Callable[[], bool] = lambda: False
-    weights: Callable[[], str] = lambda: ""
+    amend: Callable[[wire.Start], wire.Start] = lambda start: start
     traffic: LinkTraffic = attrs.field(init=False)
     """Measures of all links."""
     _link: RemoteLink | None = attrs.field(init=False, default=None)
@@ -132,10 +131,9 @@ class JoinedWorker:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Link, wire.Ready]]:
         """Run the next worker; see :func:`~trioserve.workers.life.run_worker`."""
-        start = attrs.evolve(self.start, weights=self.weights())
         async with run_worker(
             self._open_link(),
-            start,
+            self.amend(self.start),
             start_timeout=self.start_timeout,
             on_progress=lambda _: None,
         ) as (link, ready):
