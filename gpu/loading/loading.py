@@ -75,7 +75,20 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     runner = Runner(
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
     )
-    ready = Ready(
+    ready = _ready(start, files, loaded, kind, dtype)
+    weights = ModelWeights(functools.partial(weights_for, files), loaded.read_weights)
+    return Serving(
+        transfers=_open_transfers(start, files, loaded, ready),
+        runner=runner,
+        weights=weights,
+        constraints=constraints,
+        adapters=loaded.adapters,
+        ready=ready,
+    )
+
+
+def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: str) -> Ready:
+    return Ready(
         model_checksum=files.checksum(),
         device=kind,
         device_name=loaded.device_name,
@@ -91,15 +104,6 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_row_tokens=loaded.max_row_tokens,
         free_memory=loaded.free_memory,
         warning=loaded.warning,
-    )
-    weights = ModelWeights(functools.partial(weights_for, files), loaded.read_weights)
-    return Serving(
-        transfers=_open_transfers(start, files, loaded, ready),
-        runner=runner,
-        weights=weights,
-        constraints=constraints,
-        adapters=loaded.adapters,
-        ready=ready,
     )
 
 
