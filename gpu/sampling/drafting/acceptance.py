@@ -61,7 +61,7 @@ class Acceptance:
 
     def probability(self, slot: int, draft: Draft) -> float:
         """Return the probability that the first token of a draft for ``slot`` is accepted."""
-        return self._estimate(slot, draft.kind, _place(draft.match_length))
+        return self._estimate(slot, draft.kind, _place(draft.kind, draft.match_length))
 
     def probabilities(self, slot: int, draft: Draft, count: int) -> list[float]:
         """Return the probabilities that the first 1, 2, … ``count`` tokens are all accepted.
@@ -71,8 +71,8 @@ class Acceptance:
         found: list[float] = []
         product, place, estimate = 1.0, -1, 1.0
         for length in range(draft.match_length, draft.match_length + count):
-            if _place(length) != place:
-                place = _place(length)
+            if _place(draft.kind, length) != place:
+                place = _place(draft.kind, length)
                 estimate = self._estimate(slot, draft.kind, place)
             product *= estimate
             found.append(product)
@@ -88,7 +88,7 @@ class Acceptance:
         """Note that a draft wasn't verified, so that what was hard to draft gets new tries."""
         for share in self._by_slot.get(slot, {}).values():
             share.fade(_DECAY)
-        self._by_length[draft.kind][_place(draft.match_length)].fade(_SKIPPED_DECAY)
+        self._by_length[draft.kind][_place(draft.kind, draft.match_length)].fade(_SKIPPED_DECAY)
 
     def add(self, slot: int, draft: Draft, accepted: int) -> None:
         """Note how many tokens of a draft for ``slot`` were accepted.
@@ -97,8 +97,10 @@ class Acceptance:
         """
         tried = min(accepted + 1, len(draft.tokens))
         first = draft.match_length
-        places = collections.Counter(_place(length) for length in range(first, first + tried))
-        refused_at = _place(first + accepted) if tried > accepted else None
+        places = collections.Counter(
+            _place(draft.kind, length) for length in range(first, first + tried)
+        )
+        refused_at = _place(draft.kind, first + accepted) if tried > accepted else None
         by_slot = self._by_slot.setdefault(slot, {})
         for place, number in places.items():
             agreed = number - (place == refused_at)
@@ -106,5 +108,8 @@ class Acceptance:
             self._by_length[draft.kind][place].add(agreed, number)
 
 
-def _place(match_length: int) -> int:
+def _place(kind: DraftKind, match_length: int) -> int:
+    """Return the place of a match's share; a model's drafts, which have no match, have one."""
+    if kind is DraftKind.MODEL:
+        return 0
     return min(max(match_length, 1).bit_length(), len(_FIRST_GUESS)) - 1

@@ -7,9 +7,15 @@ import attrs
 ALLOWED = 0.01
 """Share of the steps' time that drafts may cost in the long run."""
 MOST_DEBT = 4.0
-"""Debt in steps from which on there are no drafts until it is paid off. It is more than what the
-draft model takes for the prompts of a few sequences, which has to come before any of their drafts.
+"""Debt in steps from which on there are no drafts until it is paid off."""
+MOST_SAVED = 16.0
+"""Steps that drafts may have saved in advance, so that a change of the texts is no surprise."""
+SPREAD = 1 / 64
+"""Part of the time for prompts that becomes debt with each step. A draft model computes a prompt
+before its first drafts for it, which are to have the time to make up for it.
 """
+_MOST_AT_ONCE = 16.0
+"""Most steps that one step counts as: it may have been disturbed."""
 
 
 @attrs.define
@@ -22,7 +28,11 @@ class DraftBudget:
     """
 
     _debt: float = attrs.field(init=False, default=0.0)
-    """Steps' time that drafts cost, less what they saved and were allowed."""
+    """Steps' time that drafts cost, less what they saved and were allowed; at least
+    ``-MOST_SAVED``.
+    """
+    _spread: float = attrs.field(init=False, default=0.0)
+    """Steps' time for prompts that isn't debt yet."""
     _is_spent: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
@@ -30,13 +40,20 @@ class DraftBudget:
 
     def includes(self, num_rows: int) -> bool:
         """Return whether the next step, of ``num_rows`` rows, has no drafts; count it."""
-        self._debt = max(self._debt - ALLOWED, 0.0)
-        if not self._debt:
+        due = self._spread * SPREAD
+        self._spread -= due
+        # What nothing was saved for isn't allowed in advance.
+        self._debt = self._debt + due - (ALLOWED if self._debt + due > 0 else 0.0)
+        if self._debt > MOST_DEBT:
+            self._is_spent = True
+        elif self._debt + self._spread <= ALLOWED:
             self._is_spent = False
         return self._is_spent
 
-    def note(self, num_rows: int, saved: float, seconds: float) -> None:
+    def note(self, num_rows: int, saved: float, seconds: float, *, has_drafts: bool) -> None:
         """See :meth:`gpu.sampling.drafting.pause.DraftPause.note`."""
-        self._debt = max(self._debt - saved / seconds, 0.0)
-        if self._debt > MOST_DEBT:
-            self._is_spent = True
+        cost = min(-saved / seconds, _MOST_AT_ONCE)
+        if has_drafts:
+            self._debt = max(self._debt + cost, -MOST_SAVED)
+        else:
+            self._spread += max(cost, 0.0)

@@ -165,7 +165,8 @@ class Drafter:
         if self._batch_source is not None and num_tokens == len(rows):
             took = seconds  # what a draft model takes away from the next step counts, too
         gained = num_accepted * self._step_times.seconds(num_sampling) / num_sampling
-        self._pause.note(len(rows), gained + without - took, without)
+        saved = gained + without - took
+        self._pause.note(len(rows), saved, without, has_drafts=num_drafts > 0)
 
     def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
         self._search_seconds = None

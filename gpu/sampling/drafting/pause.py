@@ -55,10 +55,14 @@ class DraftPause:
         self._steps_left -= 1
         return True
 
-    def note(self, num_rows: int, saved: float, seconds: float) -> None:
+    def note(self, num_rows: int, saved: float, seconds: float, *, has_drafts: bool) -> None:
         """Note a step outside a pause, and how many seconds drafts saved or, below 0, cost.
 
-        Without drafts it would take ``seconds``.
+        Args:
+            num_rows: Rows of the step.
+            saved: Seconds saved.
+            seconds: Time that the step would take without drafts.
+            has_drafts: True if it verified drafts, rather than look for them in vain.
         """
         self._window_rows += num_rows
         self._saved += saved

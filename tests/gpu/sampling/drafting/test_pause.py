@@ -18,7 +18,7 @@ def steps_of(pause: DraftPause, saved: float, number: int, rows: int = ROWS) -> 
     for _ in range(number):
         paused.append(pause.includes(rows))
         if not paused[-1]:
-            pause.note(rows, saved, 1.0)
+            pause.note(rows, saved, 1.0, has_drafts=True)
     return paused
 
 
@@ -49,7 +49,7 @@ def test_a_single_failure_is_no_reason() -> None:
     pause = DraftPause()
     for step in range(1000):
         assert not pause.includes(1)
-        pause.note(1, 0.2 if step % 4 else -0.3, 1.0)
+        pause.note(1, 0.2 if step % 4 else -0.3, 1.0, has_drafts=True)
 
 
 def paused() -> DraftPause:
@@ -76,5 +76,5 @@ def test_a_pause_ends_once_half_of_the_sequences_are_others() -> None:
     assert not pause.includes(ROWS)
     # Those count for this pause only.
     steps_of(pause, -0.1, WINDOW // ROWS - 1)
-    pause.note(ROWS, -1.0, 1.0)
+    pause.note(ROWS, -1.0, 1.0, has_drafts=True)
     assert pause.includes(ROWS)
