@@ -48,6 +48,11 @@ class PageFiles:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._total = sum(size for _, size, _ in self._list())
 
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self._folder.name
+
     def list_keys(self) -> list[bytes]:
         """Return the keys of all pages, the one first that was used longest ago."""
         return [bytes.fromhex(path.stem) for _, _, path in self._list()]

@@ -93,9 +93,9 @@ class PageTransfers:
         finally:
             self._end()
 
-    def list(self) -> bytes:
-        """Return the keys of all pages, one after the other."""
-        return b"".join(self._files.list_keys())
+    def list(self) -> dict[str, str | bytes]:
+        """Return the name of the folder, and the keys of all pages, one after the other."""
+        return {"folder": self._files.name, "keys": b"".join(self._files.list_keys())}
 
     def delete_all(self) -> None:
         """Delete all files, once no transfer is under way."""

@@ -265,3 +265,21 @@ def test_pages_are_written_once_their_copies_are_done() -> None:
     assert cache.evict(0) == (0, 0)
     disk.end_write(write, [True], [])
     assert disk.index.keys == set(write.keys)
+
+
+def test_workers_of_one_folder_have_one_set_of_keys() -> None:
+    folders: dict[str, set[bytes]] = {}
+    first, second, third = (DiskIndex(folders) for _ in range(3))
+    for index in (first, second):
+        index.use("old weights", [b"1", b"2"])
+    first.keys.add(b"3")
+    assert second.keys == {b"1", b"2", b"3"}
+    # The second has other weights now; the first still has the old ones.
+    second.empty("list_pages")
+    assert second.keys == set()
+    second.use("new weights", [b"4"])
+    assert first.keys == {b"1", b"2", b"3"}
+    third.use("new weights", [b"4", b"5"])
+    assert second.keys == {b"4", b"5"}
+    second.empty("delete_pages")
+    assert (first.keys, third.keys) == ({b"1", b"2", b"3"}, set())

@@ -94,13 +94,13 @@ class WorkerProcesses:
 
     def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
         """Return the function that makes workers over these processes."""
-        disk_keys: set[bytes] = set()
+        disk_folders: dict[str, set[bytes]] = {}
 
         def make(index: int, device: str | None = None) -> EngineWorker:
             is_first = index < len(self.first)
             workers = self.first[index] if is_first else self._make(index, device)
             made = EngineWorker.of(index, config, metrics, workers.open, traffic=workers.traffic)
-            made.scheduler.feeds.disk_keys = disk_keys
+            made.scheduler.feeds.disk_folders = disk_folders
             made.free_device = lambda: self._devices.free(index)
             workers.amend = made.amend
             return made

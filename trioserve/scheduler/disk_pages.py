@@ -49,8 +49,10 @@ _FORGETTING = 0.02
 class DiskIndex:
     """The keys of the pages on disk, and the time to read one; both outlive the pages in memory."""
 
-    keys: set[bytes] = attrs.field(factory=set)
-    """Keys of the pages; workers that have the same files have one set."""
+    _folders: dict[str, set[bytes]] = attrs.field(factory=dict)
+    """Keys by folder; workers of one host have one dict."""
+    keys: set[bytes] = attrs.field(init=False, factory=set)
+    """Keys of the pages in this worker's folder, which others may have, too."""
     due: Literal["", "delete_pages", "list_pages"] = attrs.field(init=False, default="")
     """Call that the worker is due after the cache was emptied; empty for none."""
     page_seconds: float = attrs.field(init=False, default=0.0)
@@ -59,9 +61,16 @@ class DiskIndex:
     def empty(self, due: Literal["delete_pages", "list_pages"]) -> None:
         """Forget all pages, and have their files deleted, or those of other weights listed."""
         if due == "list_pages":
-            self.keys = set()  # other workers have the old weights, and their files
-        self.keys.clear()
+            self.keys = set()  # those of the old folder are other workers' still
+        else:
+            self.keys.clear()
         self.due = due
+
+    def use(self, folder: str, keys: Iterable[bytes]) -> None:
+        """Take the pages that are in ``folder`` for those of this worker."""
+        self.keys = self._folders.setdefault(folder, set())
+        self.keys.clear()
+        self.keys.update(keys)
 
     def learn(self, num_pages: int, seconds: float) -> None:
         """Learn from a transfer that read ``num_pages``."""

@@ -106,9 +106,10 @@ class _Transfers:
 
     async def list_pages(self) -> None:
         """Learn which pages are on disk."""
-        index = self.core.disk_index
-        keys = await self._ask("list_pages", None) or b""
-        index.keys.update(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        match await self._ask("list_pages", None):
+            case {"folder": str(folder), "keys": bytes(keys)}:
+                every = range(0, len(keys), KEY_BYTES)
+                self.core.disk_index.use(folder, (keys[at : at + KEY_BYTES] for at in every))
 
 
 async def transfer_pages(

@@ -22,8 +22,8 @@ class Feeds:
     cache: CacheEvents = attrs.field(init=False, factory=CacheEvents)
     indexed: WorkerPages | None = attrs.field(init=False, default=None)
     """The prefix cache in the index over all workers, if there are several."""
-    disk_keys: set[bytes] = attrs.field(init=False, factory=set)
-    """Keys of the pages on disk; the workers of one host have one set."""
+    disk_folders: dict[str, set[bytes]] = attrs.field(init=False, factory=dict)
+    """Keys of the pages on disk by folder; the workers of one host have one dict."""
     on_load_changed: Callable[[], None] | None = attrs.field(init=False, default=None)
     """Called after a change of the sequences that wait or run."""
 

@@ -40,7 +40,7 @@ class SchedulerState:
     def __init__(self, limits: SchedulerLimits, feeds: Feeds) -> None:
         self.limits = limits
         self.feeds = feeds
-        self.disk_index = DiskIndex(feeds.disk_keys)
+        self.disk_index = DiskIndex(feeds.disk_folders)
         """Pages on disk, which outlive the worker's memory."""
         self.memory = Memory(limits, feeds, self.disk_index)
         self.waiting = WaitingQueue()

@@ -49,7 +49,7 @@ class FakeDisk:
     def calls(self, weights: str, pages: FakePages) -> dict[str, Callable[[Any], Any]]:
         """Return the functions that answer a worker's calls, by name."""
         return {
-            "list_pages": lambda _: b"".join(self.of(weights)),
+            "list_pages": lambda _: {"folder": weights, "keys": b"".join(self.of(weights))},
             "write_pages": lambda arguments: self.write(weights, pages, arguments),
             "read_pages": lambda arguments: self.read(weights, pages, arguments),
             "delete_pages": lambda _: self.of(weights).clear(),
