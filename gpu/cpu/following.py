@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ import torch
 from gpu._util.logs import set_up_logging
 from gpu.attention import Attention
 from gpu.cpu.loading import rope_table
-from gpu.cpu.rank_processes import read_order
-from gpu.cpu.torch_loading import load_decoder, make_attention
+from gpu.cpu.rank_processes import RankOrder, read_order
+from gpu.cpu.torch_loading import load_part, make_attention
 from gpu.loading.loaded_model import unseen
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import FollowingAdapters
@@ -25,29 +26,58 @@ from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
     CopyPages,
-    DropAdapter,
     GiveCache,
-    HoldAdapter,
+    LoadAdapter,
+    UnloadAdapter,
     decode_step,
     layout_of,
 )
 from trioserve.model_files import open_model
+from trioserve.protocol.errors import ModelLoadError
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def run() -> None:
     """Run as the rank that standard input says, until the worker ends."""
-    die_with(os.getppid())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging()
     order = read_order(sys.stdin.fileno())
+    watch = end_with(order.parent)
+    try:
+        _serve(order)
+    except ModelLoadError:
+        watch.join()  # rank 0 says why, and ends
+
+
+def end_with(parent: int) -> threading.Thread:
+    """Let this process end when ``parent`` does, even if it is stopped then.
+
+    Return the thread that waits for it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def _serve(order: RankOrder) -> None:
     start = order.start
-    group = RankGroup(Path(order.meeting), order.rank, start.tensor_parallel_size)
+    assert not start.weights, "the weights of several ranks aren't exchanged"
+    group = RankGroup(Path(order.rendezvous), order.rank, start.tensor_parallel_size)
     files = open_model(Path(start.model), start.model_impl)
     part = ModelPart(files.native, order.rank, group.size, start.enable_expert_parallel)
-    decoder = load_decoder(files, order.dtype, order.num_threads, unseen, part, group)
+    decoder = load_part(files, order.dtype, order.num_threads, unseen, part, group)
     given = decode_step(group.receive())
     assert isinstance(given, GiveCache)
     attention = make_attention(
@@ -58,14 +88,6 @@ def run() -> None:
     )
     with torch.inference_mode():
         follow(group, decoder, attention, FollowingAdapters(part, decoder.dtype))
-
-
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, even if it is stopped then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def follow(
@@ -81,9 +103,9 @@ def follow(
             case ComputeLogits(hidden=raw, num_rows=rows):
                 hidden = torch.frombuffer(bytearray(raw), dtype=decoder.dtype)
                 decoder.logits(hidden.view(rows, -1))
-            case HoldAdapter() as step:
-                adapters.hold(step)
-            case DropAdapter() as step:
-                adapters.drop(step)
+            case LoadAdapter() as step:
+                adapters.load(step)
+            case UnloadAdapter() as step:
+                adapters.unload(step)
             case CopyPages(copies=pairs):
                 attention.copy_pages(np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2))

@@ -222,7 +222,7 @@ def _by_ranks(
     size = start.tensor_parallel_size
     part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
     group = start_ranks(start, dtype, threads)
-    decoder = torch_loading.load_decoder(files, dtype, threads, on_progress, part, group)
+    decoder = torch_loading.load_part(files, dtype, threads, on_progress, part, group)
     bytes_per_page = size * _bytes_per_page(start, decoder.config, dtype)
     num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
     group.send(encode_step(GiveCache(num_pages, num_host_pages)))
@@ -239,6 +239,7 @@ def _by_ranks(
         num_host_pages=num_host_pages,
         computing=f"torch ({reason}), {size} ranks",
         exchange=lambda _: _keep_weights,
+        warning=f"{SLOWER}: {reason}" if isinstance(reason, _NoKernels) else "",
     )
 
 
@@ -310,8 +311,6 @@ def _compiled(
     Raises:
         _NotCompiled: torch has to compute it.
     """
-    if start.tensor_parallel_size > 1:
-        raise _NotCompiled("the compiled kernels compute whole models")
     obstacle = obstacle_in(config)
     if obstacle is not None:
         raise _NotCompiled(f"the compiled kernels aren't made for {obstacle}")
@@ -320,6 +319,8 @@ def _compiled(
         if start.dtype == "auto" and lacking is not None:
             raise _NoKernels(lacking)
         raise _NotCompiled("the compiled kernels compute in bfloat16 only")
+    if start.tensor_parallel_size > 1:
+        raise _NoKernels("the compiled kernels compute whole models")
     try:
         library = load_library(
             start.cpu_isa, lambda done, total: on_progress("kernels", done, total)

@@ -22,8 +22,10 @@ from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Ranks
 from gpu.models.registry import build_model
 from gpu.sampling.sampler import Sampler
+from gpu.slots import summarize
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
+from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.wire import Start
 
 
@@ -46,6 +48,32 @@ def load_decoder(
     torch.set_float32_matmul_precision("highest")
     weights = load_weights(files, getattr(torch, dtype), of_weights(on_progress))
     return build_model(files.native, weights, part=part, ranks=ranks)
+
+
+def load_part(
+    files: ModelFiles,
+    dtype: str,
+    threads: int,
+    on_progress: OnProgress,
+    part: ModelPart,
+    group: RankGroup,
+) -> Decoder:
+    """Return the ``part`` of a model as :func:`load_decoder`, once all ranks have theirs.
+
+    Raises:
+        ModelLoadError: A rank can't load its part.
+    """
+    error = ""
+    decoder: Decoder | None = None
+    try:
+        decoder = load_decoder(files, dtype, threads, on_progress, part, group)
+    except ModelLoadError as failure:
+        error = str(failure)
+    except Exception as failure:
+        error = f"rank {group.rank} can't load its part: {summarize(failure)}"
+    group.agree(error)
+    assert decoder is not None
+    return decoder
 
 
 def make_attention(

@@ -45,6 +45,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     if task_of(Path(start.model)) != "generate":
         if start.speculative is not None:
             raise ModelLoadError("--speculative-config is for models that generate: leave it out")
+        if start.tensor_parallel_size > 1:
+            raise ModelLoadError("--tensor-parallel-size is for models that generate: leave it out")
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
@@ -55,7 +57,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
-    dtype = choose_dtype(start.dtype, device, not isinstance(files.config, TransformersConfig))
+    compiled = not isinstance(files.config, TransformersConfig) and start.tensor_parallel_size == 1
+    dtype = choose_dtype(start.dtype, device, compiled)
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
         start,
@@ -137,6 +140,15 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
     if kind == "cuda" and start.quantization not in ("auto", "none"):
         raise ModelLoadError(
             f"--quantization {start.quantization} is for a CPU: leave it out, or use --device cpu"
+        )
+    if start.enable_expert_parallel and (
+        start.tensor_parallel_size == 1
+        or isinstance(files.config, TransformersConfig)
+        or files.config.experts is None
+    ):
+        raise ModelLoadError(
+            "--enable-expert-parallel is for models with experts and for several ranks "
+            "(--tensor-parallel-size): leave it out"
         )
     if start.tensor_parallel_size > 1:
         _refuse_with_ranks(start, kind, files)

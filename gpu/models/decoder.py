@@ -151,13 +151,13 @@ class Decoder:
             qkv = project(index, "qkv", layer.qkv, h).view(-1, *heads)
             q = attention.rope_and_write(index, qkv, layer.rotate, layer.qk_norm)
             attended = attention.attend(index, q, layer.window).flatten(1)
-            output = self._ranks.sum(project(index, "output", layer.output, attended))
+            output = self._ranks.all_reduce(project(index, "output", layer.output, attended))
             h = operations.add_rms_norm(output, residual, layer.mlp_norm, eps)
             if isinstance(layer.mlp, Experts):
                 down = layer.mlp.forward(h, operations, self._ranks)
             else:
                 gated = operations.silu_mul(project(index, "gate_up", layer.mlp.gate_up, h))
-                down = self._ranks.sum(project(index, "down", layer.mlp.down, gated))
+                down = self._ranks.all_reduce(project(index, "down", layer.mlp.down, gated))
             h = operations.add_rms_norm(down, residual, norms[index + 1], eps)
         return h
 
@@ -165,7 +165,7 @@ class Decoder:
         """Return the logits [R, V] float32 of hidden states [R, E], in ``out`` if it is given."""
         if self._part is None:
             return self._head.in_float32(hidden, out)
-        joined = self._ranks.join(self._head.in_float32(hidden))
+        joined = self._ranks.all_gather(self._head.in_float32(hidden))
         return joined[:, : self._part.whole.vocab_size]
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Decoder:
         own = tokens - self._part.first_token
         elsewhere = (own < 0) | (own >= len(self._embedding))
         embedded = F.embedding(own.masked_fill(elsewhere, 0), self._embedding)
-        return self._ranks.sum(embedded.masked_fill(elsewhere[:, None], 0))
+        return self._ranks.all_reduce(embedded.masked_fill(elsewhere[:, None], 0))
 
 
 class _LayerBuilder:

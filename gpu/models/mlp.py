@@ -65,7 +65,7 @@ class Experts:
         total = by_token[:, 0].float() * weights[:, :1]
         for place in range(1, per_token):
             total += by_token[:, place].float() * weights[:, place, None]
-        return ranks.sum(total).to(x.dtype)
+        return ranks.all_reduce(total).to(x.dtype)
 
 
 def choose_experts(

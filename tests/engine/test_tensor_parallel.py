@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import psutil
 import pytest
 import trio
 
+from gpu.models.parallel import group as group_module
+from gpu.models.parallel.group import EXIT_RANK_LOST, RankGroup
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_models import make_tiny
@@ -48,23 +53,49 @@ async def answers(engine: Engine) -> list[Completion]:
     return [found[number] for number in range(len(REQUESTS))]
 
 
-async def test_outputs_are_those_of_one_process(tiny: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"enable_expert_parallel": True, "kv_offloading_bytes": 1 << 20}]
+)
+async def test_outputs_are_those_of_one_process(tiny: Path, more: dict[str, Any]) -> None:
     """With prompts in chunks and too few pages for all, so that sequences are preempted."""
     options = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 24, "block_size": 4}
     async with open_tiny_engine(tiny, **options) as engine:
         alone = await answers(engine)
-    async with open_tiny_engine(tiny, tensor_parallel_size=2, **options) as engine:
+    async with open_tiny_engine(tiny, tensor_parallel_size=2, **options, **more) as engine:
         assert len(await ranks_of(engine)) == 1
         together = await answers(engine)
+        counts = engine.statistics().scheduler
+        assert counts.num_preemptions > 0
+        assert bool(counts.pages_offloaded) == ("kv_offloading_bytes" in more)
         await assert_idle(engine)
     for one, other in zip(alone, together, strict=True):
-        assert [each.token_ids for each in one.outputs] == [
-            each.token_ids for each in other.outputs
-        ]
-        values = [
-            [each.logprob for each in every.outputs[0].logprobs or ()] for every in (one, other)
-        ]
-        assert values[0] == pytest.approx(values[1], abs=1e-4)
+        assert tokens_of(one) == tokens_of(other)
+        assert logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-4)
+    assert any(map(logprobs_of, alone))
+
+
+def tokens_of(answer: Completion) -> list[tuple[int, ...]]:
+    return [tuple(each.token_ids) for each in answer.outputs]
+
+
+def logprobs_of(answer: Completion) -> list[float]:
+    """Return the log-probabilities of the first output and of the prompt, as far as asked for."""
+    found = [each.logprob for each in answer.outputs[0].logprobs or ()]
+    if answer.prompt_logprobs is not None:
+        entries = answer.prompt_logprobs.entries(list(answer.prompt_token_ids))
+        found += [each.logprob for each in entries]
+    return found
+
+
+async def test_bfloat16_is_served(tiny: Path) -> None:
+    """Sums are rounded otherwise than on one rank, so only the first probability is near."""
+    found = []
+    for size in (1, 2):
+        options = {"dtype": "bfloat16", "tensor_parallel_size": size}
+        async with open_tiny_engine(tiny, **options) as engine:
+            answer = await engine.complete(prompt(2), max_tokens=8, temperature=0, logprobs=0)
+            found.append(logprobs_of(answer)[0])
+    assert found[0] == pytest.approx(found[1], abs=0.3)
 
 
 async def adapted(engine: Engine, *adapters: str) -> list[tuple[int, ...]]:
@@ -126,6 +157,8 @@ async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) ->
         assert found == list(expected.token_ids)
         await assert_gone([worker, *ranks])
         assert engine.statistics().worker_restarts == 1
+        (report,) = engine.workers
+        assert "killed by signal 9" in str(report.last_loss)
         await assert_idle(engine)
 
 
@@ -158,6 +191,10 @@ async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path) -> None:
             {"kv_offloading_bytes": 1 << 20, "kv_offloading_dir": "/tmp/pages"},
             "2 doesn't go with --kv-offloading-dir",
         ),
+        (
+            {"enable_expert_parallel": True, "tensor_parallel_size": 1},
+            "--enable-expert-parallel is",
+        ),
         ({"model_impl": "transformers"}, "2 is for models of this server's own decoders on a CPU"),
         ({"quantization": "int8"}, "--quantization int8 can't be had"),
     ],
@@ -168,3 +205,25 @@ async def test_what_ranks_do_not_serve_is_refused(
     with pytest.raises(ModelLoadError, match=message):
         async with open_tiny_engine(tiny, **{"tensor_parallel_size": 2, **options}):
             raise AssertionError("it was opened")
+
+
+async def test_the_reason_of_a_failed_load_is_told(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "damaged")
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        async with open_tiny_engine(folder, tensor_parallel_size=2):
+            raise AssertionError("it was opened")
+    assert not list(Path(tempfile.gettempdir()).glob("trioserve-ranks-*"))
+
+
+def test_a_step_that_fails_on_a_rank_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is reported of it: the others wait for what never comes."""
+    group = RankGroup.__new__(RankGroup)
+    monkeypatch.setattr(group_module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(group_module.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as caught, group.in_step():
+        raise MemoryError
+    assert caught.value.code == EXIT_RANK_LOST
+    with group.in_step():
+        pass

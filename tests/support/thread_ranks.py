@@ -39,13 +39,13 @@ class _ThreadRank:
     rank: int
     meeting: _Meeting
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(x)
         for each in self.meeting.exchange(self.rank, x):
             total += each
         return total
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=1)
 
 

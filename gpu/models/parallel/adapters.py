@@ -18,9 +18,9 @@ from gpu.lora.torch_adapters import TokenGroup, TorchAdapter, token_groups
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.steps import (
-    DropAdapter,
-    HoldAdapter,
+    LoadAdapter,
     LowRank,
+    UnloadAdapter,
     encode_step,
     numbers_of,
     packed,
@@ -53,8 +53,9 @@ class LeadingAdapters:
 
     def groups(self, rows: Sequence[Row]) -> list[TokenGroup]:
         """Return the tokens of ``rows`` by adapter; the other ranks have these adapters then."""
-        for message in self.store.take():
-            self._group.send(encode_step(message))
+        with self._group.in_step():
+            for message in self.store.take():
+                self._group.send(encode_step(message))
         return token_groups(self.store, rows)
 
 
@@ -68,19 +69,19 @@ class _SentAdapters(AdapterStore[TorchAdapter]):
             max_rank,
             lambda adapter: TorchAdapter.of(part_of(adapter, part), own, dtype),
         )
-        self._due: list[HoldAdapter | DropAdapter] = []
+        self._due: list[LoadAdapter | UnloadAdapter] = []
 
     def put(self, number: int, adapter: LoraWeights) -> None:
         """See :meth:`gpu.lora.store.AdapterStore.put`."""
         super().put(number, adapter)
-        self._due.append(HoldAdapter(number, as_messages(adapter)))
+        self._due.append(LoadAdapter(number, as_messages(adapter)))
 
     def unload(self, number: int) -> None:
         """See :meth:`gpu.lora.store.AdapterStore.unload`."""
         super().unload(number)
-        self._due.append(DropAdapter(number))
+        self._due.append(UnloadAdapter(number))
 
-    def take(self) -> list[HoldAdapter | DropAdapter]:
+    def take(self) -> list[LoadAdapter | UnloadAdapter]:
         """Return what is due, in order, and forget it."""
         due = []
         while self._due:  # another thread may append
@@ -104,7 +105,7 @@ class FollowingAdapters:
     _dtype: torch.dtype
     _adapters: dict[int, TorchAdapter] = attrs.field(init=False, factory=dict)
 
-    def hold(self, message: HoldAdapter) -> None:
+    def load(self, message: LoadAdapter) -> None:
         """Hold this rank's part of an adapter."""
         updates = {
             (each.layer, each.module): LowRankUpdate(
@@ -117,7 +118,7 @@ class FollowingAdapters:
             part_of(whole, self._part), self._part.config(), self._dtype
         )
 
-    def drop(self, message: DropAdapter) -> None:
+    def unload(self, message: UnloadAdapter) -> None:
         """Forget an adapter."""
         del self._adapters[message.number]
 

@@ -25,8 +25,9 @@ class LeadingAttention:
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages on all ranks."""
-        self._group.send(encode_step(CopyPages(copies.tobytes())))
-        self.own.copy_pages(copies)
+        with self._group.in_step():
+            self._group.send(encode_step(CopyPages(copies.tobytes())))
+            self.own.copy_pages(copies)
 
     def page(self, number: int) -> list[torch.Tensor]:
         """Refuse: a page's content is on all ranks."""
@@ -54,11 +55,15 @@ class LeadingDecoder:
         """Return the hidden states [T, E] of ``tokens`` [T] int64, the same on all ranks."""
         assert attention.layout is not None
         places = {each.number: each.tokens.numpy() for each in adapted}
-        self._group.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
-        return self._decoder.forward(tokens, attention.own, adapted)
+        with self._group.in_step():
+            self._group.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
+            hidden = self._decoder.forward(tokens, attention.own, adapted)
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [R, V] of hidden states [R, E]."""
         raw = hidden.contiguous().view(torch.uint8).numpy().tobytes()
-        self._group.send(encode_step(ComputeLogits(raw, len(hidden))))
-        return self._decoder.logits(hidden)
+        with self._group.in_step():
+            self._group.send(encode_step(ComputeLogits(raw, len(hidden))))
+            logits = self._decoder.logits(hidden)
+        return logits

@@ -53,11 +53,11 @@ class ModelPart:
         for inner in self._split_sizes():
             if inner % size:
                 raise ModelLoadError(
-                    f"{_OPTION} {size} doesn't divide the MLP's {inner} inner numbers"
+                    f"{_OPTION} {size} doesn't divide the intermediate size {inner}"
                 )
 
     def _split_sizes(self) -> Iterator[int]:
-        """Yield the intermediate sizes of the MLPs that are split by their inner numbers."""
+        """Yield the intermediate sizes of the MLPs that are split by their intermediate size."""
         for layer in range(self.whole.num_layers):
             experts = self.whole.experts_of(layer)
             if experts is None:

@@ -10,11 +10,11 @@ import torch
 class Ranks(Protocol):
     """The ranks of a group, seen from one of them. All call the same methods in the same order."""
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' ``x``, contiguous and of one shape; ``x`` may be changed."""
         ...
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return all ranks' ``x`` [R, N] side by side, [R, size * N], in the order of the ranks."""
         ...
 
@@ -22,10 +22,10 @@ class Ranks(Protocol):
 class Alone:
     """The only rank."""
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``."""
         return x
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``."""
         return x

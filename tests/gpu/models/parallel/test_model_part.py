@@ -78,7 +78,7 @@ def small(**sizes: Any) -> ModelConfig:
     [
         ({}, 5, "5 doesn't divide the model's 12 heads"),
         ({}, 6, "6 neither divides the model's 4 heads of keys and values nor is a multiple"),
-        ({"intermediate_size": 98}, 4, "4 doesn't divide the MLP's 98 inner numbers"),
+        ({"intermediate_size": 98}, 4, "4 doesn't divide the intermediate size 98"),
     ],
 )
 def test_what_cannot_be_split_is_refused(sizes: dict[str, int], size: int, message: str) -> None:

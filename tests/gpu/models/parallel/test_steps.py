@@ -15,11 +15,11 @@ from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
     CopyPages,
-    DropAdapter,
     GiveCache,
-    HoldAdapter,
+    LoadAdapter,
     LowRank,
     Step,
+    UnloadAdapter,
     compute,
     decode_step,
     encode_step,
@@ -62,8 +62,8 @@ def test_a_layout_arrives_as_it_was() -> None:
         GiveCache(5, 2),
         ComputeLogits(b"\x00\x01", 1),
         CopyPages(bytes(16)),
-        HoldAdapter(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
-        DropAdapter(3),
+        LoadAdapter(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
+        UnloadAdapter(3),
     ],
 )
 def test_other_steps_arrive_as_they_were(step: Step) -> None:
@@ -79,7 +79,9 @@ def test_a_matrix_arrives_in_its_number_format() -> None:
 
 def test_a_rank_is_told_what_to_load() -> None:
     start = start_message(EngineConfig("m", tensor_parallel_size=3), Path("/models/m"))
-    order = RankOrder(rank=2, meeting="/m", dtype="float32", num_threads=1, start=start)
+    order = RankOrder(
+        rank=2, parent=7, rendezvous="/m", dtype="float32", num_threads=1, start=start
+    )
     reader, writer = os.pipe()
     message = write_order(order)
     os.write(writer, message + b"more")
