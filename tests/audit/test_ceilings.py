@@ -21,7 +21,10 @@ FACES = {
     "Engine": "the public API of an engine",
 }
 """Classes that may have more public methods, each with its reason."""
-SHARED_NAMES: dict[str, str] = {}
+SHARED_NAMES: dict[str, str] = {
+    "LoadAdapter": "what a scheduler decides, and the message to a worker's ranks",
+    "UnloadAdapter": "the same",
+}
 """Names that two classes may share, each with its reason."""
 
 
