@@ -218,7 +218,7 @@ async def test_the_reason_of_a_failed_load_is_told(tiny: Path, tmp_path: Path) -
 
 
 def test_a_step_that_fails_on_a_rank_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is reported of it: the others wait for what never comes."""
+    """It sends no result: the others wait for numbers that never come."""
     group = RankGroup.__new__(RankGroup)
     monkeypatch.setattr(group_module.time, "sleep", lambda _: None)
     monkeypatch.setattr(group_module.os, "_exit", sys.exit)
