@@ -140,6 +140,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "free_memory": 0,
         "link_timeout": 5.0,
         "num_sharing": 1,
+        "has_grammars": False,
         "mock": None,
     }
     assert start_message(EngineConfig("m", max_lora_rank=24), Path("/m")).max_lora_rank == 0
