@@ -56,4 +56,4 @@ class DraftBudget:
         if has_drafts:
             self._debt = max(self._debt + cost, -MOST_SAVED)
         else:
-            self._spread += max(cost, 0.0)
+            self._spread += cost

@@ -162,8 +162,8 @@ class Drafter:
         num_sampling = sum(row.samples for row in rows)
         without = self._step_times.seconds(num_tokens)
         took = self._step_times.seconds(num_tokens, num_drafts) + search
-        if self._batch_source is not None and num_tokens == len(rows):
-            took = seconds  # what a draft model takes away from the next step counts, too
+        if self._batch_source is not None and num_drafts and num_tokens == len(rows):
+            took = seconds  # what a draft model takes away from the step counts, too
         gained = num_accepted * self._step_times.seconds(num_sampling) / num_sampling
         saved = gained + without - took
         self._pause.note(len(rows), saved, without, has_drafts=num_drafts > 0)

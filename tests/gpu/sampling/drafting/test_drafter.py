@@ -314,3 +314,19 @@ def test_a_draft_model_of_no_use_is_asked_for_a_bounded_time(
         drawn = Drawn(tokens=np.zeros(8, np.int32), counts=np.ones(8, np.int64))
         drafter.learn(added, drafts, drawn, 0.021 if drafts else 0.001)
     assert tried == 1
+
+
+def test_steps_that_ask_for_no_drafts_spend_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their times vary: a draft model is asked as soon as its drafts seem to pay."""
+    times = StepTimes({1: 0.1, 64: 0.1})
+    drafter = Drafter(SpeculativeConfig(), times, UselessSource())
+    row = make_row(0, [1, 2])
+    drafter.open(row.slot)
+    monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.01)
+    for step in range(3000):
+        added, drafts = drafter.add_drafts([row])
+        assert not drafts
+        drawn = Drawn(tokens=np.zeros(1, np.int32))
+        drafter.learn(added, drafts, drawn, 0.13 if step % 2 else 0.07)
+    monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
+    assert drafter.add_drafts([row])[1]
