@@ -21,7 +21,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ import msgspec
 import pynng
 
 from gpu._util.logs import set_up_logging
+from gpu._util.parent import exit_with_stdin
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
 from gpu.loading import loading
@@ -362,24 +362,13 @@ def _is_fatal(error: Exception) -> bool:
     return is_poisoned_by(error)
 
 
-def _exit_with_parent() -> None:
-    """Start a thread that ends the process when standard input ends."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(EXIT_PARENT_GONE)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def run(url: str) -> None:
     """Run as the worker of the engine that listens at ``url``, until it sends Quit."""
     set_up_logging()
     # Dump the stacks of all threads on SIGUSR1 and before a crash by a signal.
     faulthandler.register(signal.SIGUSR1)
     faulthandler.enable()
-    _exit_with_parent()
+    exit_with_stdin(EXIT_PARENT_GONE)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with pynng.Pair0(

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from gpu._util.logs import set_up_logging
+from gpu._util.parent import exit_with_stdin
 from gpu.attention import Attention
-from gpu.cpu.loading import rope_table
 from gpu.cpu.rank_processes import RankOrder, read_order
 from gpu.cpu.torch_loading import load_part, make_attention
 from gpu.loading.loaded_model import unseen
@@ -27,8 +27,8 @@ from gpu.models.parallel.steps import (
     ComputeLogits,
     CopyPages,
     GiveCache,
-    LoadAdapter,
-    UnloadAdapter,
+    LoadOnRanks,
+    UnloadOnRanks,
     decode_step,
     layout_of,
 )
@@ -61,14 +61,7 @@ def end_with(parent: int) -> threading.Thread:
     if os.getppid() != parent:
         os._exit(0)
 
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(0)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+    return exit_with_stdin(0)
 
 
 def _serve(order: RankOrder) -> None:
@@ -80,12 +73,7 @@ def _serve(order: RankOrder) -> None:
     decoder = load_part(files, order.dtype, order.num_threads, unseen, part, group)
     given = decode_step(group.receive())
     assert isinstance(given, GiveCache)
-    attention = make_attention(
-        decoder,
-        start.page_size,
-        given.num_pages + given.num_host_pages,
-        rope_table(start, decoder.config, given.num_pages),
-    )
+    attention = make_attention(start, decoder, given.num_pages, given.num_host_pages)
     with torch.inference_mode():
         follow(group, decoder, attention, FollowingAdapters(part, decoder.dtype))
 
@@ -103,9 +91,9 @@ def follow(
             case ComputeLogits(hidden=raw, num_rows=rows):
                 hidden = torch.frombuffer(bytearray(raw), dtype=decoder.dtype)
                 decoder.logits(hidden.view(rows, -1))
-            case LoadAdapter() as step:
+            case LoadOnRanks() as step:
                 adapters.load(step)
-            case UnloadAdapter() as step:
+            case UnloadOnRanks() as step:
                 adapters.unload(step)
             case CopyPages(copies=pairs):
                 attention.copy_pages(np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2))

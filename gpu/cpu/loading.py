@@ -17,14 +17,14 @@ from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
 from gpu.cpu.draft_model import CpuDraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
-from gpu.cpu.model import CpuModel, CpuSampler, Floats
+from gpu.cpu.model import CpuModel, CpuSampler
 from gpu.cpu.sampling import CompiledSampler
 from gpu.loading.draft_files import cannot_draft, open_draft_files
 from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
 from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ReadWeights
-from gpu.models.rope import cos_sin_table
+from gpu.models.rope import cos_sin_table_for
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
@@ -189,10 +189,7 @@ def _by_torch(
         return _by_ranks(start, files, dtype, max(threads // size, 1), on_progress, reason)
     decoder = torch_loading.load_decoder(files, dtype, threads, on_progress)
     num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
-    table = rope_table(start, config, num_pages)
-    attention = torch_loading.make_attention(
-        decoder, start.page_size, num_pages + num_host_pages, table
-    )
+    attention = torch_loading.make_attention(start, decoder, num_pages, num_host_pages)
     model = torch_loading.make_model(decoder, attention, start.max_lora_rank)
     return _Whole(
         model=model,
@@ -226,10 +223,7 @@ def _by_ranks(
     bytes_per_page = size * _bytes_per_page(start, decoder.config, dtype)
     num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
     group.send(encode_step(GiveCache(num_pages, num_host_pages)))
-    table = rope_table(start, decoder.config, num_pages)
-    attention = torch_loading.make_attention(
-        decoder, start.page_size, num_pages + num_host_pages, table
-    )
+    attention = torch_loading.make_attention(start, decoder, num_pages, num_host_pages)
     return _Whole(
         model=torch_loading.make_leading_model(
             decoder, attention, start.max_lora_rank, part, group
@@ -351,17 +345,11 @@ def _load_weights(model: CompiledModel, files: ModelFiles, on_progress: OnProgre
 
 def _give_cache(model: CompiledModel, start: Start, num_pages: int, num_host_pages: int) -> None:
     model.finish(
-        rope_table(start, model.config, num_pages),
+        cos_sin_table_for(model.config, start.max_model_len, num_pages * start.page_size),
         page_size=start.page_size,
         num_pages=num_pages + num_host_pages,
         max_tokens=start.max_num_batched_tokens,
     )
-
-
-def rope_table(start: Start, config: ModelConfig, num_pages: int) -> Floats:
-    """Return the table of rotary angles for as many positions as the cache has room for."""
-    rows = min(start.max_model_len, num_pages * start.page_size)
-    return cos_sin_table(config, start.max_model_len, rows)
 
 
 def _bytes_per_page(start: Start, config: ModelConfig, dtype: str) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from gpu.attention import Attention, CacheShape
@@ -21,6 +19,7 @@ from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Ranks
 from gpu.models.registry import build_model
+from gpu.models.rope import cos_sin_table_for
 from gpu.sampling.sampler import Sampler
 from gpu.slots import summarize
 from gpu.weights.tensors import load_weights
@@ -77,23 +76,24 @@ def load_part(
 
 
 def make_attention(
-    decoder: Decoder, page_size: int, num_pages: int, cos_sin: npt.NDArray[np.float32]
+    start: Start, decoder: Decoder, num_pages: int, num_host_pages: int
 ) -> TorchCpuAttention:
-    """Return the decoder's attention, with a KV cache of so many pages.
+    """Return the decoder's attention, with a KV cache of ``num_pages``.
 
-    ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`.
+    The ``num_host_pages`` behind them stand for the host's memory elsewhere.
     """
     config = decoder.config
+    table = cos_sin_table_for(config, start.max_model_len, num_pages * start.page_size)
     shape = CacheShape(
         num_layers=config.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
+        num_pages=num_pages + num_host_pages,
+        page_size=start.page_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=decoder.dtype,
         device=decoder.device,
     )
-    return TorchCpuAttention(shape, config.num_heads, torch.from_numpy(cos_sin), config.windows)
+    return TorchCpuAttention(shape, config.num_heads, torch.from_numpy(table), config.windows)
 
 
 def make_model(decoder: Decoder, attention: Attention, max_rank: int) -> TorchModel[Attention]:

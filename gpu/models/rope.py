@@ -35,6 +35,11 @@ def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> 
     return table
 
 
+def cos_sin_table_for(config: ModelConfig, length: int, cache_tokens: int) -> Floats:
+    """Return :func:`cos_sin_table` for as many positions as a cache of so many tokens has."""
+    return cos_sin_table(config, length, min(length, cache_tokens))
+
+
 def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
     """Return radians per position, [head_dim / 2] float32, and a factor on cosines and sines.
 

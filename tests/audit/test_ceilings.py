@@ -21,10 +21,7 @@ FACES = {
     "Engine": "the public API of an engine",
 }
 """Classes that may have more public methods, each with its reason."""
-SHARED_NAMES: dict[str, str] = {
-    "LoadAdapter": "what a scheduler decides, and the message to a worker's ranks",
-    "UnloadAdapter": "the same",
-}
+SHARED_NAMES: dict[str, str] = {}
 """Names that two classes may share, each with its reason."""
 
 

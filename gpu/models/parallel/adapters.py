@@ -18,9 +18,9 @@ from gpu.lora.torch_adapters import TokenGroup, TorchAdapter, token_groups
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.steps import (
-    LoadAdapter,
+    LoadOnRanks,
     LowRank,
-    UnloadAdapter,
+    UnloadOnRanks,
     encode_step,
     numbers_of,
     packed,
@@ -69,19 +69,19 @@ class _SentAdapters(AdapterStore[TorchAdapter]):
             max_rank,
             lambda adapter: TorchAdapter.of(part_of(adapter, part), own, dtype),
         )
-        self._due: list[LoadAdapter | UnloadAdapter] = []
+        self._due: list[LoadOnRanks | UnloadOnRanks] = []
 
     def put(self, number: int, adapter: LoraWeights) -> None:
         """See :meth:`gpu.lora.store.AdapterStore.put`."""
         super().put(number, adapter)
-        self._due.append(LoadAdapter(number, as_messages(adapter)))
+        self._due.append(LoadOnRanks(number, as_messages(adapter)))
 
     def unload(self, number: int) -> None:
         """See :meth:`gpu.lora.store.AdapterStore.unload`."""
         super().unload(number)
-        self._due.append(UnloadAdapter(number))
+        self._due.append(UnloadOnRanks(number))
 
-    def take(self) -> list[LoadAdapter | UnloadAdapter]:
+    def take(self) -> list[LoadOnRanks | UnloadOnRanks]:
         """Return what is due, in order, and forget it."""
         due = []
         while self._due:  # another thread may append
@@ -105,7 +105,7 @@ class FollowingAdapters:
     _dtype: torch.dtype
     _adapters: dict[int, TorchAdapter] = attrs.field(init=False, factory=dict)
 
-    def load(self, message: LoadAdapter) -> None:
+    def load(self, message: LoadOnRanks) -> None:
         """Hold this rank's part of an adapter."""
         updates = {
             (each.layer, each.module): LowRankUpdate(
@@ -118,7 +118,7 @@ class FollowingAdapters:
             part_of(whole, self._part), self._part.config(), self._dtype
         )
 
-    def unload(self, message: UnloadAdapter) -> None:
+    def unload(self, message: UnloadOnRanks) -> None:
         """Forget an adapter."""
         del self._adapters[message.number]
 

@@ -57,14 +57,14 @@ class LowRank(msgspec.Struct, frozen=True):
     scale: float
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+class LoadOnRanks(msgspec.Struct, frozen=True, tag=True):
     """Hold an adapter; each rank takes its part."""
 
     number: int
     updates: list[LowRank]
 
 
-class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+class UnloadOnRanks(msgspec.Struct, frozen=True, tag=True):
     """Forget an adapter."""
 
     number: int
@@ -84,7 +84,7 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """[C, 2] int32, source and destination."""
 
 
-Step: TypeAlias = GiveCache | LoadAdapter | UnloadAdapter | Compute | ComputeLogits | CopyPages
+Step: TypeAlias = GiveCache | LoadOnRanks | UnloadOnRanks | Compute | ComputeLogits | CopyPages
 _decoder = msgspec.msgpack.Decoder(Step)
 
 

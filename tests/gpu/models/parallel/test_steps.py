@@ -16,10 +16,10 @@ from gpu.models.parallel.steps import (
     ComputeLogits,
     CopyPages,
     GiveCache,
-    LoadAdapter,
+    LoadOnRanks,
     LowRank,
     Step,
-    UnloadAdapter,
+    UnloadOnRanks,
     compute,
     decode_step,
     encode_step,
@@ -62,8 +62,8 @@ def test_a_layout_arrives_as_it_was() -> None:
         GiveCache(5, 2),
         ComputeLogits(b"\x00\x01", 1),
         CopyPages(bytes(16)),
-        LoadAdapter(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
-        UnloadAdapter(3),
+        LoadOnRanks(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
+        UnloadOnRanks(3),
     ],
 )
 def test_other_steps_arrive_as_they_were(step: Step) -> None:
