@@ -123,6 +123,7 @@ def test_the_keyboard_is_enough(console: Console) -> None:
     expect(page.locator(".answer-status")).to_contain_text("5 tokens")
 
     # The buttons that send and stop share the focus, too.
+    expect(page.locator("#send")).to_be_visible()
     page.fill("#message", "Hello")
     page.locator("#send").press("Enter")
     expect(page.locator(".answer-status").last).to_contain_text("ended")
