@@ -93,9 +93,9 @@ class PagedExecutor(Executor, Protocol):
     """An executor whose pages in host memory are written to files and read from them."""
 
     def read_page(self, number: int) -> Content:
-        """Return the content of page ``number`` in host memory, once submitted copies are done.
+        """Return the content of page ``number``, once submitted copies are done.
 
-        Steps that don't copy this page may be computed meanwhile, by another thread.
+        Steps that don't write to this page may be computed meanwhile, by another thread.
         """
         ...
 

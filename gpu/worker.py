@@ -5,8 +5,8 @@ exits on a Quit message, or when its standard input ends, since the parent's dea
 It ignores SIGINT and SIGTERM: service managers send them to all processes at once, and the engine
 needs its worker while it drains.
 
-Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter``, ``read_pages`` and
-``write_pages``, in any order. All other calls are answered in order.
+Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter`` and those that transfer
+pages, in any order. All other calls are answered in order.
 """
 
 from __future__ import annotations
@@ -198,10 +198,8 @@ class Worker:
             case wire.Call(name="load_adapter") if self._adapters is not None:
                 # The engine loads one adapter at a time.
                 self._background.start(functools.partial(_reply, message, self._adapters.load))
-            case wire.Call(name="write_pages") if self._transfers is not None:
-                self._transfer(message, self._transfers, self._transfers.write)
-            case wire.Call(name="read_pages") if self._transfers is not None:
-                self._transfer(message, self._transfers, self._transfers.read)
+            case wire.Call() if self._transfers and message.name in self._transfers.calls:
+                self._transfer(message, self._transfers)
             case wire.Call(name="unload_adapter") if self._adapters is not None:
                 self._send(_reply(message, self._adapters.unload))
             case wire.Call():
@@ -218,19 +216,17 @@ class Worker:
     @property
     def _page_transfers(self) -> PageTransfers:
         if self._transfers is None:
-            raise ModelLoadError("this worker keeps no pages in files")
+            raise ModelLoadError("this worker transfers no pages")
         return self._transfers
 
     def _read_weights(self, call: wire.Call) -> None:
         read = self._all_weights.reading(msgspec.msgpack.decode(call.arguments))
         self._background.start(lambda: _reply(call, lambda _: read()))
 
-    def _transfer(
-        self, call: wire.Call, transfers: PageTransfers, run: Callable[[Any], Any]
-    ) -> None:
+    def _transfer(self, call: wire.Call, transfers: PageTransfers) -> None:
         """Run a transfer of pages in a thread."""
-        transfers.begin(msgspec.msgpack.decode(call.arguments), reads=call.name == "read_pages")
-        self._transferring.start(functools.partial(_reply, call, run))
+        transfers.begin(call.name, msgspec.msgpack.decode(call.arguments))
+        self._transferring.start(functools.partial(_reply, call, transfers.calls[call.name]))
 
     def _swap_weights(self, runner: Runner, path: str) -> None:
         if len(runner.slots):

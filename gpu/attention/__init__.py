@@ -73,10 +73,7 @@ class Attention(Protocol):
         """Copy pages in all layers, one after the other: [C, 2], source and destination."""
 
     def page(self, number: int) -> list[torch.Tensor]:
-        """Return views of the bytes of a page in host memory, in all layers: uint8, any shapes.
-
-        On a CPU all pages are in host memory.
-        """
+        """Return views of the bytes of a page in all layers: uint8, any shapes."""
         ...
 
     def begin(self, layout: StepLayout) -> None:

@@ -98,8 +98,8 @@ def bytes_per_page(shape: CacheShape) -> int:
 
 
 def content_of(page: Sequence[torch.Tensor]) -> Content:
-    """Return a copy of the bytes of ``page``, whose parts are uint8 on the host: [B] uint8."""
-    return np.concatenate([part.reshape(-1).numpy() for part in page])
+    """Return a copy of the bytes of ``page``, whose parts are uint8: [B] uint8."""
+    return np.concatenate([part.reshape(-1).cpu().numpy() for part in page])
 
 
 def fill(page: Sequence[torch.Tensor], content: Content) -> None:

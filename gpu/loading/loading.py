@@ -113,20 +113,23 @@ def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: st
 def _open_transfers(
     start: Start, files: ModelFiles, loaded: Loaded, ready: Ready
 ) -> PageTransfers | None:
-    """Return the transfers of pages to the folder that is asked for.
+    """Return the transfers of pages to other workers, and to the folder that is asked for.
+
+    They go through the host's memory, so there are none without. Pages of several ranks don't leave
+    them.
 
     Raises:
         ModelLoadError: The folder can't be used.
     """
-    if not start.kv_offloading_dir:
+    if not loaded.num_host_pages or start.tensor_parallel_size > 1:
         return None
     # What decides the bits of a page, besides weights and tokens.
     parts = (files.config, ready.computing, ready.dtype, start.kv_cache_dtype, start.page_size)
     transfers = PageTransfers(
         executor=loaded.executor,
-        root=Path(start.kv_offloading_dir),
-        max_bytes=start.kv_offloading_dir_bytes,
         parts=parts,
+        root=Path(start.kv_offloading_dir) if start.kv_offloading_dir else None,
+        max_bytes=start.kv_offloading_dir_bytes,
     )
     try:
         transfers.use(ready.model_checksum)

@@ -63,7 +63,7 @@ class PageFiles:
         Raises:
             OSError: The disk is full, or can't be written.
         """
-        head = _HEAD.pack(_MAGIC, key, _checksum(content), len(content))
+        head = _HEAD.pack(_MAGIC, key, checksum_of(content), len(content))
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
@@ -85,7 +85,7 @@ class PageFiles:
         except OSError:
             return None
         head, content = data[: _HEAD.size].tobytes(), data[_HEAD.size :]
-        if head != _HEAD.pack(_MAGIC, key, _checksum(content), len(content)):
+        if head != _HEAD.pack(_MAGIC, key, checksum_of(content), len(content)):
             _log.error("a page's file is damaged and is deleted: %s", path)
             path.unlink(missing_ok=True)
             return None
@@ -131,5 +131,6 @@ class PageFiles:
         return sorted(found)
 
 
-def _checksum(content: npt.NDArray[np.uint8]) -> bytes:
+def checksum_of(content: npt.NDArray[np.uint8]) -> bytes:
+    """Return a checksum of a page, 16 bytes."""
     return hashlib.blake2b(content.data, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The transfers of pages between the host's memory and files, in threads beside the steps.
+"""The transfers of pages to files or to other workers, and back, in threads beside the steps.
 
 The engine says which pages go where (:mod:`trioserve.scheduler.disk_pages`), and uses none of them
 for anything else meanwhile.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +17,99 @@ import attrs
 
 from gpu.executor import PagedExecutor
 from gpu.loading.page_files import PageFiles
+from gpu.loading.page_memory import read_pages, write_pages
+from trioserve.protocol.errors import ModelLoadError
 
 _log = logging.getLogger("gpu.worker")
 
 
 def folder_name(parts: Sequence[object]) -> str:
     """Return the name of the folder for pages whose content depends on ``parts``."""
-    return hashlib.blake2b(repr(list(parts)).encode(), digest_size=16).hexdigest()
+    return _digest(parts).hex()
+
+
+def _digest(parts: Sequence[object]) -> bytes:
+    return hashlib.blake2b(repr(list(parts)).encode(), digest_size=16).digest()
 
 
 @attrs.define(eq=False)
 class PageTransfers:
-    """Transfers between an executor's pages and the files of a folder.
+    """Transfers between an executor's pages and files, or memory shared with another worker.
 
     Args:
-        root: Folder that has a folder for each model and number format.
-        max_bytes: The most bytes of files in each of these.
         parts: Names of all that the content of pages depends on, besides tokens and weights.
+        root: Folder that has a folder for each model and number format; None for no files.
+        max_bytes: The most bytes of files in each of these.
     """
 
     _executor: PagedExecutor
-    _root: Path
-    _max_bytes: int
     _parts: Sequence[object]
-    _files: PageFiles = attrs.field(init=False)
+    _root: Path | None = None
+    _max_bytes: int = 0
+    _state: bytes = attrs.field(init=False)
+    """Digest of all that the content of pages depends on, besides tokens."""
+    _files: PageFiles | None = attrs.field(init=False, default=None)
     """Files of the present weights; a transfer goes on with those that it began with."""
     _idle: threading.Condition = attrs.field(init=False, factory=threading.Condition)
     _num_running: int = attrs.field(init=False, default=0)
 
     def use(self, weights: str) -> None:
-        """Keep pages of the weights with that checksum from now on.
+        """Transfer pages of the weights with that checksum from now on.
 
         Raises:
             OSError: The folder can't be made.
         """
-        name = folder_name((*self._parts, weights))
-        self._files = PageFiles(self._root / name, self._max_bytes)
+        self._state = _digest((*self._parts, weights))
+        if self._root is not None:
+            self._files = PageFiles(self._root / self._state.hex(), self._max_bytes)
 
-    def begin(self, arguments: Mapping[str, Any], *, reads: bool) -> None:
-        """Note a transfer, in the thread of the steps, before :meth:`write` or :meth:`read`."""
+    @property
+    def calls(self) -> dict[str, Callable[[Mapping[str, Any]], Any]]:
+        """The calls that threads answer, by name; :meth:`begin` comes before each."""
+        return {
+            "write_pages": self.write,
+            "read_pages": self.read,
+            "export_pages": self.export_pages,
+            "import_pages": self.import_pages,
+        }
+
+    def begin(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Note the transfer of the call ``name``, in the thread of the steps."""
         with self._idle:
             self._num_running += 1
-        if reads:
+        if name in ("read_pages", "import_pages"):
             self._executor.expect_pages(arguments["places"])
+
+    def export_pages(self, arguments: Mapping[str, Any]) -> None:
+        """Write pages to memory that another worker reads.
+
+        Raises:
+            OSError: There is no memory for them.
+        """
+        state = self._state
+        try:
+            contents = [self._executor.read_page(page) for page in arguments["pages"]]
+            write_pages(Path(arguments["memory"]), state, arguments["keys"], contents)
+        finally:
+            self._end()
+
+    def import_pages(self, arguments: Mapping[str, Any]) -> int:
+        """Read pages that another worker has exported; return how many were there.
+
+        Raises:
+            OSError: The memory isn't there.
+        """
+        try:
+            contents = read_pages(Path(arguments["memory"]), self._state, arguments["keys"])
+            for place, content in zip(arguments["places"], contents, strict=False):
+                self._executor.write_page(place, content)
+            return len(contents)
+        finally:
+            self._end()
 
     def write(self, arguments: Mapping[str, Any]) -> tuple[list[bool], list[bytes]]:
         """Write pages to files; return for each whether it was, and the keys of deleted ones."""
-        files, written = self._files, []
+        files, written = self._existing_files, []
         try:
             for key, place in zip(arguments["keys"], arguments["places"], strict=True):
                 written.append(self._write(files, key, place))
@@ -81,7 +127,7 @@ class PageTransfers:
 
     def read(self, arguments: Mapping[str, Any]) -> int:
         """Read pages from files; return how many, up to the first that isn't there."""
-        files, num_read = self._files, 0
+        files, num_read = self._existing_files, 0
         try:
             for key, place in zip(arguments["keys"], arguments["places"], strict=True):
                 content = files.read(key)
@@ -95,17 +141,24 @@ class PageTransfers:
 
     def list(self) -> dict[str, str | bytes]:
         """Return the name of the folder, and the keys of all pages, one after the other."""
-        return {"folder": self._files.name, "keys": b"".join(self._files.list_keys())}
+        files = self._existing_files
+        return {"folder": files.name, "keys": b"".join(files.list_keys())}
 
     def delete_all(self) -> None:
         """Delete all files, once no transfer is under way."""
         self.wait()
-        self._files.delete_all()
+        self._existing_files.delete_all()
 
     def wait(self) -> None:
         """Block until no transfer is under way."""
         with self._idle:
             self._idle.wait_for(lambda: not self._num_running)
+
+    @property
+    def _existing_files(self) -> PageFiles:
+        if self._files is None:
+            raise ModelLoadError("this worker keeps no pages in files")
+        return self._files
 
     def _end(self) -> None:
         with self._idle:

@@ -109,6 +109,7 @@ class Watched:
             host_pages_total=10,
             pages_written=13,
             pages_read=14,
+            pages_imported=16,
             disk_pages=15,
             num_steps=7,
             step_us=2_500_000,

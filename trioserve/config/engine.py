@@ -344,6 +344,14 @@ class EngineConfig(WorkerGroupOptions):
             )
 
     @property
+    def lends_pages(self) -> bool:
+        """True if the workers of this host lend each other pages of their prefix caches.
+
+        The pages go through the host's memory. Those of several ranks don't leave them.
+        """
+        return self.kv_offloading_bytes is not None and self.tensor_parallel_size == 1
+
+    @property
     def serves_adapters(self) -> bool:
         """True if requests may name adapters."""
         return self.enable_lora or bool(self.lora_modules)

@@ -77,6 +77,8 @@ class Counters:
     """Pages that were written to the disk."""
     pages_read: int = 0
     """Pages that were read from the disk."""
+    pages_imported: int = 0
+    """Pages that were taken over from other workers."""
     step_us: int = 0
     """Microseconds in which workers' devices computed steps."""
     idle_us: int = 0

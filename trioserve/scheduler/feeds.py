@@ -1,4 +1,4 @@
-"""Counters, event streams and known files of a scheduler; they outlive its workers."""
+"""Counters, event streams and sources of pages of a scheduler; they outlive its workers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from trioserve.observability.scheduler_statistics import Counters
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.prefix_index import WorkerPages
+from trioserve.scheduler.siblings import Siblings
 
 
 @attrs.define(eq=False)
 class Feeds:
-    """The counters, which always run, the feeds, which cost nothing without readers, and files."""
+    """The counters, which always run, the feeds, which are free without readers, and sources."""
 
     counters: Counters = attrs.field(init=False, factory=Counters)
     iterations: Iterations = attrs.field(init=False)
@@ -24,6 +25,8 @@ class Feeds:
     """The prefix cache in the index over all workers, if there are several."""
     disk_folders: dict[str, set[bytes]] = attrs.field(init=False, factory=dict)
     """Keys of the pages on disk by folder; the workers of one host have one dict."""
+    siblings: Siblings | None = attrs.field(init=False, default=None)
+    """Workers that lend each other pages; None if there are none."""
     on_load_changed: Callable[[], None] | None = attrs.field(init=False, default=None)
     """Called after a change of the sequences that wait or run."""
 

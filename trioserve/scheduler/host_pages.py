@@ -5,9 +5,10 @@ host. A place is free or *stored*. When all are taken, the next store evicts one
 first, then the one stored longest, like idle pages (:mod:`~trioserve.scheduler.page_pool`). A place
 that is about to be copied back is *pinned* meanwhile.
 
-Content also moves between places and the disk (:mod:`~trioserve.scheduler.disk_pages`), while steps
-go on. A place that is read meanwhile is *locked*: it isn't evicted, and what frees it does so at
-the end. A place that is written meanwhile is *reserved*.
+Content also moves between places and the disk (:mod:`~trioserve.scheduler.disk_pages`) or another
+worker (:mod:`~trioserve.scheduler.siblings`), while steps go on. A place that is read meanwhile is
+*locked*: it isn't evicted, and what frees it does so at the end. A place that is written meanwhile
+is *reserved*.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ class HostPages:
         assert place in self, f"place {place} holds nothing"
         assert place not in self._locked, f"place {place} is locked twice"
         self._locked.add(place)
+
+    def is_locked(self, place: int) -> bool:
+        """Return True if a transfer reads ``place``."""
+        return place in self._locked
 
     def unlock(self, place: int) -> None:
         """End a transfer from ``place``."""

@@ -14,7 +14,9 @@ from trioserve.requests.retention import Retention
 from trioserve.scheduler import policy
 from trioserve.scheduler.disk_pages import DiskIndex, DiskPages
 from trioserve.scheduler.feeds import Feeds
+from trioserve.scheduler.fetched_pages import FetchedPages, PageSource
 from trioserve.scheduler.limits import SchedulerLimits
+from trioserve.scheduler.page_lending import Lending
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
@@ -39,6 +41,13 @@ class Memory:
         has_disk = limits.has_disk and num_host_pages > 0
         self.disk = DiskPages(disk_index, self.prefix) if has_disk else None
         """Pages on disk; None if there are none."""
+        sources: list[PageSource] = [disk_index] if has_disk else []
+        if feeds.siblings is not None and num_host_pages:
+            sources.append(feeds.siblings.pages_for(self.prefix))
+        self.fetched = FetchedPages(self.prefix, sources) if sources else None
+        """Fetching of pages from elsewhere; None if there are no sources."""
+        self.lending = Lending(self.prefix)
+        """Pages that are lent to other workers."""
         if feeds.indexed is not None:
             self.prefix.join(feeds.indexed)
         self.slots = SlotAllocator(limits.max_num_seqs)
@@ -57,14 +66,14 @@ class Memory:
         most = _most_cached(seq_state.sequence)
         return self.prefix.match(seq_state.namespace, seq_state.known_column(), plan, most)
 
-    def waits_for_disk(
+    def waits_for_pages(
         self, seq_state: SequenceState, match: PrefixMatch, step_times: StepTimeModel
     ) -> bool:
-        """Return True if the sequence waits for pages on disk that come after ``match``."""
-        if self.disk is None or seq_state.sequence.sampler.pooling == "mean":
+        """Return True if the sequence waits for pages from elsewhere that come after ``match``."""
+        if self.fetched is None or seq_state.sequence.sampler.pooling == "mean":
             return False
         most = _most_cached(seq_state.sequence)
-        return self.disk.waits(seq_state, match, most, step_times)
+        return self.fetched.waits(seq_state, match, most, step_times)
 
     def fits(self, seq_state: SequenceState, match: PrefixMatch, running: Ints) -> bool:
         """Return True if the capacity policy admits the sequence, with pages for all its tokens.

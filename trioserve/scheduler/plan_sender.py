@@ -76,7 +76,8 @@ class PlanSender:
             and core.pause_gate.is_open
             and not core.residency.wants_change
             and not core.uncompiled
-            and not (core.memory.disk is not None and core.memory.disk.has_waiting)
+            and not core.memory.lending.held
+            and not (core.memory.fetched is not None and core.memory.fetched.has_waiting)
         )
         if self.is_stuck and not was_stuck:
             _log.error(

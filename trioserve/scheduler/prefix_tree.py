@@ -32,8 +32,18 @@ class Node:
     children: dict[bytes | Namespace, Node] = attrs.field(factory=dict, repr=False)
     run: PageRun | None = attrs.field(init=False, default=None, repr=False)
     """PageRun in the index over all workers that has the page, or has been split below it."""
-    disk_key: bytes | None = attrs.field(init=False, default=None, repr=False)
-    """Key of the page's file (:mod:`~trioserve.scheduler.disk_pages`); None if it isn't known."""
+    key_outside: bytes | None = attrs.field(init=False, default=None, repr=False)
+    """Key of the page outside the worker (:mod:`~trioserve.scheduler.page_keys`); None if it isn't
+    known.
+    """
+
+    @property
+    def root(self) -> Node:
+        """The root above it."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     @property
     def namespace(self) -> Namespace:

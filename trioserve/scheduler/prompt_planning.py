@@ -147,7 +147,7 @@ class PromptPlanner:
         """Admit a waiting sequence, or skip it, or end the admissions because it doesn't fit.
 
         A sequence is skipped if its prefix is being computed: a later plan can give it those pages
-        instead of computing them again. So is one whose pages are read from the disk. A preempted
+        instead of computing them again. So is one whose pages are fetched. A preempted
         sequence is skipped until the worker certainly has its grammar. A sequence that waits for an
         adapter stops only others with an adapter.
         """
@@ -162,7 +162,7 @@ class PromptPlanner:
             admissions.num_pending += 1
             admissions.is_over = admissions.num_pending == MAX_PENDING
             return
-        if self._state.memory.waits_for_disk(seq_state, match, self._state.step_times):
+        if self._state.memory.waits_for_pages(seq_state, match, self._state.step_times):
             return
         if not self._state.memory.fits(seq_state, match, self._state.running.slots):
             admissions.is_over = True

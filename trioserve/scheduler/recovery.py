@@ -151,7 +151,7 @@ class Recovery:
             state.mark_preempted(seq_state)
         # Followers of a prompt that is gone may have to be held back again.
         for seq_state in state.waiting.take_all():
-            seq_state.asked_disk = False
+            seq_state.asked_elsewhere = False
             state.groups.enter(seq_state)
         state.requeue_preempted()
         state.memory.prefix.leave_index()

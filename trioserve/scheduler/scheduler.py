@@ -26,12 +26,12 @@ from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.calls import Calls
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.disk_transfers import transfer_pages
 from trioserve.scheduler.feeds import Feeds
 from trioserve.scheduler.grammar_recompiling import recompile
 from trioserve.scheduler.hang_detection import HangDetection
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.moving import Moving, take_in, take_out
+from trioserve.scheduler.page_transfers import transfer_pages
 from trioserve.scheduler.pause_control import PauseControl
 from trioserve.scheduler.plan_sender import PlanSender
 from trioserve.scheduler.watchdog import Watchdog

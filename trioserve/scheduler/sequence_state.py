@@ -57,8 +57,8 @@ class SequenceState:
 
     expected_cached: int | None = None
     """Tokens that the prefix cache had when a plan last looked for them; None before the first."""
-    asked_disk: bool = False
-    """True once it was looked up which of its pages are on disk."""
+    asked_elsewhere: bool = False
+    """True once it was looked up which of its pages other places have."""
     left_grammar: bool = False
     """True if it was preempted, so that the worker may have dropped its grammar."""
 
@@ -230,7 +230,7 @@ class SequenceState:
         self.cursor = None
         self.namespace = self.own_namespace
         self.prompt_logprobs_from = NO_LOGPROBS
-        self.asked_disk = False
+        self.asked_elsewhere = False
 
 
 @attrs.define(eq=False)

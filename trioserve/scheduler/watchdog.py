@@ -29,12 +29,17 @@ MAX_LATENESS = 1.0
 """Seconds by which a busy event loop may miss a deadline. More means that the process was stopped.
 """
 
-IN_THREADS = frozenset({"load_adapter", "prepare", "read_pages", "read_weights", "write_pages"})
+IN_THREADS = frozenset(
+    {"export_pages", "import_pages", "load_adapter", "prepare", "read_pages", "read_weights"}
+    | {"write_pages"}
+)
 """Calls that the worker's threads answer, beside its steps."""
 BYTES_PER_SECOND = {"read_weights": 10e6, "swap_weights": 100e6}
 """Slowest pace expected of a call: of a slow disk, and of a slow memory."""
 ADDED_SECONDS = {
     "discard_weights": 0.0,
+    "export_pages": 60.0,
+    "import_pages": 60.0,
     # The files of an adapter are a gigabyte at most.
     "load_adapter": 120.0,
     "delete_pages": 60.0,

@@ -1,4 +1,4 @@
-"""The disk of workers without a model: contents of pages by their keys."""
+"""The disk of workers without a model, and the memory that they share: contents of pages by key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from trioserve.testing.fake_pages import Content, FakePages
 
 @attrs.define(eq=False)
 class FakeDisk:
-    """Pages on disk, which outlive workers and may be shared by several."""
+    """Pages outside workers: on disk, where they outlive them, and in memory that several share."""
 
     contents: dict[str, dict[bytes, Content]] = attrs.field(factory=dict)
     """Contents of pages by the weights that computed them and by their keys."""
+    memories: dict[str, tuple[str, dict[bytes, Content]]] = attrs.field(init=False, factory=dict)
+    """Weights, and contents by key, of the pages in each shared memory that isn't read yet."""
     max_pages: int = 1 << 30
     """The most pages for the same weights; the oldest are deleted for new ones."""
 
@@ -29,7 +31,7 @@ class FakeDisk:
         """Answer the call ``write_pages``."""
         kept = self.of(weights)
         for key, place in zip(arguments["keys"], arguments["places"], strict=True):
-            kept[key] = pages.of_place(place)
+            kept[key] = pages.of_page(place)
         removed = list(kept)[: max(len(kept) - self.max_pages, 0)]
         for key in removed:
             del kept[key]
@@ -46,11 +48,32 @@ class FakeDisk:
             num_read += 1
         return num_read
 
+    def export_pages(self, weights: str, pages: FakePages, arguments: dict[str, Any]) -> None:
+        """Answer the call ``export_pages``."""
+        contents = map(pages.of_page, arguments["pages"])
+        self.memories[arguments["memory"]] = (
+            weights,
+            dict(zip(arguments["keys"], contents, strict=True)),
+        )
+
+    def import_pages(self, weights: str, pages: FakePages, arguments: dict[str, Any]) -> int:
+        """Answer the call ``import_pages``."""
+        state, contents = self.memories.pop(arguments["memory"], (weights, {}))
+        if state != weights:
+            return 0
+        for key, place in zip(arguments["keys"], arguments["places"], strict=False):
+            if key not in contents:
+                break
+            pages.fill(place, contents[key])
+        return len(contents)
+
     def calls(self, weights: str, pages: FakePages) -> dict[str, Callable[[Any], Any]]:
         """Return the functions that answer a worker's calls, by name."""
         return {
             "list_pages": lambda _: {"folder": weights, "keys": b"".join(self.of(weights))},
             "write_pages": lambda arguments: self.write(weights, pages, arguments),
             "read_pages": lambda arguments: self.read(weights, pages, arguments),
+            "export_pages": lambda arguments: self.export_pages(weights, pages, arguments),
+            "import_pages": lambda arguments: self.import_pages(weights, pages, arguments),
             "delete_pages": lambda _: self.of(weights).clear(),
         }

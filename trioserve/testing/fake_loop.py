@@ -79,7 +79,7 @@ class _LateAnswers:
 
     async def answer(self, call: wire.Call) -> None:
         """Answer a call after its time."""
-        if call.name not in ("read_pages", "write_pages"):
+        if not call.name.endswith("_pages"):
             await trio.sleep(self._worker.seconds_for_call(call))
             await self._link.send(self._worker.answer(call))
             return

@@ -45,7 +45,7 @@ class FakePages:
     def copy(self, copies: Ints) -> None:
         """Copy pages; clear the source of a copy to the host, and leave that of one from it.
 
-        A place that was left may still be written to the disk, but is copied from no more.
+        A place that was left may still be written elsewhere, but is copied from no more.
         """
         for source, destination in copies.tolist():
             from_device, to_device = source < self._num_pages, destination < self._num_pages
@@ -60,10 +60,10 @@ class FakePages:
             elif not to_device:
                 self._pages(self._tokens)[source] = -1
 
-    def of_place(self, place: int) -> Content:
-        """Return a copy of the content of ``place``, a full page on the host."""
-        content = self._pages(self._tokens)[place].copy(), self._pages(self._digests)[place].copy()
-        assert (content[0] >= 0).all(), f"place {place} holds nothing to write to the disk"
+    def of_page(self, page: int) -> Content:
+        """Return a copy of the content of ``page``, a full one on the device or the host."""
+        content = self._pages(self._tokens)[page].copy(), self._pages(self._digests)[page].copy()
+        assert (content[0] >= 0).all(), f"page {page} holds nothing to write elsewhere"
         return content
 
     def fill(self, place: int, content: Content) -> None:

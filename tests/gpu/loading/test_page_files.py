@@ -156,13 +156,13 @@ def transfers_in(folder: Path, pages: Pages, weights: str = "weights") -> PageTr
 
 def write(transfers: PageTransfers, numbers: Sequence[int]) -> tuple[list[bool], list[bytes]]:
     arguments = {"keys": [key(number) for number in numbers], "places": list(numbers)}
-    transfers.begin(arguments, reads=False)
+    transfers.begin("write_pages", arguments)
     return transfers.write(arguments)
 
 
 def read(transfers: PageTransfers, numbers: Sequence[int]) -> int:
     arguments = {"keys": [key(number) for number in numbers], "places": list(numbers)}
-    transfers.begin(arguments, reads=True)
+    transfers.begin("read_pages", arguments)
     return transfers.read(arguments)
 
 

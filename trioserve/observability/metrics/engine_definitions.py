@@ -113,6 +113,12 @@ CACHE = (
         lambda s: s.scheduler.pages_read,
         "Pages that were read from the disk",
     ),
+    engine_counter(
+        "cache",
+        "kv_cache_imported_pages",
+        lambda s: s.scheduler.pages_imported,
+        "Pages that were taken over from other workers",
+    ),
     engine_gauge(
         "cache",
         "kv_cache_disk_pages",

@@ -38,6 +38,8 @@ def with_cluster(
         "routing_policy": rng.choice(ROUTING_POLICIES),
         "routing_temperature": rng.choice((0.0, 0.0, 0.5)),
     }
+    if scenario.worker.num_host_pages and options["enable_prefix_caching"]:
+        options["kv_offloading_bytes"] = 1  # The workers lend each other pages.
     faults: list[Fault] = []
     if not scenario.is_poisoned:
         others = [draw_faults(rng) for _ in range(1, count + 1)]

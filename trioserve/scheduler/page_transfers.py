@@ -1,12 +1,14 @@
-"""The transfers of pages between the host's memory and the disk, while a worker is attached.
+"""The transfers of pages to the disk, and from there or from siblings, while a worker is attached.
 
-One task has pages written, and one has pages read, a transfer at a time each. What is transferred
-is decided in :mod:`~trioserve.scheduler.disk_pages`. A transfer that fails costs no request
-anything: its pages aren't on disk, and are computed when they are needed.
+One task has pages written to the disk, and one has pages fetched, a transfer at a time each. What
+is transferred is decided in :mod:`~trioserve.scheduler.disk_pages` and
+:mod:`~trioserve.scheduler.fetched_pages`. A transfer that fails costs no request anything: its
+pages are computed when they are needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,10 @@ from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import CallFailed
 from trioserve.scheduler.calls import WorkerCall
 from trioserve.scheduler.core import SchedulerCore
-from trioserve.scheduler.disk_pages import KEY_BYTES, DiskPages, Read, Write
+from trioserve.scheduler.disk_pages import DiskPages, Write
+from trioserve.scheduler.fetched_pages import Fetch, FetchedPages
+from trioserve.scheduler.page_keys import KEY_BYTES
+from trioserve.scheduler.siblings import Sibling
 
 _log = get_logger("trioserve.scheduler")
 
@@ -54,19 +59,25 @@ class _Transfers:
                 disk.end_write(write, written, removed)
                 self.conditions.notify()
 
-    async def read_all(self) -> None:
-        """Have pages read that sequences wait for."""
+    def fetched(self) -> FetchedPages:
+        """Return the fetching of pages for the present memory, which a reset replaces."""
+        fetched = self.core.memory.fetched
+        assert fetched is not None
+        return fetched
+
+    async def fetch_all(self) -> None:
+        """Have pages fetched that sequences wait for."""
         while True:
-            await self.conditions.wait_for(lambda: self.disk().has_waiting)
-            disk = self.disk()
-            read = disk.next_read()
-            if read is not None:
+            await self.conditions.wait_for(lambda: self.fetched().has_waiting)
+            fetched = self.fetched()
+            fetch = fetched.next_fetch()
+            if fetch is not None:
                 began = trio.current_time()
-                num_read = await self._read(read)
-                if num_read:
-                    disk.index.learn(num_read, trio.current_time() - began)
-                self.core.counters.pages_read += num_read
-                disk.end_read(read, num_read)
+                num_fetched = await self._fetch(fetch)
+                if num_fetched:
+                    seconds = trio.current_time() - began
+                    fetch.found.source.pace.learn(num_fetched, seconds)
+                fetched.end(fetch, num_fetched)
             self.wake()
 
     async def _write(self, write: Write) -> tuple[list[bool], list[bytes]]:
@@ -77,12 +88,26 @@ class _Transfers:
                 return written, removed
         return [False] * len(write.keys), []
 
-    async def _read(self, read: Read) -> int:
-        """Return the number of pages that were read, up to the first that isn't there."""
-        arguments = {"keys": read.keys, "places": read.places}
-        match await self._ask("read_pages", arguments):
-            case int(num_read) if 0 <= num_read <= len(read.keys):
-                return num_read
+    async def _fetch(self, fetch: Fetch) -> int:
+        """Return the number of pages that were fetched, up to the first that isn't there."""
+        loan = fetch.found.loan
+        arguments: dict[str, object] = {"keys": fetch.keys, "places": fetch.places}
+        if loan is None:
+            num_read = await self._count("read_pages", arguments, len(fetch.keys))
+            self.core.counters.pages_read += num_read
+            return num_read
+        async with loan.exported(fetch.keys) as memory:
+            if memory is None:
+                return 0
+            arguments["memory"] = memory
+            num_imported = await self._count("import_pages", arguments, len(fetch.keys))
+        self.core.counters.pages_imported += num_imported
+        return num_imported
+
+    async def _count(self, name: str, arguments: object, most: int) -> int:
+        match await self._ask(name, arguments):
+            case int(number) if 0 <= number <= most:
+                return number
         return 0
 
     async def _ask(self, name: str, arguments: object) -> Any:
@@ -91,7 +116,7 @@ class _Transfers:
             return await self.call(name, arguments)
         except CallFailed as error:
             if not self._has_failed:
-                _log.error("pages not kept on disk", reason=str(error))
+                _log.error("pages not transferred", call=name, reason=str(error))
             self._has_failed = True
             return None
 
@@ -122,7 +147,7 @@ async def transfer_pages(
     """Run the task for a worker's life.
 
     Args:
-        core: Has the pages on disk, unless there are none: then the task ends at once.
+        core: Has the sources of pages, unless there are none: then the task ends at once.
         call: Calls the worker.
         conditions: Notified after each plan, and when there is none to make.
         wake: Called when a sequence may find its pages on the host.
@@ -130,10 +155,16 @@ async def transfer_pages(
     Raises:
         WorkerLost: The worker was lost.
     """
-    if core.memory.disk is None:
+    if core.memory.fetched is None:
         return
     transfers = _Transfers(core, call, conditions, wake)
-    await transfers.list_pages()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(transfers.write_all)
-        nursery.start_soon(transfers.read_all)
+    with contextlib.ExitStack() as stack:
+        if core.feeds.siblings is not None:
+            sibling = Sibling(lambda: core.memory, call, wake)
+            stack.enter_context(core.feeds.siblings.joined(sibling))
+        if core.memory.disk is not None:
+            await transfers.list_pages()
+        async with trio.open_nursery() as nursery:
+            if core.memory.disk is not None:
+                nursery.start_soon(transfers.write_all)
+            nursery.start_soon(transfers.fetch_all)

@@ -1,0 +1,242 @@
+"""Workers that lend each other pages of their prefix caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from trioserve import Engine
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError
+from trioserve.testing import FakeWorker, StepFails, WorkerDies
+from trioserve.testing.fake_disk import FakeDisk
+from trioserve.testing.fake_engine import open_fake_engine
+
+Clock = trio.testing.MockClock
+PAGE = 4
+SMALL: dict[str, Any] = {"num_pages": 16, "num_host_pages": 16, "page_size": PAGE}
+OPTIONS: dict[str, Any] = {
+    "data_parallel_size": 2,
+    "routing_policy": "round_robin",
+    "kv_offloading_bytes": 1,
+}
+
+
+def prompt(number: int, length: int = 22) -> list[int]:
+    return [100 + number, *range(1, length)]
+
+
+def next_token(context: list[int], _: object = None) -> int:
+    return (31 * sum(context) + len(context)) % 256
+
+
+def answer_to(tokens: list[int], count: int) -> list[int]:
+    known = list(tokens)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(tokens) :]
+
+
+async def ask(engine: Engine, number: int, count: int = 3, **options: Any) -> int:
+    """Ask for an answer, check it, and return the number of cached tokens."""
+    completion = await engine.complete(prompt(number), max_tokens=count, **options)
+    assert list(completion.token_ids) == answer_to(prompt(number), count)
+    return completion.usage.cached_tokens
+
+
+def step_time(plan: wire.Plan) -> float:
+    """Return seconds that grow with the tokens, so that cached ones are worth something."""
+    return 0.1 + 0.01 * int(wire.ints(plan.row_counts).sum())
+
+
+def workers(**options: Any) -> Callable[[], FakeWorker]:
+    disk = FakeDisk()
+    defaults = {**SMALL, "step_time": step_time, "token": next_token}
+    return lambda: FakeWorker(disk=disk, **{**defaults, **options})
+
+
+async def test_a_prefix_comes_from_a_sibling(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **OPTIONS) as engine:
+        assert await ask(engine, 0) == 0
+        assert await ask(engine, 0) == 20  # five pages of four tokens
+        assert engine.statistics().scheduler.pages_imported == 5
+        assert await ask(engine, 0) == 20
+        assert await ask(engine, 0) == 20
+        assert engine.statistics().scheduler.pages_imported == 5, "both have it now"
+        engine.check_integrity()
+
+
+async def test_salts_are_kept_apart(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **OPTIONS) as engine:
+        assert await ask(engine, 0, cache_salt="one") == 0
+        assert await ask(engine, 0, cache_salt="other") == 0
+        assert await ask(engine, 0, cache_salt="other") == 20
+        assert await ask(engine, 0, cache_salt="one") == 20
+
+
+async def test_a_flushed_prefix_is_computed(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **OPTIONS) as engine:
+        await ask(engine, 0)
+        engine.flush_cache()
+        assert await ask(engine, 0) == 0
+
+
+async def test_pages_of_other_weights_are_not_used(autojump_clock: Clock) -> None:
+    """The memory says which weights its pages were computed with."""
+    made: list[FakeWorker] = []
+    make = workers()
+
+    def note() -> FakeWorker:
+        made.append(make())
+        return made[-1]
+
+    async with open_fake_engine(note, **OPTIONS) as engine:
+        await ask(engine, 0)
+        made[1].weights = "others"
+        assert await ask(engine, 0) == 0
+        assert engine.statistics().scheduler.pages_imported == 0
+
+
+async def test_a_sibling_that_is_too_slow_is_not_asked(autojump_clock: Clock) -> None:
+    slow = {"export_pages": 50.0}
+    make = workers(call_time=lambda call: slow.get(call.name, 0.0))
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        for number in range(6):
+            await ask(engine, number)
+        assert await ask(engine, 6) == 0
+        assert await ask(engine, 6) == 20, "no transfer was measured yet"
+        await ask(engine, 7)
+        began = trio.current_time()
+        assert await ask(engine, 7) == 0
+        assert trio.current_time() - began < 5
+
+
+async def test_pages_are_held_while_they_are_lent(autojump_clock: Clock) -> None:
+    """The lender computes others meanwhile, which need more pages than are left."""
+    make = workers(num_pages=12, call_time=lambda call: 5.0 if call.name == "export_pages" else 0.0)
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        await ask(engine, 0)
+        async with trio.open_nursery() as nursery:
+            cached: list[int] = []
+
+            async def borrow() -> None:
+                cached.append(await ask(engine, 0))
+
+            nursery.start_soon(borrow)
+            await trio.sleep(1)
+            cores = [each.core for each in engine.schedulers if each.core is not None]
+            assert [sum(core.memory.lending.held.values()) for core in cores] == [5, 0]
+            engine.check_integrity()
+            for number in range(1, 5):
+                nursery.start_soon(ask, engine, number)
+        assert cached == [20]
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("loses", ["lender", "borrower"])
+async def test_a_loss_during_a_transfer_costs_no_request(autojump_clock: Clock, loses: str) -> None:
+    name = "export_pages" if loses == "lender" else "import_pages"
+    num_calls = 0
+
+    def die(_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise WorkerDies
+
+    calls = {name: die}
+    make = workers(calls=calls, calls_in_turn=True)
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        await ask(engine, 0)
+        # A request of a lost borrower moves to the lender.
+        assert await ask(engine, 0) == (0 if loses == "lender" else 20)
+        assert num_calls == 1
+        calls.clear()
+        await ask(engine, 1)
+        assert await ask(engine, 1) in (0, 20)
+        engine.check_integrity()
+
+
+async def test_pages_of_a_failed_plan_are_not_taken(autojump_clock: Clock) -> None:
+    """The lender's plan that computes them fails before they are written."""
+    num_steps = 0
+
+    def script(_: int, plan: wire.Plan) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 1:
+            raise StepFails("a step fails")
+
+    make = workers(script=script, step_time=1.0, max_num_batched_tokens=8)
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, 0)
+            await trio.sleep(0.5)
+            nursery.start_soon(ask, engine, 0)
+        engine.check_integrity()
+
+
+async def test_a_client_that_leaves_frees_both_sides(autojump_clock: Clock) -> None:
+    make = workers(call_time=lambda call: 5.0 if call.name.endswith("port_pages") else 0.0)
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        for wait in (1, 6):
+            await ask(engine, wait)
+            with trio.move_on_after(wait):
+                await ask(engine, wait)
+                raise AssertionError("it had to wait")
+            engine.check_integrity()
+            await trio.sleep(20)
+            engine.check_integrity()
+        assert engine.statistics().scheduler.pages_held == 0
+
+
+async def run_history(seed: int) -> None:
+    numbers = random.Random(seed)
+
+    def script(_: int, plan: wire.Plan) -> None:
+        if numbers.random() < 0.02:
+            raise WorkerDies
+        if numbers.random() < 0.02:
+            raise StepFails("by chance")
+
+    make = workers(
+        num_pages=numbers.choice((9, 12, 20)),
+        num_host_pages=numbers.choice((2, 6, 20)),
+        script=script,
+        step_time=numbers.choice((0.0, 0.1)),
+        call_time=lambda _: numbers.choice((0.0, 0.0, 0.05, 0.7)),
+    )
+
+    async def client(engine: Engine) -> None:
+        for _ in range(15):
+            tokens = prompt(numbers.randrange(6), numbers.randint(6, 30))
+            count = numbers.randint(1, 6)
+            with trio.move_on_after(numbers.choice((0.2, 1000.0))):
+                try:
+                    completion = await engine.complete(tokens, max_tokens=count)
+                except EngineError:
+                    continue
+                assert list(completion.token_ids) == answer_to(tokens, count)
+            if numbers.random() < 0.03:
+                engine.flush_cache()
+
+    options = {
+        **OPTIONS,
+        "data_parallel_size": numbers.choice((2, 3)),
+        "routing_policy": "predicted",
+    }
+    async with open_fake_engine(make, max_worker_restarts=1000, **options) as engine:
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(client, engine)
+        await trio.sleep(10)
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_random_histories(autojump_clock: Clock, seed: int) -> None:
+    await run_history(seed)

@@ -1,0 +1,276 @@
+"""Pages of the prefix cache that come from elsewhere: from the disk, or from a sibling's cache.
+
+If a request could begin with pages that its worker lacks and a *source* has, they are fetched to
+the host's memory, in a *transfer* beside the steps, and the request finds them there. It waits
+meanwhile, and others overtake it. It waits at most once before it enters, and only if to compute
+the pages would take longer.
+
+The decisions are made here, without a task; :mod:`~trioserve.scheduler.page_transfers` has the
+tasks. The sources are :mod:`~trioserve.scheduler.disk_pages` and
+:mod:`~trioserve.scheduler.siblings`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import attrs
+
+from trioserve.protocol.wire import TOKEN_BYTES
+from trioserve.requests.retention import DEFAULT_PRIORITY
+from trioserve.scheduler.page_keys import keys_after
+from trioserve.scheduler.prefix_cache import PrefixCache
+from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
+from trioserve.scheduler.sequence_state import SequenceState
+from trioserve.scheduler.step_time import StepTimeModel
+
+_SMOOTHING = 0.25
+"""Weight of the latest transfer in the mean time to fetch a page."""
+_FORGETTING = 0.02
+"""Part of that time that is forgotten each time that it is too long, so that it is tried again."""
+
+
+@attrs.define(eq=False)
+class FetchPace:
+    """The mean time to fetch a page from a source."""
+
+    page_seconds: float = 0.0
+    """The mean; 0 if none was fetched."""
+
+    def learn(self, num_pages: int, seconds: float) -> None:
+        """Learn from a transfer of ``num_pages``."""
+        each = seconds / num_pages
+        old = self.page_seconds or each
+        self.page_seconds = old + _SMOOTHING * (each - old)
+
+    def forget(self) -> None:
+        """Forget a part of the time, which was too long."""
+        self.page_seconds *= 1 - _FORGETTING
+
+
+@attrs.frozen(eq=False)
+class Missing:
+    """The pages that a sequence could begin with and its worker lacks, up to the last that counts.
+
+    They are whole pages. ``namespace`` is that of the sequence; ``match`` are the pages before.
+    """
+
+    namespace: Namespace
+    match: PrefixMatch
+    column: bytes
+    """Tokens of the sequence, as on the wire, up to those that must be computed."""
+    page_size: int
+
+    @property
+    def parent(self) -> Node | None:
+        """Node of the page before the first; None for none."""
+        return self.match.nodes[-1] if self.match.nodes else None
+
+    def pages(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and tokens of the pages."""
+        size = TOKEN_BYTES * self.page_size
+        starts = range(size * len(self.match.nodes), len(self.column) - size + 1, size)
+        return keys_after(
+            self.namespace, self.parent, (self.column[at : at + size] for at in starts)
+        )
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Found:
+    """The first of the missing pages that a source has."""
+
+    source: PageSource
+    keys: Sequence[bytes]
+    tokens: Sequence[bytes]
+    """Tokens of each page, as on the wire."""
+    loan: Loan | None = None
+    """The pages as another worker's; None for those on disk."""
+
+
+class Loan(Protocol):
+    """Pages of another worker."""
+
+    def exported(self, keys: Sequence[bytes]) -> contextlib.AbstractAsyncContextManager[str | None]:
+        """Write pages to shared memory for the block; return its path, None if that fails."""
+        ...
+
+
+class PageSource(Protocol):
+    """A source of pages."""
+
+    @property
+    def pace(self) -> FetchPace:
+        """Mean time to fetch a page."""
+        ...
+
+    def find(self, missing: Missing) -> Found | None:
+        """Return the first of the pages that are there; None if the very first isn't."""
+        ...
+
+    def forget(self, key: bytes) -> None:
+        """Note that the page of ``key``, which was found, isn't there."""
+        ...
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Wanted:
+    seq_state: SequenceState
+    missing: Missing
+    found: Found
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Fetch:
+    """A transfer of pages to reserved places on the host, one below the other."""
+
+    seq_state: SequenceState
+    """Sequence that waits for them."""
+    found: Found
+    namespace: Namespace
+    parent: Node | None
+    """Node of the page before the first; None for none."""
+    num_flushes: int
+    keys: Sequence[bytes]
+    tokens: Sequence[bytes]
+    places: Sequence[int]
+
+
+@attrs.define(eq=False)
+class FetchedPages:
+    """The fetching of pages for one worker's prefix cache, from its start or reset to its end."""
+
+    _prefix: PrefixCache
+    _sources: Sequence[PageSource]
+    _wanted: deque[_Wanted] = attrs.field(init=False, factory=deque)
+    """Pages that sequences wait for and no transfer has begun to fetch."""
+    _waiting: set[SequenceState] = attrs.field(init=False, factory=set)
+    """Sequences that wait for a transfer."""
+    _fetching: set[bytes] = attrs.field(init=False, factory=set)
+    """Keys of the pages that are wanted or fetched."""
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if a sequence waits for pages."""
+        return bool(self._waiting)
+
+    def waits(
+        self, seq_state: SequenceState, match: PrefixMatch, stop: int, step_times: StepTimeModel
+    ) -> bool:
+        """Return True if the sequence waits for pages from elsewhere, and let it if that pays.
+
+        Args:
+            seq_state: A sequence that could enter a slot.
+            match: Pages that it would begin with.
+            stop: Most tokens that cached pages may give it.
+            step_times: Model of the time to compute the pages.
+        """
+        if seq_state in self._waiting:
+            return True
+        namespace = seq_state.namespace
+        if seq_state.asked_elsewhere or namespace is None:
+            return False
+        column = seq_state.known_column()[: TOKEN_BYTES * stop]
+        missing = Missing(namespace, match, column, self._prefix.page_size)
+        found = [each for source in self._sources if (each := source.find(missing)) is not None]
+        if any(each.keys[0] in self._fetching for each in found):
+            return True  # Another one waits for it, and then this one finds it on the host.
+        seq_state.asked_elsewhere = True
+        best = self._best(found, len(match.nodes), step_times)
+        if best is None:
+            return False
+        self._wanted.append(_Wanted(seq_state=seq_state, missing=missing, found=best))
+        self._waiting.add(seq_state)
+        self._fetching.update(best.keys)
+        return True
+
+    def _best(
+        self, found: Sequence[Found], num_cached: int, step_times: StepTimeModel
+    ) -> Found | None:
+        """Return the pages with which a prompt is computed soonest; None to compute them all."""
+        size = self._prefix.page_size
+        most = max((len(each.keys) for each in found), default=0)
+
+        def seconds(each: Found) -> float:
+            count = len(each.keys)
+            fetching = each.source.pace.page_seconds * (len(self._fetching) + count)
+            return fetching + computing(count)
+
+        def computing(num_fetched: int) -> float:
+            start = num_cached + num_fetched
+            return step_times.seconds_of((most - num_fetched) * size, start * size)
+
+        best = min(found, key=seconds, default=None)
+        if best is not None and step_times.is_known and seconds(best) > computing(0):
+            best.source.pace.forget()
+            return None
+        return best
+
+    def next_fetch(self) -> Fetch | None:
+        """Begin to fetch the pages that a sequence waits for, as far as the host has room.
+
+        Return None if there are none.
+        """
+        while self._wanted:
+            wanted = self._wanted.popleft()
+            found, parent = wanted.found, wanted.missing.parent
+            if parent is not None and self._prefix.has(parent):
+                self._evict_last(parent)  # The pages go below it.
+            places: list[int] = []
+            while len(places) < len(found.keys) and self._make_room():
+                places.append(self._prefix.pool.host.reserve())
+            self._fetching.difference_update(found.keys[len(places) :])
+            if places:
+                return Fetch(
+                    seq_state=wanted.seq_state,
+                    found=found,
+                    namespace=wanted.missing.namespace,
+                    parent=parent,
+                    num_flushes=self._prefix.num_flushes,
+                    keys=found.keys[: len(places)],
+                    tokens=found.tokens[: len(places)],
+                    places=places,
+                )
+            self._end_waiting(wanted.seq_state)
+        return None
+
+    def _make_room(self) -> bool:
+        """Free a place on the host if none is free; return False if that can't be done."""
+        if not self._prefix.pool.host.num_free:
+            self._prefix.free_host_place(DEFAULT_PRIORITY)
+        return self._prefix.pool.host.num_free > 0
+
+    def end(self, fetch: Fetch, num_fetched: int) -> None:
+        """End a transfer of the first ``num_fetched`` pages; the source lacks the next."""
+        host = self._prefix.pool.host
+        self._fetching.difference_update(fetch.keys)
+        for key in fetch.keys[num_fetched : num_fetched + 1]:
+            fetch.found.source.forget(key)
+        has_parent = fetch.parent is None or self._prefix.has(fetch.parent)
+        if not has_parent or fetch.num_flushes != self._prefix.num_flushes:
+            num_fetched = 0
+        node = None
+        for tokens, place in list(zip(fetch.tokens, fetch.places, strict=True))[:num_fetched]:
+            node = self._prefix.adopt(fetch.namespace, node or fetch.parent, tokens, place)
+            if node.page == place:
+                host.settle(place)
+            else:
+                host.cancel(place)  # It was computed meanwhile.
+        for place in fetch.places[num_fetched:]:
+            host.cancel(place)
+        self._evict_last(node)
+        self._end_waiting(fetch.seq_state)
+
+    def _evict_last(self, node: Node | None) -> None:
+        """Let the pages on the host on the path to ``node`` be evicted last, the deepest first."""
+        pool = self._prefix.pool
+        while node is not None and node.parent is not None:
+            if pool.is_on_host(node.page):
+                pool.host.move(node.page, pool.level(node.page))
+            node = node.parent
+
+    def _end_waiting(self, seq_state: SequenceState) -> None:
+        self._waiting.discard(seq_state)
+        seq_state.expected_cached = None
