@@ -239,6 +239,7 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
     num_pages = start.num_pages or mock_num_pages(
         start.page_size, start.max_model_len, start.max_num_seqs
     )
+    num_host_pages = num_pages if start.kv_offloading_bytes else 0
     return Loaded(
         executor=MockExecutor(steps, mock_text(files, config.eos_token_ids)),
         slots=SlotTable(
@@ -246,8 +247,10 @@ def _load_mock(start: Start, steps: MockSteps, files: ModelFiles) -> Loaded:
             page_size=start.page_size,
             max_model_len=start.max_model_len,
             vocab_size=config.vocab_size,
+            num_host_pages=num_host_pages,
         ),
         num_pages=num_pages,
+        num_host_pages=num_host_pages,
         device_name="a mock worker, which computes nothing",
         computing="nothing",
         read_weights=lambda _: lambda: None,

@@ -38,12 +38,20 @@ from trioserve.requests.request import (
     State,
 )
 from trioserve.requests.stream import Chunk
-from trioserve.scheduler import drafts, planning, result_processing, scheduler, sequence_state
+from trioserve.scheduler import (
+    drafts,
+    handing_over,
+    planning,
+    result_processing,
+    scheduler,
+    sequence_state,
+)
 from trioserve.scheduler.adapter_residency import Residency
 from trioserve.scheduler.beams import BeamGroup, Beams
 from trioserve.scheduler.host_pages import HostPages
 from trioserve.scheduler.memory import Memory
 from trioserve.scheduler.moving import Moving
+from trioserve.scheduler.page_lending import Lending, Lent
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.recovery import Recovery
@@ -638,6 +646,47 @@ def _suspects_move(original: Any) -> Any:
         return requests
 
     return movable
+
+
+@plants(
+    "pages are given away while another worker reads them",
+    UNREPORTED,
+    *(Lending, "begin", FIRST_CLUSTERS),
+)
+def _not_held(original: Any) -> Any:
+    """Lend pages without holding them."""
+
+    def begin(self: Lending, nodes: Any) -> Lent:
+        lent: Lent = original(self, nodes)
+        self.end(lent)
+        return Lent(lent.pages, [], [])
+
+    return begin
+
+
+@plants(
+    "another page than the one that was asked for is handed over",
+    "vllm-project/vllm#52617",
+    *(Lending, "begin", FIRST_CLUSTERS),
+)
+def _in_wrong_order(original: Any) -> Any:
+    """Write the pages of a prompt in the wrong order."""
+
+    def begin(self: Lending, nodes: Any) -> Lent:
+        lent: Lent = original(self, nodes)
+        return Lent(lent.pages[::-1], lent.held, lent.locked)
+
+    return begin
+
+
+@plants(
+    "a request is handed over while a row of it is computed",
+    UNREPORTED,
+    *(handing_over, "_is_ready", FIRST_CLUSTERS),
+)
+def _too_early(original: Any) -> Any:
+    """Hand requests over as soon as a plan has the last of their prompts."""
+    return lambda state, request: True
 
 
 def find(fault: PlantedFault, *, most_seeds: int = 3000) -> Find:

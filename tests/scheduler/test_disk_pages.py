@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.known_answers import answer_to, next_token, prompt
 from trioserve import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
@@ -24,22 +25,6 @@ Clock = trio.testing.MockClock
 OPTIONS: dict[str, Any] = {"kv_offloading_bytes": 1, "kv_offloading_dir": "/nowhere"}
 PAGE = 4
 SMALL: dict[str, Any] = {"num_pages": 12, "num_host_pages": 8, "page_size": PAGE}
-
-
-def prompt(number: int, length: int = 22) -> list[int]:
-    return [100 + number, *range(1, length)]
-
-
-def next_token(context: list[int], _: object = None) -> int:
-    return (31 * sum(context) + len(context)) % 256
-
-
-def answer_to(tokens: list[int], count: int) -> list[int]:
-    """Return what a worker says, whatever it has cached."""
-    known = list(tokens)
-    for _ in range(count):
-        known.append(next_token(known))
-    return known[len(tokens) :]
 
 
 async def ask(engine: Engine, number: int, **options: Any) -> int:

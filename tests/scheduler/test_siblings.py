@@ -10,9 +10,11 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.known_answers import answer_to, faults_by_chance, next_token, prompt
 from trioserve import Engine
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
+from trioserve.scheduler.fetched_pages import FetchPace
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_engine import open_fake_engine
@@ -25,21 +27,6 @@ OPTIONS: dict[str, Any] = {
     "routing_policy": "round_robin",
     "kv_offloading_bytes": 1,
 }
-
-
-def prompt(number: int, length: int = 22) -> list[int]:
-    return [100 + number, *range(1, length)]
-
-
-def next_token(context: list[int], _: object = None) -> int:
-    return (31 * sum(context) + len(context)) % 256
-
-
-def answer_to(tokens: list[int], count: int) -> list[int]:
-    known = list(tokens)
-    for _ in range(count):
-        known.append(next_token(known))
-    return known[len(tokens) :]
 
 
 async def ask(engine: Engine, number: int, count: int = 3, **options: Any) -> int:
@@ -114,6 +101,21 @@ async def test_a_sibling_that_is_too_slow_is_not_asked(autojump_clock: Clock) ->
         began = trio.current_time()
         assert await ask(engine, 7) == 0
         assert trio.current_time() - began < 5
+
+
+def test_a_transfer_has_a_time_of_its_own_and_one_for_each_page() -> None:
+    pace = FetchPace()
+    assert pace.seconds_of(100) == 0
+    for _ in range(5):
+        pace.learn(12, 0.02)
+    assert pace.seconds_of(120) == pytest.approx(0.02), "larger ones are tried"
+    for _ in range(5):
+        pace.learn(120, 0.02 + 108 * 1e-4)
+        pace.learn(12, 0.02)
+    assert pace.line() == pytest.approx((0.02 - 12e-4, 1e-4), rel=1e-6)
+    for _ in range(100):
+        pace.forget()
+    assert pace.seconds_of(120) < 0.01
 
 
 async def test_pages_are_held_while_they_are_lent(autojump_clock: Clock) -> None:
@@ -197,16 +199,10 @@ async def test_a_client_that_leaves_frees_both_sides(autojump_clock: Clock) -> N
 async def run_history(seed: int) -> None:
     numbers = random.Random(seed)
 
-    def script(_: int, plan: wire.Plan) -> None:
-        if numbers.random() < 0.02:
-            raise WorkerDies
-        if numbers.random() < 0.02:
-            raise StepFails("by chance")
-
     make = workers(
         num_pages=numbers.choice((9, 12, 20)),
         num_host_pages=numbers.choice((2, 6, 20)),
-        script=script,
+        script=faults_by_chance(numbers),
         step_time=numbers.choice((0.0, 0.1)),
         call_time=lambda _: numbers.choice((0.0, 0.0, 0.05, 0.7)),
     )

@@ -21,6 +21,10 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 PREFIX_CACHE_SCOPES = ("server", "key")
 
 
+HANDOVER_BYTES = 1 << 30
+"""Bytes of the host's memory for pages on their way between workers, if no option says."""
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig(WorkerGroupOptions):
     """Options of an engine that runs one model.
@@ -337,11 +341,11 @@ class EngineConfig(WorkerGroupOptions):
                 "pages go to the disk",
                 param="kv_offloading_dir",
             )
-        if self.kv_offloading_bytes is not None and not self.enable_prefix_caching:
-            raise InvalidRequest(
-                "kv_offloading_bytes needs a prefix cache (--enable-prefix-caching)",
-                param="kv_offloading_bytes",
-            )
+        for name in ("kv_offloading_bytes", "disaggregation"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise InvalidRequest(
+                    f"{name} needs a prefix cache (--enable-prefix-caching)", param=name
+                )
 
     @property
     def lends_pages(self) -> bool:
@@ -349,7 +353,12 @@ class EngineConfig(WorkerGroupOptions):
 
         The pages go through the host's memory. Those of several ranks don't leave them.
         """
-        return self.kv_offloading_bytes is not None and self.tensor_parallel_size == 1
+        return self.kv_host_bytes > 0 and self.tensor_parallel_size == 1
+
+    @property
+    def kv_host_bytes(self) -> int:
+        """Bytes of the host's memory for pages; there are some if workers hand pages over."""
+        return self.kv_offloading_bytes or (HANDOVER_BYTES if self.disaggregation else 0)
 
     @property
     def serves_adapters(self) -> bool:

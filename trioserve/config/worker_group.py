@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, cast
+
 import attrs
 
 from trioserve.config.model import ModelOptions
@@ -10,6 +12,8 @@ from trioserve.protocol.devices import CPU_OR_GPU
 from trioserve.protocol.errors import InvalidRequest
 
 EXECUTOR_BACKENDS = ("mp", "ray")
+ROLES = ("both", "prefill", "decode", "auto")
+Role = Literal["both", "prefill", "decode", "auto"]
 ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
 
 
@@ -55,6 +59,17 @@ class WorkerGroupOptions(ModelOptions):
         metavar="DEVICE",
         repeatable=True,
         form=CPU_OR_GPU,
+    )
+    disaggregation: tuple[str, ...] = option(
+        (),
+        "role of a worker, given once for each: prefill computes prompts, decode goes on with "
+        "them, and both, which the others have, does both; or auto, given once, which lets the "
+        "workers' loads decide for each request",
+        unset="both",
+        group="worker",
+        page="disaggregation#Prefill and decode apart",
+        choices=ROLES,
+        repeatable=True,
     )
     distributed_executor_backend: str = option(
         "mp",
@@ -116,8 +131,14 @@ class WorkerGroupOptions(ModelOptions):
         """True if the workers are actors of Ray."""
         return self.distributed_executor_backend == "ray"
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles of the first workers, by their numbers; the others do both. Or ``auto`` alone."""
+        return cast("tuple[Role, ...]", self.disaggregation)
+
     def __attrs_post_init__(self) -> None:
         self._check_devices()
+        self._check_roles()
         if self.uses_ray and self.worker_tls is not None:
             raise InvalidRequest(
                 "worker_tls isn't for workers of Ray, whose certificates the engine makes itself",
@@ -132,6 +153,33 @@ class WorkerGroupOptions(ModelOptions):
             raise InvalidRequest(
                 "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
                 param="data_parallel_size",
+            )
+
+    def _check_roles(self) -> None:
+        roles, count = self.disaggregation, self.num_workers
+        if len(roles) > count:
+            raise InvalidRequest(
+                f"disaggregation names {len(roles)} roles, and there are {count} workers: name one "
+                "for each, or raise --data-parallel-size",
+                param="disaggregation",
+            )
+        if "auto" in roles and len(roles) > 1:
+            raise InvalidRequest(
+                "disaggregation names auto among other roles: auto is for all workers, and is "
+                "given once",
+                param="disaggregation",
+            )
+        for role, others in (("decode", "prefill"), ("prefill", "decode")):
+            if len(roles) == count and set(roles) == {role}:
+                raise InvalidRequest(
+                    f"disaggregation names {role} for all workers: one has to be {others} or both",
+                    param="disaggregation",
+                )
+        if roles and self.tensor_parallel_size > 1:
+            raise InvalidRequest(
+                "disaggregation isn't for workers of several ranks (--tensor-parallel-size), whose "
+                "pages don't leave them",
+                param="disaggregation",
             )
 
     def _check_devices(self) -> None:

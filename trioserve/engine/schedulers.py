@@ -12,6 +12,7 @@ import trio
 from trioserve._util.channels import receive_waiting
 from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription, subscribe_to
 from trioserve._util.together import all_together
+from trioserve.config.worker_group import Role
 from trioserve.engine.adapters import EngineAdapters
 from trioserve.engine.cache_feed import CacheFeed
 from trioserve.engine.routing.placement import Placement
@@ -35,6 +36,7 @@ class Schedulers:
         schedulers: One for each worker.
         batchers: The batchers of texts for the same workers, if the model is an encoder.
         policy: The choice of a worker for each request.
+        roles: The roles of the first workers.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Schedulers:
         schedulers: Seq[Scheduler],
         batchers: Seq[Batcher] = (),
         policy: Policy | None = None,
+        roles: Seq[Role] = (),
     ) -> None:
-        self.placement = Placement(schedulers, policy or Policy())
+        self.placement = Placement(schedulers, policy or Policy(), roles)
         """The choice of a scheduler for each request."""
         self.cache_feed = CacheFeed(lambda: self)
         """The changes of all prefix caches."""

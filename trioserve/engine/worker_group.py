@@ -114,7 +114,8 @@ class WorkerGroup:
                 for each in workers
             ]
         policy = Policy(config.routing_policy, config.routing_temperature, config.seed or 0)
-        schedulers = Schedulers([each.scheduler for each in workers], batchers, policy)
+        own = [each.scheduler for each in workers]
+        schedulers = Schedulers(own, batchers, policy, config.roles)
         return cls(make_worker, workers, schedulers, make_joined, port)
 
     async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:

@@ -79,6 +79,8 @@ class Counters:
     """Pages that were read from the disk."""
     pages_imported: int = 0
     """Pages that were taken over from other workers."""
+    num_handed_over: int = 0
+    """Requests that moved to another worker once their prompts were computed."""
     step_us: int = 0
     """Microseconds in which workers' devices computed steps."""
     idle_us: int = 0

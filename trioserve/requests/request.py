@@ -225,6 +225,8 @@ class Request:
     _scheduler: Any = attrs.field(init=False, default=None)
     num_cached_when_placed: int = 0
     """Tokens of the prompt that the prefix cache there had when it was placed."""
+    hands_over: bool = False
+    """True if another worker goes on with its outputs once the prompt is computed."""
     coming: Any = None
     """The router's record of its prompt, until that has been computed."""
     admitted: trio.Event = attrs.field(factory=trio.Event)

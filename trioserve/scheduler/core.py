@@ -30,6 +30,7 @@ from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.beams import BeamGroup, Beams, StopStringAtEnd
 from trioserve.scheduler.feeds import Feeds
+from trioserve.scheduler.handing_over import hand_over
 from trioserve.scheduler.invariants import check_state
 from trioserve.scheduler.limits import (
     SchedulerLimits,
@@ -155,6 +156,8 @@ class SchedulerCore(SchedulerState):
             self._observer.observe_step(plan.num_tokens - plan.num_decodes + num_sampled)
         self.recovery.on_step(plan)
         self.requeue_preempted()
+        if self.leaving:
+            hand_over(self)
         self._has_work = bool(self.running or self.waiting)
         if self.feeds.iterations.feed.is_wanted:
             self.feeds.iterations.note(self.statistics(), plan, result, now)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from trioserve.observability.scheduler_statistics import Counters
+from trioserve.requests.request import Request
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.prefix_index import WorkerPages
@@ -29,6 +30,11 @@ class Feeds:
     """Workers that lend each other pages; None if there are none."""
     on_load_changed: Callable[[], None] | None = attrs.field(init=False, default=None)
     """Called after a change of the sequences that wait or run."""
+
+    on_prefilled: Callable[[Request], bool] | None = attrs.field(init=False, default=None)
+    """Called with a request whose prompt is computed and that another worker is to go on with;
+    returns False if none can.
+    """
 
     def __attrs_post_init__(self) -> None:
         self.iterations = Iterations(self.counters)

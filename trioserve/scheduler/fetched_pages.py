@@ -27,28 +27,59 @@ from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.step_time import StepTimeModel
 
-_SMOOTHING = 0.25
-"""Weight of the latest transfer in the mean time to fetch a page."""
+_SMOOTHING = 0.1
+"""Part of the earlier transfers' weight that a transfer takes."""
+_LEAST_VARIANCE = 1.0
+"""Variance of the numbers of pages from which on the time of a page is told from the rest."""
 _FORGETTING = 0.02
 """Part of that time that is forgotten each time that it is too long, so that it is tried again."""
 
 
 @attrs.define(eq=False)
 class FetchPace:
-    """The mean time to fetch a page from a source."""
+    """The times of transfers from a source: a part of each, and a part for each page.
 
-    page_seconds: float = 0.0
-    """The mean; 0 if none was fetched."""
+    It is the line of least squares through the transfers, of which the latest count most. As long
+    as all have about the same number of pages, others are taken to be as quick.
+    """
+
+    _weight: float = attrs.field(init=False, default=0.0)
+    _pages: float = attrs.field(init=False, default=0.0)
+    _squares: float = attrs.field(init=False, default=0.0)
+    _seconds: float = attrs.field(init=False, default=0.0)
+    _products: float = attrs.field(init=False, default=0.0)
+    """Weighted sums over the transfers."""
 
     def learn(self, num_pages: int, seconds: float) -> None:
         """Learn from a transfer of ``num_pages``."""
-        each = seconds / num_pages
-        old = self.page_seconds or each
-        self.page_seconds = old + _SMOOTHING * (each - old)
+        left = 1 - _SMOOTHING
+        self._weight = left * self._weight + 1
+        self._pages = left * self._pages + num_pages
+        self._squares = left * self._squares + num_pages * num_pages
+        self._seconds = left * self._seconds + seconds
+        self._products = left * self._products + num_pages * seconds
 
     def forget(self) -> None:
-        """Forget a part of the time, which was too long."""
-        self.page_seconds *= 1 - _FORGETTING
+        """Forget a part of the times, which were too long."""
+        self._seconds *= 1 - _FORGETTING
+        self._products *= 1 - _FORGETTING
+
+    def line(self) -> tuple[float, float]:
+        """Return the seconds of a transfer without pages, and those of each page; 0 if unknown."""
+        if not self._weight:
+            return 0.0, 0.0
+        pages, seconds = self._pages / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - pages * pages
+        if variance < _LEAST_VARIANCE:
+            return seconds, 0.0
+        each = (self._products / self._weight - pages * seconds) / variance
+        each = min(max(each, 0.0), seconds / pages)
+        return seconds - each * pages, each
+
+    def seconds_of(self, num_pages: int) -> float:
+        """Return the seconds that a transfer of ``num_pages`` takes; 0 if none was made."""
+        fixed, each = self.line()
+        return fixed + each * num_pages
 
 
 @attrs.frozen(eq=False)
@@ -103,7 +134,7 @@ class PageSource(Protocol):
 
     @property
     def pace(self) -> FetchPace:
-        """Mean time to fetch a page."""
+        """Times of its transfers."""
         ...
 
     def find(self, missing: Missing) -> Found | None:
@@ -195,7 +226,7 @@ class FetchedPages:
 
         def seconds(each: Found) -> float:
             count = len(each.keys)
-            fetching = each.source.pace.page_seconds * (len(self._fetching) + count)
+            fetching = each.source.pace.seconds_of(len(self._fetching) + count)
             return fetching + computing(count)
 
         def computing(num_fetched: int) -> float:

@@ -43,7 +43,8 @@ class _Transfers:
         return disk
 
     async def write_all(self) -> None:
-        """Have pages written as they move to the host."""
+        """Learn which pages are on disk; have others written as they move to the host."""
+        await self.list_pages()
         while True:
             await self.conditions.wait_for(
                 lambda: self.disk().has_unwritten or self.core.disk_index.due != ""
@@ -162,8 +163,6 @@ async def transfer_pages(
         if core.feeds.siblings is not None:
             sibling = Sibling(lambda: core.memory, call, wake)
             stack.enter_context(core.feeds.siblings.joined(sibling))
-        if core.memory.disk is not None:
-            await transfers.list_pages()
         async with trio.open_nursery() as nursery:
             if core.memory.disk is not None:
                 nursery.start_soon(transfers.write_all)

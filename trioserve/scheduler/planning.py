@@ -109,7 +109,8 @@ class Planner:
         counts, running = self._state.memory.counts, self._state.running
         slots = running.slots
         length, planned = counts.length[slots], counts.planned[slots]
-        may_run = (length < counts.limit[slots]) & ~counts.unsettled[slots]
+        waits = counts.unsettled[slots] | (counts.decodes[slots] & counts.leaves[slots])
+        may_run = (length < counts.limit[slots]) & ~waits
         decodes, prefills = policy.split_running(length - planned, may_run)
         return decodes, running.at(prefills)
 

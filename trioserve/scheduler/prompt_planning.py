@@ -230,6 +230,8 @@ class PromptPlanner:
             if samples:
                 self._state.move(seq_state.sequence, State.DECODE)
                 self._state.groups.on_prompt_planned(seq_state)
+                if seq_state.sequence.request.hands_over:
+                    self._state.leaving[seq_state.sequence.request] = None
 
 
 @attrs.define(eq=False)

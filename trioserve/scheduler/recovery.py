@@ -146,6 +146,7 @@ class Recovery:
         """Drop the worker's state: its slots, its pages, and the plans in flight."""
         state = self._state
         state.in_flight.clear()
+        state.leaving.clear()
         for seq_state in state.running.take_all():
             seq_state.leave_slot()
             state.mark_preempted(seq_state)

@@ -166,6 +166,7 @@ class SequenceState:
             and sequence.max_tokens > 0,
             stop_ids=sequence.sampler.stop_ids,
             waits=params.beam_width > 0,
+            leaves=sequence.request.hands_over,
             may_draft=sequence.sampler.speculative,
         )
         counts.length[slot] = sequence.num_tokens

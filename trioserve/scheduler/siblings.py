@@ -60,18 +60,19 @@ class Siblings:
         make_memory: Makes memory that workers share, for a block; returns its path.
     """
 
-    _make_memory: Callable[[], contextlib.AbstractContextManager[str]]
+    make_memory: Callable[[], contextlib.AbstractContextManager[str]]
     pace: FetchPace = attrs.field(init=False, factory=FetchPace)
-    _present: list[Sibling] = attrs.field(init=False, factory=list)
+    present: list[Sibling] = attrs.field(init=False, factory=list)
+    """The workers, in the order in which they came."""
 
     @contextlib.contextmanager
     def joined(self, sibling: Sibling) -> Iterator[None]:
         """Let the others fetch pages of ``sibling`` in the block."""
-        self._present.append(sibling)
+        self.present.append(sibling)
         try:
             yield
         finally:
-            self._present.remove(sibling)
+            self.present.remove(sibling)
 
     def pages_for(self, prefix: PrefixCache) -> SiblingPages:
         """Return the pages of the others, for the worker of ``prefix``."""
@@ -86,14 +87,14 @@ class Siblings:
         if FLUSHED in missing.namespace:
             return None
         most = len(missing.column) // TOKEN_BYTES
-        for sibling in self._present:
+        for sibling in self.present:
             other = sibling.memory().prefix
             if other is prefix:
                 continue
             match = other.match(missing.namespace, missing.column, _NO_PLAN, most)
             nodes = match.nodes[first:]
             if nodes and (best is None or len(nodes) > len(best.nodes)):
-                best = PageLoan(sibling, nodes, self._make_memory)
+                best = PageLoan(self, sibling, nodes)
         return best
 
 
@@ -101,9 +102,9 @@ class Siblings:
 class PageLoan:
     """Pages of a sibling that another worker needs."""
 
-    sibling: Sibling
+    _siblings: Siblings
+    _sibling: Sibling
     nodes: Sequence[Node]
-    _make_memory: Callable[[], contextlib.AbstractContextManager[str]]
 
     @contextlib.asynccontextmanager
     async def exported(self, keys: Sequence[bytes]) -> AsyncIterator[str | None]:
@@ -112,22 +113,24 @@ class PageLoan:
         The result is the path of the memory that has them, as far as they are still there; None if
         the sibling can't.
         """
-        with self._make_memory() as path:
+        with self._siblings.make_memory() as path:
             yield path if await self._export(path, keys) else None
 
     async def _export(self, path: str, keys: Sequence[bytes]) -> bool:
-        memory = self.sibling.memory()
+        if self._sibling not in self._siblings.present:  # It was lost or removed meanwhile.
+            return False
+        memory = self._sibling.memory()
         lent = memory.lending.begin(self.nodes[: len(keys)])
         arguments = {"memory": path, "keys": keys[: len(lent.pages)], "pages": lent.pages}
         try:
-            await self.sibling.call("export_pages", arguments)
+            await self._sibling.call("export_pages", arguments)
         except (CallFailed, WorkerLost):
             return False
         finally:
             memory.lending.end(lent)
-            self.sibling.wake()
+            self._sibling.wake()
         # After a failed plan some of them weren't computed.
-        return self.sibling.memory() is memory
+        return self._sibling.memory() is memory
 
 
 @attrs.define(eq=False)
@@ -139,7 +142,7 @@ class SiblingPages:
 
     @property
     def pace(self) -> FetchPace:
-        """Mean time to fetch a page, which all workers of the host learn."""
+        """Times of transfers, which all workers of the host learn."""
         return self._siblings.pace
 
     def find(self, missing: Missing) -> Found | None:

@@ -49,6 +49,8 @@ class SchedulerState:
         self.running = Running()
         self.preempted: list[SequenceState] = []
         """Preempted sequences that a plan in flight still names; the others are queued again."""
+        self.leaving: dict[Request, None] = {}
+        """Requests that another worker goes on with, once all their prompts are computed."""
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
         """Adapters that the worker holds."""
@@ -182,6 +184,8 @@ class SchedulerState:
         self.fault_isolation.forget(sequence)
         self.groups.on_finished(sequence.request)
         request = sequence.request
+        if request.ended:
+            self.leaving.pop(request, None)
         if request.spare_sequences and request.ended:
             for spare in request.spare_sequences:
                 if spare.state is not State.FINISHED:

@@ -48,6 +48,8 @@ class TokenCounts:
         """The next row waits for the result of the last one, or for other beams."""
         self.waits = np.zeros(num_slots, dtype=np.bool_)
         """True if each row waits for the result of the one before: a beam's."""
+        self.leaves = np.zeros(num_slots, dtype=np.bool_)
+        """True if another worker computes all tokens after the first."""
         self.may_draft = np.zeros(num_slots, dtype=np.bool_)
         """True unless the request wants no draft tokens."""
         self.plain = np.zeros(num_slots, dtype=np.bool_)
@@ -68,6 +70,7 @@ class TokenCounts:
         plain: bool,
         stop_ids: bytes,
         waits: bool = False,
+        leaves: bool = False,
         may_draft: bool = True,
     ) -> None:
         """Open ``slot`` for a sequence. The caller sets the sequence's own counts."""
@@ -75,6 +78,7 @@ class TokenCounts:
         self.limit[slot] = limit
         self.plain[slot] = plain
         self.waits[slot] = waits
+        self.leaves[slot] = leaves
         self.may_draft[slot] = may_draft
         self.decodes[slot] = self.unsettled[slot] = False
         self.last_token[slot] = np.nan

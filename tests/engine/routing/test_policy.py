@@ -162,6 +162,14 @@ def test_other_policies() -> None:
     assert [choose(turns, [few, many], 600) for _ in range(3)] == [0, 1, 0]
 
 
+def test_workers_that_may_not_be_chosen_now_may_be_later() -> None:
+    loads = Loads.of([load(num_decodes=3).load, load(num_decodes=9).load])
+    prefix = KnownPrefix(cached=np.zeros(2))
+    policy = Policy("least_loaded", temperature=0.5)
+    assert policy.choose(loads, 600, prefix, np.array([False, True])) == 1
+    assert loads.num_sequences().tolist() == [3, 9]
+
+
 def test_with_a_temperature_worse_ones_are_drawn_now_and_then() -> None:
     policy = Policy(temperature=0.5, seed=1)
     loads = [load(), load(prompt_tokens=1500), load(prompt_tokens=50_000)]
@@ -181,3 +189,30 @@ def test_nothing_is_known_at_first() -> None:
     as_known = Loads.of([attrs.evolve(unknown.load, model=fast.load.model), fast.load])
     prefix = prefix_of([unknown, fast])
     assert loads.costs(99, prefix).tolist() == as_known.costs(99, prefix).tolist()
+
+
+def test_lent_pages_are_fetched_if_that_is_sooner() -> None:
+    loads = Loads.of([load().load, load().load, load().load])
+    cached = np.array([0.0, 0.0, 1600.0])
+    lent = np.array([0.0, 1600.0, 0.0])
+    quick, slow = 0.01, 10.0
+    own, fetched, there = loads.ttfts(2000, KnownPrefix(cached=cached, lent=lent, fetching=quick))
+    assert own > fetched > there
+    assert fetched - there == pytest.approx(quick, rel=1e-3)
+    own, computed, _ = loads.ttfts(2000, KnownPrefix(cached=cached, lent=lent, fetching=slow))
+    assert computed == own
+
+
+def test_prompt_and_output_are_apart_if_that_costs_less() -> None:
+    """One worker has many streams, the other one long prompts and hardly a free slot."""
+    prefix, policy = KnownPrefix(cached=np.zeros(2)), Policy()
+    streams = load(num_decodes=40, context=40_000).load
+    idle = load().load
+    assert policy.choose_apart(Loads.of([idle, idle]), 4000, prefix) is None
+    assert policy.choose_apart(Loads.of([streams, idle]), 4000, prefix) is None, "one has room"
+    full = load(num_decodes=4, num_ahead=20, context=4000).load
+    loads = Loads.of([full, streams])
+    assert policy.choose_apart(loads, 4000, prefix) == 0
+    assert policy.choose_apart(loads, 4000, prefix, np.array([False, True])) is None
+    dear = KnownPrefix(cached=np.zeros(2), handing_over=1000.0)
+    assert policy.choose_apart(loads, 4000, dear) is None

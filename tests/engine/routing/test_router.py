@@ -46,10 +46,16 @@ class CheckedRouter(Router):
         self.num_known = 0
         """Placements at which a prefix was known."""
 
-    def place(self, request: Request, among: Sequence[Scheduler] | None = None) -> Scheduler:
+    def place(
+        self,
+        request: Request,
+        among: Sequence[Scheduler] | None = None,
+        *,
+        may_split: bool = False,
+    ) -> Scheduler:
         if len(self._numbers) > 1:
             self.check(request)
-        scheduler = super().place(request, among)
+        scheduler = super().place(request, among, may_split=may_split)
         self.placed = [each for each in self.placed if each[0] is not request]
         self.placed.append((request, scheduler))
         return scheduler

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
+from trioserve.config.worker_group import Role
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.routing.router import Router
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.requests.request import Finish, FinishReason, Request
+from trioserve.scheduler.handing_over import vacate
 from trioserve.scheduler.moving import fits, movable
 from trioserve.scheduler.scheduler import Scheduler
 
@@ -20,13 +23,22 @@ class Placement:
     Args:
         schedulers: One for each worker.
         policy: The choice of a worker for each request.
+        roles: The roles of the first workers, by number; the others do both. ``("auto",)`` lets
+            the loads decide for each request.
     """
 
-    def __init__(self, schedulers: Iterable[Scheduler], policy: Policy) -> None:
+    def __init__(
+        self,
+        schedulers: Iterable[Scheduler],
+        policy: Policy,
+        roles: Seq[Role] = (),
+    ) -> None:
         self.schedulers: tuple[Scheduler, ...] = ()
         """The schedulers whose workers serve, or will again."""
         self.gone: list[Scheduler] = []
         """Schedulers whose workers are gone for good; their counts go on counting."""
+        self._may_split = tuple(roles) == ("auto",)
+        self._roles = () if self._may_split else tuple(roles)
         self._router = Router(policy)
         self._retiring: set[Scheduler] = set()
         """Schedulers on which nothing more is placed."""
@@ -35,10 +47,32 @@ class Placement:
 
     def place(self, request: Request) -> Scheduler:
         """Return the scheduler for a tokenized request: of a worker that is there, if one is."""
-        if not self._retiring:
-            return self._router.place(request)
-        staying = [each for each in self.schedulers if each not in self._retiring]
-        return self._router.place(request, [each for each in staying if each.attached] or staying)
+        staying = self.schedulers
+        if self._retiring:
+            staying = tuple(each for each in staying if each not in self._retiring)
+        suited = self._suited(request, staying)
+        among = None if suited == self.schedulers else _attached(suited)
+        may_split = self._may_split and not request.params.beam_width
+        scheduler = self._router.place(request, among, may_split=may_split)
+        request.hands_over |= self._hands_over(scheduler, request)
+        return scheduler
+
+    def role_of(self, scheduler: Scheduler) -> Role:
+        """Return the role of a scheduler's worker."""
+        index = scheduler.index
+        return self._roles[index] if index < len(self._roles) else "both"
+
+    def _suited(self, request: Request, schedulers: tuple[Scheduler, ...]) -> tuple[Scheduler, ...]:
+        """Return those whose workers compute what comes next of the request; all if there are none.
+
+        Beams stay where they begin, so they begin where they are computed.
+        """
+        if not self._roles:
+            return schedulers
+        other = "prefill" if _has_begun(request) or request.params.beam_width else "decode"
+        roles = {each: self.role_of(each) for each in schedulers}
+        suited = tuple(each for each, role in roles.items() if role != other)
+        return suited if any(each.attached for each in suited) else schedulers
 
     def move_requests(self, lost: Scheduler, *, must_leave: bool = False) -> None:
         """Hand the requests of a worker that was lost, or is to be removed, to the others.
@@ -48,14 +82,44 @@ class Placement:
         if lost.core is None:
             return
         for request in movable(lost.core):
-            able = [each for each in self.schedulers if self._may_take(each, lost, request)]
-            others = [each for each in able if each.attached] or (able if must_leave else [])
-            if others:
-                adapter = lost.adapters.held(request.adapter)
-                moving = lost.take_out(request)  # which counts what was cached where it was placed
-                request.scheduler = other = self._router.place(request, others)
-                other.adapters.hold(adapter)
-                other.take_in(moving)
+            able = self._able(lost, request)
+            if any(each.attached for each in able) or (able and must_leave):
+                self._move(request, lost, able)
+
+    def hand_over(self, holder: Scheduler, request: Request) -> bool:
+        """Move a request whose prompt is computed to a worker that decodes.
+
+        Return False if there is none.
+        """
+        core = holder.core
+        assert core is not None
+        able = tuple(each for each in self._able(holder, request) if self._decodes(each))
+        if request in core.fault_isolation.suspects or not any(each.attached for each in able):
+            return False
+        vacate(core, request)
+        core.counters.num_handed_over += 1
+        self._move(request, holder, able)
+        return True
+
+    def _hands_over(self, scheduler: Scheduler, request: Request) -> bool:
+        begins = not (_has_begun(request) or request.params.beam_width)
+        return begins and not self._decodes(scheduler)
+
+    def _decodes(self, scheduler: Scheduler) -> bool:
+        return self.role_of(scheduler) != "prefill"
+
+    def _able(self, holder: Scheduler, request: Request) -> tuple[Scheduler, ...]:
+        return tuple(each for each in self.schedulers if self._may_take(each, holder, request))
+
+    def _move(self, request: Request, holder: Scheduler, able: tuple[Scheduler, ...]) -> None:
+        """Move a movable request from ``holder`` to one of those that may take it."""
+        adapter = holder.adapters.held(request.adapter)
+        moving = holder.take_out(request)  # which counts what was cached where it was placed
+        among = _attached(self._suited(request, able))
+        request.scheduler = other = self._router.place(request, among)
+        request.hands_over |= self._hands_over(other, request)
+        other.adapters.hold(adapter)
+        other.take_in(moving)
 
     async def vacate(self, scheduler: Scheduler, holder: str) -> None:
         """Pause ``scheduler`` under the key ``holder``, and move its requests to the others.
@@ -75,6 +139,7 @@ class Placement:
     def add(self, scheduler: Scheduler) -> None:
         """Place requests on one more scheduler."""
         scheduler.on_loss = functools.partial(self.move_requests, scheduler)
+        scheduler.feeds.on_prefilled = functools.partial(self.hand_over, scheduler)
         self.schedulers = (*self.schedulers, scheduler)
         self._router.add(scheduler)
 
@@ -128,3 +193,12 @@ class Placement:
             self.schedulers = tuple(each for each in self.schedulers if each is not scheduler)
             self.gone.append(scheduler)
             self._router.remove(scheduler)
+
+
+def _attached(schedulers: Seq[Scheduler]) -> list[Scheduler]:
+    """Return those with a worker; all if none has one."""
+    return [each for each in schedulers if each.attached] or list(schedulers)
+
+
+def _has_begun(request: Request) -> bool:
+    return any(each.output_ids for each in request.sequences)

@@ -6,6 +6,7 @@ A route costs the predicted time to the first token, and the time that it takes 
   request's own. Beside decodes, a step has as many of their tokens as
   :mod:`~trioserve.scheduler.prompt_share` gives them.
 - Pages in the host's memory are copied, which takes a small part of the time to compute them.
+- Pages that another worker would lend are fetched, if that is sooner.
 - An adapter that the worker doesn't hold is loaded.
 - Without a free slot, the request waits for a sequence to end.
 - What is computed of the prompt delays those that come later. As many are taken to come as wait
@@ -141,9 +142,23 @@ class Loads:
             prompt: Number of tokens of the prompt.
             prefix: What the workers have for it.
         """
-        always, context, prompts = self._rows[7:10]
+        return self.prompt_costs(prompt, prefix) + self.output_costs(prompt)
+
+    def prompt_costs(
+        self, prompt: int, prefix: KnownPrefix, held_up: Floats | None = None
+    ) -> Floats:
+        """Return the part of :meth:`costs` that is due to the prompt.
+
+        It counts ``held_up`` sequences as delayed by what is computed of it, beside the prompts.
+        """
         own, seconds = self._times(prompt, prefix)
-        return seconds + own * prompts + prompt * context + always
+        others = self._rows[9] if held_up is None else self._rows[9] + held_up
+        return seconds + own * others
+
+    def output_costs(self, prompt: int) -> Floats:
+        """Return the part of :meth:`costs` that is due to the output behind a prompt."""
+        always, context = self._rows[7:9]
+        return prompt * context + always
 
     def ttfts(self, prompt: int, prefix: KnownPrefix) -> Floats:
         """Return the predicted seconds to the first token; arguments are those of :meth:`costs`."""
@@ -155,7 +170,14 @@ class Loads:
         known = prefix.num_cached()
         own_tokens = prompt - known
         own = own_tokens * (token + half_read * (prompt + known))
-        seconds = waits + own
+        seconds = waits.copy()
+        if prefix.lent is not None:
+            computing = prefix.lent * (token + half_read * (2 * known + prefix.lent))
+            is_fetched = prefix.fetching < computing
+            own_tokens = own_tokens - np.where(is_fetched, prefix.lent, 0)
+            own -= np.where(is_fetched, computing, 0)
+            seconds += np.where(is_fetched, prefix.fetching, 0)
+        seconds += own
         if prefix.on_host is not None:
             ends = prefix.cached + known
             seconds += HOST_COPY * prefix.on_host * (token + half_read * ends)
@@ -178,6 +200,12 @@ class KnownPrefix:
     """
     on_host: Floats | None = None
     """Tokens behind those whose pages are in the host's memory."""
+    lent: Floats | None = None
+    """Tokens behind those that another worker's prefix cache has and would lend."""
+    fetching: Floats | float = 0.0
+    """Seconds in which their pages are fetched from there."""
+    handing_over: float = 0.0
+    """Seconds in which the pages of the whole prompt are fetched."""
     loading: Floats | None = None
     """Seconds for its adapter to be loaded."""
 
@@ -212,7 +240,7 @@ class Policy:
         """
         costs = self._costs(loads, prompt, prefix)
         if among is not None:
-            costs[~among] = np.inf
+            costs = np.where(among, costs, np.inf)
         least = costs[costs.argmin()]
         if self._temperature > 0 and self._name != "round_robin":
             scale = self._temperature * max(abs(least), 1e-9)
@@ -221,6 +249,22 @@ class Policy:
         # Equals take turns, so that an idle server uses all of its workers.
         best = (costs <= least).nonzero()[0]
         return int(best[next(self._turns) % len(best)])
+
+    def choose_apart(
+        self, loads: Loads, prompt: int, prefix: KnownPrefix, among: Bools | None = None
+    ) -> int | None:
+        """Return the worker for a prompt whose output another one is to compute.
+
+        None says that both cost least on one worker. The prompt counts for all streams there, whose
+        next token it delays. Arguments are those of :meth:`choose`.
+        """
+        first = loads.prompt_costs(prompt, prefix, loads.num_sequences())
+        second = loads.output_costs(prompt)
+        if among is not None:
+            first, second = np.where(among, first, np.inf), np.where(among, second, np.inf)
+        one, other = int(first.argmin()), int(second.argmin())
+        apart = first[one] + second[other] + prefix.handing_over
+        return one if apart < (first + second).min() else None
 
     def _costs(self, loads: Loads, prompt: int, prefix: KnownPrefix) -> Floats:
         if self._name == "predicted":

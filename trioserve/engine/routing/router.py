@@ -18,6 +18,7 @@ from trioserve.engine.routing.policy import Bools, Floats, KnownPrefix, Loads, P
 from trioserve.engine.routing.worker_load import worker_load
 from trioserve.requests.request import Request, State
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.fetched_pages import FetchPace
 from trioserve.scheduler.prefix_index import PrefixIndex, RunPath, WorkerPages
 from trioserve.scheduler.prefix_tree import Namespace
 from trioserve.scheduler.scheduler import Scheduler
@@ -62,6 +63,10 @@ class Router:
     _passed_over: PassedOver[int] = attrs.field(init=False, factory=PassedOver)
     _with_host_pages: list[int] = attrs.field(init=False, factory=list)
     """Numbers of workers that may have pages on the host."""
+    _siblings: list[int] = attrs.field(init=False, factory=list)
+    """Numbers of workers that lend each other pages."""
+    _pace: FetchPace = attrs.field(init=False, factory=FetchPace)
+    """Times in which they fetch pages."""
 
     def add(self, scheduler: Scheduler) -> None:
         """Place requests on ``scheduler``, too."""
@@ -76,21 +81,28 @@ class Router:
         worker = self._workers.pop(number)
         worker.core.memory.prefix.leave_index()
         scheduler.feeds.indexed, scheduler.feeds.on_load_changed = None, None
-        if number in self._with_host_pages:
-            self._with_host_pages.remove(number)
+        for numbers in (self._with_host_pages, self._siblings):
+            if number in numbers:
+                numbers.remove(number)
         self._changed.discard(number)
         self._absent.add(number)
         self._free_numbers.append(number)
         self._passed_over.forget(number)
 
-    def place(self, request: Request, among: Seq[Scheduler] | None = None) -> Scheduler:
+    def place(
+        self, request: Request, among: Seq[Scheduler] | None = None, *, may_split: bool = False
+    ) -> Scheduler:
         """Return a scheduler for a tokenized request, and note that it gets it.
+
+        The request is marked if another one is to compute its output.
 
         Args:
             request: The request.
             among: Schedulers that may be chosen, at least one. By default all may whose workers are
                 there, or all if none is.
+            may_split: True if prompt and output may be computed by two workers.
         """
+        request.hands_over = False
         if request.coming is not None:  # It was placed on a worker that is lost, or removed.
             request.coming.end()
             request.coming = None
@@ -103,7 +115,10 @@ class Router:
         namespace = namespace_of(request.cache_salt, request.adapter)
         prefix, paths = self._prefix_of(request, namespace)
         mask = self._mask(among)
-        number = self._policy.choose(self._loads, len(request.prompt_ids), prefix, mask)
+        asked = (self._loads, len(request.prompt_ids), prefix, mask)
+        apart = self._policy.choose_apart(*asked) if may_split else None
+        request.hands_over = apart is not None
+        number = self._policy.choose(*asked) if apart is None else apart
         request.num_cached_when_placed = int(prefix.num_cached()[number])
         worker = self._workers[number]
         self._note_placement(number, worker.core.step_times)
@@ -150,6 +165,9 @@ class Router:
             if core.memory.pool.num_host_pages:
                 self._with_host_pages.append(number)
                 on_device = 2 * number + 1
+            if scheduler.feeds.siblings is not None:
+                self._siblings.append(number)
+                self._pace = scheduler.feeds.siblings.pace
             scheduler.feeds.indexed = WorkerPages(self._index, 2 * number, on_device)
             core.memory.prefix.join(scheduler.feeds.indexed)
 
@@ -188,7 +206,19 @@ class Router:
             on_host=on_host,
             loading=self._loading(request.adapter) if request.adapter else None,
         )
+        if len(self._siblings) > 1:
+            self._add_lent(prefix, held, cached, len(request.prompt_ids))
         return prefix, paths
+
+    def _add_lent(self, prefix: KnownPrefix, held: Floats, cached: Floats, prompt: int) -> None:
+        """Add the pages that workers could fetch from the sibling with most of them."""
+        fixed, each = self._pace.line()
+        of_token = each / min(self._page_sizes)
+        siblings = self._siblings
+        prefix.lent = np.zeros(len(self._loads))
+        prefix.lent[siblings] = np.maximum(held[siblings].max() - cached[siblings], 0)
+        prefix.fetching = fixed + of_token * prefix.lent
+        prefix.handing_over = fixed + of_token * prompt
 
     def _loading(self, adapter: int) -> Floats:
         """Return the seconds for which an adapter has to be loaded on each worker."""

@@ -119,6 +119,12 @@ CACHE = (
         lambda s: s.scheduler.pages_imported,
         "Pages that were taken over from other workers",
     ),
+    engine_counter(
+        "cache",
+        "num_handed_over",
+        lambda s: s.scheduler.num_handed_over,
+        "Requests that moved to a worker that decodes once their prompts were computed",
+    ),
     engine_gauge(
         "cache",
         "kv_cache_disk_pages",

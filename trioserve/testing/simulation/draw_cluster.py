@@ -40,6 +40,7 @@ def with_cluster(
     }
     if scenario.worker.num_host_pages and options["enable_prefix_caching"]:
         options["kv_offloading_bytes"] = 1  # The workers lend each other pages.
+        options["disaggregation"] = _roles(random.Random(f"roles {seed}"), count)
     faults: list[Fault] = []
     if not scenario.is_poisoned:
         others = [draw_faults(rng) for _ in range(1, count + 1)]
@@ -63,6 +64,14 @@ def _rolling(rng: random.Random, pause: Pause) -> Pause:
     if pause.mode != "swap retract" or rng.random() < 0.5:
         return pause
     return attrs.evolve(pause, mode="swap rolling")
+
+
+def _roles(rng: random.Random, count: int) -> tuple[str, ...]:
+    """Return roles with which prompts and outputs can be computed; none in a third of clusters."""
+    chance = rng.random()
+    if chance < 0.5:
+        return () if chance < 0.35 else ("auto",)
+    return ("prefill", *(rng.choice(("prefill", "decode")) for _ in range(2, count)), "decode")
 
 
 def _member(rng: random.Random) -> Member:

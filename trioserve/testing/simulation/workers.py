@@ -77,6 +77,18 @@ class SimulatedWorkers:
                     raise Violation("a request is on one worker", detail)
                 found.add(request)
 
+    def is_transferring(self, index: int) -> bool:
+        """Return True if a worker waits for pages that are on their way, or holds such pages."""
+        core = self.made[index].scheduler.core
+        if core is None:
+            return False
+        memory = core.memory
+        is_fetching = memory.fetched is not None and memory.fetched.has_waiting
+        every = [self._checkers.of(each) for each in self.current]
+        return (is_fetching or bool(memory.lending.held)) and any(
+            each.is_calling("export_pages", "import_pages", "read_pages") for each in every
+        )
+
     @contextlib.asynccontextmanager
     async def _open(
         self, index: int, config: EngineConfig

@@ -152,7 +152,7 @@ class World:
             busy = counts.num_running + counts.num_waiting
             if checker.is_calling("prepare"):
                 busy -= sum(visit.num_waiting_for_grammar for visit in self.visits.values())
-            if busy > 0:
+            if busy > 0 and not self.workers.is_transferring(index):
                 raise Violation(
                     "outputs that can be computed are computed", f"{busy} outputs, no plan"
                 )

@@ -116,7 +116,7 @@ class Refusal(enum.Enum):
     DOCUMENT_TRUNCATION = "`truncate_prompt_tokens` cuts query and document together"
     CLASSIFIED_CHATS = "what is classified is text, not a chat"
     CLASSIFIED_TEXT = "it is called `input` here, as at /v1/classify"
-    DISAGGREGATION = "prompts aren't computed by one worker and continued by another"
+    DISAGGREGATION = "an engine's workers hand prompts over by themselves; see --disaggregation"
     INPUT_EMBEDDINGS = "a prompt is text or token ids"
     ADAPTER_IDS = "adapters are chosen by name; see lora_path"
     CUSTOM_PROCESSOR = "it is code, and nothing of a client's is executed; see --logits-processors"

@@ -1,0 +1,187 @@
+"""Prefill and decode on different workers: the same tokens, and no request is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from tests.support.known_answers import answer_to, faults_by_chance, next_token, prompt
+from trioserve import Engine
+from trioserve.protocol import wire
+from trioserve.protocol.errors import EngineError
+from trioserve.testing import FakeWorker
+from trioserve.testing.fake_disk import FakeDisk
+from trioserve.testing.fake_engine import open_fake_engine
+
+Clock = trio.testing.MockClock
+PAGE = 4
+SMALL: dict[str, Any] = {"num_pages": 40, "num_host_pages": 40, "page_size": PAGE}
+APART: dict[str, Any] = {"data_parallel_size": 2, "disaggregation": ("prefill", "decode")}
+
+
+def step_time(plan: wire.Plan) -> float:
+    return 0.1 + 0.01 * int(wire.ints(plan.row_counts).sum())
+
+
+def workers(**options: Any) -> Callable[[], FakeWorker]:
+    disk = FakeDisk()
+    defaults = {**SMALL, "step_time": step_time, "token": next_token}
+    return lambda: FakeWorker(disk=disk, **{**defaults, **options})
+
+
+async def ask(engine: Engine, number: int, count: int = 8, **options: Any) -> None:
+    completion = await engine.complete(prompt(number), max_tokens=count, **options)
+    assert list(completion.token_ids) == answer_to(prompt(number), count)
+
+
+def tokens_computed(engine: Engine) -> list[tuple[int, int]]:
+    """Return the tokens of prompts, and those of outputs, that each worker has computed."""
+    counted = [each.statistics() for each in engine.schedulers]
+    return [
+        (each.num_prefill_tokens, each.num_tokens_computed - each.num_prefill_tokens)
+        for each in counted
+    ]
+
+
+async def test_one_worker_computes_prompts_and_the_other_outputs(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **APART) as engine:
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(ask, engine, number)
+        # The last page isn't full: its tokens are computed again.
+        (prompts, outputs), (again, decoded) = tokens_computed(engine)
+        assert (prompts, outputs) == (4 * 22, 0)
+        assert again == 4 * 3
+        assert decoded == 4 * 6
+        statistics = engine.statistics().scheduler
+        assert statistics.num_handed_over == 4
+        assert statistics.pages_imported == 4 * 5
+        engine.check_integrity()
+
+
+async def test_a_single_token_is_not_handed_over(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **APART) as engine:
+        await ask(engine, 0, 1)
+        assert engine.statistics().scheduler.num_handed_over == 0
+        engine.check_integrity()
+
+
+async def test_several_outputs_move_together(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **APART) as engine:
+        completion = await engine.complete(prompt(0), max_tokens=8, n=3)
+        assert [list(each.token_ids) for each in completion.outputs] == [
+            answer_to(prompt(0), 8)
+        ] * 3
+        assert engine.statistics().scheduler.num_handed_over == 1
+        assert tokens_computed(engine)[0][1] == 0
+        engine.check_integrity()
+
+
+async def test_beams_are_computed_where_outputs_are(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), **APART) as engine:
+        await engine.complete(prompt(0), max_tokens=4, beam_width=2, n=2)
+        assert tokens_computed(engine)[0] == (0, 0)
+        engine.check_integrity()
+
+
+async def test_outputs_go_on_if_no_worker_decodes(autojump_clock: Clock) -> None:
+    """The worker for prompts computes all if the other one is lost for good."""
+    make = workers()
+    made = 0
+
+    def one_of_two() -> FakeWorker:
+        nonlocal made
+        made += 1
+        return make()
+
+    async with open_fake_engine(one_of_two, **APART) as engine:
+        decodes = engine.schedulers[1]
+        with engine.schedulers.placement.retiring(decodes):
+            await ask(engine, 0)
+            assert engine.statistics().scheduler.num_handed_over == 0
+        await ask(engine, 1)
+        engine.check_integrity()
+
+
+async def test_a_long_prompt_holds_no_stream_up(autojump_clock: Clock) -> None:
+    """Gaps between tokens stay what they are while prompts are computed elsewhere."""
+    gaps: list[float] = []
+
+    async def stream(engine: Engine) -> None:
+        last: float | None = None
+        async with engine.generate(prompt(0), max_tokens=60) as chunks:
+            async for _ in chunks:
+                now = trio.current_time()
+                if last is not None:
+                    gaps.append(now - last)
+                last = now
+
+    make = workers(num_pages=400, num_host_pages=400)
+    async with open_fake_engine(make, **APART) as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream, engine)
+            await trio.sleep(1)
+            for number in range(1, 4):
+                nursery.start_soon(ask, engine, number)
+        engine.check_integrity()
+    # The first gap has the way to the other worker; later ones its steps of few tokens.
+    assert max(gaps[1:]) <= 0.1 + 0.01 * 8
+
+
+async def run_history(seed: int) -> None:
+    numbers = random.Random(seed)
+
+    make = workers(
+        num_pages=numbers.choice((9, 12, 20, 60)),
+        num_host_pages=numbers.choice((2, 6, 20, 60)),
+        script=faults_by_chance(numbers),
+        step_time=numbers.choice((0.0, 0.1, step_time)),
+        call_time=lambda _: numbers.choice((0.0, 0.0, 0.05, 0.7)),
+    )
+
+    async def client(engine: Engine) -> None:
+        for _ in range(12):
+            tokens = prompt(numbers.randrange(6), numbers.randint(1, 30))
+            count, n = numbers.randint(1, 6), numbers.choice((1, 1, 1, 2))
+            with trio.move_on_after(numbers.choice((0.2, 1000.0))):
+                try:
+                    completion = await engine.complete(tokens, max_tokens=count, n=n)
+                except EngineError:
+                    continue
+                for each in completion.outputs:
+                    assert list(each.token_ids) == answer_to(tokens, count)
+            if numbers.random() < 0.03:
+                engine.flush_cache()
+
+    roles = numbers.choice(
+        [
+            ("prefill", "decode"),
+            ("prefill", "both"),
+            ("prefill", "decode", "decode"),
+            ("decode",),
+            ("auto",),
+        ]
+    )
+    options: dict[str, Any] = {
+        "data_parallel_size": max(len(roles), 2),
+        "disaggregation": roles,
+        "max_plans_in_flight": numbers.choice((1, 2)),
+    }
+    async with open_fake_engine(make, max_worker_restarts=1000, **options) as engine:
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(client, engine)
+        await trio.sleep(10)
+        engine.check_integrity()
+        for each in engine.schedulers:
+            assert each.core is None or not each.core.leaving
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_random_histories(autojump_clock: Clock, seed: int) -> None:
+    await run_history(seed)
