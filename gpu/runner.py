@@ -117,9 +117,9 @@ class Runner:
             "resident_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
         }
 
-    def drop(self, slot: int, generation: int) -> None:
-        """Stop a sequence: later rows of it compute nothing, and no row of it gives a token."""
-        self._slots.drop(slot, generation)
+    def drop(self, slot: int, generation: int, plan: int) -> None:
+        """Stop a sequence: rows of it after ``plan`` compute nothing and give no token."""
+        self._slots.drop(slot, generation, plan)
 
     def step(self, plan: Plan) -> StepResult:
         """Run one plan from submission to result. No other plan may be pending.

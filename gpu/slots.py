@@ -191,8 +191,8 @@ class SlotTable:
         self.max_row_tokens = max_row_tokens
         """Most tokens that a row may bring."""
         self._slots: dict[int, Slot] = {}
-        self._dropped: set[tuple[int, int]] = set()
-        """Slot and generation of each sequence dropped before it was opened."""
+        self._dropped: dict[tuple[int, int], int] = {}
+        """Last plan that computes a sequence to be stopped, by its slot and generation."""
         self._last_sampler = SamplerParams()
         self.block_tables = np.zeros((0, -(-max_model_len // page_size)), dtype=np.int32)
 
@@ -215,13 +215,21 @@ class SlotTable:
         self._slots.clear()
         self._dropped.clear()
 
-    def drop(self, number: int, generation: int) -> None:
-        """Stop a sequence whose slot is open, or that a later plan opens."""
-        slot = self._slots.get(number)
-        if slot is not None and slot.generation == generation:
-            slot.stopped = True
-        else:
-            self._dropped.add((number, generation))
+    def drop(self, number: int, generation: int, plan: int) -> None:
+        """Stop a sequence after ``plan``, whether its slot is open or a later plan opens it."""
+        self._dropped[number, generation] = plan
+
+    def _stop_dropped(self, plan: int) -> None:
+        """Stop the dropped sequences that ``plan`` needn't compute."""
+        for (number, generation), last in list(self._dropped.items()):
+            slot = self._slots.get(number)
+            if slot is None or slot.generation < generation:
+                continue  # It will be opened, or its place will be reused.
+            if slot.generation == generation and plan <= last:
+                continue
+            del self._dropped[number, generation]
+            if slot.generation == generation:
+                slot.stopped = True
 
     def num_pages_used(self) -> int:
         """Return the number of distinct pages in the block tables of open slots."""
@@ -241,6 +249,8 @@ class SlotTable:
                 raise PlanError(f"slot {number} is to be closed but is not open", number)
         for opened in plan.opened:
             self._open(opened)
+        if self._dropped:
+            self._stop_dropped(plan.number)
         self._cut_tables(ints(plan.cuts))
         self._append_pages(ints(plan.page_slots), ints(plan.page_ids))
         numbers, counts = ints(plan.row_slots).tolist(), ints(plan.row_counts).tolist()
@@ -288,11 +298,9 @@ class SlotTable:
             sampler=self._sharing(opened.sampler),
             adapter=opened.adapter,
             prompt_logprobs_from=opened.prompt_logprobs_from,
-            stopped=(number, opened.generation) in self._dropped,
             buffer=buffer,
             length=len(tokens),
         )
-        self._dropped.discard((number, opened.generation))
         pages = ints(opened.pages)
         self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
 

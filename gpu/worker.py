@@ -184,7 +184,7 @@ class Worker:
                 self._look_ahead(runner)
                 self._submit(runner, message)
             case wire.Drop():
-                runner.drop(message.slot, message.generation)
+                runner.drop(message.slot, message.generation, message.plan)
             case wire.Reset():
                 if self._transfers is not None:
                     self._transfers.wait()  # their pages are used for other content now

@@ -33,7 +33,7 @@ def test_a_plan_behind_it_has_not() -> None:
     side.plan()
     seq_state = sequence.seq_state
     assert side.core.drop(sequence) == wire.Drop(
-        slot=seq_state.slot, generation=seq_state.generation
+        slot=seq_state.slot, generation=seq_state.generation, plan=1
     )
     side.result()
     assert side.core.drop(sequence) is None, "the second one is the oldest by now"

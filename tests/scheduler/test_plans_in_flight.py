@@ -459,7 +459,7 @@ class TestWorker:
         socket.send(wire.encode(maker.plan({2: 1})))  # is deferred, so the next one waits
         maker.open(5, [1, 2, 3, 4])
         socket.send(wire.encode(maker.plan({2: 1, 5: 4})))
-        socket.send(wire.encode(wire.Drop(slot=5, generation=maker.generations[5])))
+        socket.send(wire.encode(wire.Drop(slot=5, generation=maker.generations[5], plan=2)))
         maker.close(5)
         maker.open(5, [6, 7])
         socket.send(wire.encode(maker.plan({2: 1, 5: 2})))
@@ -472,6 +472,28 @@ class TestWorker:
         assert tokens == [[[4]], [[5]], [[6], []], [[7], [502]]]
         assert executor.submitted[2] == [(2, 4, 1)]
         assert executor.submitted[3] == [(2, 5, 1), (5, 0, 2)]
+
+    def test_a_plan_that_counts_as_running_is_computed_though_the_drop_is_there(
+        self,
+        sockets: tuple[pynng.Pair0, WorkerSocket],
+        executor: DeferredExecutor,
+        maker: PlanMaker,
+    ) -> None:
+        """Else a page that others find in the prefix cache would never have been computed."""
+        socket, end = sockets
+        end.awaited = 3
+        maker.open(5, [1, 2, 3, 4])
+        socket.send(wire.encode(maker.plan({5: 4})))
+        socket.send(wire.encode(maker.plan({5: 1})))
+        socket.send(wire.encode(wire.Drop(slot=5, generation=maker.generations[5], plan=1)))
+        tokens = []
+        for _ in range(2):
+            executor.complete()
+            result = wire.decode(socket.recv())
+            assert isinstance(result, wire.StepResult)
+            tokens.append(given(result))
+        assert tokens == [[[]], [[]]]
+        assert executor.submitted == [[(5, 0, 4)], []]
 
     def test_a_refused_plan_is_answered_after_the_one_before_it(
         self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker

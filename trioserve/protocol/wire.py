@@ -291,12 +291,16 @@ class Quit:
 class Drop:
     """Engine to worker: a slot that plans in flight still name needs no more results.
 
-    Its rows that haven't begun needn't be computed and then give no token. A later plan closes the
-    slot. No other sequence reads pages that such a row would write.
+    Its rows in plans after ``plan`` needn't be computed and then give no token. A later plan closes
+    the slot. No other sequence reads pages that such a row would write.
     """
 
     slot: int
     generation: int
+    plan: int
+    """Number of the plan that the engine took to be running. Others may share what it computes,
+    even if the worker hasn't begun it.
+    """
 
 
 # A class's position is its tag byte, so new messages go at the end.

@@ -107,7 +107,7 @@ class SchedulerCore(SchedulerState):
     def drop(self, sequence: Sequence) -> wire.Drop | None:
         """Return a message that spares the worker the rows of ``sequence``, about to be aborted.
 
-        The result is None if nothing can be spared. The oldest plan is already running, so its rows
+        The result is None if nothing can be spared. The oldest plan may be running, so its rows
         can't be dropped. Nor can rows be dropped if another sequence reads their KV.
         """
         seq_state = sequence.seq_state
@@ -116,7 +116,7 @@ class SchedulerCore(SchedulerState):
         oldest = self.in_flight[0].number
         if seq_state.last_plan <= oldest or not self.memory.retract(seq_state, oldest):
             return None
-        return wire.Drop(slot=seq_state.slot, generation=seq_state.generation)
+        return wire.Drop(slot=seq_state.slot, generation=seq_state.generation, plan=oldest)
 
     def unfinished_requests(self) -> list[Request]:
         """Return the requests with sequences that haven't finished."""

@@ -124,7 +124,7 @@ class FakeWorker:
     """Folders of the loaded adapters, by number."""
     _next_plan: int = attrs.field(init=False, default=1)
     _failed: bool = attrs.field(init=False, default=False)
-    _dropped: set[tuple[int, int]] = attrs.field(init=False, factory=set)
+    _dropped: dict[tuple[int, int], int] = attrs.field(init=False, factory=dict)
     _pages: FakePages = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -157,12 +157,8 @@ class FakeWorker:
         self._next_plan = message.next_plan
 
     def drop(self, message: wire.Drop) -> None:
-        """Stop computing for a slot that is open, or that a plan in flight opens."""
-        slot = self.slots.get(message.slot)
-        if slot is not None and slot.generation == message.generation:
-            slot.stopped = True
-        else:
-            self._dropped.add((message.slot, message.generation))
+        """Stop computing for a slot after a plan, whether it is open or a later plan opens it."""
+        self._dropped[message.slot, message.generation] = message.plan
 
     def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
         """Run a plan and return its result, or a failure if the script raises :class:`StepFails`.
@@ -215,7 +211,6 @@ class FakeWorker:
                 sampler=opened.sampler,
                 adapter=opened.adapter,
                 prompt_logprobs_from=opened.prompt_logprobs_from,
-                stopped=(opened.slot, opened.generation) in self._dropped,
             )
             assert slot.adapter == 0 or slot.adapter in self.adapters, "there is no such adapter"
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
@@ -223,6 +218,9 @@ class FakeWorker:
             if slot.prompt_logprobs_from != -1:
                 assert opened.sampler.prompt_logprobs >= 0, "no row asked for log-probabilities"
                 assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
+        for number, slot in self.slots.items():
+            last = self._dropped.get((number, slot.generation), plan.number)
+            slot.stopped |= last < plan.number
         used = {slot.adapter for slot in self.slots.values()} - {0}
         assert len(used) <= self.max_loras, "a plan has too many adapters"
         for number, num_pages in wire.ints(plan.cuts).reshape(-1, 2).tolist():
