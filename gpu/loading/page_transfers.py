@@ -7,6 +7,7 @@ for anything else meanwhile.
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -80,16 +81,22 @@ class PageTransfers:
         if name in ("read_pages", "import_pages"):
             self._executor.expect_pages(arguments["places"])
 
-    def export_pages(self, arguments: Mapping[str, Any]) -> None:
-        """Write pages to memory that another worker reads.
+    def export_pages(self, arguments: Mapping[str, Any]) -> bytes:
+        """Write pages for another worker: to the memory that is named, or to the result.
 
         Raises:
             OSError: There is no memory for them.
         """
         state = self._state
         try:
-            contents = [self._executor.read_page(page) for page in arguments["pages"]]
-            write_pages(Path(arguments["memory"]), state, arguments["keys"], contents)
+            contents = map(self._executor.read_page, arguments["pages"])
+            if "memory" in arguments:
+                with Path(arguments["memory"]).open("r+b") as memory:
+                    write_pages(memory, state, arguments["keys"], contents)
+                return b""
+            message = io.BytesIO()
+            write_pages(message, state, arguments["keys"], contents)
+            return message.getvalue()
         finally:
             self._end()
 
@@ -99,13 +106,21 @@ class PageTransfers:
         Raises:
             OSError: The memory isn't there.
         """
+        num_read = 0
         try:
-            contents = read_pages(Path(arguments["memory"]), self._state, arguments["keys"])
-            for place, content in zip(arguments["places"], contents, strict=False):
-                self._executor.write_page(place, content)
-            return len(contents)
+            with self._opened(arguments) as memory:
+                contents = read_pages(memory, self._state, arguments["keys"])
+                for place, content in zip(arguments["places"], contents, strict=False):
+                    self._executor.write_page(place, content)
+                    num_read += 1
+            return num_read
         finally:
             self._end()
+
+    def _opened(self, arguments: Mapping[str, Any]) -> io.BufferedIOBase:
+        if "memory" in arguments:
+            return Path(arguments["memory"]).open("rb")
+        return io.BytesIO(arguments["content"])
 
     def write(self, arguments: Mapping[str, Any]) -> tuple[list[bool], list[bytes]]:
         """Write pages to files; return for each whether it was, and the keys of deleted ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from trioserve.scheduler.fetched_pages import FetchPace
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.fake_pages import FakePages
 
 Clock = trio.testing.MockClock
 PAGE = 4
@@ -55,6 +57,35 @@ async def test_a_prefix_comes_from_a_sibling(autojump_clock: Clock) -> None:
         assert await ask(engine, 0) == 20
         assert await ask(engine, 0) == 20
         assert engine.statistics().scheduler.pages_imported == 5, "both have it now"
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("num_far", [1, 2])
+async def test_pages_of_other_hosts_come_over_the_links(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, num_far: int
+) -> None:
+    """They come some at a time."""
+    hosts = itertools.cycle(["", "far"] if num_far == 1 else ["far", "farther"])
+    ready = FakeWorker.ready
+    monkeypatch.setattr(FakeWorker, "ready", lambda self: ready(self, host=next(hosts)))
+    calls: list[int] = []
+    disk_export = FakeDisk.export_pages
+
+    def count(self: FakeDisk, weights: str, pages: FakePages, arguments: Any) -> bytes:
+        assert "memory" not in arguments
+        calls.append(len(arguments["keys"]))
+        return disk_export(self, weights, pages, arguments)
+
+    monkeypatch.setattr(FakeDisk, "export_pages", count)
+    make = workers(num_pages=60, num_host_pages=60)
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        tokens = prompt(0, 90)
+        for _ in range(2):
+            completion = await engine.complete(tokens, max_tokens=3)
+            assert list(completion.token_ids) == answer_to(tokens, 3)
+        assert completion.usage.cached_tokens == 88
+        assert calls == [8, 8, 6]
+        assert engine.statistics().scheduler.pages_imported == 22
         engine.check_integrity()
 
 
@@ -160,6 +191,29 @@ async def test_a_loss_during_a_transfer_costs_no_request(autojump_clock: Clock, 
         calls.clear()
         await ask(engine, 1)
         assert await ask(engine, 1) in (0, 20)
+        engine.check_integrity()
+
+
+async def test_pages_are_held_until_they_are_written_even_for_a_lost_worker(
+    autojump_clock: Clock,
+) -> None:
+    """Else the lender would write other pages under their keys, perhaps for the next transfer."""
+    slow = {"export_pages": 5.0}
+    make = workers(call_time=lambda call: slow.get(call.name, 0.0))
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        await ask(engine, 0)
+        lender, borrower = engine.schedulers
+        assert lender.core is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, 0)
+            await trio.sleep(1)
+            assert lender.core.memory.lending.held
+            borrower.report_fault("it hangs")
+            await trio.sleep(1)
+            assert not borrower.attached or borrower.num_attached == 2
+            assert lender.core.memory.lending.held
+        await trio.sleep(5)
+        assert not lender.core.memory.lending.held
         engine.check_integrity()
 
 

@@ -20,6 +20,7 @@ from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks
+from trioserve.engine.worker_making import MakeJoined, makers
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.worker_report import WorkerReport
@@ -53,7 +54,7 @@ class WorkerGroup:
     _workers: list[EngineWorker]
     schedulers: Schedulers
     """The schedulers of the workers."""
-    _make_joined: Callable[[int, JoinedWorker], EngineWorker]
+    _make_joined: MakeJoined
     port: WorkersPort | None = None
     """Port at which workers of other hosts join; None for none."""
     _tasks: EngineTasks | None = attrs.field(init=False, default=None)
@@ -87,32 +88,12 @@ class WorkerGroup:
         strings of beams; None if there is no text.
         """
 
-        def make_worker(index: int, device: str | None = None) -> EngineWorker:
-            worker = make(index, device)
-            worker.scheduler.stop_string_at_end = stop_string_at_end
-            return worker
-
-        def make_joined(index: int, joined: JoinedWorker) -> EngineWorker:
-            worker = EngineWorker.of(
-                index,
-                config,
-                metrics,
-                joined.open,
-                traffic=joined.traffic,
-                wait_here=joined.wait_here,
-                dismiss=joined.dismiss,
-            )
-            joined.amend = worker.amend
-            worker.scheduler.stop_string_at_end = stop_string_at_end
-            return worker
-
+        make_worker, make_joined = makers(config, metrics, make, stop_string_at_end)
         workers = [make_worker(index) for index in range(config.num_workers)]
-        batchers = []
-        if encodes:
-            batchers = [
-                supervised_batcher(config, each.scheduler, each.supervisor, metrics)
-                for each in workers
-            ]
+        batchers = [
+            supervised_batcher(config, each.scheduler, each.supervisor, metrics)
+            for each in (workers if encodes else ())
+        ]
         policy = Policy(config.routing_policy, config.routing_temperature, config.seed or 0)
         own = [each.scheduler for each in workers]
         schedulers = Schedulers(own, batchers, policy, config.roles)

@@ -22,9 +22,7 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS
-from trioserve.scheduler.siblings import Siblings
 from trioserve.workers.life import OnProgress
-from trioserve.workers.page_memory import page_memory
 from trioserve.workers.process import Workers
 from trioserve.workers.ray.port import ray_port
 from trioserve.workers.remote.joined import JoinedWorkers
@@ -97,14 +95,12 @@ class WorkerProcesses:
     def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
         """Return the function that makes workers over these processes."""
         disk_folders: dict[str, set[bytes]] = {}
-        siblings = Siblings(page_memory) if config.lends_pages else None
 
         def make(index: int, device: str | None = None) -> EngineWorker:
             is_first = index < len(self.first)
             workers = self.first[index] if is_first else self._make(index, device)
             made = EngineWorker.of(index, config, metrics, workers.open, traffic=workers.traffic)
             made.scheduler.feeds.disk_folders = disk_folders
-            made.scheduler.feeds.siblings = siblings
             made.free_device = lambda: self._devices.free(index)
             workers.amend = made.amend
             return made

@@ -12,7 +12,6 @@ tasks. The sources are :mod:`~trioserve.scheduler.disk_pages` and
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -21,6 +20,7 @@ import attrs
 
 from trioserve.protocol.wire import TOKEN_BYTES
 from trioserve.requests.retention import DEFAULT_PRIORITY
+from trioserve.scheduler.calls import WorkerCall
 from trioserve.scheduler.page_keys import keys_after
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
@@ -124,8 +124,10 @@ class Found:
 class Loan(Protocol):
     """Pages of another worker."""
 
-    def exported(self, keys: Sequence[bytes]) -> contextlib.AbstractAsyncContextManager[str | None]:
-        """Write pages to shared memory for the block; return its path, None if that fails."""
+    async def fetch(
+        self, keys: Sequence[bytes], places: Sequence[int], call: WorkerCall, *, is_far: bool
+    ) -> int:
+        """Have them copied to ``places``: :meth:`trioserve.scheduler.siblings.PageLoan.fetch`."""
         ...
 
 

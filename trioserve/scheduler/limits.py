@@ -35,6 +35,8 @@ class SchedulerLimits:
     num_host_pages: int = 0
     has_disk: bool = False
     """True if the worker keeps pages on disk."""
+    is_far: bool = False
+    """True if the worker is on another host."""
     max_loras: int = 1
     max_cpu_loras: int = 1
     max_row_tokens: int = 1
@@ -55,6 +57,7 @@ class SchedulerLimits:
             num_pages=ready.num_pages,
             num_host_pages=ready.num_host_pages,
             has_disk=config.kv_offloading_dir is not None,
+            is_far=bool(ready.host),
             max_row_tokens=ready.max_row_tokens,
             max_plans_in_flight=config.max_plans_in_flight or (1 if on_cpu else 2),
             enable_prefix_caching=config.enable_prefix_caching,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import trio
@@ -66,7 +66,7 @@ class _Transfers:
         assert fetched is not None
         return fetched
 
-    async def fetch_all(self) -> None:
+    async def fetch_all(self) -> NoReturn:
         """Have pages fetched that sequences wait for."""
         while True:
             await self.conditions.wait_for(lambda: self.fetched().has_waiting)
@@ -92,29 +92,25 @@ class _Transfers:
     async def _fetch(self, fetch: Fetch) -> int:
         """Return the number of pages that were fetched, up to the first that isn't there."""
         loan = fetch.found.loan
-        arguments: dict[str, object] = {"keys": fetch.keys, "places": fetch.places}
         if loan is None:
-            num_read = await self._count("read_pages", arguments, len(fetch.keys))
+            num_read = await self._read(fetch)
             self.core.counters.pages_read += num_read
             return num_read
-        async with loan.exported(fetch.keys) as memory:
-            if memory is None:
-                return 0
-            arguments["memory"] = memory
-            num_imported = await self._count("import_pages", arguments, len(fetch.keys))
-        self.core.counters.pages_imported += num_imported
-        return num_imported
+        is_far = self.core.limits.is_far
+        num_fetched = await loan.fetch(fetch.keys, fetch.places, self._ask, is_far=is_far)
+        self.core.counters.pages_imported += num_fetched
+        return num_fetched
 
-    async def _count(self, name: str, arguments: object, most: int) -> int:
-        match await self._ask(name, arguments):
-            case int(number) if 0 <= number <= most:
+    async def _read(self, fetch: Fetch) -> int:
+        match await self._ask("read_pages", {"keys": fetch.keys, "places": fetch.places}):
+            case int(number) if 0 <= number <= len(fetch.keys):
                 return number
         return 0
 
-    async def _ask(self, name: str, arguments: object) -> Any:
+    async def _ask(self, name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
         """Call the worker; return None and log the first time if it can't."""
         try:
-            return await self.call(name, arguments)
+            return await self.call(name, arguments, num_bytes=num_bytes)
         except CallFailed as error:
             if not self._has_failed:
                 _log.error("pages not transferred", call=name, reason=str(error))
@@ -159,11 +155,12 @@ async def transfer_pages(
     if core.memory.fetched is None:
         return
     transfers = _Transfers(core, call, conditions, wake)
-    with contextlib.ExitStack() as stack:
-        if core.feeds.siblings is not None:
-            sibling = Sibling(lambda: core.memory, call, wake)
-            stack.enter_context(core.feeds.siblings.joined(sibling))
-        async with trio.open_nursery() as nursery:
-            if core.memory.disk is not None:
-                nursery.start_soon(transfers.write_all)
-            nursery.start_soon(transfers.fetch_all)
+    async with trio.open_nursery() as nursery:
+        if core.memory.disk is not None:
+            nursery.start_soon(transfers.write_all)
+        with contextlib.ExitStack() as stack:
+            if core.feeds.siblings is not None:
+                is_far = core.limits.is_far
+                sibling = Sibling(lambda: core.memory, call, wake, nursery.start_soon, is_far)
+                stack.enter_context(core.feeds.siblings.joined(sibling))
+            await transfers.fetch_all()

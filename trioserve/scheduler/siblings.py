@@ -1,9 +1,9 @@
-"""The workers of one host, which lend each other pages of their prefix caches.
+"""The workers of an engine, which lend each other pages of their prefix caches.
 
 A worker that lacks pages that a sibling has may fetch them
-(:mod:`~trioserve.scheduler.fetched_pages`). The sibling writes them to memory that both share, and
-the worker reads them from there. The sibling holds them meanwhile
-(:mod:`~trioserve.scheduler.page_lending`).
+(:mod:`~trioserve.scheduler.fetched_pages`). The sibling holds them meanwhile
+(:mod:`~trioserve.scheduler.page_lending`). There are two ways of transfer: memory that both share,
+where both are processes of this host; else the links of both workers, some pages at a time.
 
 If either worker is lost, or its cache is reset, the transfer ends without pages, and they are
 computed.
@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
+import trio
 
 from trioserve.protocol.errors import CallFailed, WorkerLost
 from trioserve.protocol.wire import TOKEN_BYTES
@@ -26,6 +27,8 @@ from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import FLUSHED, Node
 
 _NO_PLAN = -1
+_AT_A_TIME = 8
+"""Pages that go over a link in one message."""
 
 
 class LendingMemory(Protocol):
@@ -42,6 +45,24 @@ class LendingMemory(Protocol):
         ...
 
 
+@attrs.define(eq=False)
+class _Export:
+    """Pages that a worker writes for another one."""
+
+    nodes: Sequence[Node]
+    keys: Sequence[bytes]
+    in_memory: bool
+    """True for shared memory, False for a message."""
+    memory: str = attrs.field(init=False, default="")
+    """Path of the shared memory."""
+    content: bytes | None = attrs.field(init=False, default=None)
+    """The message; None if the pages can't be written."""
+    is_over: trio.Event = attrs.field(init=False, factory=trio.Event)
+    """Set when they are written, or won't be."""
+    is_released: trio.Event = attrs.field(init=False, factory=trio.Event)
+    """Set when the memory isn't needed any more."""
+
+
 @attrs.frozen(eq=False)
 class Sibling:
     """A worker that is attached."""
@@ -50,11 +71,50 @@ class Sibling:
     call: WorkerCall
     wake: Callable[[], None]
     """Called when pages that it has lent are free again."""
+    start_soon: Callable[..., None]
+    """Starts a task that ends with the worker."""
+    is_far: bool = False
+    """True if it is on another host."""
+
+    async def write(
+        self, export: _Export, make_memory: Callable[[], contextlib.AbstractContextManager[str]]
+    ) -> None:
+        """Have pages written, as far as they are still there, and keep the memory meanwhile.
+
+        This is a task of the worker that lends them. It must hold them until it has answered, even
+        if the other worker is lost: what it still writes would be another page.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                arguments: dict[str, object] = {}
+                if export.in_memory:
+                    export.memory = stack.enter_context(make_memory())
+                    arguments["memory"] = export.memory
+                export.content = await self._write(export, arguments)
+                export.is_over.set()
+                await export.is_released.wait()
+        finally:
+            export.is_over.set()
+
+    async def _write(self, export: _Export, arguments: dict[str, object]) -> bytes | None:
+        memory = self.memory()
+        lent = memory.lending.begin(export.nodes)
+        arguments |= {"keys": export.keys[: len(lent.pages)], "pages": lent.pages}
+        try:
+            found = await self.call("export_pages", arguments)
+        except (CallFailed, WorkerLost):
+            return None
+        finally:
+            memory.lending.end(lent)
+            self.wake()
+        # After a failed plan some of them weren't computed.
+        is_whole = self.memory() is memory and isinstance(found, bytes)
+        return found if is_whole else None
 
 
 @attrs.define(eq=False)
 class Siblings:
-    """The workers of one host that are attached.
+    """The workers of an engine that are attached.
 
     Args:
         make_memory: Makes memory that workers share, for a block; returns its path.
@@ -106,31 +166,71 @@ class PageLoan:
     _sibling: Sibling
     nodes: Sequence[Node]
 
-    @contextlib.asynccontextmanager
-    async def exported(self, keys: Sequence[bytes]) -> AsyncIterator[str | None]:
-        """Have the sibling write the pages of ``keys``, which are the first ones, for the block.
+    async def fetch(
+        self, keys: Sequence[bytes], places: Sequence[int], call: WorkerCall, *, is_far: bool
+    ) -> int:
+        """Have the first pages, whose keys are ``keys``, copied to ``places`` of another worker.
 
-        The result is the path of the memory that has them, as far as they are still there; None if
-        the sibling can't.
+        Args:
+            keys: Keys of the pages.
+            places: Places in that worker's memory of the host.
+            call: Calls that worker; returns None if it can't take them.
+            is_far: True if it is on another host.
+
+        Returns:
+            The number of pages that came, up to the first that isn't there.
+
+        Raises:
+            WorkerLost: That worker was lost.
         """
-        with self._siblings.make_memory() as path:
-            yield path if await self._export(path, keys) else None
+        if is_far or self._sibling.is_far:
+            return await self._fetch_by_links(keys, places, call)
+        async with self._exported(0, keys, in_memory=True) as export:
+            if export.content is None:
+                return 0
+            arguments = _arguments(keys, places, memory=export.memory)
+            return _number(await call("import_pages", arguments), keys)
 
-    async def _export(self, path: str, keys: Sequence[bytes]) -> bool:
-        if self._sibling not in self._siblings.present:  # It was lost or removed meanwhile.
-            return False
-        memory = self._sibling.memory()
-        lent = memory.lending.begin(self.nodes[: len(keys)])
-        arguments = {"memory": path, "keys": keys[: len(lent.pages)], "pages": lent.pages}
+    async def _fetch_by_links(
+        self, keys: Sequence[bytes], places: Sequence[int], call: WorkerCall
+    ) -> int:
+        num_fetched = 0
+        while num_fetched < len(keys):
+            part = slice(num_fetched, num_fetched + _AT_A_TIME)
+            async with self._exported(num_fetched, keys[part], in_memory=False) as export:
+                content = export.content
+            if content is None:
+                break
+            arguments = _arguments(keys[part], places[part], content=content)
+            count = _number(await call("import_pages", arguments), keys[part])
+            num_fetched += count
+            if count < len(keys[part]):
+                break
+        return num_fetched
+
+    @contextlib.asynccontextmanager
+    async def _exported(
+        self, first: int, keys: Sequence[bytes], *, in_memory: bool
+    ) -> AsyncIterator[_Export]:
+        """Have the sibling write the pages from ``first`` on, for the block."""
+        export = _Export(self.nodes[first : first + len(keys)], keys, in_memory)
+        if self._sibling in self._siblings.present:
+            self._sibling.start_soon(self._sibling.write, export, self._siblings.make_memory)
+        else:  # It was lost or removed meanwhile.
+            export.is_over.set()
         try:
-            await self._sibling.call("export_pages", arguments)
-        except (CallFailed, WorkerLost):
-            return False
+            await export.is_over.wait()
+            yield export
         finally:
-            memory.lending.end(lent)
-            self._sibling.wake()
-        # After a failed plan some of them weren't computed.
-        return self._sibling.memory() is memory
+            export.is_released.set()
+
+
+def _arguments(keys: Sequence[bytes], places: Sequence[int], **more: object) -> dict[str, object]:
+    return {"keys": keys, "places": places, **more}
+
+
+def _number(found: object, keys: Sequence[bytes]) -> int:
+    return found if isinstance(found, int) and 0 <= found <= len(keys) else 0
 
 
 @attrs.define(eq=False)
@@ -142,7 +242,7 @@ class SiblingPages:
 
     @property
     def pace(self) -> FetchPace:
-        """Times of transfers, which all workers of the host learn."""
+        """Times of transfers, which all workers learn."""
         return self._siblings.pace
 
     def find(self, missing: Missing) -> Found | None:

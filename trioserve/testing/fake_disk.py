@@ -18,6 +18,7 @@ class FakeDisk:
     """Contents of pages by the weights that computed them and by their keys."""
     memories: dict[str, tuple[str, dict[bytes, Content]]] = attrs.field(init=False, factory=dict)
     """Weights, and contents by key, of the pages in each shared memory that isn't read yet."""
+    _num_exported: int = attrs.field(init=False, default=0)
     max_pages: int = 1 << 30
     """The most pages for the same weights; the oldest are deleted for new ones."""
 
@@ -48,24 +49,27 @@ class FakeDisk:
             num_read += 1
         return num_read
 
-    def export_pages(self, weights: str, pages: FakePages, arguments: dict[str, Any]) -> None:
-        """Answer the call ``export_pages``."""
+    def export_pages(self, weights: str, pages: FakePages, arguments: dict[str, Any]) -> bytes:
+        """Answer the call ``export_pages``; a message is a name of memory, too."""
+        self._num_exported += 1
+        name = arguments.get("memory", f"message {self._num_exported}")
         contents = map(pages.of_page, arguments["pages"])
-        self.memories[arguments["memory"]] = (
-            weights,
-            dict(zip(arguments["keys"], contents, strict=True)),
-        )
+        self.memories[name] = weights, dict(zip(arguments["keys"], contents, strict=True))
+        return b"" if "memory" in arguments else str(name).encode()
 
     def import_pages(self, weights: str, pages: FakePages, arguments: dict[str, Any]) -> int:
         """Answer the call ``import_pages``."""
-        state, contents = self.memories.pop(arguments["memory"], (weights, {}))
+        name = arguments.get("memory") or arguments["content"].decode()
+        state, contents = self.memories.pop(name, (weights, {}))
         if state != weights:
             return 0
+        num_read = 0
         for key, place in zip(arguments["keys"], arguments["places"], strict=False):
             if key not in contents:
                 break
             pages.fill(place, contents[key])
-        return len(contents)
+            num_read += 1
+        return num_read
 
     def calls(self, weights: str, pages: FakePages) -> dict[str, Callable[[Any], Any]]:
         """Return the functions that answer a worker's calls, by name."""

@@ -35,7 +35,6 @@ from trioserve.observability.metrics import Metrics
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
-from trioserve.scheduler.siblings import Siblings
 from trioserve.testing.fake_encoder import fake_encoder, fake_encoder_config
 from trioserve.testing.fake_loop import serve_fake
 from trioserve.testing.fake_worker import FakeWorker
@@ -44,7 +43,6 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.encoder_tokenizer import EncoderTokenizer
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.workers import Link
-from trioserve.workers.page_memory import page_memory
 from trioserve.workers.supervisor import OpenWorker
 
 FAKE_CHAT_TEMPLATE = (
@@ -111,14 +109,7 @@ async def open_fake_engine(
 
 
 def _worker_maker(config: EngineConfig, metrics: Metrics, opened: OpenWorker) -> MakeWorker:
-    siblings = Siblings(page_memory) if config.lends_pages else None
-
-    def make(index: int, device: str | None = None) -> EngineWorker:
-        made = EngineWorker.of(index, config, metrics, opened)
-        made.scheduler.feeds.siblings = siblings
-        return made
-
-    return make
+    return lambda index, device=None: EngineWorker.of(index, config, metrics, opened)
 
 
 @contextlib.asynccontextmanager

@@ -65,6 +65,23 @@ def test_pages_arrive_in_the_places_that_are_named(memory: str) -> None:
     assert all(np.array_equal(pages.contents[10 + each], page(each)) for each in (1, 2, 3))
 
 
+def test_pages_go_in_a_message_too() -> None:
+    pages = Pages()
+    pages.contents = {1: page(1), 2: page(2)}
+    transfers = transfers_of(pages)
+    exported: dict[str, Any] = {"keys": [key(1), key(2)], "pages": [1, 2]}
+    transfers.begin("export_pages", exported)
+    content = transfers.export_pages(exported)
+    other = Pages()
+    transfers = transfers_of(other)
+    arguments: dict[str, Any] = {"keys": [key(1), key(2)], "places": [8, 9], "content": content}
+    transfers.begin("import_pages", arguments)
+    assert transfers.import_pages(arguments) == 2
+    assert np.array_equal(other.contents[8], page(1))
+    assert np.array_equal(other.contents[9], page(2))
+    transfers.wait()
+
+
 def test_pages_of_another_key_end_the_transfer(memory: str) -> None:
     export(memory, [1, 2, 3])
     count, pages = take(memory, [1, 5, 3])

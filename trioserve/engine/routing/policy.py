@@ -168,18 +168,17 @@ class Loads:
         """Return the seconds for the prompt alone, and until it is computed, given a slot."""
         token, half_read, step, decode, waits, prompt_tokens, most = self._rows[:7]
         known = prefix.num_cached()
-        own_tokens = prompt - known
-        own = own_tokens * (token + half_read * (prompt + known))
         seconds = waits.copy()
         if prefix.lent is not None:
             computing = prefix.lent * (token + half_read * (2 * known + prefix.lent))
             is_fetched = prefix.fetching < computing
-            own_tokens = own_tokens - np.where(is_fetched, prefix.lent, 0)
-            own -= np.where(is_fetched, computing, 0)
             seconds += np.where(is_fetched, prefix.fetching, 0)
+            known = known + np.where(is_fetched, prefix.lent, 0)
+        own_tokens = prompt - known
+        own = own_tokens * (token + half_read * (prompt + known))
         seconds += own
         if prefix.on_host is not None:
-            ends = prefix.cached + known
+            ends = prefix.cached + prefix.num_cached()
             seconds += HOST_COPY * prefix.on_host * (token + half_read * ends)
         # A step has as much of prompts as the scheduler allows beside its decodes.
         beside = seconds / rooms_beside(decode, seconds / own, self.itl_target)

@@ -18,7 +18,6 @@ from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.requests.request import Request
-from trioserve.scheduler.siblings import Siblings
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_engine import run_fake_worker
 from trioserve.testing.fake_faults import StepFails, WorkerDies
@@ -30,7 +29,6 @@ from trioserve.testing.simulation.scenario import Fault, Scenario, client_of, nu
 from trioserve.testing.simulation.trace import Violation
 from trioserve.testing.simulation.watch import CheckedLink, MessageChecker
 from trioserve.workers import Link
-from trioserve.workers.page_memory import page_memory
 
 HANG_SECONDS = 1e6
 """Seconds of a step that hangs."""
@@ -56,12 +54,9 @@ class SimulatedWorkers:
     def maker(self, config: EngineConfig, metrics: Metrics) -> MakeWorker:
         """Return the function that makes the engine's side of a worker."""
 
-        siblings = Siblings(page_memory) if config.lends_pages else None
-
         def make(index: int, device: str | None = None) -> EngineWorker:
             opened = functools.partial(self._open, index, config)
             made = self.made[index] = EngineWorker.of(index, config, metrics, opened)
-            made.scheduler.feeds.siblings = siblings
             return made
 
         return make

@@ -1,0 +1,52 @@
+"""The making of an engine's workers, with what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from trioserve.config import EngineConfig
+from trioserve.engine.engine_worker import EngineWorker, MakeWorker
+from trioserve.observability.metrics import Metrics
+from trioserve.scheduler.beams import StopStringAtEnd
+from trioserve.scheduler.siblings import Siblings
+from trioserve.workers.page_memory import page_memory
+from trioserve.workers.remote.joined import JoinedWorker
+
+MakeJoined: TypeAlias = Callable[[int, JoinedWorker], EngineWorker]
+
+
+def makers(
+    config: EngineConfig,
+    metrics: Metrics,
+    make: MakeWorker,
+    stop_string_at_end: StopStringAtEnd | None,
+) -> tuple[MakeWorker, MakeJoined]:
+    """Return the functions that make workers of this host, as ``make`` does, and of others.
+
+    ``stop_string_at_end`` finds the stop strings of beams; None if there is no text.
+    """
+    siblings = Siblings(page_memory) if config.lends_pages else None
+
+    def prepared(worker: EngineWorker) -> EngineWorker:
+        worker.scheduler.stop_string_at_end = stop_string_at_end
+        worker.scheduler.feeds.siblings = siblings
+        return worker
+
+    def make_worker(index: int, device: str | None = None) -> EngineWorker:
+        return prepared(make(index, device))
+
+    def make_joined(index: int, joined: JoinedWorker) -> EngineWorker:
+        worker = EngineWorker.of(
+            index,
+            config,
+            metrics,
+            joined.open,
+            traffic=joined.traffic,
+            wait_here=joined.wait_here,
+            dismiss=joined.dismiss,
+        )
+        joined.amend = worker.amend
+        return prepared(worker)
+
+    return make_worker, make_joined
