@@ -44,6 +44,7 @@ async def test_the_bits_are_those_of_one_worker(tiny: Path, size: int) -> None:
     async with open_tiny_engine(tiny, **options, **APART) as engine:
         assert await facts_of(engine, KINDS, COUNT, max_tokens=30) == alone
         counts = engine.statistics().scheduler
+        assert [each.role for each in engine.workers] == ["prefill", "decode"]
         # All but the beams, which are computed where outputs are.
         assert counts.num_handed_over == COUNT * 4 // 5
         assert counts.pages_imported > 0

@@ -70,6 +70,7 @@ def report(index: int, state: str) -> WorkerReport:
         num_running=2 * (1 - index),
         num_waiting=3 * index,
         num_steps=7,
+        role="both",
         pages_total=4,
         pages_free=1 - index,
         pages_cached=1 + 3 * index,

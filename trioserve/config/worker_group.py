@@ -136,6 +136,11 @@ class WorkerGroupOptions(ModelOptions):
         """Roles of the first workers, by their numbers; the others do both. Or ``auto`` alone."""
         return cast("tuple[Role, ...]", self.disaggregation)
 
+    def role_of(self, index: int) -> Role:
+        """Return the part of each request that the worker of that number computes."""
+        roles = () if self.roles == ("auto",) else self.roles
+        return roles[index] if index < len(roles) else "both"
+
     def __attrs_post_init__(self) -> None:
         self._check_devices()
         self._check_roles()

@@ -9,6 +9,7 @@ import attrs
 import trio
 
 from trioserve.config import EngineConfig
+from trioserve.config.worker_group import Role
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol import wire
@@ -30,6 +31,8 @@ class EngineWorker:
     """Called with the reason before the worker is ended for good."""
     free_device: Callable[[], None] = lambda: None
     """Called when its process has ended for good."""
+    role: Role = "both"
+    """The part of each request that it computes."""
     device: str = attrs.field(init=False, default="")
     """Name of the device; empty while the first process loads."""
     draining: bool = attrs.field(init=False, default=False)
@@ -71,7 +74,9 @@ class EngineWorker:
             on_replaced=metrics.worker_replaced,
             index=index,
         )
-        return cls(scheduler, supervisor, traffic or LinkTraffic(), dismiss)
+        made = cls(scheduler, supervisor, traffic or LinkTraffic(), dismiss)
+        made.role = config.role_of(index)
+        return made
 
     async def run(self, task_status: trio.TaskStatus[wire.Ready]) -> None:
         """Run the worker's processes, as :meth:`~trioserve.workers.supervisor.Supervisor.run`."""
@@ -117,6 +122,7 @@ class EngineWorker:
         return WorkerReport(
             index=self.index,
             state=self.state,
+            role=self.role,
             device=self.device,
             pid=life.pid,
             host=self.traffic.host,

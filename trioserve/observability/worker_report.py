@@ -16,6 +16,8 @@ class WorkerReport:
     late that it may be hung), ``draining`` (it is being removed), ``restarting``, ``released`` or
     ``ended``.
     """
+    role: str
+    """Part of each request that it computes: ``both``, ``prefill`` or ``decode``."""
     device: str
     """Name of its device; empty while the first process loads."""
     pid: int | None

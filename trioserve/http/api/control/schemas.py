@@ -89,6 +89,9 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
             "`released` or `ended` (it was given up)."
         ),
     ]
+    role: Annotated[
+        str, about("Part of each request that it computes: `both`, `prefill` or `decode`.")
+    ]
     device: Annotated[str, about("Name of its device; empty while the first process loads.")]
     pid: Annotated[int | None, about("Process id while it runs; null on another host.")]
     host: Annotated[str | None, about("Name of its host; null if that is the engine's.")]
