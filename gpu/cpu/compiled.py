@@ -160,7 +160,7 @@ class CompiledModel:
         limits = DecoderLimits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
         table = np.ascontiguousarray(cos_sin, dtype=np.float32)
         finish = self._library.decoder_finish
-        _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data))
+        _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data, None))
         shape = (max_tokens, self.config.hidden_size)
         memory = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(
             self._library.decoder_hidden(self._decoder)

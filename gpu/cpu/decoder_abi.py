@@ -54,6 +54,16 @@ class DecoderLimits(ctypes.Structure):
     )
 
 
+class RanksShape(ctypes.Structure):
+    """The place of a decoder among the ranks of its model, and the memory that they share."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("rank", "size", "slices", "by_expert")),
+        ("vocab_size", c_int64),
+        ("memory", c_void_p),
+    )
+
+
 class DecoderStep(ctypes.Structure):
     """The rows of a step, and where each row's pages are."""
 
@@ -79,7 +89,11 @@ def declare(library: Library) -> Library:
         "decoder_set_bias": (number, [pointer, number, count, pointer, count]),
         "decoder_set_vector": (number, [pointer, number, count, pointer, count]),
         "decoder_set_layer": (number, [pointer, count, count, number, number]),
-        "decoder_finish": (number, [pointer, POINTER(DecoderLimits), pointer]),
+        "decoder_ranks_bytes": (count, [POINTER(DecoderShape), POINTER(RanksShape), count, count]),
+        "decoder_finish": (
+            number,
+            [pointer, POINTER(DecoderLimits), pointer, POINTER(RanksShape)],
+        ),
         "decoder_hidden": (pointer, [pointer]),
         "decoder_copy_pages": (None, [pointer, pointer, count]),
         "decoder_page_numbers": (count, [pointer]),

@@ -81,7 +81,8 @@ int64_t adapter_width(int64_t max_rank) { return 3 * strips(max_rank) * kLanes; 
 
 void shrink(const Team& team, const AdapterStep& step, int64_t layer,
             AdapterProduct AdapterLayer::*product, const bf16* x, int64_t inputs, float* t,
-            int64_t width) {
+            int64_t width, int64_t slice, int64_t slices) {
+  const int64_t summed = inputs / slices, first = slice * summed;
   int64_t item = 0;  // strips of a few tokens, which the threads take in turn
   for (int64_t g = 0; g < step.num_groups; ++g) {
     const AdapterGroup& group = step.groups[g];
@@ -97,10 +98,10 @@ void shrink(const Team& team, const AdapterStep& step, int64_t layer,
           float* sums[kShrinkTokens];
           for (int64_t i = 0; i < count; ++i) {
             const int64_t token = group.tokens[from + i];
-            rows[i] = x + token * inputs;
+            rows[i] = x + token * inputs + first;
             sums[i] = t + token * width + place + strip * kLanes;
           }
-          shrink_some(count, rows, module.a + strip * inputs * kLanes, inputs, sums);
+          shrink_some(count, rows, module.a + (strip * inputs + first) * kLanes, summed, sums);
         }
     }
   }

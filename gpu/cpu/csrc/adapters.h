@@ -50,10 +50,11 @@ struct AdapterStep {
 int64_t adapter_width(int64_t max_rank);
 
 // t [tokens, width] float32 = x A^T of layer `layer`, for the tokens of the step's groups. x is
-// [tokens, inputs], with inputs a multiple of 32.
+// [tokens, inputs], with inputs a multiple of 32. Of the inputs, `slice` of `slices` equal parts are summed,
+// each whole multiples of 32.
 void shrink(const Team& team, const AdapterStep& step, int64_t layer,
             AdapterProduct AdapterLayer::*product, const bf16* x, int64_t inputs, float* t,
-            int64_t width);
+            int64_t width, int64_t slice = 0, int64_t slices = 1);
 
 // y [tokens, outputs] += t B^T for the same tokens, each number rounded once.
 void expand(const Team& team, const AdapterStep& step, int64_t layer,

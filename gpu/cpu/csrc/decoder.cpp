@@ -20,6 +20,10 @@ std::vector<Product*> products_of(Layer& layer) {
 
 }  // namespace
 
+RanksLimits ranks_limits(const DecoderShape& shape, int64_t max_tokens, int64_t max_rank) {
+  return {shape.hidden_size, max_tokens, shape.vocab_size, adapter_width(max_rank), kRowsAtOnce};
+}
+
 Decoder::Decoder(const DecoderShape& given)
     : shape(given),
       layers(given.num_layers),
@@ -30,7 +34,10 @@ Decoder::Decoder(const DecoderShape& given)
       cache_(Pages::kSmall),
       scratch_(Pages::kSmall) {}
 
-void Decoder::finish(const DecoderLimits& limits, const float* cos_sin) {
+void Decoder::finish(const DecoderLimits& limits, const float* cos_sin, const RanksShape* ranks) {
+  if (ranks != nullptr)
+    ranks_ = std::make_unique<const Ranks>(
+        *ranks, ranks_limits(shape, limits.max_tokens, limits.max_rank), shape.threads);
   if (head.num_segments == 0) head = embedding;
   const Product** next = &head.next;
   for (Layer& layer : layers) {
@@ -90,11 +97,12 @@ void Decoder::make_room(int64_t tokens) {
   narrow_ = scratch_.take<bf16>(std::max({tokens * query_width, of_mlp, inner}));
   router_logits_ = scratch_.take<bf16>(tokens * experts_.count);
   pairs_ = scratch_.take<bf16>(pairs * width);
+  if (ranks_) pair_slices_ = scratch_.take<float>(ranks_->own_slices() * pairs * width);
   routing_ = {scratch_.take<float>(pairs), scratch_.take<int32_t>(pairs),
               scratch_.take<int32_t>(pairs), scratch_.take<int32_t>(pairs),
               scratch_.take<int64_t>(experts_.count + 1)};
   low_rank_ = scratch_.take<float>(tokens * low_rank_width_);
-  some_logits_ = scratch_.take<float>(std::min(tokens, kRowsAtOnce) * shape.vocab_size);
+  some_logits_ = scratch_.take<float>(std::min(tokens, kRowsAtOnce) * vocab_size());
 
   size_t needed = multiply_scratch_bytes(head, tokens, shape.threads);
   const auto need = [&](const Product& product) {
@@ -121,7 +129,7 @@ void Decoder::forward(const int32_t* tokens, const AttentionStep& step,
                       const AdapterStep* adapters) {
   const int64_t count = step.num_tokens();
   pool_.run([&](const Team& team) {
-    gather_rows(team, embedding, tokens, count, residual_);
+    embed(team, tokens, count);
     if (team.rank() == 0)
       for (Plan& plan : plans_)
         plan.plan = plan_attention(attention_, step, plan.window, team.size(), plan.memory);
@@ -131,6 +139,16 @@ void Decoder::forward(const int32_t* tokens, const AttentionStep& step,
     team.barrier();
     for (int64_t i = 0; i < shape.num_layers; ++i) compute_layer(team, i, step, adapters);
   });
+}
+
+// A token's row is on one rank, which writes it.
+void Decoder::embed(const Team& team, const int32_t* tokens, int64_t count) {
+  if (!ranks_) return gather_rows(team, embedding, tokens, count, residual_);
+  bf16* rows = ranks_->memory<bf16>();
+  gather_rows(team, embedding, tokens, count, rows, ranks_->vocabulary().first);
+  ranks_->barrier();
+  const Share share = team.share(count * shape.hidden_size);
+  std::copy(rows + share.first, rows + share.last, residual_ + share.first);
 }
 
 void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep& step,
@@ -147,7 +165,7 @@ void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep
   attend(team, attention_, step, *plan_of(layer).plan, layer.pages, wide_,
          attention_.qkv_width(), narrow_, attention_scratch_);
   team.barrier();
-  project(team, index, {layer.output, &AdapterLayer::output, narrow_, delta_}, count, adapters);
+  project_slices(team, index, {layer.output, &AdapterLayer::output, narrow_, delta_}, count, adapters);
   add_rms_norm(team, delta_, residual_, layer.mlp_norm, eps, count, width, h_);
   team.barrier();
   if (layer.experts.empty())
@@ -168,7 +186,7 @@ void Decoder::compute_mlp(const Team& team, int64_t index, int64_t count,
     silu_mul(team, wide_, count, shape.intermediate_size, narrow_);
   }
   team.barrier();
-  project(team, index, {layer.down, &AdapterLayer::down, narrow_, delta_}, count, adapters);
+  project_slices(team, index, {layer.down, &AdapterLayer::down, narrow_, delta_}, count, adapters);
 }
 
 void Decoder::compute_experts(const Team& team, Layer& layer, int64_t count) {
@@ -184,22 +202,51 @@ void Decoder::compute_experts(const Team& team, Layer& layer, int64_t count) {
   team.barrier();
   gather_rows(team, h_, routing_.tokens, pairs, width, pairs_);
   team.barrier();
-  multiply_by_expert(team, layer, &Expert::gate_up, pairs_, wide_);
-  silu_mul(team, wide_, pairs, experts_.intermediate_size, narrow_);
+  const int64_t inner = experts_.intermediate_size;
+  multiply_by_expert(team, layer, [&](const Expert& expert, int64_t first, int64_t rows) {
+    multiply(team, expert.gate_up, pairs_ + first * width, rows, wide_ + first * 2 * inner,
+             multiply_scratch_);
+  });
+  silu_mul(team, wide_, pairs, inner, narrow_);
   team.barrier();
-  multiply_by_expert(team, layer, &Expert::down, narrow_, pairs_);
+  if (ranks_) return add_up_slices_of_experts(team, layer, count);
+  multiply_by_expert(team, layer, [&](const Expert& expert, int64_t first, int64_t rows) {
+    multiply(team, expert.down, narrow_ + first * inner, rows, pairs_ + first * width,
+             multiply_scratch_);
+  });
   add_up(team, experts_, pairs_, routing_, count, width, delta_);
   team.barrier();
 }
 
-// All pairs, those of one expert after those of another; complete after this.
-void Decoder::multiply_by_expert(const Team& team, const Layer& layer, Product Expert::*product,
-                                 const bf16* x, bf16* y) {
+// The last of compute_experts(). A slice is a part of each expert's inner numbers, or some of the experts.
+void Decoder::add_up_slices_of_experts(const Team& team, const Layer& layer, int64_t count) {
+  const int64_t width = shape.hidden_size, inner = experts_.intermediate_size;
+  const int64_t slices = ranks_->slices(), own = ranks_->own_slices(), first_slice = ranks_->first_slice();
+  const int64_t each = ranks_->by_expert() ? 0 : count * experts_.per_token * width;
+  multiply_by_expert(team, layer, [&](const Expert& expert, int64_t first, int64_t rows) {
+    multiply_slices(team, expert.down, narrow_ + first * inner, rows, each == 0 ? 1 : own,
+                    pair_slices_ + first * width, each, multiply_scratch_);
+  });
+  float* sums = ranks_->memory<float>();
+  for (int64_t slice = first_slice; slice < first_slice + own; ++slice) {
+    Share experts{0, experts_.count};
+    if (ranks_->by_expert()) experts = ranks_->experts(slice, experts_.count);
+    add_up(team, experts_, pair_slices_ + (slice - first_slice) * each, routing_, experts, count, width,
+           sums + slice * count * width);
+  }
+  ranks_->barrier();
+  add_slices(team, sums, slices, count, width, nullptr, delta_);
+  team.barrier();
+}
+
+// Calls multiply(expert, its first pair, its pairs) for those that have pairs here, one after the other;
+// complete after this. A product has as many rows as there are pairs, those of one expert side by side.
+template <typename Multiply>
+void Decoder::multiply_by_expert(const Team& team, const Layer& layer, Multiply multiply) {
   for (int64_t i = 0; i < experts_.count; ++i) {
     const int64_t first = routing_.first[i], rows = routing_.first[i + 1] - first;
-    if (rows == 0) continue;
-    const Product& own = layer.experts[i].*product;
-    multiply(team, own, x + first * own.inputs, rows, y + first * own.outputs, multiply_scratch_);
+    if (rows == 0 || layer.experts[i].down.num_segments == 0) continue;
+    multiply(layer.experts[i], first, rows);
     team.barrier();  // the next one has the same scratch
   }
 }
@@ -209,8 +256,8 @@ void Decoder::link_experts(Layer& layer) {
   const Product** next = &layer.router.next;
   for (Product Expert::*product : {&Expert::gate_up, &Expert::down})
     for (int64_t i = 0; i < experts_.count; ++i) {
-      if (routing_.first[i] == routing_.first[i + 1]) continue;
       Product& own = layer.experts[i].*product;
+      if (routing_.first[i] == routing_.first[i + 1] || own.num_segments == 0) continue;
       *next = &own;
       next = &own.next;
     }
@@ -229,33 +276,76 @@ void Decoder::project(const Team& team, int64_t layer, const Projection& project
   team.barrier();
 }
 
+void Decoder::project_slices(const Team& team, int64_t layer, const Projection& projection,
+                             int64_t count, const AdapterStep* adapters) {
+  if (!ranks_) return project(team, layer, projection, count, adapters);
+  const auto& [product, updates, x, y] = projection;
+  if (adapters != nullptr) shrink_slices(team, layer, projection, count, *adapters);
+  const int64_t width = product.outputs, each = count * width;
+  float* parts = ranks_->memory<float>();
+  multiply_slices(team, product, x, count, ranks_->own_slices(),
+                  parts + ranks_->first_slice() * each, each, multiply_scratch_);
+  ranks_->barrier();
+  add_slices(team, parts, ranks_->slices(), count, width, product.bias, y);
+  team.barrier();
+  if (adapters == nullptr) return;
+  expand(team, *adapters, layer, updates, low_rank_, low_rank_width_, y, width);
+  team.barrier();
+}
+
+// Fills low_rank_ with the sum over all ranks; complete after the next barrier.
+void Decoder::shrink_slices(const Team& team, int64_t layer, const Projection& projection,
+                            int64_t count, const AdapterStep& adapters) {
+  const auto& [product, updates, x, y] = projection;
+  const int64_t own = ranks_->own_slices(), each = count * low_rank_width_;
+  float* parts = ranks_->memory<float>();
+  for (int64_t slice = 0; slice < own; ++slice)
+    shrink(team, adapters, layer, updates, x, product.inputs,
+           parts + (ranks_->first_slice() + slice) * each, low_rank_width_, slice, own);
+  ranks_->barrier();
+  add_slices(team, parts, ranks_->slices(), count, low_rank_width_, low_rank_);
+}
+
 Decoder::Plan& Decoder::plan_of(const Layer& layer) {
   return *std::find_if(plans_.begin(), plans_.end(),
                        [&](const Plan& plan) { return plan.window == layer.window; });
 }
 
+void Decoder::multiply_head(const Team& team, const bf16* x, int64_t rows, float* logits) {
+  if (!ranks_) {
+    multiply_float(team, head, x, rows, logits, multiply_scratch_);
+    return team.barrier();
+  }
+  float* parts = ranks_->memory<float>();
+  multiply_float(team, head, x, rows, ranks_->logits_of(parts, ranks_->rank(), rows), multiply_scratch_);
+  ranks_->barrier();
+  if (ranks_->leads()) ranks_->join_logits(team, parts, rows, logits);
+  team.barrier();
+}
+
 void Decoder::logits(const bf16* hidden, const int32_t* rows, int64_t count, float* logits) {
+  const int64_t at_once = ranks_ ? kRowsAtOnce : count;
   pool_.run([&](const Team& team) {
     if (rows != nullptr) {
       gather_rows(team, hidden, rows, count, shape.hidden_size, chosen_);
       team.barrier();
     }
-    multiply_float(team, head, rows == nullptr ? hidden : chosen_, count, logits,
-                   multiply_scratch_);
+    const bf16* x = rows == nullptr ? hidden : chosen_;
+    for (int64_t first = 0; first < count; first += at_once)
+      multiply_head(team, x + first * shape.hidden_size, std::min(count - first, at_once),
+                    logits == nullptr ? nullptr : logits + first * vocab_size());
   });
 }
 
 void Decoder::most_probable(const bf16* hidden, const int32_t* rows, int64_t count,
                             int32_t* best) {
-  const int64_t width = shape.vocab_size;
+  const int64_t width = vocab_size();
   pool_.run([&](const Team& team) {
     gather_rows(team, hidden, rows, count, shape.hidden_size, chosen_);
     team.barrier();
     for (int64_t first = 0; first < count; first += kRowsAtOnce) {
       const int64_t some = std::min(count - first, kRowsAtOnce);
-      multiply_float(team, head, chosen_ + first * shape.hidden_size, some, some_logits_,
-                     multiply_scratch_);
-      team.barrier();
+      multiply_head(team, chosen_ + first * shape.hidden_size, some, some_logits_);
       argmax_rows(team, some_logits_, some, width, best + first);
       team.barrier();
       if (team.rank() == 0)

@@ -121,9 +121,17 @@ int32_t TRIOSERVE_EXPORT(decoder_set_layer)(Decoder* decoder, int64_t layer, int
   return 1;
 }
 
-int32_t TRIOSERVE_EXPORT(decoder_finish)(Decoder* decoder, const DecoderLimits* limits, const float* cos_sin) {
+// The bytes that the ranks of a model share.
+int64_t TRIOSERVE_EXPORT(decoder_ranks_bytes)(const DecoderShape* shape, const RanksShape* ranks,
+                                              int64_t max_tokens, int64_t max_rank) {
+  return ranks_bytes(*ranks, ranks_limits(*shape, max_tokens, max_rank));
+}
+
+// `ranks` is null if the model is whole.
+int32_t TRIOSERVE_EXPORT(decoder_finish)(Decoder* decoder, const DecoderLimits* limits, const float* cos_sin,
+                                         const RanksShape* ranks) {
   try {
-    decoder->finish(*limits, cos_sin);
+    decoder->finish(*limits, cos_sin, ranks);
   } catch (const std::bad_alloc&) {
     return 0;
   }

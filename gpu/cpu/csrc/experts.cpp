@@ -45,6 +45,27 @@ void weigh(const ExpertsShape& shape, const bf16* logits, const int32_t* chosen,
   for (int64_t i = 0; i < shape.per_token; ++i) weights[i] /= of_chosen;
 }
 
+template <typename T>
+void add_up_pairs(const Team& team, const ExpertsShape& shape, const T* results, const Routing& routing,
+                  Share experts, int64_t tokens, int64_t width, T* y) {
+  const Share share = team.share(tokens);
+  for (int64_t token = share.first; token < share.last; ++token) {
+    const float* weights = routing.weights + token * shape.per_token;
+    const int32_t* places = routing.places + token * shape.per_token;
+    const int32_t* chosen = routing.chosen + token * shape.per_token;
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Lanes lanes = first_lanes(width - i);
+      Floats sum = zeros();
+      for (int64_t pair = 0; pair < shape.per_token; ++pair) {
+        if (chosen[pair] < experts.first || chosen[pair] >= experts.last) continue;
+        const Floats result = load(results + places[pair] * width + i, lanes);
+        sum = fma(broadcast(weights[pair]), result, sum);
+      }
+      store(y + token * width + i, sum, lanes);
+    }
+  }
+}
+
 }  // namespace
 
 void choose_experts(const Team& team, const ExpertsShape& shape, const bf16* logits, int64_t tokens,
@@ -76,20 +97,12 @@ void group_by_expert(const ExpertsShape& shape, int64_t tokens, const Routing& r
 
 void add_up(const Team& team, const ExpertsShape& shape, const bf16* results, const Routing& routing,
             int64_t tokens, int64_t width, bf16* y) {
-  const Share share = team.share(tokens);
-  for (int64_t token = share.first; token < share.last; ++token) {
-    const float* weights = routing.weights + token * shape.per_token;
-    const int32_t* places = routing.places + token * shape.per_token;
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Lanes lanes = first_lanes(width - i);
-      Floats sum = zeros();
-      for (int64_t pair = 0; pair < shape.per_token; ++pair) {
-        const Floats result = load(results + places[pair] * width + i, lanes);
-        sum = fma(broadcast(weights[pair]), result, sum);
-      }
-      store(y + token * width + i, sum, lanes);
-    }
-  }
+  add_up_pairs(team, shape, results, routing, {0, shape.count}, tokens, width, y);
+}
+
+void add_up(const Team& team, const ExpertsShape& shape, const float* results,
+            const Routing& routing, Share experts, int64_t tokens, int64_t width, float* y) {
+  add_up_pairs(team, shape, results, routing, experts, tokens, width, y);
 }
 
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -47,4 +47,8 @@ void group_by_expert(const ExpertsShape& shape, int64_t tokens, const Routing& r
 void add_up(const Team& team, const ExpertsShape& shape, const bf16* results, const Routing& routing,
             int64_t tokens, int64_t width, bf16* y);
 
+// The same of results in float32, not rounded, and of the pairs with `experts` alone.
+void add_up(const Team& team, const ExpertsShape& shape, const float* results,
+            const Routing& routing, Share experts, int64_t tokens, int64_t width, float* y);
+
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -208,21 +208,21 @@ float number(Kind kind, const uint8_t* record, int n, int k) {
   return static_cast<float>(q) * half(2) + half(1);
 }
 
-void gather_bf16(const Product& product, int32_t id, bf16* y) {
+void gather_bf16(const Product& product, int64_t id, bf16* y) {
   const int64_t pairs = product.inputs / 2;
   const uint32_t* from = static_cast<const uint32_t*>(product.segments[0].packed) +
                          id / kStrip * pairs * kStrip + id % kStrip;
   for (int64_t pair = 0; pair < pairs; ++pair) std::memcpy(y + pair * 2, from + pair * kStrip, 4);
 }
 
-void gather_blocks(const Product& product, int32_t id, bf16* y) {
+void gather_blocks(const Product& product, int64_t id, bf16* y) {
   const Segment& segment = product.segments[0];
   const int64_t blocks = product.inputs / kBlock;
   const size_t bytes = record_bytes(segment.kind);
   const uint8_t* record = static_cast<const uint8_t*>(segment.packed) + id / kStrip * blocks * bytes;
   for (int64_t b = 0; b < blocks; ++b, record += bytes)
     for (int k = 0; k < kBlock; ++k)
-      y[b * kBlock + k] = to_bf16(number(segment.kind, record, id % kStrip, k));
+      y[b * kBlock + k] = to_bf16(number(segment.kind, record, static_cast<int>(id % kStrip), k));
 }
 
 }  // namespace
@@ -277,13 +277,16 @@ void pack_blocks(const Team& team, Kind kind, int64_t outputs, int64_t inputs, c
               });
 }
 
-void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y) {
+void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y,
+                 int64_t first) {
   const Share share = team.share(rows);
   for (int64_t row = share.first; row < share.last; ++row) {
+    const int64_t id = ids[row] - first;
+    if (id < 0 || id >= product.outputs) continue;
     if (product.segments[0].kind == Kind::kBf16)
-      gather_bf16(product, ids[row], y + row * product.inputs);
+      gather_bf16(product, id, y + row * product.inputs);
     else
-      gather_blocks(product, ids[row], y + row * product.inputs);
+      gather_blocks(product, id, y + row * product.inputs);
   }
 }
 

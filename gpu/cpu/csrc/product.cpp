@@ -99,8 +99,9 @@ Region after_segment(const Team& team, const Product& product, int64_t i) {
   return first_region(segment, of->inputs, share_of(team, segment));
 }
 
+// Results of slice i of the inputs, if there are several, begin i * stride floats behind those of slice 0.
 void multiply_any(const Team& team, const Product& product, const bf16* x, int64_t rows, void* y,
-                  Results results, void* scratch) {
+                  Results results, void* scratch, int64_t slices = 1, int64_t stride = 0) {
   if (rows == 0) return;
   uint8_t* shared = static_cast<uint8_t*>(scratch);
   uint8_t* own = shared + Prepared::bytes_for(product, rows) +
@@ -114,14 +115,17 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
   float* totals = reinterpret_cast<float*>(own);
   uint8_t* panel = own + aligned(totals_bytes(product, rows));
   const int64_t segments = results == Results::kGated ? 1 : product.num_segments;
+  const int64_t blocks = product.inputs / kBlock;
   for (int64_t i = 0; i < segments; ++i) {
     const Segment& segment = product.segments[i];
     const bool rounds = segment.kind == Kind::kW8A8;
     const Work work = {product,
                        prepared.rows_for(segment.kind, x),
-                       rounds ? product.inputs / kBlock : product.inputs,
+                       rounds ? blocks : product.inputs,
                        prepared.sums,
                        rows,
+                       blocks / slices,
+                       stride,
                        y,
                        results,
                        totals,
@@ -147,6 +151,11 @@ void multiply(const Team& team, const Product& product, const bf16* x, int64_t r
 void multiply_float(const Team& team, const Product& product, const bf16* x, int64_t rows, float* y,
                     void* scratch) {
   multiply_any(team, product, x, rows, y, Results::kFloat, scratch);
+}
+
+void multiply_slices(const Team& team, const Product& product, const bf16* x, int64_t rows,
+                     int64_t slices, float* y, int64_t stride, void* scratch) {
+  multiply_any(team, product, x, rows, y, Results::kSlices, scratch, slices, stride);
 }
 
 bool is_gated(const Product& product, int64_t rows) {

@@ -68,6 +68,11 @@ void multiply(const Team& team, const Product& product, const bf16* x, int64_t r
 void multiply_float(const Team& team, const Product& product, const bf16* x, int64_t rows, float* y,
                     void* scratch);
 
+// Sums over parts of the inputs: `slices` of equal size, each whole blocks. y + i * stride is [rows, outputs]
+// float32, the sums over slice i without the bias; they are those of a product with these inputs alone.
+void multiply_slices(const Team& team, const Product& product, const bf16* x, int64_t rows,
+                     int64_t slices, float* y, int64_t stride, void* scratch);
+
 // Whether multiply_gated() takes a product with so many rows: its weights have to be two in bfloat16, and
 // the current extension a matrix unit.
 bool is_gated(const Product& product, int64_t rows);
@@ -78,7 +83,9 @@ void multiply_gated(const Team& team, const Product& product, const bf16* x, int
                     void* scratch);
 
 // y[i, inputs] = row ids[i] of the weight, rounded to bfloat16: an embedding table that is also the
-// head. The product has one segment. Ids are those of its outputs; each thread does its share.
-void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y);
+// head. The product has one segment. Its first output has the id `first`; y[i] is left as it is where the
+// product has no output of that id. Each thread does its share.
+void gather_rows(const Team& team, const Product& product, const int32_t* ids, int64_t rows, bf16* y,
+                 int64_t first = 0);
 
 }  // namespace trioserve::TRIOSERVE_ISA

@@ -9,10 +9,12 @@ namespace {
 // Inputs whose weights are brought beforehand, of a thread's first strips.
 constexpr int64_t kFirstInputs = 4096;
 
-// One tile's strips, along some or all of the inputs.
+// One tile's strips, along some or all of a slice of the inputs.
 struct Piece {
-  int64_t strip, first_block, blocks;
+  int64_t strip, slice, first_block, blocks;
   int strips;
+
+  int64_t end_block() const { return first_block + blocks; }
 };
 
 // Rows that are computed while the weights pass by once.
@@ -39,11 +41,13 @@ struct Ahead {
 
 // Asks for the lines that write_totals() will write. A tile's are in as many places as it has rows, and
 // would be waited for one after the other.
-void prefetch_results(const Work& work, const Segment& segment, int64_t strip, int strips, Share rows) {
-  const int64_t size = work.results == Results::kFloat ? sizeof(float) : sizeof(bf16);
+void prefetch_results(const Work& work, const Segment& segment, const Piece& piece, Share rows) {
+  const int64_t strip = piece.strip, strips = piece.strips;
+  const int64_t size = work.rounds() ? sizeof(bf16) : sizeof(float);
   const int64_t stride = work.product.outputs * size;
   const int64_t outputs = std::min(strips * kStrip, segment.outputs - strip * kStrip);
-  const char* first = static_cast<const char*>(work.y) + (segment.first + strip * kStrip) * size;
+  const char* y = static_cast<const char*>(work.rounds() ? work.y : work.floats(piece.slice));
+  const char* first = y + (segment.first + strip * kStrip) * size;
   for (int64_t row = rows.first; row < rows.last; ++row) {
     const char* begin = first + row * stride;
     const char* last = begin + outputs * size - 1;
@@ -90,16 +94,22 @@ class Cutter {
 
   Piece start(const Chunk& chunk, Share share, int64_t strip) const {
     const int64_t left = share.last - strip, most = chunk.plan.max_strips;
-    if (gated_ && left > 0) return {strip, 0, std::min(blocks_, chunk.plan.max_blocks), 2};
+    const int64_t blocks = std::min(work_.slice_blocks, chunk.plan.max_blocks);
+    if (gated_ && left > 0) return {strip, 0, 0, blocks, 2};
     // Two and two are faster than three and one.
     const int64_t strips = left == 4 && most == 3 ? 2 : std::min(left, most);
-    return {strip, 0, std::min(blocks_, chunk.plan.max_blocks), static_cast<int>(strips)};
+    return {strip, 0, 0, blocks, static_cast<int>(strips)};
   }
 
   Piece after(const Chunk& chunk, Share share, const Piece& piece) const {
-    const int64_t first = piece.first_block + piece.blocks;
+    const int64_t first = piece.end_block(), slice = piece.slice + (ends_slice(piece) ? 1 : 0);
     if (first == blocks_) return start(chunk, share, piece.strip + (gated_ ? 1 : piece.strips));
-    return {piece.strip, first, std::min(blocks_ - first, piece.blocks), piece.strips};
+    const int64_t left = (slice + 1) * work_.slice_blocks - first;
+    return {piece.strip, slice, first, std::min(left, chunk.plan.max_blocks), piece.strips};
+  }
+
+  bool ends_slice(const Piece& piece) const {
+    return piece.end_block() == (piece.slice + 1) * work_.slice_blocks;
   }
 
   const uint8_t* records(const Piece& piece) const {
@@ -112,18 +122,18 @@ class Cutter {
     tile.records = records(piece);
     tile.strip_bytes = beside_;
     tile.blocks = piece.blocks;
-    tile.continues = piece.first_block > 0;
+    tile.continues = piece.first_block > piece.slice * work_.slice_blocks;
     tile.x_stride = work_.x_stride;
     tile.x_sums_stride = blocks_;
     if (plan.decode != nullptr) decode(plan, piece, tile);
-    const bool last = piece.first_block + piece.blocks == blocks_;
+    const bool last = ends_slice(piece);
     // Every group of rows brings its part of what comes next.
     const Ahead ahead = ahead_of(chunk, piece, next);
     const int64_t lines_each = (ahead.lines + plan.groups - 1) / plan.groups;
     const int64_t quarters = piece.blocks * 4;
     tile.ahead_stride = ahead.stride;
     tile.ahead_rate = (lines_each * 256 + quarters - 1) / quarters;
-    const bool in_pieces = blocks_ > plan.max_blocks;
+    const bool in_pieces = work_.slice_blocks > plan.max_blocks;
     for (int64_t group = 0; group < plan.groups; ++group) {
       const Share rows = chunk.group(group);
       tile.rows = static_cast<int>(rows.last - rows.first);
@@ -132,12 +142,12 @@ class Cutter {
       tile.totals =
           work_.totals + (in_pieces ? group * chunk.most_rows() * piece.strips * kStrip : 0);
       tile.ahead = ahead.first + group * lines_each * 64;
-      if (last && plan.fetches_results) prefetch_results(work_, segment_, piece.strip, piece.strips, rows);
+      if (last && plan.fetches_results) prefetch_results(work_, segment_, piece, rows);
       tiles_.compute(segment_.kind, tile, plan, piece.strips);
       if (last && gated_)
         write_gated(plan, piece.strip, rows, tile.totals);
       else if (last)
-        write_totals(work_, segment_, piece.strip, piece.strips, rows.first, tile.rows, tile.totals);
+        write_totals(work_, segment_, piece.slice, piece.strip, piece.strips, rows.first, tile.rows, tile.totals);
     }
   }
 
@@ -196,9 +206,9 @@ namespace {
 void write_pair(const Work& work, int64_t column, int64_t row, int64_t rows, const float* totals,
                 int64_t stride) {
   Floats low_bias = zeros(), high_bias = low_bias;
-  if (work.product.bias != nullptr) {
-    low_bias = load(work.product.bias + column);
-    high_bias = load(work.product.bias + column + kStrip);
+  if (work.bias() != nullptr) {
+    low_bias = load(work.bias() + column);
+    high_bias = load(work.bias() + column + kStrip);
   }
   bf16* y = static_cast<bf16*>(work.y) + row * work.product.outputs + column;
   for (int64_t r = 0; r < rows; ++r, totals += stride, y += work.product.outputs) {
@@ -209,35 +219,33 @@ void write_pair(const Work& work, int64_t column, int64_t row, int64_t rows, con
 }
 
 // The totals of one strip, full or not.
-void write_strip(const Work& work, int64_t column, int64_t outputs, int64_t row, int64_t rows,
-                 const float* totals, int64_t stride) {
+void write_strip(const Work& work, int64_t slice, int64_t column, int64_t outputs, int64_t row,
+                 int64_t rows, const float* totals, int64_t stride) {
   const Lanes lanes = first_lanes(outputs);
-  const Floats bias = work.product.bias == nullptr
-                          ? zeros()
-                          : load(work.product.bias + column, lanes);
+  const Floats bias = work.bias() == nullptr ? zeros() : load(work.bias() + column, lanes);
   for (int64_t r = 0; r < rows; ++r, totals += stride) {
     const Floats sum = load(totals) + bias;
     const int64_t at = (row + r) * work.product.outputs + column;
-    if (work.results == Results::kFloat)
-      store(static_cast<float*>(work.y) + at, sum, lanes);
-    else
+    if (work.rounds())
       store(static_cast<bf16*>(work.y) + at, sum, lanes);
+    else
+      store(work.floats(slice) + at, sum, lanes);
   }
 }
 
 }  // namespace
 
-void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,
-                  int64_t rows, const float* totals) {
+void write_totals(const Work& work, const Segment& segment, int64_t slice, int64_t strip, int strips,
+                  int64_t row, int64_t rows, const float* totals) {
   const int64_t stride = strips * kStrip;
   for (int s = 0; s < strips; ++s, totals += kStrip) {
     const int64_t output = (strip + s) * kStrip, column = segment.first + output;
     const int64_t left = segment.outputs - output;
-    if (work.results != Results::kFloat && s + 1 < strips && left >= 2 * kStrip) {
+    if (work.rounds() && s + 1 < strips && left >= 2 * kStrip) {
       write_pair(work, column, row, rows, totals, stride);
       ++s, totals += kStrip;
     } else {
-      write_strip(work, column, left, row, rows, totals, stride);
+      write_strip(work, slice, column, left, row, rows, totals, stride);
     }
   }
 }

@@ -14,8 +14,9 @@ struct Region {
   int64_t bytes = 0;
 };
 
-// What y gets: sums, rounded or not, or silu(gate) * up of two weights' sums.
-enum class Results { kRounded, kFloat, kGated };
+// What y gets: sums, rounded or not, those of each slice of the inputs, or silu(gate) * up of two weights'
+// sums.
+enum class Results { kRounded, kFloat, kSlices, kGated };
 
 // One call of multiply() as one thread sees it.
 struct Work {
@@ -24,18 +25,24 @@ struct Work {
   int64_t x_stride;
   const float* x_sums;  // [rows][inputs / 32], for weights with minimums
   int64_t rows;
+  int64_t slice_blocks;  // inputs that are summed by themselves, in blocks: all, or those of a slice
+  int64_t slice_stride;  // from a slice's results to the next one's
   void* y;
   Results results;
   float* totals;   // of totals_bytes()
   uint8_t* panel;  // of panel_bytes()
+
+  bool rounds() const { return results == Results::kRounded || results == Results::kGated; }
+  float* floats(int64_t slice) const { return static_cast<float*>(y) + slice * slice_stride; }
+  const float* bias() const { return results == Results::kSlices ? nullptr : product.bias; }
 };
 
 // Where a part of the rows begins, of `parts` that are about equally large.
 inline int64_t part_start(int64_t rows, int64_t parts, int64_t part) { return rows * part / parts; }
 
-// Writes totals [rows][strips][16] into y, with the bias.
-void write_totals(const Work& work, const Segment& segment, int64_t strip, int strips, int64_t row,
-                  int64_t rows, const float* totals);
+// Writes totals [rows][strips][16] of a slice into y, with the bias.
+void write_totals(const Work& work, const Segment& segment, int64_t slice, int64_t strip, int strips,
+                  int64_t row, int64_t rows, const float* totals);
 
 // How a chunk of rows is computed: in groups, by tiles of some strips along some of the inputs.
 struct ChunkPlan {
