@@ -7,7 +7,7 @@ import enum
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -15,13 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.adapters import CompiledAdapter, pack_adapter, step_of
+from gpu.cpu.compiled_part import CompiledPart, cut_weights
 from gpu.cpu.decoder_abi import DecoderLimits, DecoderShape, DecoderStep, DecoderVector, declare
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.cpu.parts import NUM_PARTS, ProductKind, ProductPart, part_of
+from gpu.cpu.rank_memory import RankMemory
+from gpu.cpu.step_arrays import CompiledStep, StepArrays
 from gpu.executor import Content, Copies
-from gpu.lora.groups import tokens_by_adapter
+from gpu.lora.reading import LoraWeights
 from gpu.lora.store import AdapterStore
+from gpu.models.parallel.adapter_parts import adapter_part
 from gpu.slots import Row, SlotTable
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
 from trioserve.model_files import ModelConfig
@@ -48,6 +52,10 @@ _KEPT = {
 _ROUNDED = {"int8": Format.Q8_0, "int4": Format.Q4_0, "w8a8": Format.W8A8}
 """Formats that other matrices are rounded to; without one they are bfloat16."""
 
+
+StoreType = Callable[
+    [ModelConfig, int, Callable[[LoraWeights], CompiledAdapter]], AdapterStore[CompiledAdapter]
+]
 
 _SOURCES = {BFLOAT16: 0, FLOAT32: 1}
 _FROM_BLOCKS = 2
@@ -86,6 +94,8 @@ class CompiledModel:
         quantization: one of ``auto``, ``none``, ``int8``, ``int4`` and ``w8a8``.
         threads: how many compute.
         max_rank: of adapters; 0 if there are to be none.
+        part: of the model that this rank computes; None for the whole.
+        store: makes the store of its adapters, as :class:`~gpu.lora.store.AdapterStore` does.
 
     Raises:
         ModelLoadError: there is no room for so many threads.
@@ -99,17 +109,21 @@ class CompiledModel:
         threads: int,
         *,
         max_rank: int = 0,
+        part: CompiledPart | None = None,
+        store: StoreType = AdapterStore[CompiledAdapter],
     ) -> None:
         self.config = config
-        self._adapters = AdapterStore[CompiledAdapter](
-            config, max_rank, lambda adapter: pack_adapter(adapter, config)
-        )
+        self.part = part
+        self.threads = threads
+        self.own = own = config if part is None else part.part.config()
+        """The shape of what it computes: that of the model, or of the part."""
+        self._adapters = store(config, max_rank, _packing(own, part))
         self.num_weights: Counter[Format] = Counter()
         """Number of matrices' numbers that are stored in each format."""
         self.quantization = quantization
         self._library = declare(library)
-        shape = DecoderShape.of(config, threads)
-        self._decoder: int = self._library.decoder_create(ctypes.byref(shape))
+        self._shape = DecoderShape.of(own, threads)
+        self._decoder: int = self._library.decoder_create(ctypes.byref(self._shape))
         if not self._decoder:
             raise ModelLoadError(no_room_for(threads))
         weakref.finalize(self, self._library.decoder_destroy, self._decoder)
@@ -123,8 +137,7 @@ class CompiledModel:
         self._qk_norms: dict[int, dict[str, Numbers]] = {}
         self._step = DecoderStep()
         self._step_pointer = ctypes.byref(self._step)
-        self._arrays = _StepArrays(0)
-        self._tokens = 0
+        self._arrays = StepArrays(0)
         self._hidden: Numbers = np.empty((0, config.hidden_size), dtype=BFLOAT16)
         self._logits: Floats = np.empty((0, config.vocab_size), dtype=np.float32)
 
@@ -138,20 +151,41 @@ class CompiledModel:
         return ", ".join(kind.name for kind, _ in self.num_weights.most_common())
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
-        """Take all weights, each packed as soon as those are there that it is computed with.
+        """Take all weights of the model, each packed as soon as those are there that it is computed
+        with. A part of a model keeps its part of each.
 
         Raises:
             ModelLoadError: no memory is left for them, or one is missing.
         """
+        if self.part is not None:
+            weights = cut_weights(self.part.part, weights)
         for name, weight in weights:
             self._take(name, weight)
         if self._products or self._qk_norms:
             raise ModelLoadError("the model's files lack a part of a layer")
 
-    def finish(self, cos_sin: Floats, *, page_size: int, num_pages: int, max_tokens: int) -> None:
+    def shared_bytes(self, max_tokens: int) -> int:
+        """Return the size of the ranks' memory for steps of up to ``max_tokens`` tokens."""
+        assert self.part is not None
+        ranks, max_rank = self.part.ranks_shape(0), self._adapters.max_rank
+        size: int = self._library.decoder_ranks_bytes(
+            ctypes.byref(self._shape), ctypes.byref(ranks), max_tokens, max_rank
+        )
+        return size
+
+    def finish(
+        self,
+        cos_sin: Floats,
+        *,
+        page_size: int,
+        num_pages: int,
+        max_tokens: int,
+        memory: RankMemory | None = None,
+    ) -> None:
         """Make the KV cache and room for steps of up to ``max_tokens`` tokens.
 
-        ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`.
+        ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`. A rank of several has
+        ``memory`` in common with the others.
 
         Raises:
             ModelLoadError: there is no memory for them.
@@ -159,16 +193,19 @@ class CompiledModel:
         max_rank = self._adapters.max_rank
         limits = DecoderLimits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
         table = np.ascontiguousarray(cos_sin, dtype=np.float32)
+        ranks = None
+        if self.part is not None:
+            memory = memory or RankMemory.of_one_rank(self.shared_bytes(max_tokens))
+            self._memory = memory  # which the decoder points to
+            ranks = ctypes.byref(self.part.ranks_shape(memory.address))
         finish = self._library.decoder_finish
-        _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data, None))
+        _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data, ranks))
         shape = (max_tokens, self.config.hidden_size)
-        memory = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(
+        hidden = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(
             self._library.decoder_hidden(self._decoder)
         )
-        self._hidden = np.ctypeslib.as_array(memory).view(BFLOAT16).reshape(shape)
-        self._arrays = arrays = _StepArrays(max_tokens)
-        self._step.context_lens = arrays.context_lens.ctypes.data
-        self._tokens = arrays.tokens.ctypes.data
+        self._hidden = np.ctypeslib.as_array(hidden).view(BFLOAT16).reshape(shape)
+        self._arrays = StepArrays(max_tokens)
 
     def copy_pages(self, copies: Copies) -> None:
         """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
@@ -192,36 +229,28 @@ class CompiledModel:
         self, rows: Sequence[Row], slots: SlotTable
     ) -> tuple[Numbers, npt.NDArray[np.integer]]:
         """See :meth:`gpu.cpu.model.CpuModel.forward`."""
-        arrays, count = self._arrays, len(rows)
-        arrays.context_lens[:count] = [row.stop for row in rows]
-        if all(row.num_computed == 1 for row in rows):
-            num_tokens = count
-            arrays.tokens[:count] = [row.slot.token(row.start) for row in rows]
-            query_start = arrays.numbers
-        else:
-            query_start = arrays.query_start
-            np.cumsum([row.num_computed for row in rows], out=query_start[1 : count + 1])
-            num_tokens = int(query_start[count])
-            tokens = [row.slot.span(row.start, row.stop) for row in rows]
-            np.concatenate(tokens, out=arrays.tokens[:num_tokens])
-        width = max(row.slot.num_pages for row in rows)
-        tables = slots.block_tables[[row.slot.number for row in rows], :width]
+        step = self.arrange(rows, slots)
+        return self.compute(step), step.last_tokens(rows)
+
+    def arrange(self, rows: Sequence[Row], slots: SlotTable) -> CompiledStep:
+        """Return the step of ``rows``, valid until the next."""
+        return self._arrays.arrange(rows, slots, adapters=bool(self._adapters))
+
+    def compute(self, given: CompiledStep) -> Numbers:
+        """Return the hidden states [T, E] of a step's tokens, and fill the KV cache."""
         step = self._step
-        step.num_rows, step.table_stride = count, width
-        step.query_start = query_start.ctypes.data
-        step.block_tables = tables.ctypes.data
-        tokens_of = tokens_by_adapter(rows) if self._adapters else None
-        adapters = step_of(self._adapters, tokens_of) if tokens_of else None
+        step.num_rows, step.table_stride = given.block_tables.shape
+        step.query_start = given.query_start.ctypes.data
+        step.context_lens = given.context_lens.ctypes.data
+        step.block_tables = given.block_tables.ctypes.data
+        adapters = step_of(self._adapters, given.adapted) if given.adapted else None
         self._library.decoder_forward(
             self._decoder,
-            self._tokens,
+            given.tokens.ctypes.data,
             self._step_pointer,
             None if adapters is None else ctypes.byref(adapters.step),
         )
-        last = query_start[1 : count + 1] - 1
-        if num_tokens > count:
-            last -= np.array([row.drafts for row in rows])
-        return self._hidden[:num_tokens], last
+        return self._hidden[: len(given.tokens)]
 
     def floats(self, hidden: Numbers) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.floats`."""
@@ -253,6 +282,24 @@ class CompiledModel:
         )
         return best
 
+    def take_part_in_logits(self, rows: npt.NDArray[np.int32]) -> None:
+        """Compute this rank's part of the logits of hidden states that :meth:`compute` returned."""
+        hidden, count = self._hidden.ctypes.data, len(rows)
+        self._library.decoder_logits(self._decoder, hidden, rows.ctypes.data, count, None)
+
+    def places(
+        self, hidden: Numbers, rows: npt.NDArray[np.integer] | None
+    ) -> npt.NDArray[np.int32]:
+        """Return which of the states that :meth:`compute` returned are ``rows`` of ``hidden``.
+
+        ``hidden`` is a contiguous part of them; without ``rows``, all of its rows are meant.
+        """
+        first, rest = divmod(hidden.ctypes.data - self._hidden.ctypes.data, self._hidden.strides[0])
+        assert rest == 0
+        assert 0 <= first <= len(self._hidden) - len(hidden)
+        places = np.arange(len(hidden)) if rows is None else rows
+        return (places + first).astype(np.int32)
+
     def _take(self, name: str, weight: Weight) -> None:
         module, _, last = name.rpartition(".")
         part = part_of(module)
@@ -271,8 +318,8 @@ class CompiledModel:
             norms[inner[-6:]] = weight
             if len(norms) == 2:
                 del self._qk_norms[layer]
-                queries = np.tile(norms["q_norm"], self.config.num_heads)
-                keys = np.tile(norms["k_norm"], self.config.num_kv_heads)
+                queries = np.tile(norms["q_norm"], self.own.num_heads)
+                keys = np.tile(norms["k_norm"], self.own.num_kv_heads)
                 self._set_vector(DecoderVector.QK_NORM, layer, np.concatenate([queries, keys]))
             return
         which = {
@@ -334,15 +381,13 @@ class CompiledModel:
         _check_memory(add(self._decoder, *place, into, source, pointer, outputs, inputs))
 
 
-class _StepArrays:
-    """The arrays that describe a step of up to ``most`` tokens, filled anew for each."""
-
-    def __init__(self, most: int) -> None:
-        self.tokens = np.zeros(most, dtype=np.int32)
-        self.context_lens = np.zeros(most, dtype=np.int64)
-        self.query_start = np.zeros(most + 1, dtype=np.int64)
-        self.numbers = np.arange(most + 1, dtype=np.int64)
-        """The ``query_start`` of rows of one token each."""
+def _packing(
+    own: ModelConfig, part: CompiledPart | None
+) -> Callable[[LoraWeights], CompiledAdapter]:
+    """Return the function that packs a rank's part of an adapter; ``own`` is the part's shape."""
+    if part is None:
+        return lambda adapter: pack_adapter(adapter, own)
+    return lambda adapter: pack_adapter(adapter_part(adapter, part.part), own)
 
 
 def _check_memory(given: int | None) -> None:

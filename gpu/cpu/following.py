@@ -5,33 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
-from gpu.attention import Attention
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.compiled_loading import give_cache, load_compiled, make_compiled
+from gpu.cpu.compiled_ranks import follow_compiled
+from gpu.cpu.rank_memory import RankMemory
 from gpu.cpu.rank_processes import RankOrder, read_order
-from gpu.cpu.torch_loading import load_part, make_attention
 from gpu.loading.loaded_model import unseen
-from gpu.models.decoder import Decoder
-from gpu.models.parallel.adapters import FollowingAdapters
-from gpu.models.parallel.group import RankGroup
-from gpu.models.parallel.model_part import ModelPart
-from gpu.models.parallel.steps import (
-    Compute,
-    ComputeLogits,
-    CopyPages,
-    GiveCache,
-    LoadOnRanks,
-    UnloadOnRanks,
-    decode_step,
-    layout_of,
-)
+from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.steps import GiveCache, decode_step
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
 
@@ -47,8 +35,8 @@ def run() -> None:
     watch = end_with(order.parent)
     try:
         _serve(order)
-    except ModelLoadError:
-        watch.join()  # rank 0 says why, and ends
+    except (ModelLoadError, EOFError):
+        watch.join()  # rank 0 has said why, and ends
 
 
 def end_with(parent: int) -> threading.Thread:
@@ -65,35 +53,31 @@ def end_with(parent: int) -> threading.Thread:
 
 
 def _serve(order: RankOrder) -> None:
+    assert not order.start.weights, "the weights of several ranks aren't exchanged"
+    link = RankLink(order.rank, [socket.socket(fileno=order.link)])
+    if order.memory >= 0:
+        _serve_compiled(order, link)
+    else:
+        from gpu.cpu.torch_following import serve_torch
+
+        serve_torch(order, link)
+
+
+def _serve_compiled(order: RankOrder, link: RankLink) -> None:
     start = order.start
-    assert not start.weights, "the weights of several ranks aren't exchanged"
-    group = RankGroup(Path(order.rendezvous), order.rank, start.tensor_parallel_size)
     files = open_model(Path(start.model), start.model_impl)
-    part = ModelPart(files.native, order.rank, group.size, start.enable_expert_parallel)
-    decoder = load_part(files, order.dtype, order.num_threads, unseen, part, group)
-    given = decode_step(group.receive())
+
+    def load() -> CompiledModel:
+        model = make_compiled(
+            start, files.native, order.dtype, order.num_threads, unseen, order.rank
+        )
+        load_compiled(model, files, unseen)
+        return model
+
+    model = agreed(link, load)
+    given = decode_step(link.receive())
     assert isinstance(given, GiveCache)
-    attention = make_attention(start, decoder, given.num_pages, given.num_host_pages)
-    with torch.inference_mode():
-        follow(group, decoder, attention, FollowingAdapters(part, decoder.dtype))
-
-
-def follow(
-    group: RankGroup, decoder: Decoder, attention: Attention, adapters: FollowingAdapters
-) -> None:
-    """Do what rank 0 does, step by step."""
-    while True:
-        match decode_step(group.receive()):
-            case Compute() as step:
-                attention.begin(layout_of(step))
-                tokens = torch.from_numpy(np.frombuffer(step.tokens, dtype=np.int64).copy())
-                decoder.forward(tokens, attention, adapters.groups(step.adapted))
-            case ComputeLogits(hidden=raw, num_rows=rows):
-                hidden = torch.frombuffer(bytearray(raw), dtype=decoder.dtype)
-                decoder.logits(hidden.view(rows, -1))
-            case LoadOnRanks() as step:
-                adapters.load(step)
-            case UnloadOnRanks() as step:
-                adapters.unload(step)
-            case CopyPages(copies=pairs):
-                attention.copy_pages(np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2))
+    memory = RankMemory.of_file(order.memory)
+    os.close(order.memory)
+    agreed(link, lambda: give_cache(model, start, given.num_pages, given.num_host_pages, memory))
+    follow_compiled(link, model)

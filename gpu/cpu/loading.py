@@ -7,38 +7,39 @@ imported where it is needed and nowhere else: that takes a second and 150 MiB.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import attrs
 
-from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
+from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.compiled_loading import (
+    NoKernels,
+    NotCompiled,
+    give_cache,
+    load_compiled,
+    make_compiled,
+)
 from gpu.cpu.draft_model import CpuDraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler
+from gpu.cpu.rank_loading import lead_compiled, threads_of_rank
 from gpu.cpu.sampling import CompiledSampler
 from gpu.loading.draft_files import cannot_draft, open_draft_files
-from gpu.loading.loaded_model import Loaded, OnProgress, of_weights, unseen
-from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
+from gpu.loading.loaded_model import Loaded, OnProgress, unseen
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ReadWeights
-from gpu.models.rope import cos_sin_table_for
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import SlotTable
-from gpu.weights import read_weights
-from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.model_files import ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.number_formats import ROUNDING
-from trioserve.protocol.shipped_kernels import kernels_obstacle
 from trioserve.protocol.wire import Start
-
-_log = logging.getLogger("gpu.loading")
 
 SLOWER = "torch computes in place of the compiled kernels, which are 2 to 4 times as fast"
 
@@ -70,9 +71,10 @@ def load_on_cpu(
         import torch  # which these are written for; it is to share the cores as all else does
 
         torch.set_num_threads(threads)
+    of_rank = threads_of_rank(start, threads)
     try:
-        compiled = _compiled(start, files.native, dtype, threads, on_progress)
-    except _NotCompiled as reason:
+        compiled = make_compiled(start, files.native, dtype, of_rank, on_progress)
+    except NotCompiled as reason:
         whole = _by_torch(start, files, dtype, threads, on_progress, reason)
     else:
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
@@ -140,25 +142,31 @@ def _by_kernels(
     """Return a compiled model. A draft model's keys and values count in the size of its cache."""
     config = files.native
     library = load_library(start.cpu_isa)
-    _load_weights(model, files, on_progress)
-    bytes_per_page = _bytes_per_page(start, config, dtype)
-    if draft_files is not None:
-        bytes_per_page += _bytes_per_page(start, draft_files.native, dtype)
-    num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
-    _give_cache(model, start, num_pages, num_host_pages)
+    size = start.tensor_parallel_size
+    served: CpuModel = model
+    if size > 1:
+        served, num_pages, num_host_pages = lead_compiled(model, start, files, dtype, on_progress)
+    else:
+        load_compiled(model, files, on_progress)
+        of_page = bytes_per_page(start, config, dtype)
+        if draft_files is not None:
+            of_page += bytes_per_page(start, draft_files.native, dtype)
+        num_pages, num_host_pages = choose_cpu_pages(start, of_page)
+        give_cache(model, start, num_pages, num_host_pages)
 
     def exchange(executor: CpuExecutor) -> ReadWeights:
         def read_again(files: ModelFiles) -> Callable[[], None]:
             # With a cache of its own: what is in the old one was computed with the old weights.
-            other = _compiled(start, config, dtype, threads, unseen)
-            _load_weights(other, files, unseen)
-            _give_cache(other, start, num_pages, num_host_pages)
+            other = make_compiled(start, config, dtype, threads, unseen)
+            load_compiled(other, files, unseen)
+            give_cache(other, start, num_pages, num_host_pages)
             return lambda: executor.replace_model(other)
 
         return read_again
 
+    ranks = "" if model.part is None else f", {model.part}"
     return _Whole(
-        model=model,
+        model=served,
         sampler=CompiledSampler(
             library,
             config.vocab_size,
@@ -167,8 +175,9 @@ def _by_kernels(
         ),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
-        computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}",
-        exchange=exchange,
+        computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
+        + ranks,
+        exchange=exchange if size == 1 else lambda _: _keep_weights,
     )
 
 
@@ -178,62 +187,33 @@ def _by_torch(
     dtype: str,
     threads: int,
     on_progress: OnProgress,
-    reason: _NotCompiled,
+    reason: NotCompiled,
 ) -> _Whole:
     """Return what the compiled kernels don't compute, for that ``reason``."""
     _check_torch_will_do(start, str(reason))
     from gpu.cpu import torch_loading
 
     config, size = files.native, start.tensor_parallel_size
+    model: CpuModel
+    exchange: ReadWeights = _keep_weights
     if size > 1:
-        return _by_ranks(start, files, dtype, max(threads // size, 1), on_progress, reason)
-    decoder = torch_loading.load_decoder(files, dtype, threads, on_progress)
-    num_pages, num_host_pages = choose_cpu_pages(start, _bytes_per_page(start, config, dtype))
-    attention = torch_loading.make_attention(start, decoder, num_pages, num_host_pages)
-    model = torch_loading.make_model(decoder, attention, start.max_lora_rank)
+        model, num_pages, num_host_pages = torch_loading.lead_torch(
+            start, files, dtype, threads_of_rank(start, threads), on_progress
+        )
+    else:
+        decoder = torch_loading.load_decoder(files, dtype, threads, on_progress)
+        num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page(start, config, dtype))
+        attention = torch_loading.make_attention(start, decoder, num_pages, num_host_pages)
+        whole = torch_loading.make_model(decoder, attention, start.max_lora_rank)
+        model, exchange = whole, torch_loading.torch_exchange(whole, dtype, threads)
     return _Whole(
         model=model,
         sampler=torch_loading.make_sampler(start, config.vocab_size),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
-        computing=f"torch ({reason})",
-        exchange=lambda _: torch_loading.torch_exchange(model, dtype, threads),
-        warning=f"{SLOWER}: {reason}" if isinstance(reason, _NoKernels) else "",
-    )
-
-
-def _by_ranks(
-    start: Start,
-    files: ModelFiles,
-    dtype: str,
-    threads: int,
-    on_progress: OnProgress,
-    reason: _NotCompiled,
-) -> _Whole:
-    """Return a model of which this process and those that it starts have a part each."""
-    from gpu.cpu import torch_loading
-    from gpu.cpu.rank_processes import start_ranks
-    from gpu.models.parallel.model_part import ModelPart
-    from gpu.models.parallel.steps import GiveCache, encode_step
-
-    size = start.tensor_parallel_size
-    part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
-    group = start_ranks(start, dtype, threads)
-    decoder = torch_loading.load_part(files, dtype, threads, on_progress, part, group)
-    bytes_per_page = size * _bytes_per_page(start, decoder.config, dtype)
-    num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page)
-    group.send(encode_step(GiveCache(num_pages, num_host_pages)))
-    attention = torch_loading.make_attention(start, decoder, num_pages, num_host_pages)
-    return _Whole(
-        model=torch_loading.make_leading_model(
-            decoder, attention, start.max_lora_rank, part, group
-        ),
-        sampler=torch_loading.make_sampler(start, files.native.vocab_size),
-        num_pages=num_pages,
-        num_host_pages=num_host_pages,
-        computing=f"torch ({reason}), {size} ranks",
-        exchange=lambda _: _keep_weights,
-        warning=f"{SLOWER}: {reason}" if isinstance(reason, _NoKernels) else "",
+        computing=f"torch ({reason})" + (f", {size} ranks" if size > 1 else ""),
+        exchange=lambda _: exchange,
+        warning=f"{SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
     )
 
 
@@ -253,13 +233,19 @@ def _draft_model(
     """Return the drafts of the model of ``files`` for the model of ``slots``, which are empty."""
     assert start.speculative is not None
     quantization = start.speculative.quantization
-    start = attrs.evolve(start, max_lora_rank=0, quantization=quantization, dtype="auto")
+    start = attrs.evolve(
+        start,
+        max_lora_rank=0,
+        quantization=quantization,
+        dtype="auto",
+        tensor_parallel_slices=1,
+    )
     try:
-        model = _compiled(start, files.native, dtype, threads, on_progress)
-    except _NotCompiled as reason:
+        model = make_compiled(start, files.native, dtype, threads, on_progress)
+    except NotCompiled as reason:
         raise cannot_draft(files, str(reason)) from reason
-    _load_weights(model, files, on_progress)
-    _give_cache(model, start, whole.num_pages, whole.num_host_pages)
+    load_compiled(model, files, on_progress)
+    give_cache(model, start, whole.num_pages, whole.num_host_pages)
     steps = _measure_steps(CpuExecutor(model, whole.sampler, slots), slots, start)
     return DraftModelSource(
         CpuDraftModel(model, slots),
@@ -289,44 +275,6 @@ def refuse_cache_format(start: Start) -> None:
         )
 
 
-class _NotCompiled(Exception):
-    """Why the compiled kernels don't compute a model."""
-
-
-class _NoKernels(_NotCompiled):
-    """Why there are no compiled kernels on this machine, which could compute the model."""
-
-
-def _compiled(
-    start: Start, config: ModelConfig, dtype: str, threads: int, on_progress: OnProgress
-) -> CompiledModel:
-    """Return a model that wants its weights.
-
-    Raises:
-        _NotCompiled: torch has to compute it.
-    """
-    obstacle = obstacle_in(config)
-    if obstacle is not None:
-        raise _NotCompiled(f"the compiled kernels aren't made for {obstacle}")
-    if dtype != "bfloat16":
-        lacking = kernels_obstacle()
-        if start.dtype == "auto" and lacking is not None:
-            raise _NoKernels(lacking)
-        raise _NotCompiled("the compiled kernels compute in bfloat16 only")
-    if start.tensor_parallel_size > 1:
-        raise _NoKernels("the compiled kernels compute whole models")
-    try:
-        library = load_library(
-            start.cpu_isa, lambda done, total: on_progress("kernels", done, total)
-        )
-    except LibraryBuildError as error:
-        raise _NoKernels(str(error)) from error
-    quantization = start.quantization
-    if quantization == "auto" and start.dtype != "auto":
-        quantization = "none"
-    return CompiledModel(library, config, quantization, threads, max_rank=start.max_lora_rank)
-
-
 def _check_torch_will_do(start: Start, reason: str) -> None:
     if start.quantization in ROUNDING:
         raise ModelLoadError(f"--quantization {start.quantization} can't be had: {reason}")
@@ -334,43 +282,8 @@ def _check_torch_will_do(start: Start, reason: str) -> None:
         raise ModelLoadError(f"--deterministic can't be had: {reason}")
     if start.speculative is not None:
         raise ModelLoadError(f"--speculative-config can't be had: {reason}")
+    if start.tensor_parallel_slices > 1:
+        slices = start.tensor_parallel_slices
+        raise ModelLoadError(f"--tensor-parallel-slices {slices} can't be had: {reason}")
     if start.cpu_isa != "auto":
         raise ModelLoadError(f"--cpu-isa {start.cpu_isa} can't be had: {reason}")
-
-
-def _load_weights(model: CompiledModel, files: ModelFiles, on_progress: OnProgress) -> None:
-    dtype, keep = read_as(model.quantization)
-    model.load(read_weights(files, dtype, of_weights(on_progress), keep))
-
-
-def _give_cache(model: CompiledModel, start: Start, num_pages: int, num_host_pages: int) -> None:
-    model.finish(
-        cos_sin_table_for(model.config, start.max_model_len, num_pages * start.page_size),
-        page_size=start.page_size,
-        num_pages=num_pages + num_host_pages,
-        max_tokens=start.max_num_batched_tokens,
-    )
-
-
-def _bytes_per_page(start: Start, config: ModelConfig, dtype: str) -> int:
-    return kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
-
-
-def choose_cpu_pages(start: Start, bytes_per_page: int) -> tuple[int, int]:
-    """Pages of the cache, and those behind them that stand for the host's memory elsewhere.
-
-    To be asked when the weights are there: the cache gets a share of what is left.
-
-    Raises:
-        ModelLoadError: there is no room for them.
-    """
-    available = Machine().memory()[1] // start.num_sharing
-    num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
-    if num_pages * bytes_per_page > available:
-        # No more than that, since what is free now says little of when the cache will be full.
-        _log.warning(
-            "the KV cache may grow to %d MiB, and %d MiB of memory are free",
-            num_pages * bytes_per_page >> 20,
-            available >> 20,
-        )
-    return num_pages, choose_num_host_pages(start, bytes_per_page, available)

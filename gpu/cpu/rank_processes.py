@@ -10,17 +10,17 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import attrs
 import msgspec
 
-from gpu.models.parallel.group import EXIT_RANK_LOST, RankGroup
+from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink
 from trioserve.protocol.wire import Start
 
 _LENGTH = struct.Struct("<Q")
@@ -36,11 +36,15 @@ class RankOrder:
     rank: int
     parent: int
     """Process id of the worker."""
-    rendezvous: str
-    """Path of the file through which the ranks find each other."""
+    link: int
+    """Descriptor of the socket to rank 0."""
     dtype: str
     num_threads: int
     start: Start
+    memory: int = -1
+    """Descriptor of the memory that the ranks of the compiled kernels share; torch's have none."""
+    rendezvous: str = ""
+    """Path of the file through which torch's ranks find each other."""
 
 
 def write_order(order: RankOrder) -> bytes:
@@ -69,35 +73,50 @@ def _read(descriptor: int, length: int) -> bytes:
     return found
 
 
-def start_ranks(start: Start, dtype: str, num_threads: int) -> RankGroup:
-    """Start the other ranks of ``start.tensor_parallel_size``, and return the group as rank 0.
+def start_ranks(
+    start: Start,
+    dtype: str,
+    num_threads: int,
+    *,
+    memory: int | None = None,
+    rendezvous: Path | None = None,
+) -> RankLink:
+    """Start the other ranks of ``start.tensor_parallel_size``, and return the link of rank 0.
 
-    ``num_threads`` is the number of threads of each. From here on the process ends once a rank has
-    ended.
+    From here on the process ends once a rank has ended.
+
+    Args:
+        start: What all ranks load.
+        dtype: bfloat16 or float32.
+        num_threads: Number of threads of each.
+        memory: Descriptor of what ranks of the compiled kernels share.
+        rendezvous: File in a folder of its own through which torch's ranks find each other.
     """
-    folder = Path(tempfile.mkdtemp(prefix="trioserve-ranks-"))
-    rendezvous = folder / "rendezvous"
-    try:
-        for rank in range(1, start.tensor_parallel_size):
+    links = []
+    for rank in range(1, start.tensor_parallel_size):
+        own, other = socket.socketpair()
+        with other:
             order = RankOrder(
                 rank=rank,
                 parent=os.getpid(),
-                rendezvous=str(rendezvous),
+                link=other.fileno(),
                 dtype=dtype,
                 num_threads=num_threads,
                 start=start,
+                memory=-1 if memory is None else memory,
+                rendezvous="" if rendezvous is None else str(rendezvous),
             )
-            _start_rank(order, folder)
-        return RankGroup(rendezvous, 0, start.tensor_parallel_size)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            _start_rank(order, None if rendezvous is None else rendezvous.parent)
+        links.append(own)
+    return RankLink(0, links)
 
 
-def _start_rank(order: RankOrder, folder: Path) -> None:
+def _start_rank(order: RankOrder, folder: Path | None) -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gpu", "--rank"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        pass_fds=[each for each in (order.link, order.memory) if each >= 0],
     )
     assert process.stdin is not None
     process.stdin.write(write_order(order))
@@ -105,11 +124,12 @@ def _start_rank(order: RankOrder, folder: Path) -> None:
     threading.Thread(target=_end_with, args=(process, order.rank, folder), daemon=True).start()
 
 
-def _end_with(process: subprocess.Popen[bytes], rank: int, folder: Path) -> None:
+def _end_with(process: subprocess.Popen[bytes], rank: int, folder: Path | None) -> None:
     """Wait until ``process`` ends; then end this one, by the same signal if it was one."""
     status = process.wait()
     _log.error("rank %d of the worker has ended with status %d", rank, status)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     logging.shutdown()
     if status < 0:
         number = signal.Signals(-status)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from gpu.attention import Attention, CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
+from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
+from gpu.cpu.rank_processes import start_ranks
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.loading.loaded_model import OnProgress, of_weights, unseen
 from gpu.loading.weight_swap import ReadWeights
@@ -16,15 +20,15 @@ from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import LeadingAdapters
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
+from gpu.models.parallel.link import agreed
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Ranks
+from gpu.models.parallel.steps import GiveCache, encode_step
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table_for
 from gpu.sampling.sampler import Sampler
-from gpu.slots import summarize
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
-from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.wire import Start
 
 
@@ -47,32 +51,6 @@ def load_decoder(
     torch.set_float32_matmul_precision("highest")
     weights = load_weights(files, getattr(torch, dtype), of_weights(on_progress))
     return build_model(files.native, weights, part=part, ranks=ranks)
-
-
-def load_part(
-    files: ModelFiles,
-    dtype: str,
-    threads: int,
-    on_progress: OnProgress,
-    part: ModelPart,
-    group: RankGroup,
-) -> Decoder:
-    """Return the ``part`` of a model as :func:`load_decoder`, once all ranks have theirs.
-
-    Raises:
-        ModelLoadError: A rank can't load its part.
-    """
-    error = ""
-    decoder: Decoder | None = None
-    try:
-        decoder = load_decoder(files, dtype, threads, on_progress, part, group)
-    except ModelLoadError as failure:
-        error = str(failure)
-    except Exception as failure:
-        error = f"rank {group.rank} can't load its part: {summarize(failure)}"
-    group.agree(error)
-    assert decoder is not None
-    return decoder
 
 
 def make_attention(
@@ -101,15 +79,33 @@ def make_model(decoder: Decoder, attention: Attention, max_rank: int) -> TorchMo
     return TorchModel(decoder, attention, TorchAdapters(decoder.config, max_rank, decoder.dtype))
 
 
-def make_leading_model(
-    decoder: Decoder, attention: Attention, max_rank: int, part: ModelPart, group: RankGroup
-) -> TorchModel[LeadingAttention]:
-    """Return the model of which ``decoder`` has the ``part`` of rank 0."""
-    return TorchModel(
-        LeadingDecoder(decoder, group),
-        LeadingAttention(attention, group),
-        LeadingAdapters(part, group, max_rank, decoder.dtype),
+def lead_torch(
+    start: Start, files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress
+) -> tuple[TorchModel[LeadingAttention], int, int]:
+    """Return a model of which this process and those that it starts have a part each.
+
+    Also return its pages, here and on the host.
+
+    Raises:
+        ModelLoadError: The model can't be split so, or a rank can't load its part.
+    """
+    size = start.tensor_parallel_size
+    part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
+    with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as folder:
+        rendezvous = Path(folder) / "rendezvous"
+        link = start_ranks(start, dtype, threads, rendezvous=rendezvous)
+        group = RankGroup(rendezvous, 0, size)
+    decoder = agreed(link, lambda: load_decoder(files, dtype, threads, on_progress, part, group))
+    of_page = size * bytes_per_page(start, decoder.config, dtype)
+    num_pages, num_host_pages = choose_cpu_pages(start, of_page)
+    link.send(encode_step(GiveCache(num_pages, num_host_pages)))
+    attention = make_attention(start, decoder, num_pages, num_host_pages)
+    model = TorchModel(
+        LeadingDecoder(decoder, link),
+        LeadingAttention(attention, link),
+        LeadingAdapters(part, link, start.max_lora_rank, decoder.dtype),
     )
+    return model, num_pages, num_host_pages
 
 
 def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:

@@ -47,6 +47,10 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
             raise ModelLoadError("--speculative-config is for models that generate: leave it out")
         if start.tensor_parallel_size > 1:
             raise ModelLoadError("--tensor-parallel-size is for models that generate: leave it out")
+        if start.tensor_parallel_slices > 1:
+            raise ModelLoadError(
+                "--tensor-parallel-slices is for models that generate: leave it out"
+            )
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
@@ -57,7 +61,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
-    compiled = not isinstance(files.config, TransformersConfig) and start.tensor_parallel_size == 1
+    compiled = not isinstance(files.config, TransformersConfig)
     dtype = choose_dtype(start.dtype, device, compiled)
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
@@ -153,8 +157,7 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
             "--enable-expert-parallel is for models with experts and for several ranks "
             "(--tensor-parallel-size): leave it out"
         )
-    if start.tensor_parallel_size > 1:
-        _refuse_with_ranks(start, kind, files)
+    _refuse_with_ranks(start, kind, files)
     if start.speculative is None:
         return
     if kind == "mock" or isinstance(files.config, TransformersConfig):
@@ -170,12 +173,20 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
 
 
 def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
-    """Refuse what several ranks don't serve."""
-    option = f"--tensor-parallel-size {start.tensor_parallel_size}"
-    if kind != "cpu" or isinstance(files.config, TransformersConfig):
+    """Refuse what several ranks don't serve, or slices of their sums."""
+    size, slices = start.tensor_parallel_size, start.tensor_parallel_slices
+    option = f"--tensor-parallel-size {size}" if size > 1 else f"--tensor-parallel-slices {slices}"
+    own = kind == "cpu" and not isinstance(files.config, TransformersConfig)
+    if max(size, slices) > 1 and not own:
         raise ModelLoadError(f"{option} is for models of this server's own decoders on a CPU")
+    if size == 1:
+        return
     if start.kv_offloading_dir:
         raise ModelLoadError(f"{option} doesn't go with --kv-offloading-dir: leave one of them out")
+    if start.speculative is not None:
+        raise ModelLoadError(
+            f"{option} doesn't go with --speculative-config: leave one of them out"
+        )
 
 
 def _load_on(

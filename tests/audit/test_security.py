@@ -44,6 +44,8 @@ ALLOWED = {
     "trioserve/protocol/gc_tuning.py ctypes.CDLL": "the C library, to give memory back",
     "gpu/cpu/following.py ctypes.CDLL": "the C library, to end with the parent process",
     "gpu/cpu/rank_processes.py subprocess.Popen": "the other ranks of a worker",
+    "gpu/cpu/following.py socket.socket": "the socket that a rank inherits from its worker",
+    "gpu/models/parallel/link.py socket.socket": "the same, as a type",
     "gpu/constraints/grammar_trial.py ctypes.CDLL": "the C library, to measure memory",
     "trioserve/workers/process.py trio.lowlevel.open_process": "the worker",
     "trioserve/workers/ray/port.py trio.lowlevel.open_process": "the process that speaks with Ray",

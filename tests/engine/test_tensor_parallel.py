@@ -14,8 +14,8 @@ import psutil
 import pytest
 import trio
 
-from gpu.models.parallel import group as group_module
-from gpu.models.parallel.group import EXIT_RANK_LOST, RankGroup
+from gpu.models.parallel import link as link_module
+from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_models import make_tiny
@@ -113,12 +113,13 @@ async def adapted(engine: Engine, *adapters: str) -> list[tuple[int, ...]]:
     return [found[place] for place in range(len(adapters))]
 
 
-async def test_adapters_are_split_as_the_model_is(tmp_path: Path) -> None:
-    model = make_tiny("llama3", tmp_path / "model")
-    paths = {f"a{i}": make_adapter(model, tmp_path / f"{i}", seed=i) for i in range(3)}
+async def outputs_with_adapters(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
+    """Return the outputs with adapters that come and go, of one rank and of two."""
+    model = make_tiny("llama3", folder / "model", hidden_size=128, intermediate_size=128)
+    paths = {f"a{i}": make_adapter(model, folder / f"{i}", seed=i) for i in range(3)}
     found = []
     for size in (1, 2):
-        options = {"enable_lora": True, "tensor_parallel_size": size}
+        options = {**options, "enable_lora": True, "tensor_parallel_size": size}
         async with open_tiny_engine(model, **options) as engine:
             for name in ("a0", "a1"):
                 await engine.load_adapter(name, paths[name])
@@ -127,8 +128,13 @@ async def test_adapters_are_split_as_the_model_is(tmp_path: Path) -> None:
             await engine.load_adapter("a2", paths["a2"])
             found.append([*first, *await adapted(engine, "a2", "a1", "")])
             await assert_idle(engine)
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 6
+    return found
+
+
+async def test_adapters_are_split_as_the_model_is(tmp_path: Path) -> None:
+    alone, together = await outputs_with_adapters(tmp_path)
+    assert alone == together
+    assert len(set(alone)) == 6
 
 
 async def ranks_of(engine: Engine) -> list[psutil.Process]:
@@ -142,14 +148,14 @@ async def assert_gone(processes: list[psutil.Process]) -> None:
             await trio.sleep(0.01)
 
 
-@pytest.mark.parametrize("lost", ["rank", "worker"])
-async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) -> None:
-    async with open_tiny_engine(tiny, tensor_parallel_size=2) as engine:
-        options: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
-        expected = await engine.complete(prompt(1), **options)
+async def assert_lost_with_its_worker(folder: Path, lost: str, **options: Any) -> None:
+    """Kill a ``rank`` or the ``worker`` within an output, which goes on as it would have."""
+    async with open_tiny_engine(folder, tensor_parallel_size=2, **options) as engine:
+        asked: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
+        expected = await engine.complete(prompt(1), **asked)
         worker, ranks = await worker_of(engine), await ranks_of(engine)
         found: list[int] = []
-        async with engine.generate(prompt(1), **options) as stream:
+        async with engine.generate(prompt(1), **asked) as stream:
             async for delta in stream:
                 found += delta.token_ids
                 if len(found) == 10:
@@ -160,6 +166,11 @@ async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) ->
         (report,) = engine.workers
         assert "killed by signal 9" in str(report.last_loss)
         await assert_idle(engine)
+
+
+@pytest.mark.parametrize("lost", ["rank", "worker"])
+async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) -> None:
+    await assert_lost_with_its_worker(tiny, lost)
 
 
 async def test_a_rank_that_is_lost_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
@@ -219,11 +230,11 @@ async def test_the_reason_of_a_failed_load_is_told(tiny: Path, tmp_path: Path) -
 
 def test_a_step_that_fails_on_a_rank_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends no result: the others wait for numbers that never come."""
-    group = RankGroup.__new__(RankGroup)
-    monkeypatch.setattr(group_module.time, "sleep", lambda _: None)
-    monkeypatch.setattr(group_module.os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as caught, group.in_step():
+    link = RankLink(0, [])
+    monkeypatch.setattr(link_module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(link_module.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as caught, link.in_step():
         raise MemoryError
     assert caught.value.code == EXIT_RANK_LOST
-    with group.in_step():
+    with link.in_step():
         pass

@@ -12,8 +12,7 @@ import torch
 import trio
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu.cpu import loading as cpu_loading
-from gpu.cpu import torch_loading
+from gpu.cpu import compiled_loading, torch_loading
 from gpu.loading import loading
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
@@ -107,7 +106,7 @@ def test_loading_reads_no_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
 
     # The two ways in which a worker on a CPU gets its weights.
     monkeypatch.setattr(torch_loading, "load_weights", refuse)
-    monkeypatch.setattr(cpu_loading, "read_weights", refuse)
+    monkeypatch.setattr(compiled_loading, "read_weights", refuse)
     with pytest.raises(AssertionError, match="were loaded"):
         loading.load(start_message(tiny), lambda *_: None)
     serving = loading.load(start_message(tiny, mock=MockSteps(step_seconds=0.0)), lambda *_: None)

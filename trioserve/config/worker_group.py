@@ -41,6 +41,17 @@ class WorkerGroupOptions(ModelOptions):
         low=1,
         high=1024,
     )
+    tensor_parallel_slices: int | None = option(
+        None,
+        "parts of each sum that is made of all processes' results, on a CPU: as many give the same "
+        "bits with any number of processes",
+        unset="1 with one process, 4 with several where the model allows it",
+        group="worker",
+        page="tensor-parallel#The same bits",
+        kind=int,
+        low=1,
+        high=1024,
+    )
     enable_expert_parallel: bool = option(
         False,
         "let each process of --tensor-parallel-size have some of the experts of a layer, rather "

@@ -160,6 +160,7 @@ def start_message(
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
         tensor_parallel_size=config.tensor_parallel_size,
+        tensor_parallel_slices=config.tensor_parallel_slices or 0,
         enable_expert_parallel=config.enable_expert_parallel,
         cpu_isa=config.cpu_isa,
         logprobs_mode=config.logprobs_mode,

@@ -66,6 +66,8 @@ class Start:
     """``Ready.free_memory`` of the first process; 0 for that itself. It may come back late."""
     tensor_parallel_size: int = 1
     """Number of ranks that compute the model together."""
+    tensor_parallel_slices: int = 0
+    """Number of slices of the ranks' sums; 0 if the worker chooses it."""
     enable_expert_parallel: bool = False
     """True if a rank has some of the experts, rather than a part of each."""
     num_sharing: int = 1

@@ -10,23 +10,24 @@ from gpu.attention import Attention, StepLayout
 from gpu.executor import Copies
 from gpu.lora.torch_adapters import TokenGroup
 from gpu.models.decoder import Decoder
-from gpu.models.parallel.group import RankGroup
-from gpu.models.parallel.steps import ComputeLogits, CopyPages, compute, encode_step
+from gpu.models.parallel.layouts import compute
+from gpu.models.parallel.link import RankLink
+from gpu.models.parallel.steps import ComputeLogits, CopyPages, encode_step
 
 
 class LeadingAttention:
     """The attention of rank 0."""
 
-    def __init__(self, attention: Attention, group: RankGroup) -> None:
+    def __init__(self, attention: Attention, link: RankLink) -> None:
         self.own = attention
         self.layout: StepLayout | None = None
         """Layout of the step that has begun."""
-        self._group = group
+        self._link = link
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages on all ranks."""
-        with self._group.in_step():
-            self._group.send(encode_step(CopyPages(copies.tobytes())))
+        with self._link.in_step():
+            self._link.send(encode_step(CopyPages(copies.tobytes())))
             self.own.copy_pages(copies)
 
     def page(self, number: int) -> list[torch.Tensor]:
@@ -42,9 +43,9 @@ class LeadingAttention:
 class LeadingDecoder:
     """The decoder of rank 0: :class:`gpu.cpu.torch_model.TorchDecoder`."""
 
-    def __init__(self, decoder: Decoder, group: RankGroup) -> None:
+    def __init__(self, decoder: Decoder, link: RankLink) -> None:
         self._decoder = decoder
-        self._group = group
+        self._link = link
 
     def forward(
         self,
@@ -55,15 +56,15 @@ class LeadingDecoder:
         """Return the hidden states [T, E] of ``tokens`` [T] int64, the same on all ranks."""
         assert attention.layout is not None
         places = {each.number: each.tokens.numpy() for each in adapted}
-        with self._group.in_step():
-            self._group.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
+        with self._link.in_step():
+            self._link.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
             hidden = self._decoder.forward(tokens, attention.own, adapted)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [R, V] of hidden states [R, E]."""
         raw = hidden.contiguous().view(torch.uint8).numpy().tobytes()
-        with self._group.in_step():
-            self._group.send(encode_step(ComputeLogits(raw, len(hidden))))
+        with self._link.in_step():
+            self._link.send(encode_step(ComputeLogits(raw, len(hidden))))
             logits = self._decoder.logits(hidden)
         return logits

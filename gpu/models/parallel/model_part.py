@@ -50,13 +50,13 @@ class ModelPart:
                 f"{_OPTION} {size} neither divides the model's {kv_heads} heads of keys and values "
                 "nor is a multiple of them"
             )
-        for inner in self._split_sizes():
+        for inner in self.split_sizes():
             if inner % size:
                 raise ModelLoadError(
                     f"{_OPTION} {size} doesn't divide the intermediate size {inner}"
                 )
 
-    def _split_sizes(self) -> Iterator[int]:
+    def split_sizes(self) -> Iterator[int]:
         """Yield the intermediate sizes of the MLPs that are split by their intermediate size."""
         for layer in range(self.whole.num_layers):
             experts = self.whole.experts_of(layer)
@@ -95,16 +95,20 @@ class ModelPart:
             experts=experts,
         )
 
+    def has(self, name: str) -> bool:
+        """Return True if this rank has the tensor ``name``, whole or in part."""
+        expert = _OF_EXPERT.fullmatch(name)
+        return expert is None or self.has_expert(int(expert[1]))
+
     def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's piece of the tensor ``name``, in memory of its own if it is smaller.
 
         Return None if it has none.
         """
-        expert = _OF_EXPERT.fullmatch(name)
-        if expert is not None and self.by_expert:
-            return tensor if self.has_expert(int(expert[1])) else None
+        if not self.has(name):
+            return None
         if name in _OF_VOCABULARY:
-            return self._of_vocabulary(tensor)
+            return self._of_vocabulary(name, tensor)
         if _ADDED.fullmatch(name):  # once to the sum
             return tensor if self.rank == 0 else tensor.new_zeros(tensor.shape)
         dim, own = self.cut(name, tensor.shape)
@@ -115,8 +119,12 @@ class ModelPart:
     def cut(self, name: str, shape: Sequence[int]) -> tuple[int, slice]:
         """Return the dimension in which the tensor ``name`` is split, and this rank's part of it.
 
-        It is the whole if the tensor isn't split.
+        It is the whole if the tensor isn't split. The last part of the vocabulary may be smaller.
         """
+        if self.by_expert and _OF_EXPERT.fullmatch(name):
+            return 0, slice(None)
+        if name in _OF_VOCABULARY:
+            return 0, slice(self.first_token, self.first_token + self.vocab_part)
         heads = _OF_HEADS.fullmatch(name)
         if heads is not None:
             of_queries, own = heads[1] == "q", self.config()
@@ -134,8 +142,8 @@ class ModelPart:
         part = count // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
-    def _of_vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_vocabulary(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.new_zeros(self.vocab_part, *tensor.shape[1:])
-        there = tensor[self.first_token : self.first_token + self.vocab_part]
+        there = tensor[self.cut(name, tensor.shape)[1]]
         own[: len(there)] = there
         return own

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from gpu.attention import StepLayout
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Numbers
 
 
@@ -22,7 +19,7 @@ class GiveCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
-    """Compute the hidden states of a step; fields are those of its layout, as bytes."""
+    """Compute the hidden states of a step by torch; fields are those of its layout, as bytes."""
 
     tokens: bytes
     """[T] int64."""
@@ -77,6 +74,26 @@ class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
     num_rows: int
 
 
+class ComputeRows(msgspec.Struct, frozen=True, tag=True):
+    """Compute the hidden states of a step by the compiled kernels.
+
+    Fields are those of :class:`gpu.cpu.step_arrays.CompiledStep`, as bytes.
+    """
+
+    tokens: bytes
+    query_start: bytes
+    context_lens: bytes
+    block_tables: bytes
+    adapted: dict[int, bytes]
+
+
+class ComputeRowLogits(msgspec.Struct, frozen=True, tag=True):
+    """Compute the logits of some of the step's hidden states by the compiled kernels."""
+
+    rows: bytes
+    """int32."""
+
+
 class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """Copy pages of the KV cache."""
 
@@ -84,7 +101,16 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """[C, 2] int32, source and destination."""
 
 
-Step: TypeAlias = GiveCache | LoadOnRanks | UnloadOnRanks | Compute | ComputeLogits | CopyPages
+Step: TypeAlias = (
+    GiveCache
+    | LoadOnRanks
+    | UnloadOnRanks
+    | Compute
+    | ComputeLogits
+    | ComputeRows
+    | ComputeRowLogits
+    | CopyPages
+)
 _decoder = msgspec.msgpack.Decoder(Step)
 
 
@@ -109,45 +135,3 @@ def numbers_of(message: PackedNumbers) -> Numbers:
     """Return the matrix of a message; it may be read only."""
     dtype = BFLOAT16 if message.is_bfloat16 else FLOAT32
     return np.frombuffer(message.data, dtype=dtype).reshape(message.shape)
-
-
-def compute(
-    tokens: npt.NDArray[np.int64],
-    layout: StepLayout,
-    adapted: Mapping[int, npt.NDArray[np.int64]],
-) -> Compute:
-    """Return the message for a step.
-
-    Args:
-        tokens: [T], in the order of ``layout``.
-        layout: Rows of the step.
-        adapted: By the adapter's number, the places of its tokens.
-    """
-    return Compute(
-        tokens=tokens.tobytes(),
-        positions=layout.positions.tobytes(),
-        query_start=layout.query_start.tobytes(),
-        context_lens=layout.context_lens.tobytes(),
-        slots=layout.slots.tobytes(),
-        block_tables=layout.block_tables.tobytes(),
-        width=layout.block_tables.shape[1],
-        num_decode_rows=layout.num_decode_rows,
-        adapted={number: own.tobytes() for number, own in adapted.items()},
-    )
-
-
-def layout_of(step: Compute) -> StepLayout:
-    """Return the layout that :func:`compute` got."""
-    tables = np.frombuffer(step.block_tables, dtype=np.int32).copy()
-    return StepLayout(
-        positions=_longs(step.positions),
-        query_start=_longs(step.query_start),
-        context_lens=_longs(step.context_lens),
-        slots=_longs(step.slots),
-        block_tables=tables.reshape(-1, step.width),
-        num_decode_rows=step.num_decode_rows,
-    )
-
-
-def _longs(column: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(column, dtype=np.int64).copy()

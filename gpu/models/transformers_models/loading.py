@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from gpu.cpu.cache_pages import choose_cpu_pages
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.loading import choose_cpu_pages, refuse_cache_format
+from gpu.cpu.loading import refuse_cache_format
 from gpu.cpu.torch_loading import make_sampler
 from gpu.cpu.torch_model import TorchModel
 from gpu.loading.loaded_model import Loaded, OnProgress, choose_num_threads, unseen

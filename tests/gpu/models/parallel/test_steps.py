@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
@@ -11,25 +13,28 @@ import pytest
 
 from gpu.attention import StepLayout
 from gpu.cpu.rank_processes import RankOrder, read_order, write_order
+from gpu.models.parallel.layouts import compute, layout_of
+from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
+    ComputeRowLogits,
+    ComputeRows,
     CopyPages,
     GiveCache,
     LoadOnRanks,
     LowRank,
     Step,
     UnloadOnRanks,
-    compute,
     decode_step,
     encode_step,
-    layout_of,
     numbers_of,
     packed,
 )
 from gpu.weights.blocks import BFLOAT16
 from trioserve.config import EngineConfig
 from trioserve.engine.worker_start import start_message
+from trioserve.protocol.errors import ModelLoadError
 
 MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -61,6 +66,8 @@ def test_a_layout_arrives_as_it_was() -> None:
     [
         GiveCache(5, 2),
         ComputeLogits(b"\x00\x01", 1),
+        ComputeRows(b"12", b"34", b"56", b"78", {3: b"9"}),
+        ComputeRowLogits(b"\x00\x01\x00\x00"),
         CopyPages(bytes(16)),
         LoadOnRanks(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
         UnloadOnRanks(3),
@@ -80,7 +87,7 @@ def test_a_matrix_arrives_in_its_number_format() -> None:
 def test_a_rank_is_told_what_to_load() -> None:
     start = start_message(EngineConfig("m", tensor_parallel_size=3), Path("/models/m"))
     order = RankOrder(
-        rank=2, parent=7, rendezvous="/m", dtype="float32", num_threads=1, start=start
+        rank=2, parent=7, link=9, rendezvous="/m", dtype="float32", num_threads=1, start=start
     )
     reader, writer = os.pipe()
     message = write_order(order)
@@ -92,3 +99,54 @@ def test_a_rank_is_told_what_to_load() -> None:
     with pytest.raises(EOFError, match="the worker has ended"):
         read_order(reader)
     os.close(reader)
+
+
+def test_rank_0_sends_to_all_and_each_receives_in_order() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    leading = RankLink(0, [near for near, _ in pairs])
+    others = [RankLink(rank, [far]) for rank, (_, far) in enumerate(pairs, 1)]
+    messages = [b"", b"one", bytes(1 << 20)]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(lambda: [leading.send(each) for each in messages])
+        for other in others:
+            assert [other.receive() for _ in messages] == messages
+        sending.result()
+    for near, _ in pairs:
+        near.close()
+    for other in others:
+        with pytest.raises(EOFError, match="the other rank has ended"):
+            other.receive()
+
+
+@pytest.mark.parametrize("errors", [("", "", ""), ("", "no memory", ""), ("first", "", "last")])
+def test_an_error_on_one_rank_is_that_of_all(errors: tuple[str, str, str]) -> None:
+    pairs = [socket.socketpair() for _ in errors[1:]]
+    links = [RankLink(0, [near for near, _ in pairs])]
+    links += [RankLink(rank, [far]) for rank, (_, far) in enumerate(pairs, 1)]
+
+    def load(rank: int) -> str:
+        def fail() -> int:
+            if errors[rank]:
+                raise ModelLoadError(errors[rank])
+            return rank
+
+        try:
+            assert agreed(links[rank], fail) == rank
+        except ModelLoadError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        told = list(pool.map(load, range(len(links))))
+    assert told == [next(filter(None, errors), "")] * len(links)
+
+
+def test_what_a_load_raises_is_told_with_the_rank() -> None:
+    near, far = socket.socketpair()
+    leading, other = RankLink(0, [near]), RankLink(1, [far])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(agreed, leading, lambda: 0)
+        with pytest.raises(ModelLoadError, match=r"rank 1 can't load its part: .*division"):
+            agreed(other, lambda: 1 // 0)
+        with pytest.raises(ModelLoadError, match="rank 1 can't load its part"):
+            waiting.result()

@@ -1,0 +1,37 @@
+"""Number of pages of a KV cache on the CPU."""
+
+from __future__ import annotations
+
+import logging
+
+from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
+from trioserve.model_files import ModelConfig
+from trioserve.protocol.machine import Machine
+from trioserve.protocol.wire import Start
+
+_log = logging.getLogger("gpu.loading")
+
+
+def bytes_per_page(start: Start, config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of a page, keys and values of all layers of ``config``."""
+    return kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
+
+
+def choose_cpu_pages(start: Start, bytes_per_page: int) -> tuple[int, int]:
+    """Pages of the cache, and those behind them that stand for the host's memory elsewhere.
+
+    To be asked when the weights are there: the cache gets a share of what is left.
+
+    Raises:
+        ModelLoadError: there is no room for them.
+    """
+    available = Machine().memory()[1] // start.num_sharing
+    num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
+    if num_pages * bytes_per_page > available:
+        # No more than that, since what is free now says little of when the cache will be full.
+        _log.warning(
+            "the KV cache may grow to %d MiB, and %d MiB of memory are free",
+            num_pages * bytes_per_page >> 20,
+            available >> 20,
+        )
+    return num_pages, choose_num_host_pages(start, bytes_per_page, available)

@@ -1,0 +1,41 @@
+"""Loading a model of which several processes have a part each, as rank 0."""
+
+from __future__ import annotations
+
+from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.compiled_loading import give_cache, load_compiled
+from gpu.cpu.compiled_ranks import LeadingCompiledModel
+from gpu.cpu.rank_memory import RankMemory, open_shared_file
+from gpu.cpu.rank_processes import start_ranks
+from gpu.loading.loaded_model import OnProgress
+from gpu.models.parallel.link import agreed
+from gpu.models.parallel.steps import GiveCache, encode_step
+from trioserve.model_files import ModelFiles
+from trioserve.protocol.wire import Start
+
+
+def threads_of_rank(start: Start, threads: int) -> int:
+    """Return the threads of each rank of a worker that has so many."""
+    return max(threads // start.tensor_parallel_size, 1)
+
+
+def lead_compiled(
+    model: CompiledModel, start: Start, files: ModelFiles, dtype: str, on_progress: OnProgress
+) -> tuple[LeadingCompiledModel, int, int]:
+    """Return the model of which ``model`` is rank 0's part, and its pages here and on the host.
+
+    The other ranks are started. Until it returns, all have their weights and their cache.
+
+    Raises:
+        ModelLoadError: A rank can't load its part.
+    """
+    with open_shared_file(model.shared_bytes(start.max_num_batched_tokens)) as descriptor:
+        memory = RankMemory.of_file(descriptor)
+        link = start_ranks(start, dtype, model.threads, memory=descriptor)
+    agreed(link, lambda: load_compiled(model, files, on_progress))
+    of_page = start.tensor_parallel_size * bytes_per_page(start, model.own, dtype)
+    num_pages, num_host_pages = choose_cpu_pages(start, of_page)
+    link.send(encode_step(GiveCache(num_pages, num_host_pages)))
+    agreed(link, lambda: give_cache(model, start, num_pages, num_host_pages, memory))
+    return LeadingCompiledModel(model, link), num_pages, num_host_pages

@@ -1,0 +1,112 @@
+"""The messages between rank 0 and the others, over sockets that the processes inherit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from gpu.slots import summarize
+from trioserve.protocol.errors import ModelLoadError
+
+EXIT_RANK_LOST = 4
+"""Status of a worker whose ranks don't compute the same any more."""
+_SECONDS_TO_END = 1.0
+"""Time in which a worker with a lost rank ends in the way in which the rank did."""
+_LENGTH = struct.Struct("<Q")
+T = TypeVar("T")
+_log = logging.getLogger("gpu.worker")
+
+
+class RankLink:
+    """The connections of one rank: on rank 0 one to each of the others, on these one to rank 0.
+
+    A rank may wait for a message for as long as no request comes.
+    """
+
+    def __init__(self, rank: int, sockets: Sequence[socket.socket]) -> None:
+        self.rank = rank
+        self._sockets = sockets
+
+    def agree(self, error: str) -> None:
+        """Return once all ranks have come here without an error.
+
+        Raises:
+            ModelLoadError: A rank has an ``error``; with that of the first such rank.
+        """
+        if self.rank == 0:
+            with self.in_step():
+                found = [error, *(_receive(each).decode() for each in self._sockets)]
+                error = next(filter(None, found), "")
+                self.send(error.encode())
+        else:
+            self.send(error.encode())
+            error = self.receive().decode()
+        if error:
+            raise ModelLoadError(error)
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """End the worker if the block fails: the other ranks have begun what this one hasn't done.
+
+        No result is sent for such a step, so that the engine counts one loss.
+        """
+        try:
+            yield
+        except BaseException:
+            _log.exception("a step of several ranks failed")
+            logging.shutdown()
+            time.sleep(_SECONDS_TO_END)
+            os._exit(EXIT_RANK_LOST)
+
+    def send(self, message: bytes) -> None:
+        """Send ``message`` from rank 0 to all others, or from one of these to rank 0."""
+        for each in self._sockets:
+            each.sendall(_LENGTH.pack(len(message)) + message)
+
+    def receive(self) -> bytes:
+        """Return the next message of rank 0; block until it comes.
+
+        Raises:
+            EOFError: Rank 0 has ended.
+        """
+        (only,) = self._sockets
+        return _receive(only)
+
+
+def agreed(link: RankLink, load: Callable[[], T]) -> T:
+    """Return what ``load`` returns, once it has returned on all ranks.
+
+    Raises:
+        ModelLoadError: It failed on a rank.
+    """
+    error = ""
+    found: list[T] = []
+    try:
+        found.append(load())
+    except ModelLoadError as failure:
+        error = str(failure)
+    except Exception as failure:
+        error = f"rank {link.rank} can't load its part: {summarize(failure)}"
+    link.agree(error)
+    return found[0]
+
+
+def _receive(connection: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    return _read(connection, length)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        piece = connection.recv(length - len(found))
+        if not piece:
+            raise EOFError("the other rank has ended")
+        found += piece
+    return bytes(found)
