@@ -68,28 +68,34 @@ class Decoder:
         self._operations = operations or TorchOperations()
         tensors = NamedTensors(weights)
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = tensors.take("model.embed_tokens.weight", *shape)
+        is_first, is_last = part is None or part.is_first, part is None or part.is_last
+        self._embedding: torch.Tensor | None = None
+        if is_first or (is_last and config.tie_word_embeddings):
+            self._embedding = tensors.take("model.embed_tokens.weight", *shape)
         builder = _LayerBuilder(config, tensors, part)
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
         self._packed_rows = builder.packed_rows
-        self._norm = tensors.take("model.norm.weight", config.hidden_size)
-        head = tensors.take_optional("lm_head.weight", *shape)
-        if config.tie_word_embeddings:
-            head = self._embedding
-        if head is None:
-            raise ModelLoadError("the model's files lack the tensor lm_head.weight")
-        self._head = Linear(head)
+        self._norm: torch.Tensor | None = None
+        self._head: Linear | None = None
+        if is_last:
+            self._norm = tensors.take("model.norm.weight", config.hidden_size)
+            head = tensors.take_optional("lm_head.weight", *shape)
+            if config.tie_word_embeddings:
+                head = self._embedding
+            if head is None:
+                raise ModelLoadError("the model's files lack the tensor lm_head.weight")
+            self._head = Linear(head)
         tensors.check_empty()
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights and activations."""
-        return self._embedding.dtype
+        return self._layers[0].attention_norm.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self._embedding.device
+        return self._layers[0].attention_norm.device
 
     def overwrite(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by ``weights``, in the same memory.
@@ -110,6 +116,9 @@ class Decoder:
             return whole[rows]
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
         if match is None:
+            assert self._embedding is not None
+            assert self._norm is not None
+            assert self._head is not None
             return {
                 "model.embed_tokens": self._embedding,
                 "model.norm": self._norm,
@@ -133,6 +142,16 @@ class Decoder:
         Call ``attention.begin`` with the step's layout first. ``adapted`` add the LoRA updates of
         the step; it is empty if no token has an adapter.
         """
+        return self.go_on(self.embed(tokens), attention, adapted)
+
+    def go_on(
+        self, residual: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
+    ) -> torch.Tensor:
+        """Return the hidden states [T, E] behind this model's layers, as :meth:`forward` does.
+
+        ``residual`` [T, E] are those before its layers, and are overwritten. If another stage has
+        the final norm, what is returned are the states before that stage's layers.
+        """
 
         def project(index: int, name: str, linear: Linear, x: torch.Tensor) -> torch.Tensor:
             y = linear(x)
@@ -143,9 +162,10 @@ class Decoder:
         config, operations = self.config, self._operations
         eps = config.rms_norm_eps
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        residual = self._embed(tokens)
         # Each norm is fused with the addition before it, so a layer ends with the next one's norm.
-        norms = [layer.attention_norm for layer in self._layers] + [self._norm]
+        norms = [layer.attention_norm for layer in self._layers]
+        if self._norm is not None:
+            norms.append(self._norm)
         h = operations.rms_norm(residual, norms[0], eps)
         for index, layer in enumerate(self._layers):
             qkv = project(index, "qkv", layer.qkv, h).view(-1, *heads)
@@ -158,17 +178,22 @@ class Decoder:
             else:
                 gated = operations.silu_mul(project(index, "gate_up", layer.mlp.gate_up, h))
                 down = self._ranks.all_reduce(project(index, "down", layer.mlp.down, gated))
+            if index + 1 == len(norms):
+                return residual.add_(down)
             h = operations.add_rms_norm(down, residual, norms[index + 1], eps)
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits [R, V] float32 of hidden states [R, E], in ``out`` if it is given."""
+        assert self._head is not None
         if self._part is None:
             return self._head.in_float32(hidden, out)
         joined = self._ranks.all_gather(self._head.in_float32(hidden))
         return joined[:, : self._part.whole.vocab_size]
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, E] of ``tokens`` [T] int64."""
+        assert self._embedding is not None
         if self._part is None:
             return F.embedding(tokens, self._embedding)
         own = tokens - self._part.first_token

@@ -44,6 +44,6 @@ def build_model(
         raise ModelLoadError(f"the model family {config.family!r} is not supported ({known} are)")
     if part is None:
         return MODEL_CLASSES[config.family](config, weights, operations)
-    pieces = ((name, part.piece(name, tensor)) for name, tensor in weights)
-    own = ((name, piece) for name, piece in pieces if piece is not None)
+    pieces = ((part.name_of(name), part.piece(name, tensor)) for name, tensor in weights)
+    own = ((name, piece) for name, piece in pieces if name is not None and piece is not None)
     return MODEL_CLASSES[config.family](part.config(), own, operations, part, ranks)

@@ -23,6 +23,7 @@ def read_weights(
     dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Weight]]:
     """Yield ``(name, weight)``, one at a time; each array owns its memory.
 
@@ -36,10 +37,11 @@ def read_weights(
         progress: called after each tensor with the bytes read so far and in total.
         keep: ggml's names of quantized types, such as Q4_0; matrices of these types in a GGUF file
             are yielded as :class:`~gpu.weights.blocks.Blocks`.
+        wanted: returns False for names of tensors that aren't read.
 
     Raises:
         ModelLoadError: a tensor is missing, unknown or of the wrong shape (raised before the first
             is yielded), or a file is damaged.
     """
     load = gguf.load if files.format == "gguf" else safetensors.load
-    return load(files, dtype, progress, keep)
+    return load(files, dtype, progress, keep, wanted)

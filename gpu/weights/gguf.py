@@ -50,6 +50,7 @@ def load(
     dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Weight]]:
     """Yield the weights of a GGUF file; see :func:`gpu.weights.read_weights`."""
     header = files.gguf_header
@@ -77,9 +78,12 @@ def load(
                 names, shape = parts[stored]
                 num_bytes = tensor.num_bytes // len(names)
                 for index, name in enumerate(names):
+                    done += num_bytes
+                    if not wanted(name):
+                        progress(done, total)
+                        continue
                     raw = read_bytes(files.path, file, tensor.offset + index * num_bytes, num_bytes)
                     heads = _permuted_heads(name, files.native)
-                    done += num_bytes
                     if tensor.type.name in keep and len(shape) == 2:
                         yield name, _kept(raw, tensor.type, shape, heads)
                     else:

@@ -26,6 +26,7 @@ def load(
     dtype: np.dtype[Any] | None,
     progress: Callable[[int, int], None],
     keep: Collection[str] = (),
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Weight]]:
     """Yield the weights of a folder; see :func:`gpu.weights.read_weights`. ``keep`` is ignored."""
     config = files.native
@@ -44,6 +45,7 @@ def load(
         dtype,
         progress,
         only_finite=files.only_finite,
+        wanted=wanted,
     )
 
 
@@ -56,6 +58,7 @@ def load_folder(
     progress: Callable[[int, int], None],
     *,
     only_finite: bool = False,
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Numbers]]:
     """Yield ``(name, numbers)`` for each of the ``expected`` tensors, in the order of the files.
 
@@ -68,6 +71,7 @@ def load_folder(
         dtype: see :func:`gpu.weights.read_weights`.
         progress: see :func:`gpu.weights.read_weights`.
         only_finite: True to refuse infinities and NaN.
+        wanted: see :func:`gpu.weights.read_weights`.
 
     Raises:
         ModelLoadError: the tensors aren't those expected (raised before the first is yielded), a
@@ -85,14 +89,15 @@ def load_folder(
                     parts = names.get(stored, [])
                     for index, name in enumerate(parts):
                         num_bytes = shard.num_bytes[stored] // len(parts)
-                        offset = shard.offsets[stored] + index * num_bytes
-                        raw = read_bytes(shard.path, file, offset, num_bytes)
-                        tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(found[name])
-                        if only_finite:
-                            check_finite(shard.path, name, tensor)
-                        tensor = tensor.astype(dtype or _unrounded(tensor.dtype), copy=False)
                         done += num_bytes
-                        yield name, tensor
+                        if wanted(name):
+                            offset = shard.offsets[stored] + index * num_bytes
+                            raw = read_bytes(shard.path, file, offset, num_bytes)
+                            tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(found[name])
+                            if only_finite:
+                                check_finite(shard.path, name, tensor)
+                            kind = dtype or _unrounded(tensor.dtype)
+                            yield name, tensor.astype(kind, copy=False)
                         progress(done, total)
         except OSError as error:
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error

@@ -15,10 +15,13 @@ NUMPY_DTYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32:
 
 
 def load_weights(
-    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None]
+    files: ModelFiles,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of :func:`gpu.weights.read_weights`, in ``dtype`` and on the CPU."""
-    for name, weight in read_weights(files, NUMPY_DTYPES[dtype], progress):
+    for name, weight in read_weights(files, NUMPY_DTYPES[dtype], progress, wanted=wanted):
         assert not isinstance(weight, Blocks)  # ``keep`` is empty
         yield name, as_tensor(weight)
 

@@ -22,10 +22,13 @@ def adapter_part(adapter: LoraWeights, part: ModelPart) -> LoraWeights:
     """Return what the rank of ``part`` has of an adapter."""
     updates = {}
     for (layer, module), update in adapter.updates.items():
+        own_layer = part.layer_of(layer)
+        if own_layer is None:
+            continue
         name = f"model.layers.{layer}.{module}.weight"
         dim, own = part.cut(name, (len(update.b), update.a.shape[1]))
         a, b = (update.a[:, own], update.b) if dim else (update.a, update.b[own])
-        updates[layer, module] = LowRankUpdate(a=a, b=b, scale=update.scale)
+        updates[own_layer, module] = LowRankUpdate(a=a, b=b, scale=update.scale)
     return LoraWeights(updates=updates, checksum=adapter.checksum)
 
 

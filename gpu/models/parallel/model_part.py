@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from gpu.models.parallel.stages import Stage
 from trioserve.model_files.config import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
@@ -28,6 +29,7 @@ class ModelPart:
     """The part that rank ``rank`` of ``size`` has of the model of ``whole``.
 
     With ``by_expert`` a rank has some of the experts of each layer, else a part of each expert.
+    With a ``stage`` it has a part of that stage's layers only.
 
     Raises:
         ModelLoadError: The model can't be split so; the message names the number and the option.
@@ -37,6 +39,7 @@ class ModelPart:
     rank: int
     size: int
     by_expert: bool = False
+    stage: Stage | None = None
 
     def __attrs_post_init__(self) -> None:
         whole, size = self.whole, self.size
@@ -72,6 +75,24 @@ class ModelPart:
         return not self.by_expert or number * self.size // experts.count == self.rank
 
     @property
+    def is_first(self) -> bool:
+        """True if this rank has some of the embedding to begin with."""
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank has the final norm and some of the head."""
+        return self.stage is None or self.stage.is_last
+
+    def layer_of(self, layer: int) -> int | None:
+        """Return the number in this part of a layer of the model; None if it isn't there."""
+        return layer if self.stage is None else self.stage.layer_of(layer)
+
+    def name_of(self, name: str) -> str | None:
+        """Return the name in this part of a tensor of the model; None if none of it is there."""
+        return name if self.stage is None else self.stage.name_of(name)
+
+    @property
     def vocab_part(self) -> int:
         """Number of tokens whose embeddings a rank has; the last rank's are padded with zeros."""
         return -(-self.whole.vocab_size // self.size)
@@ -83,7 +104,10 @@ class ModelPart:
 
     def config(self) -> ModelConfig:
         """Return the shape of this rank's part. Ranks that share a head of keys each have it."""
-        whole, size, experts = self.whole, self.size, self.whole.experts
+        whole, size = self.whole, self.size
+        if self.stage is not None:
+            whole = self.stage.config()
+        experts = whole.experts
         if experts is not None and not self.by_expert:
             experts = attrs.evolve(experts, intermediate_size=experts.intermediate_size // size)
         return attrs.evolve(
