@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ class CpuExecutor:
         self.drafter: Drafter | None = None
 
     @property
-    def completions(self) -> None:
+    def completions(self) -> int | None:
         """See :attr:`gpu.executor.Executor.completions`."""
         return None
 
@@ -111,16 +111,17 @@ class CpuExecutor:
         if not rows:
             return Drawn(tokens=_NO_TOKENS)
         hidden, ends = self._model.forward(rows, self._slots)
-        pooled = self._pool(self._slot_options.pooled.spans(rows, ends), hidden)
+        spans = self._slot_options.pooled.spans(rows, ends)
+        states = [hidden[span.first_hidden : span.stop_hidden] for span in spans]
+        pooled = self._pool(spans, map(self._model.floats, states))
         drawn = self._draw(rows, hidden, ends)
         drawn.pooled = pooled
         return drawn
 
-    def _pool(self, spans: list[PooledSpan], hidden: Hidden) -> list[PooledPrompt]:
-        """Return the vectors of the prompts that the step completes."""
+    def _pool(self, spans: Sequence[PooledSpan], floats: Iterable[Floats]) -> list[PooledPrompt]:
+        """Return the vectors of the prompts that the step completes, from each span's states."""
         found = []
-        for span in spans:
-            states = self._model.floats(hidden[span.first_hidden : span.stop_hidden])
+        for span, states in zip(spans, floats, strict=True):
             vector = self._slot_options.pooled.take(span, states)
             if vector is not None:
                 found.append(pooled_prompt(span, vector))
@@ -169,6 +170,7 @@ class CpuExecutor:
         return prompt_piece(span, score_prompt(span, hidden, logits_of, vocab_size))
 
     def _sample(self, logits: Floats, rows: list[Row], prompts: list[PromptPiece]) -> Drawn:
+        """Sample a token for each of ``rows``, whose slots have the tokens before it."""
         asked = [
             SamplerRow(row.slot.sampler, row.slot.tokens, row.slot.prompt_length) for row in rows
         ]

@@ -13,9 +13,6 @@ CUDA doesn't call it once an error has happened, and the waiting thread would ne
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,6 +21,7 @@ import attrs
 import numpy.typing as npt
 import torch
 
+from gpu._util.completions import Completions
 from gpu.cuda.marks import Marking, Marks
 from gpu.sampling.drawn import DeviceTimes
 
@@ -200,39 +198,3 @@ class _Skipped:
     def wait(self) -> FinishedStep:
         self._completions.take()
         return FinishedStep(outputs=[], times=DeviceTimes())
-
-
-class _Waitable(Protocol):
-    def synchronize(self) -> None: ...
-
-
-class Completions:
-    """Events that pass one after the other, as a file descriptor.
-
-    A thread waits for each in its order. It lives as long as the process: a worker has one device.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Waitable | None] = queue.SimpleQueue()
-        flags = os.EFD_CLOEXEC | os.EFD_SEMAPHORE
-        self.descriptor = os.eventfd(0, flags)
-        """Readable while more events have passed than were taken."""
-        threading.Thread(target=self._watch, name="completions", daemon=True).start()
-
-    def add(self, event: _Waitable | None) -> None:
-        """Add the next event to wait for; None passes together with the event before it."""
-        self._queue.put(event)
-
-    def take(self) -> None:
-        """Wait until one more event has passed, and count it as taken."""
-        os.eventfd_read(self.descriptor)
-
-    def _watch(self) -> None:
-        while True:
-            event = self._queue.get()
-            try:
-                if event is not None:
-                    event.synchronize()
-            except RuntimeError:
-                pass  # taking the event synchronizes again, which raises the error
-            os.eventfd_write(self.descriptor, 1)

@@ -143,7 +143,7 @@ def test_the_default_stream_is_not_captured(gpu: FakeGpu) -> None:
 
 def synchronize_in_a_thread(gpu: FakeGpu, event: Any) -> None:
     def synchronize() -> None:
-        with contextlib.suppress(CudaError):  # as gpu.cuda.timeline.Completions does
+        with contextlib.suppress(CudaError):  # as gpu._util.completions.Completions does
             event.synchronize()
 
     thread = threading.Thread(target=synchronize)

@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 
+from gpu._util.completions import Completions
 from gpu.cuda import step_buffer, timeline
 from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.step import CudaStep
@@ -165,7 +166,7 @@ def copies_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline.Completions, "take", lambda self: None)
+    monkeypatch.setattr(Completions, "take", lambda self: None)
     event = torch.cuda.Event
     monkeypatch.setattr(event, "synchronize", lambda self: None)
     monkeypatch.setattr(event, "elapsed_time", lambda self, end: 0.0)

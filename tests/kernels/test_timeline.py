@@ -10,8 +10,9 @@ import attrs
 import pytest
 import torch
 
+from gpu._util.completions import Completions
 from gpu.cuda.marks import Marking
-from gpu.cuda.timeline import Completions, CudaTimeline, HostTimeline, Timeline
+from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
 from gpu.kernels import KernelLoader
 from gpu.sampling.drawn import DeviceTimes
 

@@ -20,29 +20,36 @@ class RankGroup:
 
     Args:
         rendezvous: File in a folder for this user alone, through which the ranks find each other.
-        rank: Number of this process.
-        size: Number of processes; blocks until all are there.
+        rank: Number of this process; those of a stage follow each other.
+        size: Number of processes of a stage.
+        num_stages: Number of stages; blocks until the processes of all are there.
     """
 
-    def __init__(self, rendezvous: Path, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rendezvous: Path, rank: int, size: int, num_stages: int = 1) -> None:
+        self.stage, self.rank = divmod(rank, size)
+        self.size, self.num_stages = size, num_stages
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # not to be reached from other hosts
         dist.init_process_group(
             "gloo",
             init_method=rendezvous.resolve().as_uri(),
             rank=rank,
-            world_size=size,
+            world_size=size * num_stages,
             timeout=_FOR_EVER,
         )
+        stages = [
+            dist.new_group(list(range(first, first + size)), timeout=_FOR_EVER)
+            for first in range(0, size * num_stages, size)
+        ]
+        self._own = stages[self.stage]
         dist.barrier()  # from here on no rank needs the file
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`~gpu.models.parallel.ranks.Ranks.all_reduce`."""
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._own)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`~gpu.models.parallel.ranks.Ranks.all_gather`."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
+        dist.all_gather(parts, x.contiguous(), group=self._own)
         return torch.cat(parts, dim=1)

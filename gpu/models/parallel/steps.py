@@ -101,6 +101,20 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """[C, 2] int32, source and destination."""
 
 
+class ReturnResults(msgspec.Struct, frozen=True, tag=True):
+    """Let the last of several stages send rank 0 what a step is for, in the order of the fields.
+
+    Pairs are a first hidden state of the step and the one behind the last.
+    """
+
+    pooled: list[tuple[int, int]]
+    """Hidden states, in float32."""
+    scored: list[tuple[int, int]]
+    """Hidden states whose logits are sent, in slices."""
+    drawn: bytes
+    """[R] int64, the hidden states whose logits are sent at once."""
+
+
 Step: TypeAlias = (
     GiveCache
     | LoadOnRanks
@@ -110,6 +124,7 @@ Step: TypeAlias = (
     | ComputeRows
     | ComputeRowLogits
     | CopyPages
+    | ReturnResults
 )
 _decoder = msgspec.msgpack.Decoder(Step)
 

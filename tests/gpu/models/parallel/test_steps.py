@@ -24,6 +24,7 @@ from gpu.models.parallel.steps import (
     GiveCache,
     LoadOnRanks,
     LowRank,
+    ReturnResults,
     Step,
     UnloadOnRanks,
     decode_step,
@@ -71,6 +72,7 @@ def test_a_layout_arrives_as_it_was() -> None:
         CopyPages(bytes(16)),
         LoadOnRanks(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
         UnloadOnRanks(3),
+        ReturnResults([(0, 3)], [(1, 2), (4, 9)], bytes(16)),
     ],
 )
 def test_other_steps_arrive_as_they_were(step: Step) -> None:

@@ -1,0 +1,236 @@
+"""Steps of several stages: this process computes the first one, and the last one answers later.
+
+A step is submitted once its first stage is computed, so the next step's may follow while the
+stages behind compute this one. What comes back is received by a thread, and the tokens are drawn
+when the step is waited for. The scheduler plans no row whose token isn't known, so a row's slot has
+all tokens before the one to draw when it is submitted.
+
+A plan behind a step may close a slot of that step. Whatever the options of the slot need is kept
+until the step's tokens are drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu._util.completions import Completions
+from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.model import CpuModel, CpuSampler, Floats
+from gpu.cpu.scores import score_prompt
+from gpu.executor import NO_COPIES, Copies, Submission
+from gpu.models.parallel.link import RankLink
+from gpu.models.parallel.pipeline import PipelineGroup
+from gpu.models.parallel.steps import ReturnResults, encode_step
+from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.drawn import DeviceTimes, Drawn
+from gpu.sampling.pooled import PooledSpan
+from gpu.sampling.prompt_logprobs import PromptSpan, prompt_piece
+from gpu.slots import UNKNOWN_TOKEN, PlanError, Row, Slot, SlotTable
+
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
+@attrs.define(eq=False, kw_only=True)
+class StageResults:
+    """The results of a step on the last stage, as they come back: an event that passes then."""
+
+    link: RankLink
+    group: PipelineGroup
+    vocab_size: int
+    hidden_size: int
+    pools: Sequence[PooledSpan]
+    scored: Sequence[PromptSpan]
+    num_drawn: int
+    """Number of rows that get a token."""
+    states: list[Floats] = attrs.field(init=False, factory=list)
+    """Hidden states of each pooled span, [n, E]."""
+    scores: list[list[npt.NDArray[Any]]] = attrs.field(init=False, factory=list)
+    """The arrays of :func:`gpu.sampling.prompt_logprobs.prompt_piece` for each scored span."""
+    logits: Floats = attrs.field(init=False)
+    """[num_drawn, V]."""
+    slowest_us: int = attrs.field(init=False, default=0)
+    """Microseconds of the slowest stage."""
+
+    def synchronize(self) -> None:
+        """Block until all has come; called by the thread that receives."""
+        with self.link.in_step():
+            for pool in self.pools:
+                count = pool.stop_hidden - pool.first_hidden
+                self.states.append(self._take(count, self.hidden_size))
+            for span in self.scored:
+                places = np.arange(span.first_hidden + span.stop - span.start)
+                self.scores.append(score_prompt(span, places, self._slice, self.vocab_size))
+            self.logits = self._take(self.num_drawn, self.vocab_size)
+            self.slowest_us = int(self.group.take_back(torch.zeros(1, dtype=torch.int64)))
+
+    def _slice(self, places: npt.NDArray[np.int64]) -> Floats:
+        return self._take(len(places), self.vocab_size)
+
+    def _take(self, rows: int, columns: int) -> Floats:
+        x = torch.empty(rows, columns, dtype=torch.float32)
+        floats: Floats = (self.group.take_back(x) if rows else x).numpy()
+        return floats
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Step:
+    """A step that the stages compute: the :class:`gpu.executor.Submission` of its executor."""
+
+    executor: PipelinedExecutor
+    rows: list[Row]
+    """Rows that get a token."""
+    results: StageResults | None
+    """None for a step without rows."""
+    numbers: frozenset[int] = frozenset()
+    """Numbers of the slots that have a row."""
+    idle_us: int = 0
+    closing: list[int] = attrs.field(factory=list)
+    """Slots that a later plan has closed."""
+
+    @property
+    def deferred(self) -> bool:
+        """See :attr:`gpu.executor.Submission.deferred`."""
+        return False
+
+    def sample(self) -> None:
+        """Raise: nothing is deferred."""
+        raise AssertionError("a step of several stages isn't deferred")
+
+    def wait(self) -> Drawn:
+        """See :meth:`gpu.executor.Submission.wait`."""
+        return self.executor.finish(self)
+
+
+class PipelinedExecutor(CpuExecutor):
+    """:class:`gpu.executor.Executor` over the first stage of a model; no step has drafts.
+
+    A slot that a step names is given to no other sequence before the step's result is out.
+
+    Args:
+        model: The first stage, which gives its states to the next one.
+        sampler: As in :class:`~gpu.cpu.executor.CpuExecutor`.
+        slots: The worker's.
+        link: The messages to all ranks.
+        group: The ranks of all stages.
+        hidden_size: The model's.
+        adjuster: As in :class:`~gpu.cpu.executor.CpuExecutor`.
+    """
+
+    def __init__(
+        self,
+        model: CpuModel,
+        sampler: CpuSampler,
+        slots: SlotTable,
+        link: RankLink,
+        group: PipelineGroup,
+        hidden_size: int,
+        adjuster: Adjuster | None = None,
+    ) -> None:
+        super().__init__(model, sampler, slots, adjuster)
+        self._link = link
+        self._group = group
+        self._hidden_size = hidden_size
+        self._completions = Completions()
+        self._steps: deque[_Step] = deque()
+        """The steps that haven't been waited for."""
+
+    @property
+    def completions(self) -> int:
+        """See :attr:`gpu.executor.Executor.completions`."""
+        return self._completions.descriptor
+
+    def close(self, number: int) -> None:
+        """See :meth:`gpu.executor.Executor.close`; a slot of a step is closed behind it."""
+        for step in reversed(self._steps):
+            if number in step.numbers:
+                step.closing.append(number)
+                return
+        super().close(number)
+
+    def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
+        """See :meth:`gpu.executor.Executor.submit`. Returns when the first stage is computed."""
+        began = time.perf_counter_ns()
+        if len(copies):
+            self._model.copy_pages(copies)
+        step = _Step(executor=self, rows=[], results=None)
+        if rows:
+            step = self._compute_first_stage(rows, began)
+        self._steps.append(step)
+        self._completions.add(step.results)
+        return step
+
+    def _compute_first_stage(self, rows: Sequence[Row], began: int) -> _Step:
+        for row in rows:
+            if row.slot.token(row.end - 1) == UNKNOWN_TOKEN:
+                number = row.slot.number
+                raise PlanError(f"slot {number} has a row before its token is known", number)
+        _, ends = self._model.forward(rows, self._slots)
+        ended = time.perf_counter_ns()
+        pools = self._slot_options.pooled.spans(rows, ends)
+        scored = self._slot_options.prompt_spans(rows, ends)
+        drawn = ends[[row.samples for row in rows]].astype(np.int64)
+        firsts = [(span.first_hidden, span.stop - span.start) for span in scored]
+        message = ReturnResults(
+            pooled=[(pool.first_hidden, pool.stop_hidden) for pool in pools],
+            scored=[(first, first + count) for first, count in firsts],
+            drawn=drawn.tobytes(),
+        )
+        with self._link.in_step():
+            self._link.send(encode_step(message))
+            self._group.pass_on(torch.tensor([(ended - began) // 1000]))
+        idle_us = (began - self._step_ended_ns) // 1000
+        self._step_ended_ns = ended
+        return _Step(
+            executor=self,
+            rows=[row for row in rows if row.samples],
+            results=StageResults(
+                link=self._link,
+                group=self._group,
+                vocab_size=self._sampler.vocab_size,
+                hidden_size=self._hidden_size,
+                pools=pools,
+                scored=scored,
+                num_drawn=len(drawn),
+            ),
+            numbers=frozenset(row.slot.number for row in rows),
+            idle_us=idle_us,
+        )
+
+    def finish(self, step: Submission) -> Drawn:
+        """Return the output of the oldest step once it has come."""
+        self._completions.take()
+        oldest = self._steps.popleft()
+        assert oldest is step
+        drawn = Drawn(tokens=_NO_TOKENS)
+        try:
+            if oldest.results is not None:
+                drawn = self._draw_results(oldest, oldest.results)
+        finally:
+            for number in oldest.closing:
+                super().close(number)
+        return drawn
+
+    def _draw_results(self, step: _Step, results: StageResults) -> Drawn:
+        pooled = self._pool(results.pools, results.states)
+        prompts = list(map(prompt_piece, results.scored, results.scores))
+        drawn = Drawn(tokens=_NO_TOKENS, prompts=prompts)
+        if step.rows:
+            rows = [msgspec.structs.replace(row, slot=_before(row)) for row in step.rows]
+            drawn = self._sample(results.logits, rows, prompts)
+        drawn.pooled = pooled
+        drawn.times = DeviceTimes(step_us=results.slowest_us, idle_us=step.idle_us)
+        return drawn
+
+
+def _before(row: Row) -> Slot:
+    """Return the slot of ``row`` with the tokens before the one to draw, which has a place now."""
+    return attrs.evolve(row.slot, length=row.end)
