@@ -63,7 +63,8 @@ from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.state import SchedulerState
 from trioserve.scheduler.token_counts import TokenCounts
 from trioserve.testing.simulation import Report, draw_scenario, run_scenario
-from trioserve.testing.simulation.draw import FIRST_BEAMS, FIRST_CLUSTERS, FIRST_RAGGED
+from trioserve.testing.simulation.draw import FIRST_BEAMS, FIRST_CLUSTERS
+from trioserve.testing.simulation.draw_workers import FIRST_RAGGED
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.workers.supervisor import Supervisor
 

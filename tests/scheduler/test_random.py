@@ -74,6 +74,8 @@ beams_wanted = st.one_of(
 class CoreMachine(RuleBasedStateMachine):
     """Requests, aborts, plans, late results, failures and deaths in any order.
 
+    A worker may draft tokens or have stages, but not both.
+
     At the end every sequence has exactly the tokens of the unbatched reference, or a prefix of
     them if it was ended early. The log-probabilities of a prompt were there before any token.
     """
@@ -91,10 +93,11 @@ class CoreMachine(RuleBasedStateMachine):
             computes_past_stop=st.booleans(),
             max_row_tokens=st.sampled_from([1, 1, 2, 5]),
             accepted=st.just(num_accepted),
+            num_stages=st.sampled_from([1, 1, 2, 3]),
         ),
         limits=st.fixed_dictionaries(
             {
-                "max_plans_in_flight": st.integers(1, 3),
+                "max_plans_in_flight": st.integers(1, 4),
                 "enable_prefix_caching": st.sampled_from([True, True, False]),
                 "scheduling_policy": st.sampled_from(["fcfs", "lpm", "priority"]),
                 "capacity_policy": st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
@@ -102,6 +105,8 @@ class CoreMachine(RuleBasedStateMachine):
         ),
     )
     def start(self, fake: FakeWorker, limits: dict[str, Any]) -> None:
+        if fake.max_row_tokens > 1:
+            fake.num_stages = 1
         self.options = limits
         self.bench = Bench.make(fake, **limits)
         self.requests: list[Request] = []

@@ -111,6 +111,7 @@ def make_limits(worker: FakeWorker, **changes: Any) -> SchedulerLimits:
         num_pages=worker.num_pages,
         num_host_pages=worker.num_host_pages,
         max_row_tokens=worker.max_row_tokens,
+        num_stages=worker.num_stages,
         max_plans_in_flight=1,
         enable_prefix_caching=True,
         scheduling_policy="fcfs",

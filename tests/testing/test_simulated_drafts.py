@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from trioserve.testing.simulation import Scenario, draw_scenario, run_scenario
-from trioserve.testing.simulation.draw import FIRST_RAGGED
+from trioserve.testing.simulation.draw_workers import FIRST_RAGGED
 
 
 def drafting_scenarios(count: int) -> list[Scenario]:

@@ -110,6 +110,8 @@ class Ready:
     """Number of pages in the host's memory."""
     max_row_tokens: int = 1
     """The most tokens that a row of a result brings: one, and another for each accepted draft."""
+    num_stages: int = 1
+    """The number of stages, which compute a plan one after the other, each another plan."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0

@@ -107,6 +107,10 @@ def _check_counts(state: SchedulerState, seq_state: SequenceState) -> None:
             "a beam goes on before its next token is known"
         )
         return
+    if state.limits.num_stages > 1:
+        assert unsettled == bool(in_flight), "a row isn't told from others that may go on"
+        assert in_flight <= 1, "a row comes before the token that it needs"
+        return
     ragged = [plan for plan in state.in_flight if _may_bring_several(plan, seq_state)]
     assert unsettled == bool(ragged), "an unsettled length isn't told from others"
     if ragged:

@@ -40,14 +40,20 @@ class SchedulerLimits:
     max_loras: int = 1
     max_cpu_loras: int = 1
     max_row_tokens: int = 1
+    num_stages: int = 1
+    """Stages of the worker, each of which computes another plan."""
     itl_target: float | None = None
-    """Target for the gap between two tokens, in seconds; None derives it from the load."""
+    """Target for a step with decodes, in seconds; None derives it from the load."""
 
     @classmethod
     def of(cls, config: EngineConfig, ready: wire.Ready) -> SchedulerLimits:
         """Return the limits that follow from a worker's capacity and the engine's options."""
         # Over a network, the next plan has to be there when a step ends.
         on_cpu = ready.device == "cpu" and not ready.host
+        default_plans = 1 if on_cpu else 2
+        if ready.num_stages > 1:
+            default_plans = ready.num_stages + 1
+        target = config.itl_target_ms
         return cls(
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
@@ -59,13 +65,15 @@ class SchedulerLimits:
             has_disk=config.kv_offloading_dir is not None,
             is_far=bool(ready.host),
             max_row_tokens=ready.max_row_tokens,
-            max_plans_in_flight=config.max_plans_in_flight or (1 if on_cpu else 2),
+            num_stages=ready.num_stages,
+            max_plans_in_flight=config.max_plans_in_flight or default_plans,
             enable_prefix_caching=config.enable_prefix_caching,
             scheduling_policy=config.scheduling_policy,
             capacity_policy=config.capacity_policy,
             max_loras=config.max_loras,
             max_cpu_loras=max(config.max_cpu_loras or DEFAULT_CPU_LORAS, config.max_loras),
-            itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+            # Between two tokens of a stream each stage computes one plan of each stage's.
+            itl_target=None if target is None else target / 1000 / ready.num_stages,
         )
 
     def pages_for(self, num_tokens: int) -> int:

@@ -51,7 +51,9 @@ class Memory:
         if feeds.indexed is not None:
             self.prefix.join(feeds.indexed)
         self.slots = SlotAllocator(limits.max_num_seqs)
-        self.counts = TokenCounts(limits.max_num_seqs, limits.vocab_size)
+        self.counts = TokenCounts(
+            limits.max_num_seqs, limits.vocab_size, one_row_in_flight=limits.num_stages > 1
+        )
         self._cuts: dict[int, int] = {}
         """Pages that the block table of a slot keeps, once the next plan has cut it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import attrs
+import numpy as np
 
 from trioserve.protocol import wire
 from trioserve.requests.request import Request
@@ -12,6 +13,7 @@ from trioserve.scheduler import policy
 from trioserve.scheduler.beams import Beams
 from trioserve.scheduler.decode_hold import BRIEF, FEW, LONGEST
 from trioserve.scheduler.drafts import plan_drafts
+from trioserve.scheduler.micro_batches import most_in_flight, share_of
 from trioserve.scheduler.plan_builder import PlanBuilder
 from trioserve.scheduler.prompt_planning import PromptPlanner
 from trioserve.scheduler.sequence_state import SequenceState
@@ -37,7 +39,7 @@ class Planner:
         """Return the worker's next plan; None if there is nothing to do or enough is in flight."""
         state, limits, memory = self._state, self._state.limits, self._state.memory
         state.now = now
-        if not state.has_worker or len(state.in_flight) >= limits.max_plans_in_flight:
+        if not state.has_worker or len(state.in_flight) >= self._most_in_flight():
             return None
         memory.advance(now)
         builder = PlanBuilder(state.next_number, limits.max_num_batched_tokens)
@@ -58,6 +60,11 @@ class Planner:
         if in_flight.load.prompt_tokens or not in_flight.number % LOAD_NOTED:
             state.feeds.note_load()
         return plan
+
+    def _most_in_flight(self) -> int:
+        limits = self._state.limits
+        decodes = any(plan.load.decodes for plan in self._state.in_flight)
+        return most_in_flight(limits.max_plans_in_flight, limits.num_stages, decodes=decodes)
 
     def _preempt_non_suspects(self) -> None:
         """Preempt every running sequence outside the probation group."""
@@ -105,13 +112,17 @@ class Planner:
             self._beams.make_room(may_enter)
 
     def _split_running(self) -> tuple[Ints, list[SequenceState]]:
-        """Return the places of the sequences that decode, and the sequences in prefill."""
+        """Return the places of the sequences to decode, and the sequences in prefill."""
         counts, running = self._state.memory.counts, self._state.running
-        slots = running.slots
+        slots, num_stages = running.slots, self._state.limits.num_stages
         length, planned = counts.length[slots], counts.planned[slots]
         waits = counts.unsettled[slots] | (counts.decodes[slots] & counts.leaves[slots])
-        may_run = (length < counts.limit[slots]) & ~waits
-        decodes, prefills = policy.split_running(length - planned, may_run)
+        goes_on = length < counts.limit[slots]
+        decodes, prefills = policy.split_running(length - planned, goes_on & ~waits)
+        if num_stages > 1:
+            num_decoding = int(np.count_nonzero(goes_on & (length - planned == 1)))
+            last_plans = counts.last_plan[slots[decodes]]
+            decodes = decodes[share_of(last_plans, num_decoding, num_stages)]
         return decodes, running.at(prefills)
 
     def _longest_hold(
@@ -125,9 +136,12 @@ class Planner:
         """Return the most seconds of a hold of decodes in this plan, 0 if they aren't held.
 
         Streams from before the burst are held for few. None are held if a target for gaps or
-        priorities are given, because a hold would ignore them, or while suspects are examined.
+        priorities are given, because a hold would ignore them, while suspects are examined, or if
+        other stages decode meanwhile.
         """
         state, limits = self._state, self._state.limits
+        if limits.num_stages > 1:
+            return 0
         if limits.itl_target is not None or limits.scheduling_policy == "priority":
             return 0
         if state.fault_isolation.restricts or not len(decodes):

@@ -106,6 +106,10 @@ class PromptPlanner:
     def _limit(self, builder: PlanBuilder, prompts: Sequence[PromptWork]) -> None:
         """Limit the plan's budget by the time of its step."""
         model, load = self._state.step_times, builder.load
+        if self._state.limits.num_stages > 1:
+            # The streams that other stages decode now wait for this plan, too.
+            decodes = [plan.load.decodes for plan in self._state.in_flight]
+            load = attrs.evolve(load, decodes=max(load.decodes, *decodes, 0))
         if not load.decodes:
             builder.budget = int(min(builder.budget, tokens_alone(model, prompts)))
         elif model.is_known:

@@ -70,6 +70,7 @@ class ResultProcessor:
         # A slot isn't given to another sequence while a plan in flight names it.
         held = counts.generation[slots] == plan.generations
         counts.computed[slots[held]] += plan.counts[held]
+        counts.note_drawn(slots[held & plan.samples])
         given = offsets[1:] - offsets[:-1]
         drew = plan.samples & (given > 0)
         tokens = np.full(len(slots), -1, dtype=np.int64)

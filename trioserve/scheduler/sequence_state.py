@@ -184,7 +184,7 @@ class SequenceState:
         if samples:
             counts.length[self.slot] += 1
             counts.decodes[self.slot] = True
-            counts.unsettled[self.slot] |= counts.waits[self.slot]
+            counts.note_draws(np.array([self.slot]))
 
     def change_slot(self, counts: TokenCounts, slot: int, generation: int) -> None:
         """Go on in ``slot`` with all known tokens and the same pages.

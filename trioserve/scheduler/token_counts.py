@@ -27,9 +27,11 @@ class TokenCounts:
     Args:
         num_slots: Number of slots.
         vocab_size: Size of the vocabulary.
+        one_row_in_flight: True if every row that draws waits for the result of the one before.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, *, one_row_in_flight: bool = False) -> None:
+        self._one_row_in_flight = one_row_in_flight
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.planned = np.zeros(num_slots, dtype=np.int64)
         self.computed = np.zeros(num_slots, dtype=np.int64)
@@ -109,7 +111,16 @@ class TokenCounts:
         self.planned[slots] += 1
         self.length[slots] += 1
         self.last_plan[slots] = plan
-        self.unsettled[slots] |= self.waits[slots]
+        self.note_draws(slots)
+
+    def note_draws(self, slots: Ints) -> None:
+        """Note rows that draw a token for each of ``slots``."""
+        self.unsettled[slots] |= self.waits[slots] | self._one_row_in_flight
+
+    def note_drawn(self, slots: Ints) -> None:
+        """Note the results of rows that drew: the next row waits no more, unless it is a beam's."""
+        if self._one_row_in_flight:
+            self.unsettled[slots] = self.waits[slots]
 
     def settle(self, slots: Ints, extra: Ints) -> None:
         """Count ``extra`` tokens that rows of ``slots`` brought after their first.

@@ -72,16 +72,14 @@ class FakeWorker:
     """A worker with a function as its model. It turns plans into results, without a task or clock.
 
     Args:
-        num_pages: Pages on the device.
-        num_host_pages: Pages in the host's memory.
+        num_pages, num_host_pages: Pages on the device, and in the host's memory.
         disk: Pages on disk.
-        page_size: Tokens in a page.
-        vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: As in ``Ready``.
+        page_size, vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens, max_row_tokens,
+            num_stages: As in ``Ready``. Steps come one after the other, with stages, too.
         token: Returns the next token (default: :func:`hashed_token`), -1 for none. If
             ``allowed_token_ids`` excludes the token, an allowed one takes its place.
         step_time: Seconds that :func:`serve_fake` takes for a step, or a function of the plan.
         computes_past_stop: True if a row after a stop id gives a token. Real workers do either.
-        max_row_tokens: Most tokens of a row, as in ``Ready``.
         accepted: Returns the number of a row's drafted tokens that are accepted (default: 0).
             Places of rejected tokens hold a token that no sequence has.
         script: Called before each step; may raise :class:`WorkerDies` or :class:`StepFails`.
@@ -111,6 +109,7 @@ class FakeWorker:
     step_time: float | Callable[[wire.Plan], float] = 0.0
     computes_past_stop: bool = False
     max_row_tokens: int = 1
+    num_stages: int = 1
     accepted: Accepted = lambda _context: 0
     script: Script = lambda _step, _plan: None
     calls: dict[str, Callable[[Any], Any]] = attrs.field(factory=dict)
@@ -146,6 +145,7 @@ class FakeWorker:
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_host_pages=self.num_host_pages,
             max_row_tokens=self.max_row_tokens,
+            num_stages=self.num_stages,
         )
         return attrs.evolve(ready, **changes)
 

@@ -10,6 +10,7 @@ import attrs
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.retention import Retention, RetentionRange
 from trioserve.testing.simulation.draw_cluster import with_cluster
+from trioserve.testing.simulation.draw_workers import with_drafts, with_stages
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
     AdapterChange,
@@ -26,8 +27,6 @@ from trioserve.testing.simulation.scenario import (
 STEP = 0.01
 POISONED = 0.1
 CROWDED = 0.2
-FIRST_RAGGED = 1000
-"""From this seed on, the workers of half of the scenarios draft tokens."""
 FIRST_BEAMS = 2000
 """From this seed on, some clients of half of the scenarios search with beams."""
 FIRST_CLUSTERS = 3000
@@ -61,7 +60,8 @@ def draw_scenario(seed: int) -> Scenario:
         options["max_worker_restarts"] = 3
     worker = _with_host_pages(random.Random(f"host {seed}"), worker)
     worker = _with_disk(random.Random(f"disk {seed}"), worker, options)
-    worker = _with_drafts(random.Random(f"drafts {seed}"), worker, seed)
+    worker = with_drafts(worker, seed)
+    worker = with_stages(worker, options, seed)
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_tenants(random.Random(f"tenants {seed}"), clients)
     clients = _with_beams(random.Random(f"beams {seed}"), clients, seed)
@@ -116,13 +116,6 @@ def _with_disk(rng: random.Random, worker: WorkerKind, options: dict[str, Any]) 
         return worker
     options.update(kv_offloading_bytes=1, kv_offloading_dir="disk")
     return attrs.evolve(worker, disk_pages=rng.choice((1, 8, worker.num_pages, 1000)))
-
-
-def _with_drafts(rng: random.Random, worker: WorkerKind, seed: int) -> WorkerKind:
-    """From :data:`FIRST_RAGGED` on, let half of the workers draft tokens."""
-    if seed < FIRST_RAGGED or rng.random() < 0.5:
-        return worker
-    return attrs.evolve(worker, max_row_tokens=rng.choice((2, 3, 5, 8)))
 
 
 def _with_beams(

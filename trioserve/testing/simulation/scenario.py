@@ -211,6 +211,8 @@ class WorkerKind:
     """Most pages on the disk that all workers share; 0 for no disk."""
     max_row_tokens: int = 1
     """Most tokens of a row of a result."""
+    num_stages: int = 1
+    """Stages, which compute a plan each in a real worker."""
 
     def pages_of(self, worker: int) -> int:
         """Return the number of pages of the worker of that number."""

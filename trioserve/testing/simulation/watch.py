@@ -40,8 +40,10 @@ class _PlanInFlight:
     touched: dict[int, tuple[int, tuple[int, ...]]]
     """By slot: the generation, and the pages that a row may read or write."""
     rows: list[Row]
-    drafting: set[int]
-    """The slots of rows that may bring several tokens."""
+    unknown: set[int]
+    """The slots that get no further row before the result: that may bring several tokens, or on a
+    worker with stages one.
+    """
 
 
 @attrs.define(eq=False)
@@ -53,6 +55,7 @@ class MessageChecker:
     """The worker's name before each event; "" if there is only one."""
     trace: Trace
     depth: int
+    num_stages: int
     page_size: int
     is_over: Callable[[Row], bool]
     """Returns True if no more tokens may be computed for an output."""
@@ -186,16 +189,20 @@ class MessageChecker:
                 raise Violation("nothing is computed for a client that has left", f"output {row}")
             if self.adapter_is_gone(row[0]):
                 raise Violation("an adapter leaves when no output uses it", f"output {row}")
-        drafting = {slot for slot, count in counts if count > 1 and self.slots[slot].has_output}
-        if any(slot in each.drafting for each in self.in_flight for slot, _ in counts):
-            raise Violation("a sequence waits until its length is known", f"plan {plan.number}")
+        unknown = {
+            slot
+            for slot, count in counts
+            if (count > 1 or self.num_stages > 1) and self.slots[slot].has_output
+        }
+        if any(slot in each.unknown for each in self.in_flight for slot, _ in counts):
+            raise Violation("a sequence waits until its tokens are known", f"plan {plan.number}")
         self.sharing.planned(counts)
         touched = {
             slot: (self.slots[slot].generation, tuple(self.slots[slot].pages)) for slot, _ in counts
         }
         self.num_unanswered += 1
         self.in_flight.append(
-            _PlanInFlight(plan.number, touched, [row for row, _ in rows], drafting)
+            _PlanInFlight(plan.number, touched, [row for row, _ in rows], unknown)
         )
         if len(self.in_flight) > self.depth:
             raise Violation("no more plans are in flight than allowed")

@@ -157,6 +157,7 @@ class SimulatedWorkers:
             token=kind.token_function(),
             computes_past_stop=kind.computes_past_stop,
             max_row_tokens=kind.max_row_tokens,
+            num_stages=kind.num_stages,
             accepted=num_accepted,
             step_time=injector.step_time,
             script=injector.script,

@@ -75,6 +75,7 @@ class World:
             label=f"worker {index}: " if scenario.is_cluster else "",
             trace=self.trace,
             depth=scenario.options["max_plans_in_flight"],
+            num_stages=scenario.worker.num_stages,
             page_size=scenario.worker.page_size,
             is_over=lambda row: self.visits[row[0]].is_over(row[1]),
             adapter_is_gone=self.adapters.is_gone,
