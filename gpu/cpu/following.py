@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 from gpu._util.logs import set_up_logging
@@ -18,7 +19,7 @@ from gpu.cpu.compiled_ranks import follow_compiled
 from gpu.cpu.rank_memory import RankMemory
 from gpu.cpu.rank_processes import RankOrder, read_order
 from gpu.loading.loaded_model import unseen
-from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed
 from gpu.models.parallel.steps import GiveCache, decode_step
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
@@ -37,6 +38,9 @@ def run() -> None:
         _serve(order)
     except (ModelLoadError, EOFError):
         watch.join()  # rank 0 has said why, and ends
+    except Exception:
+        time.sleep(SECONDS_TO_END)  # if another rank was lost, the worker ends as that did
+        raise
 
 
 def end_with(parent: int) -> threading.Thread:

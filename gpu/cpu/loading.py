@@ -177,7 +177,7 @@ def _by_kernels(
         num_host_pages=num_host_pages,
         computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
         + ranks,
-        exchange=exchange if size == 1 else lambda _: _keep_weights,
+        exchange=exchange if size == 1 else lambda _: keep_weights,
     )
 
 
@@ -190,12 +190,12 @@ def _by_torch(
     reason: NotCompiled,
 ) -> _Whole:
     """Return what the compiled kernels don't compute, for that ``reason``."""
-    _check_torch_will_do(start, str(reason))
+    check_torch_will_do(start, str(reason))
     from gpu.cpu import torch_loading
 
     config, size = files.native, start.tensor_parallel_size
     model: CpuModel
-    exchange: ReadWeights = _keep_weights
+    exchange: ReadWeights = keep_weights
     if size > 1:
         model, num_pages, num_host_pages = torch_loading.lead_torch(
             start, files, dtype, threads_of_rank(start, threads), on_progress
@@ -217,7 +217,7 @@ def _by_torch(
     )
 
 
-def _keep_weights(_: ModelFiles) -> Callable[[], None]:
+def keep_weights(_: ModelFiles) -> Callable[[], None]:
     raise ModelLoadError("the weights of several ranks can't be exchanged: restart the server")
 
 
@@ -275,7 +275,7 @@ def refuse_cache_format(start: Start) -> None:
         )
 
 
-def _check_torch_will_do(start: Start, reason: str) -> None:
+def check_torch_will_do(start: Start, reason: str) -> None:
     if start.quantization in ROUNDING:
         raise ModelLoadError(f"--quantization {start.quantization} can't be had: {reason}")
     if start.deterministic:

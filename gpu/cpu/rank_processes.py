@@ -81,7 +81,7 @@ def start_ranks(
     memory: int | None = None,
     rendezvous: Path | None = None,
 ) -> RankLink:
-    """Start the other ranks of ``start.tensor_parallel_size``, and return the link of rank 0.
+    """Start the other ranks of the worker of ``start``, and return the link of rank 0.
 
     From here on the process ends once a rank has ended.
 
@@ -93,7 +93,7 @@ def start_ranks(
         rendezvous: File in a folder of its own through which torch's ranks find each other.
     """
     links = []
-    for rank in range(1, start.tensor_parallel_size):
+    for rank in range(1, start.num_ranks):
         own, other = socket.socketpair()
         with other:
             order = RankOrder(

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from gpu.attention import Attention
+from gpu.cpu.following_stages import StageSteps
 from gpu.cpu.rank_processes import RankOrder
-from gpu.cpu.torch_loading import load_decoder, make_attention
+from gpu.cpu.torch_loading import load_decoder, make_attention, own_part
 from gpu.loading.loaded_model import unseen
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import FollowingAdapters
-from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.layouts import layout_of
 from gpu.models.parallel.link import RankLink, agreed
-from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.pipeline import PipelineGroup, join_group
 from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
@@ -36,18 +36,23 @@ def serve_torch(order: RankOrder, link: RankLink) -> None:
         ModelLoadError: A rank can't load its part.
     """
     start = order.start
-    group = RankGroup(Path(order.rendezvous), order.rank, start.tensor_parallel_size)
+    group = join_group(start, Path(order.rendezvous), order.rank)
     files = open_model(Path(start.model), start.model_impl)
-    part = ModelPart(files.native, order.rank, group.size, start.enable_expert_parallel)
+    part = own_part(start, files, group)
+    ranks = group if group.size > 1 else None
     decoder = agreed(
         link,
-        lambda: load_decoder(files, order.dtype, order.num_threads, unseen, part, group),
+        lambda: load_decoder(files, order.dtype, order.num_threads, unseen, part, ranks),
     )
     given = decode_step(link.receive())
     assert isinstance(given, GiveCache)
     attention = make_attention(start, decoder, given.num_pages, given.num_host_pages)
+    adapters = FollowingAdapters(part, decoder.dtype)
     with torch.inference_mode():
-        follow(link, decoder, attention, FollowingAdapters(part, decoder.dtype))
+        if isinstance(group, PipelineGroup):
+            vocab_size = part.whole.vocab_size
+            StageSteps(link, group, decoder, attention, adapters, vocab_size).follow()
+        follow(link, decoder, attention, adapters)
 
 
 def follow(

@@ -23,6 +23,7 @@ from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
 from gpu.models.parallel.link import agreed
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Ranks
+from gpu.models.parallel.stages import stages_of
 from gpu.models.parallel.steps import GiveCache, encode_step
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table_for
@@ -49,8 +50,26 @@ def load_decoder(
     """
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
-    weights = load_weights(files, getattr(torch, dtype), of_weights(on_progress))
+    weights = load_weights(
+        files,
+        getattr(torch, dtype),
+        of_weights(on_progress),
+        lambda name: part is None or part.name_of(name) is not None,
+    )
     return build_model(files.native, weights, part=part, ranks=ranks)
+
+
+def own_part(start: Start, files: ModelFiles, group: RankGroup) -> ModelPart:
+    """Return the part of a model that this rank of ``group`` has.
+
+    Raises:
+        ModelLoadError: The model can't be split so.
+    """
+    stage = None
+    if group.num_stages > 1:
+        stage = stages_of(files.native, group.num_stages)[group.stage]
+    by_expert = start.enable_expert_parallel
+    return ModelPart(files.native, group.rank, group.size, by_expert, stage)
 
 
 def make_attention(

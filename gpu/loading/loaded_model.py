@@ -54,6 +54,8 @@ class Loaded:
     """Number of KV pages in host memory."""
     max_row_tokens: int = 1
     """See :class:`~trioserve.protocol.wire.Ready`."""
+    num_stages: int = 1
+    """See :class:`~trioserve.protocol.wire.Ready`."""
     free_memory: int = 0
     """Bytes of GPU memory that were free before loading."""
 

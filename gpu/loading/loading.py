@@ -45,8 +45,10 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     if task_of(Path(start.model)) != "generate":
         if start.speculative is not None:
             raise ModelLoadError("--speculative-config is for models that generate: leave it out")
-        if start.tensor_parallel_size > 1:
-            raise ModelLoadError("--tensor-parallel-size is for models that generate: leave it out")
+        if start.num_ranks > 1:
+            raise ModelLoadError(
+                f"{_ranks_option(start)} is for models that generate: leave it out"
+            )
         if start.tensor_parallel_slices > 1:
             raise ModelLoadError(
                 "--tensor-parallel-slices is for models that generate: leave it out"
@@ -61,7 +63,9 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
-    compiled = not isinstance(files.config, TransformersConfig)
+    compiled = (
+        not isinstance(files.config, TransformersConfig) and start.pipeline_parallel_size == 1
+    )
     dtype = choose_dtype(start.dtype, device, compiled)
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
@@ -109,6 +113,7 @@ def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: st
         max_num_batched_tokens=start.max_num_batched_tokens,
         num_host_pages=loaded.num_host_pages,
         max_row_tokens=loaded.max_row_tokens,
+        num_stages=loaded.num_stages,
         free_memory=loaded.free_memory,
         warning=loaded.warning,
     )
@@ -125,7 +130,7 @@ def _open_transfers(
     Raises:
         ModelLoadError: The folder can't be used.
     """
-    if not loaded.num_host_pages or start.tensor_parallel_size > 1:
+    if not loaded.num_host_pages or start.num_ranks > 1:
         return None
     # What decides the bits of a page, besides weights and tokens.
     parts = (files.config, ready.computing, ready.dtype, start.kv_cache_dtype, start.page_size)
@@ -174,8 +179,8 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
 
 def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
     """Refuse what several ranks don't serve, or slices of their sums."""
-    size, slices = start.tensor_parallel_size, start.tensor_parallel_slices
-    option = f"--tensor-parallel-size {size}" if size > 1 else f"--tensor-parallel-slices {slices}"
+    size, slices = start.num_ranks, start.tensor_parallel_slices
+    option = _ranks_option(start) if size > 1 else f"--tensor-parallel-slices {slices}"
     own = kind == "cpu" and not isinstance(files.config, TransformersConfig)
     if max(size, slices) > 1 and not own:
         raise ModelLoadError(f"{option} is for models of this server's own decoders on a CPU")
@@ -187,6 +192,13 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError(
             f"{option} doesn't go with --speculative-config: leave one of them out"
         )
+
+
+def _ranks_option(start: Start) -> str:
+    """Return the option that asks for several ranks, with its number."""
+    if start.pipeline_parallel_size > 1:
+        return f"--pipeline-parallel-size {start.pipeline_parallel_size}"
+    return f"--tensor-parallel-size {start.tensor_parallel_size}"
 
 
 def _load_on(
@@ -208,9 +220,13 @@ def _load_on(
         from gpu.cuda.loading import load_on_gpu  # needs CuPy
 
         return load_on_gpu(start, files, dtype, device, on_progress, constraints)
+    threads = choose_num_threads(start.num_threads)
+    if start.pipeline_parallel_size > 1:
+        from gpu.cpu.pipeline_loading import load_pipeline
+
+        return load_pipeline(start, files, dtype, threads, on_progress, constraints)
     from gpu.cpu.loading import load_on_cpu
 
-    threads = choose_num_threads(start.num_threads)
     return load_on_cpu(start, files, dtype, threads, on_progress, constraints)
 
 

@@ -13,17 +13,16 @@ import trio
 
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
-from tests.engine.test_tensor_parallel import (
+from tests.engine.test_tensor_parallel import assert_lost_with_its_worker, outputs_with_adapters
+from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.rank_engines import (
     answers,
     assert_gone,
-    assert_lost_with_its_worker,
     logprobs_of,
-    outputs_with_adapters,
     prompt,
     ranks_of,
     tokens_of,
 )
-from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
 from trioserve import ModelLoadError

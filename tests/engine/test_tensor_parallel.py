@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import trio
 
@@ -18,39 +17,22 @@ from gpu.models.parallel import link as link_module
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter
+from tests.support.rank_engines import (
+    adapted,
+    answers,
+    assert_gone,
+    logprobs_of,
+    prompt,
+    ranks_of,
+    tokens_of,
+)
 from tests.support.tiny_models import make_tiny
-from trioserve import Completion, Engine, Grammar, ModelLoadError
-
-REQUESTS: list[dict[str, Any]] = [
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 0.5, "seed": 1, "n": 2},
-    {"temperature": 0.7, "seed": 2, "grammar": Grammar("regex", "(ab|cd|e){8}")},
-    {"temperature": 0, "beam_width": 3, "n": 2},
-    {"temperature": 0, "prompt_logprobs": 1},
-]
+from trioserve import ModelLoadError
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
-
-
-def prompt(number: int) -> list[int]:
-    return [3 + (number * 11 + place * place) % 290 for place in range(6 + 9 * number)]
-
-
-async def answers(engine: Engine) -> list[Completion]:
-    """Return the answers to all requests, computed together."""
-    found: dict[int, Completion] = {}
-
-    async def ask(number: int) -> None:
-        options = {"max_tokens": 16, "ignore_eos": True, **REQUESTS[number]}
-        found[number] = await engine.complete(prompt(number), **options)
-
-    async with trio.open_nursery() as nursery:
-        for number in range(len(REQUESTS)):
-            nursery.start_soon(ask, number)
-    return [found[number] for number in range(len(REQUESTS))]
 
 
 @pytest.mark.parametrize(
@@ -74,19 +56,6 @@ async def test_outputs_are_those_of_one_process(tiny: Path, more: dict[str, Any]
     assert any(map(logprobs_of, alone))
 
 
-def tokens_of(answer: Completion) -> list[tuple[int, ...]]:
-    return [tuple(each.token_ids) for each in answer.outputs]
-
-
-def logprobs_of(answer: Completion) -> list[float]:
-    """Return the log-probabilities of the first output and of the prompt, as far as asked for."""
-    found = [each.logprob for each in answer.outputs[0].logprobs or ()]
-    if answer.prompt_logprobs is not None:
-        entries = answer.prompt_logprobs.entries(list(answer.prompt_token_ids))
-        found += [each.logprob for each in entries]
-    return found
-
-
 async def test_bfloat16_is_served(tiny: Path) -> None:
     """Sums are rounded otherwise than on one rank, so only the first probability is near."""
     found = []
@@ -96,21 +65,6 @@ async def test_bfloat16_is_served(tiny: Path) -> None:
             answer = await engine.complete(prompt(2), max_tokens=8, temperature=0, logprobs=0)
             found.append(logprobs_of(answer)[0])
     assert found[0] == pytest.approx(found[1], abs=0.3)
-
-
-async def adapted(engine: Engine, *adapters: str) -> list[tuple[int, ...]]:
-    """Return the outputs of a request with each of ``adapters``, empty for none, side by side."""
-    found: dict[int, tuple[int, ...]] = {}
-
-    async def ask(place: int) -> None:
-        options = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-        answer = await engine.complete(prompt(place), adapter=adapters[place], **options)
-        found[place] = tuple(answer.token_ids)
-
-    async with trio.open_nursery() as nursery:
-        for place in range(len(adapters)):
-            nursery.start_soon(ask, place)
-    return [found[place] for place in range(len(adapters))]
 
 
 async def outputs_with_adapters(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
@@ -135,17 +89,6 @@ async def test_adapters_are_split_as_the_model_is(tmp_path: Path) -> None:
     alone, together = await outputs_with_adapters(tmp_path)
     assert alone == together
     assert len(set(alone)) == 6
-
-
-async def ranks_of(engine: Engine) -> list[psutil.Process]:
-    """Return the processes of the ranks behind rank 0."""
-    return [each for each in (await worker_of(engine)).children() if "--rank" in each.cmdline()]
-
-
-async def assert_gone(processes: list[psutil.Process]) -> None:
-    with trio.fail_after(10):
-        while any(each.is_running() and each.status() != "zombie" for each in processes):
-            await trio.sleep(0.01)
 
 
 async def assert_lost_with_its_worker(folder: Path, lost: str, **options: Any) -> None:

@@ -130,7 +130,9 @@ class ThreadStages:
         for stage, own in enumerate(queues, 1):
             part, decoder, attention = parts[stage], decoders[stage], attentions[stage]
             group, adapters = groups[stage], FollowingAdapters(part, decoder.dtype)
-            steps = StageSteps(_ThreadLink([own]), group, decoder, attention, adapters, config.vocab_size)
+            steps = StageSteps(
+                _ThreadLink([own]), group, decoder, attention, adapters, config.vocab_size
+            )
             threads.append(threading.Thread(target=_follow, args=(steps,)))
             threads[-1].start()
         leading = LeadingAdapters(parts[0], link, max_lora_rank, decoders[0].dtype)

@@ -111,7 +111,7 @@ class EngineConfig(WorkerGroupOptions):
     max_plans_in_flight: int | None = option(
         None,
         "steps sent to the worker ahead of their results",
-        unset="1 on a CPU, 2 on a GPU",
+        unset="1 on a CPU, 2 on a GPU, one more than there are stages",
         group="scheduling",
         page="architecture#The step",
         kind=int,

@@ -52,6 +52,15 @@ class WorkerGroupOptions(ModelOptions):
         low=1,
         high=1024,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages of each worker, which have some of the layers each; on a CPU",
+        group="worker",
+        page="pipeline-parallel#Pipeline parallel",
+        kind=int,
+        low=1,
+        high=1024,
+    )
     enable_expert_parallel: bool = option(
         False,
         "let each process of --tensor-parallel-size have some of the experts of a layer, rather "

@@ -161,6 +161,7 @@ def start_message(
         num_threads=config.num_threads or 0,
         tensor_parallel_size=config.tensor_parallel_size,
         tensor_parallel_slices=config.tensor_parallel_slices or 0,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
         cpu_isa=config.cpu_isa,
         logprobs_mode=config.logprobs_mode,

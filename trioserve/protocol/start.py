@@ -65,9 +65,11 @@ class Start:
     free_memory: int = 0
     """``Ready.free_memory`` of the first process; 0 for that itself. It may come back late."""
     tensor_parallel_size: int = 1
-    """Number of ranks that compute the model together."""
+    """Number of ranks that have a part of every layer of a stage each."""
     tensor_parallel_slices: int = 0
     """Number of slices of the ranks' sums; 0 if the worker chooses it."""
+    pipeline_parallel_size: int = 1
+    """Number of stages, which have some of the layers each."""
     enable_expert_parallel: bool = False
     """True if a rank has some of the experts, rather than a part of each."""
     num_sharing: int = 1
@@ -80,3 +82,8 @@ class Start:
     """Cores to which a worker on a CPU is bound; empty for all that it may use."""
     link_timeout: float = 0.0
     """Seconds of silence after which an agent counts its engine as lost."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -16,7 +16,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 EXIT_RANK_LOST = 4
 """Status of a worker whose ranks don't compute the same any more."""
-_SECONDS_TO_END = 1.0
+SECONDS_TO_END = 1.0
 """Time in which a worker with a lost rank ends in the way in which the rank did."""
 _LENGTH = struct.Struct("<Q")
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class RankLink:
         except BaseException:
             _log.exception("a step of several ranks failed")
             logging.shutdown()
-            time.sleep(_SECONDS_TO_END)
+            time.sleep(SECONDS_TO_END)
             os._exit(EXIT_RANK_LOST)
 
     def send(self, message: bytes) -> None:

@@ -19,6 +19,7 @@ from gpu.lora.torch_adapters import TokenGroup
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
 from gpu.models.parallel.link import RankLink
+from trioserve.protocol.wire import Start
 
 _SENT_FOR_A_PLAN = 2
 """Tensors that go from a stage to the next one for a plan: hidden states, and a time."""
@@ -70,6 +71,14 @@ class PipelineGroup(RankGroup):
     def _take(self, x: torch.Tensor, sender: int) -> torch.Tensor:
         dist.recv(x, sender)
         return x
+
+
+def join_group(start: Start, rendezvous: Path, rank: int) -> RankGroup:
+    """Return the group as process ``rank`` of ``start.num_ranks``, once all are there."""
+    size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
+    if num_stages == 1:
+        return RankGroup(rendezvous, rank, size)
+    return PipelineGroup(rendezvous, rank, size, num_stages)
 
 
 class LeadingStage:

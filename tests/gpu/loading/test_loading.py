@@ -107,6 +107,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "cpu_isa": "avx512_bf16",
         "tensor_parallel_size": 4,
         "tensor_parallel_slices": 8,
+        "pipeline_parallel_size": 3,
         "enable_expert_parallel": True,
     }
     config = EngineConfig(

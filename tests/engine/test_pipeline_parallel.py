@@ -1,0 +1,184 @@
+"""Pipeline parallel: a worker of several stages gives what one process gives, and is lost whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.lora_adapters import make_adapter
+from tests.support.rank_engines import (
+    adapted,
+    answers,
+    assert_gone,
+    logprobs_of,
+    prompt,
+    ranks_of,
+    tokens_of,
+)
+from tests.support.tiny_models import make_tiny
+from trioserve import ModelLoadError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "more"),
+    [
+        (2, {"kv_offloading_bytes": 1 << 20}),
+        (2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (3, {}),
+    ],
+)
+async def test_outputs_are_those_of_one_process(
+    tiny: Path, num_stages: int, more: dict[str, Any]
+) -> None:
+    """With prompts in chunks and too few pages for all, so that sequences are preempted."""
+    options = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 24, "block_size": 4}
+    async with open_tiny_engine(tiny, **options) as engine:
+        alone = await answers(engine)
+    size = more.get("tensor_parallel_size", 1)
+    async with open_tiny_engine(
+        tiny, pipeline_parallel_size=num_stages, **options, **more
+    ) as engine:
+        assert len(await ranks_of(engine)) == num_stages * size - 1
+        together = await answers(engine)
+        counts = engine.statistics().scheduler
+        assert counts.num_preemptions > 0
+        assert bool(counts.pages_offloaded) == ("kv_offloading_bytes" in more)
+        await assert_idle(engine)
+    for one, other in zip(alone, together, strict=True):
+        assert tokens_of(one) == tokens_of(other)
+        assert logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-4)
+    assert any(map(logprobs_of, alone))
+
+
+async def test_many_streams_are_those_of_one_process(tiny: Path) -> None:
+    """Streams begin and end at different times, so that micro-batches change."""
+    found = []
+    for num_stages in (1, 3):
+        async with open_tiny_engine(tiny, pipeline_parallel_size=num_stages) as engine:
+            tokens: dict[int, tuple[int, ...]] = {}
+
+            async def ask(number: int, tokens: dict[int, tuple[int, ...]] = tokens) -> None:
+                options = {"max_tokens": 5 + 3 * number, "temperature": 0.8, "seed": number}
+                answer = await engine.complete(prompt(number % 7), ignore_eos=True, **options)
+                tokens[number] = tuple(answer.token_ids)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(12):
+                    nursery.start_soon(ask, number)
+            await assert_idle(engine)
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+async def test_embeddings_are_those_of_one_process(tiny: Path) -> None:
+    found = []
+    for num_stages in (1, 2):
+        async with open_tiny_engine(
+            tiny, pipeline_parallel_size=num_stages, max_num_batched_tokens=16
+        ) as engine:
+            found.append((await engine.embed([prompt(1), prompt(4)])).vectors)
+    assert found[0].shape == (2, 64)
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+async def test_each_stage_has_the_adapters_of_its_layers(tmp_path: Path) -> None:
+    model = make_tiny("llama3", tmp_path / "model")
+    paths = {f"a{i}": make_adapter(model, tmp_path / f"{i}", seed=i) for i in range(3)}
+    found = []
+    for num_stages in (1, 2):
+        options = {"enable_lora": True, "pipeline_parallel_size": num_stages}
+        async with open_tiny_engine(model, **options) as engine:
+            for name in ("a0", "a1"):
+                await engine.load_adapter(name, paths[name])
+            first = await adapted(engine, "a0", "", "a1")
+            await engine.unload_adapter("a0")
+            await engine.load_adapter("a2", paths["a2"])
+            found.append([*first, *await adapted(engine, "a2", "a1", "")])
+            await assert_idle(engine)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 6
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_a_stage_that_is_lost_is_the_workers_loss(tiny: Path, lost: int) -> None:
+    """In the middle or the last of three: no request is lost, and the streams go on."""
+    async with open_tiny_engine(tiny, pipeline_parallel_size=3) as engine:
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+        numbers = range(4)
+        expected = [await engine.complete(prompt(number), **options) for number in numbers]
+        processes = [await worker_of(engine), *await ranks_of(engine)]
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+
+        async def follow(number: int) -> None:
+            async with engine.generate(prompt(number), **options) as stream:
+                async for delta in stream:
+                    found[number] += delta.token_ids
+                    if number == 1 and len(found[number]) == 10:
+                        processes[lost].kill()
+
+        async with trio.open_nursery() as nursery:
+            for number in numbers:
+                nursery.start_soon(follow, number)
+        assert [found[number] for number in numbers] == [list(e.token_ids) for e in expected]
+        await assert_gone(processes)
+        assert engine.statistics().worker_restarts == 1
+        (report,) = engine.workers
+        assert "killed by signal 9" in str(report.last_loss)
+        await assert_idle(engine)
+
+
+async def test_a_stage_that_is_lost_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
+    async with open_tiny_engine(tiny, pipeline_parallel_size=2) as engine:
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        ranks[0].kill()
+        with trio.fail_after(1):
+            await assert_gone([worker, *ranks])
+        assert (await engine.complete(prompt(0), max_tokens=3, ignore_eos=True)).token_ids
+
+
+async def test_a_stage_that_hangs_ends_with_its_worker(tiny: Path) -> None:
+    """A stopped process can't end by itself: the kernel ends it."""
+    options = {"pipeline_parallel_size": 3, "watchdog_timeout": 2.0}
+    async with open_tiny_engine(tiny, **options) as engine:
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        with trio.fail_after(60):
+            answer = await engine.complete(prompt(0), max_tokens=5, ignore_eos=True)
+        assert len(answer.token_ids) == 5
+        await assert_gone([worker, *ranks])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 4}, "4 is more than the model's 3 layers"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 doesn't divide the model's 4"),
+        (
+            {"kv_offloading_bytes": 1 << 20, "kv_offloading_dir": "/tmp/pages"},
+            "--pipeline-parallel-size 2 doesn't go with --kv-offloading-dir",
+        ),
+        (
+            {"model_impl": "transformers"},
+            "--pipeline-parallel-size 2 is for models of this server's own decoders on a CPU",
+        ),
+        ({"quantization": "int8"}, "--quantization int8 can't be had"),
+        ({"speculative_config": '{"method": "ngram"}'}, "--speculative-config can't be had"),
+    ],
+)
+async def test_what_stages_do_not_serve_is_refused(
+    tiny: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        async with open_tiny_engine(tiny, **{"pipeline_parallel_size": 2, **options}):
+            raise AssertionError("it was opened")
