@@ -11,6 +11,7 @@ deferred until every earlier plan is finished. Until then no other plan is accep
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -97,7 +98,8 @@ class Runner:
         while self._pending:
             submission = self._pending.popleft().submission
             if not submission.deferred:
-                submission.wait()
+                with contextlib.suppress(PlanError):  # of a plan that is forgotten
+                    submission.wait()
         for slot in self._slots:
             try:
                 self._executor.close(slot.number)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scheduling import Bench, make_limits, reference, worker
+from tests.support.scheduling import Bench, reference, worker
 from trioserve.config import EngineConfig
 from trioserve.protocol import wire
 from trioserve.scheduler.limits import SchedulerLimits
@@ -72,7 +72,7 @@ class Pipeline:
     @classmethod
     def of(cls, num_stages: int, **options: Any) -> Pipeline:
         fake = worker(num_stages=num_stages, num_pages=400, **options)
-        bench = Bench(fake, core_of(fake, num_stages + 1))
+        bench = Bench.make(fake, max_plans_in_flight=num_stages + 1)
         return cls(bench, deque([None] * num_stages))
 
     def tick(self) -> None:
@@ -86,12 +86,6 @@ class Pipeline:
         self.stages.pop()
         self.stages.appendleft(self.waiting.popleft() if self.waiting else None)
         self.idle.append(sum(each is None for each in self.stages))
-
-
-def core_of(fake: Any, depth: int) -> Any:
-    from trioserve.scheduler.core import SchedulerCore
-
-    return SchedulerCore(make_limits(fake, max_plans_in_flight=depth))
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import select
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import attrs
 import pytest
 
 from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.following_stages import StageSteps
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.runner import Runner
+from gpu.sampling import prompt_logprobs
+from gpu.sampling.adjustments import Adjustment, Logits
 from gpu.sampling.sampler import Sampler
-from gpu.slots import PlanError, SlotTable
+from gpu.slots import PlanError, Slot, SlotTable
 from tests.support.adjusters import ToyAdjuster, chained
 from tests.support.lora_adapters import make_adapter
 from tests.support.plans import PlanMaker, load_tiny, make_attention
@@ -153,9 +158,14 @@ def run_in_flight(runner: Runner, plans: list[Plan], depth: int) -> Iterator[Ste
 
 @pytest.mark.parametrize("seed", range(6))
 def test_results_are_those_of_one_model(
-    tiny: Path, adapter: Path, stages: ThreadStages, seed: int
+    tiny: Path, adapter: Path, stages: ThreadStages, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots are closed while plans with them are in flight, also those with masks and means."""
+    """Slots are closed while plans with them are in flight, also those with masks and means.
+
+    Logits of prompts come in slices of three rows, or in one.
+    """
+    if seed % 2:
+        monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 3 * 4 * VOCAB)
     depth = stages.num_stages + 1
     schedule = Schedule(seed, depth)
     plans = [schedule.plan(number) for number in range(60)]
@@ -167,6 +177,31 @@ def test_results_are_those_of_one_model(
     assert any(each.prompts for each in found)
     assert any(each.pooled for each in found)
     assert any(each.ids_logprobs for each in found)
+
+
+class Failing(ToyAdjuster):
+    """Fails for each row of the slots that it adjusts."""
+
+    def adjustment(self, logits: Logits, slots: Sequence[Slot]) -> Adjustment:
+        raise PlanError("a processor failed", slots[0].number)
+
+
+def test_plans_that_fail_are_forgotten(tiny: Path) -> None:
+    """Both plans in flight have rows that can't be drawn. The worker goes on after a reset."""
+    stages = ThreadStages.start(tiny, 2, adjuster=Failing(VOCAB), **PAGES)
+    runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
+    maker = PlanMaker(_never)
+    for slot in (1, 2):
+        maker.open(slot, [slot, 2, 3], PARAMS[2])
+        runner.submit(maker.plan({slot: 3}))
+    with pytest.raises(PlanError, match="a processor failed"):
+        runner.finish()
+    runner.reset(1)
+    maker = PlanMaker(_never)
+    maker.open(1, [1, 2, 3])
+    runner.submit(maker.plan({1: 3}))
+    assert len(runner.finish().tokens) == 4
+    stages.end()
 
 
 def test_a_row_before_its_token_is_refused(stages: ThreadStages) -> None:
@@ -184,10 +219,6 @@ def test_a_step_is_submitted_before_the_last_stage_has_computed_it(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the first stage computes the next plan meanwhile; the result comes by the descriptor."""
-    import select
-    import threading
-
-    from gpu.cpu.following_stages import StageSteps
 
     may_go = threading.Event()
     original: Callable[..., None] = StageSteps.compute
