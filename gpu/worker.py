@@ -148,7 +148,9 @@ class Worker:
         """Handle messages and finished steps until a Quit message arrives.
 
         Messages come first: a plan submitted before the previous one ends leaves no gap between
-        them on the device. ``constraints`` is None for a model that doesn't sample; ``calls`` are
+        them on the device. If another step is behind the one that has ended, there is no gap
+        anyway, and the result comes first: to submit a plan may take as long as to compute a stage
+        of it. ``constraints`` is None for a model that doesn't sample; ``calls`` are
         the calls that only this model answers, by name.
         """
         self._constraints = constraints
@@ -166,16 +168,18 @@ class Worker:
             if runner.num_pending and (runner.completions is None or not runner.accepts):
                 self._finish(runner)
                 continue
-            if self._ahead:
-                self._handle(runner, self._ahead.popleft())
-                continue
             # The executor's descriptor matters only while a step is pending.
             poll = waiting if runner.num_pending else idle
-            ready = {descriptor for descriptor, _ in poll.poll()}
-            if self._socket.recv_fd in ready:
+            ready = {descriptor for descriptor, _ in poll.poll(0 if self._ahead else None)}
+            has_result = runner.completions in ready
+            if has_result and runner.num_pending > 1:
+                self._finish(runner)
+            elif self._ahead:
+                self._handle(runner, self._ahead.popleft())
+            elif self._socket.recv_fd in ready:
                 with contextlib.suppress(pynng.TryAgain):  # readable before the message is there
                     self._handle(runner, self._receive(block=False))
-            elif runner.completions in ready:
+            elif has_result:
                 self._finish(runner)
 
     def _handle(self, runner: Runner, message: wire.Message) -> None:

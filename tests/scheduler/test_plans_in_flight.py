@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import msgspec
@@ -428,6 +429,40 @@ class TestWorker:
         assert isinstance(second, wire.StepResult)
         assert (first.number, given(first)) == (1, [[203]])
         assert (second.number, given(second)) == (2, [[204]])
+
+    @pytest.mark.parametrize("ends_early", [False, True])
+    def test_a_result_comes_before_the_next_plan_if_another_is_computed(
+        self,
+        sockets: tuple[pynng.Pair0, WorkerSocket],
+        executor: DeferredExecutor,
+        maker: PlanMaker,
+        monkeypatch: pytest.MonkeyPatch,
+        ends_early: bool,
+    ) -> None:
+        """The first step ends before or after the second is submitted, and a third waits."""
+        socket, end = sockets
+        end.awaited = 3
+        submit, wait = DeferredExecutor.submit, DeferredSubmission.wait
+
+        def ending(self: DeferredExecutor, *arguments: Any) -> DeferredSubmission:
+            if len(self.submitted) == (0 if ends_early else 1):
+                self.complete()
+            return submit(self, *arguments)
+
+        def noting(self: DeferredSubmission) -> Drawn:
+            executor.begun.append("result")
+            return wait(self)
+
+        monkeypatch.setattr(DeferredExecutor, "submit", ending)
+        monkeypatch.setattr(DeferredSubmission, "wait", noting)
+        maker.open(2, [1, 2, 3])
+        for count in (3, 1, 1):
+            socket.send(wire.encode(maker.plan({2: count})))
+        assert isinstance(wire.decode(socket.recv()), wire.StepResult)
+        executor.complete(2)
+        for _ in range(2):
+            assert isinstance(wire.decode(socket.recv()), wire.StepResult)
+        assert executor.begun[:6] == ["forward", "draw", "forward", "draw", "result", "forward"]
 
     def test_a_plan_waits_while_the_draws_of_the_one_before_are_deferred(
         self, socket: pynng.Pair0, executor: DeferredExecutor, maker: PlanMaker
