@@ -72,7 +72,7 @@ class SchedulerLimits:
             capacity_policy=config.capacity_policy,
             max_loras=config.max_loras,
             max_cpu_loras=max(config.max_cpu_loras or DEFAULT_CPU_LORAS, config.max_loras),
-            # Between two tokens of a stream each stage computes one plan of each stage's.
+            # Between two tokens of a stream there are as many steps as stages.
             itl_target=None if target is None else target / 1000 / ready.num_stages,
         )
 
