@@ -74,7 +74,7 @@ class StageSteps:
         self._hidden = hidden
 
     def return_results(self, step: ReturnResults) -> None:
-        """Send rank 0 what the step is for from the last stage, from others the time to the next."""
+        """Send what the step is for to rank 0 from the last stage; else a time to the next one."""
         slowest = torch.zeros(1, dtype=torch.int64)
         if self._group.stage > 0:
             self._group.take_over(slowest)

@@ -173,7 +173,7 @@ async def test_a_stage_that_hangs_ends_with_its_worker(tiny: Path) -> None:
             "--pipeline-parallel-size 2 is for models of this server's own decoders on a CPU",
         ),
         ({"quantization": "int8"}, "--quantization int8 can't be had"),
-        ({"speculative_config": '{"method": "ngram"}'}, "--speculative-config can't be had"),
+        ({"speculative_config": '{"method": "ngram"}'}, "doesn't go with --speculative-config"),
     ],
 )
 async def test_what_stages_do_not_serve_is_refused(

@@ -161,14 +161,19 @@ async def test_what_ranks_do_not_serve_is_refused(
             raise AssertionError("it was opened")
 
 
-async def test_the_reason_of_a_failed_load_is_told(tiny: Path, tmp_path: Path) -> None:
+async def test_the_reason_of_a_failed_load_is_told(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = shutil.copytree(tiny, tmp_path / "damaged")
     (weights,) = folder.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelLoadError, match="safetensors"):
-        async with open_tiny_engine(folder, tensor_parallel_size=2):
-            raise AssertionError("it was opened")
-    assert not list(Path(tempfile.gettempdir()).glob("trioserve-ranks-*"))
+    with tempfile.TemporaryDirectory() as place:
+        monkeypatch.setenv("TMPDIR", place)
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        with pytest.raises(ModelLoadError, match="safetensors"):
+            async with open_tiny_engine(folder, tensor_parallel_size=2):
+                raise AssertionError("it was opened")
+        assert not list(Path(place).glob("trioserve-ranks-*"))
 
 
 def test_a_step_that_fails_on_a_rank_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
