@@ -98,6 +98,10 @@ async def test_the_loss_of_either_worker_loses_no_request(tiny: Path, role: int)
             "disaggregation isn't for workers of several ranks",
         ),
         (
+            {**APART, "pipeline_parallel_size": 2},
+            "disaggregation isn't for workers of several ranks",
+        ),
+        (
             {**APART, "kv_offloading_bytes": None, "enable_prefix_caching": False},
             "disaggregation needs a prefix cache",
         ),

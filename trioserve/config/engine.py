@@ -353,7 +353,7 @@ class EngineConfig(WorkerGroupOptions):
 
         The pages go through the host's memory. Those of several ranks don't leave them.
         """
-        return self.kv_host_bytes > 0 and self.tensor_parallel_size == 1
+        return self.kv_host_bytes > 0 and not self.has_ranks
 
     @property
     def kv_host_bytes(self) -> int:

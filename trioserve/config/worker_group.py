@@ -152,6 +152,11 @@ class WorkerGroupOptions(ModelOptions):
         return self.distributed_executor_backend == "ray"
 
     @property
+    def has_ranks(self) -> bool:
+        """True if a worker is several processes, which have a part of the model each."""
+        return self.tensor_parallel_size > 1 or self.pipeline_parallel_size > 1
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         """Roles of the first workers, by their numbers; the others do both. Or ``auto`` alone."""
         return cast("tuple[Role, ...]", self.disaggregation)
@@ -200,10 +205,10 @@ class WorkerGroupOptions(ModelOptions):
                     f"disaggregation names {role} for all workers: one has to be {others} or both",
                     param="disaggregation",
                 )
-        if roles and self.tensor_parallel_size > 1:
+        if roles and self.has_ranks:
             raise InvalidRequest(
-                "disaggregation isn't for workers of several ranks (--tensor-parallel-size), whose "
-                "pages don't leave them",
+                "disaggregation isn't for workers of several ranks (--tensor-parallel-size, "
+                "--pipeline-parallel-size), whose pages don't leave them",
                 param="disaggregation",
             )
 
