@@ -74,8 +74,8 @@ class FakeWorker:
     Args:
         num_pages, num_host_pages: Pages on the device, and in the host's memory.
         disk: Pages on disk.
-        page_size, vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens, max_row_tokens,
-            num_stages: As in ``Ready``. Steps come one after the other, with stages, too.
+        page_size, vocab_size, max_model_len, max_num_seqs, max_num_batched_tokens: As in ``Ready``.
+        max_row_tokens, num_stages: As in ``Ready``. Stages don't compute side by side here.
         token: Returns the next token (default: :func:`hashed_token`), -1 for none. If
             ``allowed_token_ids`` excludes the token, an allowed one takes its place.
         step_time: Seconds that :func:`serve_fake` takes for a step, or a function of the plan.
