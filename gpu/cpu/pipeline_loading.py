@@ -20,7 +20,7 @@ from gpu.loading.loaded_model import Loaded, OnProgress
 from gpu.loading.memory import kv_bytes_per_page
 from gpu.models.parallel.adapters import LeadingAdapters
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
-from gpu.models.parallel.link import agreed
+from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.pipeline import LeadingStage, PipelineGroup
 from gpu.models.parallel.stages import stages_of
@@ -53,10 +53,7 @@ def load_pipeline(
     stages = stages_of(config, start.pipeline_parallel_size)
     part = ModelPart(config, 0, size, start.enable_expert_parallel, stages[0])
     threads = max(threads // start.num_ranks, 1)
-    with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as folder:
-        rendezvous = Path(folder) / "rendezvous"
-        link = start_ranks(start, dtype, threads, rendezvous=rendezvous)
-        group = PipelineGroup(rendezvous, 0, size, len(stages))
+    link, group = _start_group(start, dtype, threads)
     ranks = group if size > 1 else None
     decoder = agreed(
         link,
@@ -97,3 +94,11 @@ def load_pipeline(
         adapters=adapters.store,
         num_stages=len(stages),
     )
+
+
+def _start_group(start: Start, dtype: str, threads: int) -> tuple[RankLink, PipelineGroup]:
+    with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as folder:
+        rendezvous = Path(folder) / "rendezvous"
+        link = start_ranks(start, dtype, threads, rendezvous=rendezvous)
+        size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
+        return link, PipelineGroup(rendezvous, 0, size, num_stages)

@@ -160,7 +160,7 @@ async def test_torch_computes_what_the_kernels_cannot_split(tmp_path: Path) -> N
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "tensor_parallel_slices"])
 async def test_an_encoder_is_not_split(option: str, tmp_path: Path) -> None:
     folder = make_encoder("bert", tmp_path)
-    message = f"--{option.replace('_', '-')} is for models that generate"
+    message = f"--{option.replace('_', '-')}( 2)? is for models that generate"
     with pytest.raises(ModelLoadError, match=message):
         async with open_tiny_engine(folder, **{option: 2}):
             raise AssertionError("it was opened")

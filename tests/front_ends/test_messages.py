@@ -170,8 +170,7 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
         *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
         "beams",
         "num_moves",
-        "num_cached_when_placed",
-        "coming",
+        *("num_cached_when_placed", "coming", "hands_over"),
     }
     travels = {*Submit.__struct_fields__} - {"number", "sampler", "arrived"}
     assert {field.alias for field in attrs.fields(Request)} - stays == travels

@@ -158,6 +158,6 @@ async def test_the_end_of_the_engine_is_the_end_of_the_records() -> None:
 def test_counters_and_records_have_the_same_names() -> None:
     of_drafts = {"num_drafts", "num_draft_tokens", "num_accepted_drafts"} | {"accepted_by_position"}
     others = {"num_steps", "num_tokens_computed", "num_corrupted"}
-    others |= {"pages_written", "pages_read", "pages_imported"}
+    others |= {"pages_written", "pages_read", "pages_imported", "num_handed_over"}
     counters = {field.name for field in attrs.fields(Counters)}
     assert set(COUNTED) | of_drafts | others == counters

@@ -153,6 +153,7 @@ class _Wanted:
     seq_state: SequenceState
     missing: Missing
     found: Found
+    num_flushes: int
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -214,7 +215,14 @@ class FetchedPages:
         best = self._best(found, len(match.nodes), step_times)
         if best is None:
             return False
-        self._wanted.append(_Wanted(seq_state=seq_state, missing=missing, found=best))
+        self._wanted.append(
+            _Wanted(
+                seq_state=seq_state,
+                missing=missing,
+                found=best,
+                num_flushes=self._prefix.num_flushes,
+            )
+        )
         self._waiting.add(seq_state)
         self._fetching.update(best.keys)
         return True
@@ -261,7 +269,7 @@ class FetchedPages:
                     found=found,
                     namespace=wanted.missing.namespace,
                     parent=parent,
-                    num_flushes=self._prefix.num_flushes,
+                    num_flushes=wanted.num_flushes,
                     keys=found.keys[: len(places)],
                     tokens=found.tokens[: len(places)],
                     places=places,

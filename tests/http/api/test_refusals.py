@@ -67,7 +67,7 @@ CAN: dict[Refusal, Callable[[], bool]] = {
         set(typing.get_args(Prompt)) != {TextPrompt, TokensPrompt, ChatPrompt}
     ),
     Refusal.MEDIA: lambda: told("modalities"),
-    Refusal.DISAGGREGATION: lambda: option("disaggregation"),
+    Refusal.DISAGGREGATION: lambda: not option("disaggregation"),
     Refusal.STREAM_INTERVALS: lambda: option("stream-interval"),
     Refusal.REASONING_BUDGETS: lambda: sampled("thinking"),
     Refusal.REPETITION_DETECTION: lambda: sampled("repetition_detection"),
