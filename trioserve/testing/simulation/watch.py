@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import attrs
+import msgspec
 import trio
 
 from trioserve.protocol import wire
@@ -157,6 +158,9 @@ class MessageChecker:
         elif isinstance(message, wire.Call):
             self.note(f"call {message.number} {message.name}")
             self.calls[message.number] = message.name
+            if message.name in ("import_pages", "read_pages") and self.since_flush is not None:
+                # A cache has only pages from after the flush, which emptied all of them.
+                self.since_flush.update(msgspec.msgpack.decode(message.arguments)["places"])
 
     def _on_plan(self, plan: wire.Plan) -> None:
         closed = wire.ints(plan.closed).tolist()
