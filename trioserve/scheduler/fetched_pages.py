@@ -74,7 +74,7 @@ class FetchPace:
             return seconds, 0.0
         each = (self._products / self._weight - pages * seconds) / variance
         each = min(max(each, 0.0), seconds / pages)
-        return seconds - each * pages, each
+        return max(seconds - each * pages, 0.0), each
 
     def seconds_of(self, num_pages: int) -> float:
         """Return the seconds that a transfer of ``num_pages`` takes; 0 if none was made."""
