@@ -217,6 +217,30 @@ async def test_pages_are_held_until_they_are_written_even_for_a_lost_worker(
         engine.check_integrity()
 
 
+async def test_nothing_is_fetched_to_places_from_before_a_reset(autojump_clock: Clock) -> None:
+    """A step of the borrower fails while the lender writes: its places are others' then."""
+    failing: list[int] = []
+
+    def script(_: int, plan: wire.Plan) -> None:
+        if failing and plan.row_slots:
+            failing.pop()
+            raise StepFails("a step fails")
+
+    slow = {"export_pages": 5.0}
+    make = workers(script=script, call_time=lambda call: slow.get(call.name, 0.0))
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        await ask(engine, 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, 0)
+            await trio.sleep(1)
+            await ask(engine, 1)  # on the lender
+            failing.append(1)
+            await ask(engine, 2)
+        assert not failing
+        assert engine.statistics().scheduler.pages_imported == 0
+        engine.check_integrity()
+
+
 async def test_pages_of_a_failed_plan_are_not_taken(autojump_clock: Clock) -> None:
     """The lender's plan that computes them fails before they are written."""
     num_steps = 0

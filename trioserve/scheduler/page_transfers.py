@@ -74,7 +74,7 @@ class _Transfers:
             fetch = fetched.next_fetch()
             if fetch is not None:
                 began = trio.current_time()
-                num_fetched = await self._fetch(fetch)
+                num_fetched = await self._fetch(fetched, fetch)
                 if num_fetched:
                     seconds = trio.current_time() - began
                     fetch.found.source.pace.learn(num_fetched, seconds)
@@ -89,15 +89,22 @@ class _Transfers:
                 return written, removed
         return [False] * len(write.keys), []
 
-    async def _fetch(self, fetch: Fetch) -> int:
+    async def _fetch(self, fetched: FetchedPages, fetch: Fetch) -> int:
         """Return the number of pages that were fetched, up to the first that isn't there."""
         loan = fetch.found.loan
         if loan is None:
             num_read = await self._read(fetch)
             self.core.counters.pages_read += num_read
             return num_read
+
+        async def call(name: str, arguments: object = None, *, num_bytes: int = 0) -> Any:
+            # The places of a memory from before a reset are used for other pages.
+            if self.fetched() is not fetched:
+                return None
+            return await self._ask(name, arguments, num_bytes=num_bytes)
+
         is_far = self.core.limits.is_far
-        num_fetched = await loan.fetch(fetch.keys, fetch.places, self._ask, is_far=is_far)
+        num_fetched = await loan.fetch(fetch.keys, fetch.places, call, is_far=is_far)
         self.core.counters.pages_imported += num_fetched
         return num_fetched
 
