@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,9 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.known_answers import answer_to, next_token, prompt
+from tests.support.known_answers import answer_to, keep_asking, next_token, prompt
 from trioserve import Engine
 from trioserve.protocol import wire
-from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.disk_pages import DiskIndex, DiskPages
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
@@ -182,24 +182,12 @@ async def run_history(seed: int) -> None:
             script=script,
         )
 
-    async def client(engine: Engine) -> None:
-        for _ in range(15):
-            tokens = prompt(numbers.randrange(8), numbers.randint(6, 30))
-            count = numbers.randint(1, 8)
-            with trio.move_on_after(numbers.choice((0.2, 1000.0))):
-                try:
-                    completion = await engine.complete(tokens, max_tokens=count)
-                except EngineError:
-                    continue
-                assert list(completion.token_ids) == answer_to(tokens, count)
-            if numbers.random() < 0.03:
-                engine.flush_cache()
-
+    ask_by_chance = functools.partial(keep_asking, numbers=numbers, num_prompts=8, most_tokens=8)
     for _ in range(2):
         async with open_fake_engine(make, max_worker_restarts=1000, **OPTIONS) as engine:
             async with trio.open_nursery() as nursery:
                 for _ in range(4):
-                    nursery.start_soon(client, engine)
+                    nursery.start_soon(ask_by_chance, engine)
             await trio.sleep(10)
             engine.check_integrity()
 

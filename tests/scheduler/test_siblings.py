@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -11,10 +12,16 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.known_answers import answer_to, faults_by_chance, next_token, prompt
+from tests.support.known_answers import (
+    answer_to,
+    faults_by_chance,
+    keep_asking,
+    next_token,
+    prompt,
+    step_time,
+)
 from trioserve import Engine
 from trioserve.protocol import wire
-from trioserve.protocol.errors import EngineError
 from trioserve.scheduler.fetched_pages import FetchPace
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.fake_disk import FakeDisk
@@ -36,11 +43,6 @@ async def ask(engine: Engine, number: int, count: int = 3, **options: Any) -> in
     completion = await engine.complete(prompt(number), max_tokens=count, **options)
     assert list(completion.token_ids) == answer_to(prompt(number), count)
     return completion.usage.cached_tokens
-
-
-def step_time(plan: wire.Plan) -> float:
-    """Return seconds that grow with the tokens, so that cached ones are worth something."""
-    return 0.1 + 0.01 * int(wire.ints(plan.row_counts).sum())
 
 
 def workers(**options: Any) -> Callable[[], FakeWorker]:
@@ -291,19 +293,7 @@ async def run_history(seed: int) -> None:
         call_time=lambda _: numbers.choice((0.0, 0.0, 0.05, 0.7)),
     )
 
-    async def client(engine: Engine) -> None:
-        for _ in range(15):
-            tokens = prompt(numbers.randrange(6), numbers.randint(6, 30))
-            count = numbers.randint(1, 6)
-            with trio.move_on_after(numbers.choice((0.2, 1000.0))):
-                try:
-                    completion = await engine.complete(tokens, max_tokens=count)
-                except EngineError:
-                    continue
-                assert list(completion.token_ids) == answer_to(tokens, count)
-            if numbers.random() < 0.03:
-                engine.flush_cache()
-
+    ask_by_chance = functools.partial(keep_asking, numbers=numbers, num_prompts=6, most_tokens=6)
     options = {
         **OPTIONS,
         "data_parallel_size": numbers.choice((2, 3)),
@@ -312,7 +302,7 @@ async def run_history(seed: int) -> None:
     async with open_fake_engine(make, max_worker_restarts=1000, **options) as engine:
         async with trio.open_nursery() as nursery:
             for _ in range(5):
-                nursery.start_soon(client, engine)
+                nursery.start_soon(ask_by_chance, engine)
         await trio.sleep(10)
         engine.check_integrity()
 

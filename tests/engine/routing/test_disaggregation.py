@@ -10,9 +10,14 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.known_answers import answer_to, faults_by_chance, next_token, prompt
+from tests.support.known_answers import (
+    answer_to,
+    faults_by_chance,
+    next_token,
+    prompt,
+    step_time,
+)
 from trioserve import Engine
-from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_disk import FakeDisk
@@ -22,10 +27,6 @@ Clock = trio.testing.MockClock
 PAGE = 4
 SMALL: dict[str, Any] = {"num_pages": 40, "num_host_pages": 40, "page_size": PAGE}
 APART: dict[str, Any] = {"data_parallel_size": 2, "disaggregation": ("prefill", "decode")}
-
-
-def step_time(plan: wire.Plan) -> float:
-    return 0.1 + 0.01 * int(wire.ints(plan.row_counts).sum())
 
 
 def workers(**options: Any) -> Callable[[], FakeWorker]:
