@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from gpu.loading.memory import choose_num_host_pages, choose_num_pages, kv_bytes_per_page
+from gpu.models.parallel.model_part import ModelPart
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Start
@@ -13,8 +14,10 @@ _log = logging.getLogger("gpu.loading")
 
 
 def bytes_per_page(start: Start, config: ModelConfig, dtype: str) -> int:
-    """Return the bytes of a page, keys and values of all layers of ``config``."""
-    return kv_bytes_per_page(config, start.page_size, 2 if dtype == "bfloat16" else 4)
+    """Return the bytes of a page on all ranks: keys and values of all layers of ``config``."""
+    size = start.tensor_parallel_size
+    of_rank = ModelPart(config, 0, size, start.enable_expert_parallel).config()
+    return size * kv_bytes_per_page(of_rank, start.page_size, 2 if dtype == "bfloat16" else 4)
 
 
 def choose_cpu_pages(start: Start, bytes_per_page: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class CompiledModel:
         quantization: one of ``auto``, ``none``, ``int8``, ``int4`` and ``w8a8``.
         threads: how many compute.
         max_rank: of adapters; 0 if there are to be none.
-        part: of the model that this rank computes; None for the whole.
+        part: of the model that this rank or stage computes; None for the whole.
         store: makes the store of its adapters, as :class:`~gpu.lora.store.AdapterStore` does.
 
     Raises:
@@ -127,10 +127,8 @@ class CompiledModel:
         if not self._decoder:
             raise ModelLoadError(no_room_for(threads))
         weakref.finalize(self, self._library.decoder_destroy, self._decoder)
-        for index, (window, rotate) in enumerate(
-            zip(config.windows, config.rope_layers, strict=True)
-        ):
-            has_experts = config.experts_of(index) is not None
+        for index, (window, rotate) in enumerate(zip(own.windows, own.rope_layers, strict=True)):
+            has_experts = own.experts_of(index) is not None
             set_layer = self._library.decoder_set_layer
             _check_memory(set_layer(self._decoder, index, window or 0, rotate, has_experts))
         self._products: dict[tuple[ProductKind, int, int], _Product] = {}
@@ -138,7 +136,8 @@ class CompiledModel:
         self._step = DecoderStep()
         self._step_pointer = ctypes.byref(self._step)
         self._arrays = StepArrays(0)
-        self._hidden: Numbers = np.empty((0, config.hidden_size), dtype=BFLOAT16)
+        self._states: Numbers = np.empty((0, config.hidden_size), dtype=BFLOAT16)
+        self._hidden = self._states
         self._logits: Floats = np.empty((0, config.vocab_size), dtype=np.float32)
 
     @property
@@ -149,6 +148,10 @@ class CompiledModel:
     def describe_weights(self) -> str:
         """Return the formats of its matrices, that of most numbers first: ``Q4_1, Q8_0``."""
         return ", ".join(kind.name for kind, _ in self.num_weights.most_common())
+
+    def wants(self, name: str) -> bool:
+        """Return False for a tensor of the model of which nothing is in this part."""
+        return self.part is None or self.part.part.name_of(name) is not None
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Take all weights of the model, each packed as soon as those are there that it is computed
@@ -194,18 +197,22 @@ class CompiledModel:
         limits = DecoderLimits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
         table = np.ascontiguousarray(cos_sin, dtype=np.float32)
         ranks = None
-        if self.part is not None:
+        if self.part is not None and self.part.slices:
             memory = memory or RankMemory.of_one_rank(self.shared_bytes(max_tokens))
             self._memory = memory  # which the decoder points to
             ranks = ctypes.byref(self.part.ranks_shape(memory.address))
         finish = self._library.decoder_finish
         _check_memory(finish(self._decoder, ctypes.byref(limits), table.ctypes.data, ranks))
-        shape = (max_tokens, self.config.hidden_size)
-        hidden = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(
-            self._library.decoder_hidden(self._decoder)
-        )
-        self._hidden = np.ctypeslib.as_array(hidden).view(BFLOAT16).reshape(shape)
+        self._states = self._view(self._library.decoder_states(self._decoder), max_tokens)
+        self._hidden = self._states
+        if self.part is None or self.part.part.is_last:
+            self._hidden = self._view(self._library.decoder_hidden(self._decoder), max_tokens)
         self._arrays = StepArrays(max_tokens)
+
+    def _view(self, address: int, rows: int) -> Numbers:
+        """Return the decoder's rows of ``hidden_size`` numbers at an address."""
+        numbers = (ctypes.c_uint16 * (rows * self.config.hidden_size)).from_address(address)
+        return np.ctypeslib.as_array(numbers).view(BFLOAT16).reshape(rows, -1)
 
     def copy_pages(self, copies: Copies) -> None:
         """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
@@ -236,9 +243,17 @@ class CompiledModel:
         """Return the step of ``rows``, valid until the next."""
         return self._arrays.arrange(rows, slots, adapters=bool(self._adapters))
 
+    def states(self, count: int) -> Numbers:
+        """Return the memory of the states [count, E] that a later stage's next step begins with."""
+        return self._states[:count]
+
     def compute(self, given: CompiledStep) -> Numbers:
-        """Return the hidden states [T, E] of a step's tokens, and fill the KV cache."""
-        step = self._step
+        """Return the hidden states [T, E] of a step's tokens, and fill the KV cache.
+
+        If another stage has the final norm, what is returned are the states that the next stage
+        begins with.
+        """
+        step, begins = self._step, self.part is None or self.part.part.is_first
         step.num_rows, step.table_stride = given.block_tables.shape
         step.query_start = given.query_start.ctypes.data
         step.context_lens = given.context_lens.ctypes.data
@@ -246,7 +261,7 @@ class CompiledModel:
         adapters = step_of(self._adapters, given.adapted) if given.adapted else None
         self._library.decoder_forward(
             self._decoder,
-            given.tokens.ctypes.data,
+            given.tokens.ctypes.data if begins else None,
             self._step_pointer,
             None if adapters is None else ctypes.byref(adapters.step),
         )
@@ -257,7 +272,7 @@ class CompiledModel:
         return hidden.astype(np.float32)
 
     def logits(self, hidden: Numbers, rows: npt.NDArray[np.integer] | None = None) -> Floats:
-        """See :meth:`gpu.cpu.model.CpuModel.logits`."""
+        """See :meth:`gpu.cpu.model.CpuModel.logits`. Of several ranks the first alone gets them."""
         count = len(hidden) if rows is None else len(rows)
         if count > len(self._logits):
             shape = (1 << (count - 1).bit_length(), self.config.vocab_size)
@@ -281,24 +296,6 @@ class CompiledModel:
             self._decoder, hidden.ctypes.data, chosen.ctypes.data, len(rows), best.ctypes.data
         )
         return best
-
-    def take_part_in_logits(self, rows: npt.NDArray[np.int32]) -> None:
-        """Compute this rank's part of the logits of hidden states that :meth:`compute` returned."""
-        hidden, count = self._hidden.ctypes.data, len(rows)
-        self._library.decoder_logits(self._decoder, hidden, rows.ctypes.data, count, None)
-
-    def places(
-        self, hidden: Numbers, rows: npt.NDArray[np.integer] | None
-    ) -> npt.NDArray[np.int32]:
-        """Return which of the states that :meth:`compute` returned are ``rows`` of ``hidden``.
-
-        ``hidden`` is a contiguous part of them; without ``rows``, all of its rows are meant.
-        """
-        first, rest = divmod(hidden.ctypes.data - self._hidden.ctypes.data, self._hidden.strides[0])
-        assert rest == 0
-        assert 0 <= first <= len(self._hidden) - len(hidden)
-        places = np.arange(len(hidden)) if rows is None else rows
-        return (places + first).astype(np.int32)
 
     def _take(self, name: str, weight: Weight) -> None:
         module, _, last = name.rpartition(".")

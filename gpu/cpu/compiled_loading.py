@@ -10,7 +10,7 @@ from gpu.cpu.rank_memory import RankMemory
 from gpu.loading.loaded_model import OnProgress, of_weights
 from gpu.lora.store import AdapterStore
 from gpu.models.parallel.adapter_parts import SentAdapters
-from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.model_part import part_of_rank
 from gpu.models.rope import cos_sin_table_for
 from gpu.weights import read_weights
 from trioserve.model_files import ModelConfig, ModelFiles
@@ -34,7 +34,7 @@ def make_compiled(
     on_progress: OnProgress,
     rank: int = 0,
 ) -> CompiledModel:
-    """Return a model, or the part of it that rank ``rank`` of several has, that wants its weights.
+    """Return a model, or the part of it that process ``rank`` of several has, without its weights.
 
     Raises:
         NotCompiled: torch has to compute it.
@@ -58,7 +58,7 @@ def make_compiled(
     quantization = start.quantization
     if quantization == "auto" and start.dtype != "auto":
         quantization = "none"
-    leads = start.tensor_parallel_size > 1 and rank == 0
+    leads = start.num_ranks > 1 and rank == 0
     return CompiledModel(
         library,
         config,
@@ -73,9 +73,9 @@ def make_compiled(
 def _part_of_rank(start: Start, config: ModelConfig, rank: int) -> CompiledPart | None:
     """Return what a rank computes; None for the whole model in one slice."""
     size, asked = start.tensor_parallel_size, start.tensor_parallel_slices
+    part = part_of_rank(start, config, rank)
     if size == 1 and asked <= 1:
-        return None
-    part = ModelPart(config, rank, size, start.enable_expert_parallel)
+        return None if part.stage is None else CompiledPart(part, slices=0)
     slices = choose_slices(part, asked)
     if slices is None:
         raise NoKernels(
@@ -92,7 +92,7 @@ def load_compiled(model: CompiledModel, files: ModelFiles, on_progress: OnProgre
         ModelLoadError: The files are damaged, or another model's, or there is no memory.
     """
     dtype, keep = read_as(model.quantization)
-    model.load(read_weights(files, dtype, of_weights(on_progress), keep))
+    model.load(read_weights(files, dtype, of_weights(on_progress), keep, model.wants))
 
 
 def give_cache(
@@ -102,7 +102,7 @@ def give_cache(
     num_host_pages: int,
     memory: RankMemory | None = None,
 ) -> None:
-    """Give ``model`` a KV cache; ``memory`` is that of all ranks, if there are several.
+    """Give ``model`` a KV cache; ``memory`` is that of a stage's ranks, if there are several.
 
     Raises:
         ModelLoadError: There is no memory for it.

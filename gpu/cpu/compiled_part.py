@@ -25,14 +25,13 @@ _BLOCK = 32
 
 @attrs.frozen
 class CompiledPart:
-    """The part of one rank, and the slices of all ranks together."""
+    """The part of one rank, and the slices of all ranks together.
+
+    There are 0 slices if one rank computes its layers as a model that is whole.
+    """
 
     part: ModelPart
     slices: int
-
-    def __str__(self) -> str:
-        """Return it as logs show it."""
-        return f"{self.part.size} ranks, {self.slices} slices"
 
     def ranks_shape(self, memory: int) -> RanksShape:
         """Return the place of this rank; ``memory`` is the address of what they share."""
@@ -80,11 +79,15 @@ def _widths(part: ModelPart) -> Iterator[int]:
 def cut_weights(
     part: ModelPart, weights: Iterable[tuple[str, Weight]]
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield what a rank has of ``weights``, by name. Biases that are added to a sum are whole."""
+    """Yield what a rank has of ``weights``, by its name in the part.
+
+    Biases that are added to a sum are whole.
+    """
     for name, weight in weights:
-        if part.has(name):
+        own_name = part.name_of(name)
+        if own_name is not None and part.has(name):
             dim, own = part.cut(name, weight.shape)
-            yield name, weight if own == slice(None) else _cut(weight, dim, own)
+            yield own_name, weight if own == slice(None) else _cut(weight, dim, own)
 
 
 def _cut(weight: Weight, dim: int, own: slice) -> Weight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +20,8 @@ from gpu.models.parallel.steps import (
     ComputeRows,
     CopyPages,
     LoadOnRanks,
+    Step,
     UnloadOnRanks,
-    decode_step,
     encode_step,
 )
 from gpu.slots import Row, SlotTable
@@ -28,11 +29,16 @@ from gpu.weights.blocks import Numbers
 
 
 class LeadingCompiledModel:
-    """:class:`gpu.cpu.model.CpuModel` of rank 0, whose ``model`` is its part of the whole."""
+    """:class:`gpu.cpu.model.CpuModel` of rank 0, whose ``model`` is its part of the whole.
+
+    With several stages this is the first one, which has neither the hidden states nor their logits.
+    """
 
     def __init__(self, model: CompiledModel, link: RankLink) -> None:
         self._model = model
         self._link = link
+        self._hidden: Numbers = np.empty((0, 0))
+        """Hidden states of the last step."""
 
     @property
     def adapters(self) -> SentAdapters[CompiledAdapter]:
@@ -64,7 +70,10 @@ class LeadingCompiledModel:
             for message in self.adapters.take():
                 self._link.send(encode_step(message))
             self._link.send(encode_step(compute_rows(step)))
-            return self._model.compute(step), step.last_tokens(rows)
+            self._hidden = self._model.compute(step)
+            if self._link.stages is not None:
+                self._link.stages.send(self._hidden)
+        return self._hidden, step.last_tokens(rows)
 
     def floats(self, hidden: Numbers) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.floats`."""
@@ -85,24 +94,41 @@ class LeadingCompiledModel:
             return self._model.most_probable(hidden, rows)
 
     def _send_rows(self, hidden: Numbers, rows: npt.NDArray[np.integer] | None) -> None:
-        places = self._model.places(hidden, rows)
-        self._link.send(encode_step(ComputeRowLogits(places.tobytes())))
+        first, rest = divmod(hidden.ctypes.data - self._hidden.ctypes.data, self._hidden.strides[0])
+        assert rest == 0
+        assert 0 <= first <= len(self._hidden) - len(hidden)
+        places = np.arange(len(hidden)) if rows is None else rows
+        self._link.send(encode_step(ComputeRowLogits((places + first).astype(np.int32).tobytes())))
 
 
-def follow_compiled(link: RankLink, model: CompiledModel) -> None:
-    """Do on another rank what rank 0 does, step by step."""
-    while True:
-        match decode_step(link.receive()):
-            case ComputeRows() as step:
-                model.compute(step_of_rows(step))
-            case ComputeRowLogits(rows=rows):
-                model.take_part_in_logits(np.frombuffer(rows, dtype=np.int32))
-            case LoadOnRanks() as step:
-                model.adapters.put(step.number, adapter_of(step))
-            case UnloadOnRanks(number=number):
-                model.adapters.unload(number)
-            case CopyPages(copies=pairs):
-                model.copy_pages(np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2))
+@attrs.define(eq=False)
+class FollowingCompiledModel:
+    """:class:`gpu.cpu.following_steps.FollowingModel` of another rank, whose part is ``model``."""
+
+    model: CompiledModel
+
+    def load(self, step: LoadOnRanks) -> None:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.load`."""
+        self.model.adapters.put(step.number, adapter_of(step))
+
+    def unload(self, step: UnloadOnRanks) -> None:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.unload`."""
+        self.model.adapters.unload(step.number)
+
+    def states_before(self, step: Step) -> Numbers:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.states_before`."""
+        assert isinstance(step, ComputeRows)
+        return self.model.states(len(step.tokens) // np.dtype(np.int32).itemsize)
+
+    def compute(self, step: Step) -> Numbers:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.compute`."""
+        assert isinstance(step, ComputeRows)
+        return self.model.compute(step_of_rows(step))
+
+    def compute_logits(self, step: Step, hidden: Numbers) -> None:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.compute_logits`."""
+        assert isinstance(step, ComputeRowLogits)
+        self.model.logits(hidden, np.frombuffer(step.rows, dtype=np.int32))
 
 
 def compute_rows(step: CompiledStep) -> ComputeRows:

@@ -95,6 +95,7 @@ def declare(library: Library) -> Library:
             [pointer, POINTER(DecoderLimits), pointer, POINTER(RanksShape)],
         ),
         "decoder_hidden": (pointer, [pointer]),
+        "decoder_states": (pointer, [pointer]),
         "decoder_copy_pages": (None, [pointer, pointer, count]),
         "decoder_page_numbers": (count, [pointer]),
         "decoder_read_page": (None, [pointer, number, pointer]),

@@ -15,11 +15,13 @@ from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.compiled_loading import give_cache, load_compiled, make_compiled
-from gpu.cpu.compiled_ranks import follow_compiled
+from gpu.cpu.compiled_ranks import FollowingCompiledModel
+from gpu.cpu.following_steps import FollowingSteps
 from gpu.cpu.rank_memory import RankMemory
 from gpu.cpu.rank_processes import RankOrder, read_order
 from gpu.loading.loaded_model import unseen
 from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed
+from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.steps import GiveCache, decode_step
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
@@ -58,8 +60,14 @@ def end_with(parent: int) -> threading.Thread:
 
 def _serve(order: RankOrder) -> None:
     assert not order.start.weights, "the weights of several ranks aren't exchanged"
-    link = RankLink(order.rank, [socket.socket(fileno=order.link)])
-    if order.memory >= 0:
+    start = order.start
+    to_rank_0, *ways = (socket.socket(fileno=each) for each in order.sockets)
+    stages = None
+    if ways:
+        size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
+        stages = StageLink(order.rank, size, num_stages, *ways)
+    link = RankLink(order.rank, [to_rank_0], stages)
+    if order.is_compiled:
         _serve_compiled(order, link)
     else:
         from gpu.cpu.torch_following import serve_torch
@@ -81,7 +89,9 @@ def _serve_compiled(order: RankOrder, link: RankLink) -> None:
     model = agreed(link, load)
     given = decode_step(link.receive())
     assert isinstance(given, GiveCache)
-    memory = RankMemory.of_file(order.memory)
-    os.close(order.memory)
+    memory = None
+    if order.memory >= 0:
+        memory = RankMemory.of_file(order.memory)
+        os.close(order.memory)
     agreed(link, lambda: give_cache(model, start, given.num_pages, given.num_host_pages, memory))
-    follow_compiled(link, model)
+    FollowingSteps(link, FollowingCompiledModel(model), model.config.vocab_size).follow()

@@ -24,24 +24,27 @@ from gpu.cpu.draft_model import CpuDraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel, CpuSampler
+from gpu.cpu.pipelined import PipelinedExecutor
 from gpu.cpu.rank_loading import lead_compiled, threads_of_rank
 from gpu.cpu.sampling import CompiledSampler
 from gpu.loading.draft_files import cannot_draft, open_draft_files
 from gpu.loading.loaded_model import Loaded, OnProgress, unseen
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ReadWeights
+from gpu.models.parallel.link import RankLink
+from gpu.models.parallel.stages import stages_of
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import SlotTable
-from trioserve.model_files import ModelFiles
+from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.number_formats import ROUNDING
 from trioserve.protocol.wire import Start
 
-SLOWER = "torch computes in place of the compiled kernels, which are 2 to 4 times as fast"
+_SLOWER = "torch computes in place of the compiled kernels, which are 2 to 4 times as fast"
 
 
 def load_on_cpu(
@@ -79,10 +82,7 @@ def load_on_cpu(
     else:
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
     slots = _slot_table(start, files, whole)
-    adapters = whole.model.adapters
-    if adapters is not None:
-        slots.adapters = adapters
-    executor = CpuExecutor(whole.model, whole.sampler, slots, adjuster)
+    executor = _executor(whole, slots, files.native.hidden_size, adjuster)
     if start.speculative is not None:
         drafts: DraftModelSource | None = None
         if draft_files is not None:
@@ -98,13 +98,14 @@ def load_on_cpu(
         computing=whole.computing,
         read_weights=whole.exchange(executor),
         warning=whole.warning,
-        adapters=adapters,
+        adapters=whole.model.adapters,
         max_row_tokens=slots.max_row_tokens,
+        num_stages=start.pipeline_parallel_size,
     )
 
 
 def _slot_table(start: Start, files: ModelFiles, whole: _Whole) -> SlotTable:
-    return SlotTable(
+    slots = SlotTable(
         num_pages=whole.num_pages,
         page_size=start.page_size,
         max_model_len=start.max_model_len,
@@ -112,6 +113,18 @@ def _slot_table(start: Start, files: ModelFiles, whole: _Whole) -> SlotTable:
         num_host_pages=whole.num_host_pages,
         max_row_tokens=1 if start.speculative is None else start.speculative.max_row_tokens,
     )
+    if whole.model.adapters is not None:
+        slots.adapters = whole.model.adapters
+    return slots
+
+
+def _executor(
+    whole: _Whole, slots: SlotTable, hidden_size: int, adjuster: Adjuster
+) -> CpuExecutor:
+    model, sampler, link = whole.model, whole.sampler, whole.link
+    if link is None or link.stages is None:
+        return CpuExecutor(model, sampler, slots, adjuster)
+    return PipelinedExecutor(model, sampler, slots, link, hidden_size, adjuster)
 
 
 @attrs.frozen(kw_only=True)
@@ -128,6 +141,8 @@ class _Whole:
     """Returns the function that reads other weights for an executor, for a weight swap."""
     warning: str = ""
     """Field of :class:`~trioserve.protocol.wire.Ready`."""
+    link: RankLink | None = None
+    """The messages to other ranks; None if there are none."""
 
 
 def _by_kernels(
@@ -142,10 +157,12 @@ def _by_kernels(
     """Return a compiled model. A draft model's keys and values count in the size of its cache."""
     config = files.native
     library = load_library(start.cpu_isa)
-    size = start.tensor_parallel_size
     served: CpuModel = model
-    if size > 1:
-        served, num_pages, num_host_pages = lead_compiled(model, start, files, dtype, on_progress)
+    link: RankLink | None = None
+    if start.num_ranks > 1:
+        served, link, num_pages, num_host_pages = lead_compiled(
+            model, start, files, dtype, on_progress
+        )
     else:
         load_compiled(model, files, on_progress)
         of_page = bytes_per_page(start, config, dtype)
@@ -164,20 +181,21 @@ def _by_kernels(
 
         return read_again
 
-    ranks = "" if model.part is None else f", {model.part}"
+    slices = 0 if model.part is None else model.part.slices
     return _Whole(
         model=served,
         sampler=CompiledSampler(
             library,
             config.vocab_size,
-            threads,
+            max(threads // start.pipeline_parallel_size, 1),  # the other stages compute meanwhile
             processed_logprobs=start.logprobs_mode == "processed",
         ),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
         computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
-        + ranks,
-        exchange=exchange if size == 1 else lambda _: keep_weights,
+        + _parts(start, config, slices),
+        exchange=exchange if link is None else lambda _: _keep_weights,
+        link=link,
     )
 
 
@@ -190,14 +208,15 @@ def _by_torch(
     reason: NotCompiled,
 ) -> _Whole:
     """Return what the compiled kernels don't compute, for that ``reason``."""
-    check_torch_will_do(start, str(reason))
+    _check_torch_will_do(start, str(reason))
     from gpu.cpu import torch_loading
 
-    config, size = files.native, start.tensor_parallel_size
+    config = files.native
     model: CpuModel
-    exchange: ReadWeights = keep_weights
-    if size > 1:
-        model, num_pages, num_host_pages = torch_loading.lead_torch(
+    link: RankLink | None = None
+    exchange: ReadWeights = _keep_weights
+    if start.num_ranks > 1:
+        model, link, num_pages, num_host_pages = torch_loading.lead_torch(
             start, files, dtype, threads_of_rank(start, threads), on_progress
         )
     else:
@@ -211,13 +230,26 @@ def _by_torch(
         sampler=torch_loading.make_sampler(start, config.vocab_size),
         num_pages=num_pages,
         num_host_pages=num_host_pages,
-        computing=f"torch ({reason})" + (f", {size} ranks" if size > 1 else ""),
+        computing=f"torch ({reason})" + _parts(start, config),
         exchange=lambda _: exchange,
-        warning=f"{SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
+        warning=f"{_SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
+        link=link,
     )
 
 
-def keep_weights(_: ModelFiles) -> Callable[[], None]:
+def _parts(start: Start, config: ModelConfig, slices: int = 0) -> str:
+    """Return what the log says of stages, ranks and slices, with a comma in front, if anything."""
+    found = ""
+    if start.pipeline_parallel_size > 1:
+        stages = stages_of(config, start.pipeline_parallel_size)
+        layers = " + ".join(str(stage.stop - stage.first) for stage in stages)
+        found += f", stages of {layers} layers"
+    if start.num_ranks > 1 or slices:
+        found += f", {start.num_ranks} ranks"
+    return found + (f", {slices} slices" if slices else "")
+
+
+def _keep_weights(_: ModelFiles) -> Callable[[], None]:
     raise ModelLoadError("the weights of several ranks can't be exchanged: restart the server")
 
 
@@ -275,7 +307,7 @@ def refuse_cache_format(start: Start) -> None:
         )
 
 
-def check_torch_will_do(start: Start, reason: str) -> None:
+def _check_torch_will_do(start: Start, reason: str) -> None:
     if start.quantization in ROUNDING:
         raise ModelLoadError(f"--quantization {start.quantization} can't be had: {reason}")
     if start.deterministic:

@@ -20,7 +20,6 @@ import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gpu._util.completions import Completions
 from gpu.cpu.executor import CpuExecutor
@@ -28,7 +27,7 @@ from gpu.cpu.model import CpuModel, CpuSampler, Floats
 from gpu.cpu.scores import score_prompt
 from gpu.executor import NO_COPIES, Copies, Submission
 from gpu.models.parallel.link import RankLink
-from gpu.models.parallel.pipeline import PipelineGroup
+from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.steps import ReturnResults, encode_step
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drawn import DeviceTimes, Drawn
@@ -44,7 +43,7 @@ class StageResults:
     """The results of a step on the last stage, as they come back: an event that passes then."""
 
     link: RankLink
-    group: PipelineGroup
+    stages: StageLink
     vocab_size: int
     hidden_size: int
     pools: Sequence[PooledSpan]
@@ -70,15 +69,13 @@ class StageResults:
                 places = np.arange(span.first_hidden + span.stop - span.start)
                 self.scores.append(score_prompt(span, places, self._slice, self.vocab_size))
             self.logits = self._take(self.num_drawn, self.vocab_size)
-            self.slowest_us = int(self.group.take_back(torch.zeros(1, dtype=torch.int64)))
+            self.slowest_us = int(self.stages.receive(np.zeros(1, dtype=np.int64))[0])
 
     def _slice(self, places: npt.NDArray[np.int64]) -> Floats:
         return self._take(len(places), self.vocab_size)
 
     def _take(self, rows: int, columns: int) -> Floats:
-        x = torch.empty(rows, columns, dtype=torch.float32)
-        floats: Floats = (self.group.take_back(x) if rows else x).numpy()
-        return floats
+        return self.stages.receive(np.empty((rows, columns), dtype=np.float32))
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -119,8 +116,7 @@ class PipelinedExecutor(CpuExecutor):
         model: The first stage, which gives its states to the next one.
         sampler: As in :class:`~gpu.cpu.executor.CpuExecutor`.
         slots: The worker's.
-        link: The messages to all ranks.
-        group: The ranks of all stages.
+        link: The messages to all ranks, and the ways to the other stages.
         hidden_size: The model's.
         adjuster: As in :class:`~gpu.cpu.executor.CpuExecutor`.
     """
@@ -131,13 +127,13 @@ class PipelinedExecutor(CpuExecutor):
         sampler: CpuSampler,
         slots: SlotTable,
         link: RankLink,
-        group: PipelineGroup,
         hidden_size: int,
         adjuster: Adjuster | None = None,
     ) -> None:
         super().__init__(model, sampler, slots, adjuster)
+        assert link.stages is not None
         self._link = link
-        self._group = group
+        self._stages = link.stages
         self._hidden_size = hidden_size
         self._completions = Completions()
         self._steps: deque[_Step] = deque()
@@ -186,7 +182,7 @@ class PipelinedExecutor(CpuExecutor):
         )
         with self._link.in_step():
             self._link.send(encode_step(message))
-            self._group.pass_on(torch.tensor([(ended - began) // 1000]))
+            self._stages.send(np.array([(ended - began) // 1000]))
         idle_us = (began - self._step_ended_ns) // 1000
         self._step_ended_ns = ended
         return _Step(
@@ -194,7 +190,7 @@ class PipelinedExecutor(CpuExecutor):
             rows=[row for row in rows if row.samples],
             results=StageResults(
                 link=self._link,
-                group=self._group,
+                stages=self._stages,
                 vocab_size=self._sampler.vocab_size,
                 hidden_size=self._hidden_size,
                 pools=pools,

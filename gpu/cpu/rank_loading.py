@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.compiled_loading import give_cache, load_compiled
@@ -9,7 +11,7 @@ from gpu.cpu.compiled_ranks import LeadingCompiledModel
 from gpu.cpu.rank_memory import RankMemory, open_shared_file
 from gpu.cpu.rank_processes import start_ranks
 from gpu.loading.loaded_model import OnProgress
-from gpu.models.parallel.link import agreed
+from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.steps import GiveCache, encode_step
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
@@ -17,25 +19,30 @@ from trioserve.protocol.wire import Start
 
 def threads_of_rank(start: Start, threads: int) -> int:
     """Return the threads of each rank of a worker that has so many."""
-    return max(threads // start.tensor_parallel_size, 1)
+    return max(threads // start.num_ranks, 1)
 
 
 def lead_compiled(
     model: CompiledModel, start: Start, files: ModelFiles, dtype: str, on_progress: OnProgress
-) -> tuple[LeadingCompiledModel, int, int]:
-    """Return the model of which ``model`` is rank 0's part, and its pages here and on the host.
+) -> tuple[LeadingCompiledModel, RankLink, int, int]:
+    """Return the model of which ``model`` is rank 0's part, the link, and pages here and on the host.
 
     The other ranks are started. Until it returns, all have their weights and their cache.
 
     Raises:
         ModelLoadError: A rank can't load its part.
     """
-    with open_shared_file(model.shared_bytes(start.max_num_batched_tokens)) as descriptor:
-        memory = RankMemory.of_file(descriptor)
-        link = start_ranks(start, dtype, model.threads, memory=descriptor)
+    with contextlib.ExitStack() as stack:
+        memories = []
+        if start.tensor_parallel_size > 1:
+            size = model.shared_bytes(start.max_num_batched_tokens)
+            stages = range(start.pipeline_parallel_size)
+            memories = [stack.enter_context(open_shared_file(size)) for _ in stages]
+        memory = RankMemory.of_file(memories[0]) if memories else None
+        link = start_ranks(start, dtype, model.threads, memories=memories)
     agreed(link, lambda: load_compiled(model, files, on_progress))
-    of_page = start.tensor_parallel_size * bytes_per_page(start, model.own, dtype)
+    of_page = bytes_per_page(start, files.native, dtype)
     num_pages, num_host_pages = choose_cpu_pages(start, of_page)
     link.send(encode_step(GiveCache(num_pages, num_host_pages)))
     agreed(link, lambda: give_cache(model, start, num_pages, num_host_pages, memory))
-    return LeadingCompiledModel(model, link), num_pages, num_host_pages
+    return LeadingCompiledModel(model, link), link, num_pages, num_host_pages

@@ -10,17 +10,17 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 import msgspec
 
-from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink
+from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink, connect_ranks
 from trioserve.protocol.wire import Start
 
 _LENGTH = struct.Struct("<Q")
@@ -36,13 +36,15 @@ class RankOrder:
     rank: int
     parent: int
     """Process id of the worker."""
-    link: int
-    """Descriptor of the socket to rank 0."""
+    sockets: list[int]
+    """Descriptors of the socket to rank 0, and of those to the stages before and behind."""
     dtype: str
     num_threads: int
     start: Start
+    is_compiled: bool
+    """False if torch computes."""
     memory: int = -1
-    """Descriptor of the memory that the ranks of the compiled kernels share; torch's have none."""
+    """Descriptor of the memory that the compiled kernels' ranks of a stage share, if several do."""
     rendezvous: str = ""
     """Path of the file through which torch's ranks find each other."""
 
@@ -78,7 +80,7 @@ def start_ranks(
     dtype: str,
     num_threads: int,
     *,
-    memory: int | None = None,
+    memories: Sequence[int] | None = None,
     rendezvous: Path | None = None,
 ) -> RankLink:
     """Start the other ranks of the worker of ``start``, and return the link of rank 0.
@@ -89,26 +91,27 @@ def start_ranks(
         start: What all ranks load.
         dtype: bfloat16 or float32.
         num_threads: Number of threads of each.
-        memory: Descriptor of what ranks of the compiled kernels share.
+        memories: Descriptors of what the compiled kernels' ranks share, by stage; empty if a stage
+            is one rank. None if torch computes.
         rendezvous: File in a folder of its own through which torch's ranks find each other.
     """
-    links = []
-    for rank in range(1, start.num_ranks):
-        own, other = socket.socketpair()
-        with other:
-            order = RankOrder(
-                rank=rank,
-                parent=os.getpid(),
-                link=other.fileno(),
-                dtype=dtype,
-                num_threads=num_threads,
-                start=start,
-                memory=-1 if memory is None else memory,
-                rendezvous="" if rendezvous is None else str(rendezvous),
-            )
-            _start_rank(order, None if rendezvous is None else rendezvous.parent)
-        links.append(own)
-    return RankLink(0, links)
+    own, *others = connect_ranks(start.pipeline_parallel_size, start.tensor_parallel_size)
+    for link in others:
+        order = RankOrder(
+            rank=link.rank,
+            parent=os.getpid(),
+            sockets=[each.fileno() for each in link.sockets],
+            dtype=dtype,
+            num_threads=num_threads,
+            start=start,
+            is_compiled=memories is not None,
+            memory=memories[link.rank // start.tensor_parallel_size] if memories else -1,
+            rendezvous="" if rendezvous is None else str(rendezvous),
+        )
+        _start_rank(order, None if rendezvous is None else rendezvous.parent)
+        for each in link.sockets:
+            each.close()
+    return own
 
 
 def _start_rank(order: RankOrder, folder: Path | None) -> None:
@@ -116,7 +119,7 @@ def _start_rank(order: RankOrder, folder: Path | None) -> None:
         [sys.executable, "-P", "-m", "gpu", "--rank"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        pass_fds=[each for each in (order.link, order.memory) if each >= 0],
+        pass_fds=[each for each in (*order.sockets, order.memory) if each >= 0],
     )
     assert process.stdin is not None
     process.stdin.write(write_order(order))

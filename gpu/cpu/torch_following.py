@@ -3,30 +3,80 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu.attention import Attention
-from gpu.cpu.following_stages import StageSteps
+from gpu.cpu.following_steps import FollowingSteps
 from gpu.cpu.rank_processes import RankOrder
-from gpu.cpu.torch_loading import load_decoder, make_attention, own_part
+from gpu.cpu.torch_loading import join_group, load_decoder, make_attention
+from gpu.cpu.torch_model import TorchModel
 from gpu.loading.loaded_model import unseen
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import FollowingAdapters
 from gpu.models.parallel.layouts import layout_of
+from gpu.models.parallel.leading import raw
 from gpu.models.parallel.link import RankLink, agreed
-from gpu.models.parallel.pipeline import PipelineGroup, join_group
+from gpu.models.parallel.model_part import ModelPart, part_of_rank
 from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
-    CopyPages,
     GiveCache,
     LoadOnRanks,
+    Step,
     UnloadOnRanks,
     decode_step,
 )
 from trioserve.model_files import open_model
+
+
+class FollowingTorchModel:
+    """:class:`gpu.cpu.following_steps.FollowingModel` of torch."""
+
+    def __init__(self, part: ModelPart, decoder: Decoder, attention: Attention) -> None:
+        self.model = TorchModel(decoder, attention)
+        self._part = part
+        self._decoder = decoder
+        self._attention = attention
+        self._adapters = FollowingAdapters(part, decoder.dtype)
+        self._before: torch.Tensor | None = None
+        """States that the next step begins with; None on the first stage."""
+
+    def load(self, step: LoadOnRanks) -> None:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.load`."""
+        self._adapters.load(step)
+
+    def unload(self, step: UnloadOnRanks) -> None:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.unload`."""
+        self._adapters.unload(step)
+
+    def states_before(self, step: Step) -> npt.NDArray[Any]:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.states_before`."""
+        decoder, count = self._decoder, len(_tokens(step))
+        self._before = torch.empty(count, decoder.config.hidden_size, dtype=decoder.dtype)
+        return raw(self._before)
+
+    @torch.inference_mode()
+    def compute(self, step: Step) -> Any:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.compute`."""
+        assert isinstance(step, Compute)
+        self._attention.begin(layout_of(step))
+        adapted = self._adapters.groups(step.adapted)
+        if self._before is None:
+            hidden = self._decoder.forward(_tokens(step), self._attention, adapted)
+        else:
+            hidden = self._decoder.go_on(self._before, self._attention, adapted)
+        return hidden if self._part.is_last else raw(hidden)
+
+    @torch.inference_mode()
+    def compute_logits(self, step: Step, hidden: Any) -> None:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.compute_logits`."""
+        assert isinstance(step, ComputeLogits)
+        given = torch.frombuffer(bytearray(step.hidden), dtype=self._decoder.dtype)
+        self._decoder.logits(given.view(step.num_rows, -1))
 
 
 def serve_torch(order: RankOrder, link: RankLink) -> None:
@@ -38,39 +88,18 @@ def serve_torch(order: RankOrder, link: RankLink) -> None:
     start = order.start
     group = join_group(start, Path(order.rendezvous), order.rank)
     files = open_model(Path(start.model), start.model_impl)
-    part = own_part(start, files, group)
-    ranks = group if group.size > 1 else None
+    part = part_of_rank(start, files.native, order.rank)
     decoder = agreed(
         link,
-        lambda: load_decoder(files, order.dtype, order.num_threads, unseen, part, ranks),
+        lambda: load_decoder(files, order.dtype, order.num_threads, unseen, part, group),
     )
     given = decode_step(link.receive())
     assert isinstance(given, GiveCache)
     attention = make_attention(start, decoder, given.num_pages, given.num_host_pages)
-    adapters = FollowingAdapters(part, decoder.dtype)
-    with torch.inference_mode():
-        if isinstance(group, PipelineGroup):
-            vocab_size = part.whole.vocab_size
-            StageSteps(link, group, decoder, attention, adapters, vocab_size).follow()
-        follow(link, decoder, attention, adapters)
+    model = FollowingTorchModel(part, decoder, attention)
+    FollowingSteps(link, model, part.whole.vocab_size).follow()
 
 
-def follow(
-    link: RankLink, decoder: Decoder, attention: Attention, adapters: FollowingAdapters
-) -> None:
-    """Do what rank 0 does, step by step."""
-    while True:
-        match decode_step(link.receive()):
-            case Compute() as step:
-                attention.begin(layout_of(step))
-                tokens = torch.from_numpy(np.frombuffer(step.tokens, dtype=np.int64).copy())
-                decoder.forward(tokens, attention, adapters.groups(step.adapted))
-            case ComputeLogits(hidden=raw, num_rows=rows):
-                hidden = torch.frombuffer(bytearray(raw), dtype=decoder.dtype)
-                decoder.logits(hidden.view(rows, -1))
-            case LoadOnRanks() as step:
-                adapters.load(step)
-            case UnloadOnRanks() as step:
-                adapters.unload(step)
-            case CopyPages(copies=pairs):
-                attention.copy_pages(np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2))
+def _tokens(step: Step) -> torch.Tensor:
+    assert isinstance(step, Compute)
+    return torch.from_numpy(np.frombuffer(step.tokens, dtype=np.int64).copy())

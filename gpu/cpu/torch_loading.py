@@ -20,10 +20,9 @@ from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import LeadingAdapters
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
-from gpu.models.parallel.link import agreed
-from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.model_part import ModelPart, part_of_rank
 from gpu.models.parallel.ranks import Ranks
-from gpu.models.parallel.stages import stages_of
 from gpu.models.parallel.steps import GiveCache, encode_step
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table_for
@@ -59,19 +58,6 @@ def load_decoder(
     return build_model(files.native, weights, part=part, ranks=ranks)
 
 
-def own_part(start: Start, files: ModelFiles, group: RankGroup) -> ModelPart:
-    """Return the part of a model that this rank of ``group`` has.
-
-    Raises:
-        ModelLoadError: The model can't be split so.
-    """
-    stage = None
-    if group.num_stages > 1:
-        stage = stages_of(files.native, group.num_stages)[group.stage]
-    by_expert = start.enable_expert_parallel
-    return ModelPart(files.native, group.rank, group.size, by_expert, stage)
-
-
 def make_attention(
     start: Start, decoder: Decoder, num_pages: int, num_host_pages: int
 ) -> TorchCpuAttention:
@@ -100,22 +86,21 @@ def make_model(decoder: Decoder, attention: Attention, max_rank: int) -> TorchMo
 
 def lead_torch(
     start: Start, files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress
-) -> tuple[TorchModel[LeadingAttention], int, int]:
+) -> tuple[TorchModel[LeadingAttention], RankLink, int, int]:
     """Return a model of which this process and those that it starts have a part each.
 
-    Also return its pages, here and on the host.
+    Also return the link to them, and its pages, here and on the host.
 
     Raises:
         ModelLoadError: The model can't be split so, or a rank can't load its part.
     """
-    size = start.tensor_parallel_size
-    part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
+    part = part_of_rank(start, files.native, 0)
     with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as folder:
         rendezvous = Path(folder) / "rendezvous"
         link = start_ranks(start, dtype, threads, rendezvous=rendezvous)
-        group = RankGroup(rendezvous, 0, size)
+        group = join_group(start, rendezvous, 0)
     decoder = agreed(link, lambda: load_decoder(files, dtype, threads, on_progress, part, group))
-    of_page = size * bytes_per_page(start, decoder.config, dtype)
+    of_page = bytes_per_page(start, files.native, dtype)
     num_pages, num_host_pages = choose_cpu_pages(start, of_page)
     link.send(encode_step(GiveCache(num_pages, num_host_pages)))
     attention = make_attention(start, decoder, num_pages, num_host_pages)
@@ -124,7 +109,13 @@ def lead_torch(
         LeadingAttention(attention, link),
         LeadingAdapters(part, link, start.max_lora_rank, decoder.dtype),
     )
-    return model, num_pages, num_host_pages
+    return model, link, num_pages, num_host_pages
+
+
+def join_group(start: Start, rendezvous: Path, rank: int) -> RankGroup | None:
+    """Return the group of rank ``rank``'s stage once all ranks are there; None if it is alone."""
+    size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
+    return RankGroup(rendezvous, rank, size, num_stages) if size > 1 else None
 
 
 def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:

@@ -63,10 +63,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     files = open_model(Path(start.model), start.model_impl)
     if start.weights:
         files = weights_for(files, Path(start.weights))
-    compiled = (
-        not isinstance(files.config, TransformersConfig) and start.pipeline_parallel_size == 1
-    )
-    dtype = choose_dtype(start.dtype, device, compiled)
+    dtype = choose_dtype(start.dtype, device, not isinstance(files.config, TransformersConfig))
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
         start,
@@ -221,10 +218,6 @@ def _load_on(
 
         return load_on_gpu(start, files, dtype, device, on_progress, constraints)
     threads = choose_num_threads(start.num_threads)
-    if start.pipeline_parallel_size > 1:
-        from gpu.cpu.pipeline_loading import load_pipeline
-
-        return load_pipeline(start, files, dtype, threads, on_progress, constraints)
     from gpu.cpu.loading import load_on_cpu
 
     return load_on_cpu(start, files, dtype, threads, on_progress, constraints)

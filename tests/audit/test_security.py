@@ -46,6 +46,7 @@ ALLOWED = {
     "gpu/cpu/rank_processes.py subprocess.Popen": "the other ranks of a worker",
     "gpu/cpu/following.py socket.socket": "the socket that a rank inherits from its worker",
     "gpu/models/parallel/link.py socket.socket": "the same, as a type",
+    "gpu/models/parallel/stage_link.py socket.socket": "the same, as a type",
     "gpu/constraints/grammar_trial.py ctypes.CDLL": "the C library, to measure memory",
     "trioserve/workers/process.py trio.lowlevel.open_process": "the worker",
     "trioserve/workers/ray/port.py trio.lowlevel.open_process": "the process that speaks with Ray",

@@ -1,4 +1,4 @@
-"""Pipeline parallel: a worker of several stages gives what one process gives, and is lost whole."""
+"""Pipeline parallel by torch: several stages give what one process gives, and are lost together."""
 
 from __future__ import annotations
 
@@ -92,12 +92,13 @@ async def test_embeddings_are_those_of_one_process(tiny: Path) -> None:
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
-async def test_each_stage_has_the_adapters_of_its_layers(tmp_path: Path) -> None:
-    model = make_tiny("llama3", tmp_path / "model")
-    paths = {f"a{i}": make_adapter(model, tmp_path / f"{i}", seed=i) for i in range(3)}
+async def outputs_with_adapters(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
+    """Return the outputs with adapters that come and go, of one stage and of two."""
+    model = make_tiny("llama3", folder / "model", head_dim=32)
+    paths = {f"a{i}": make_adapter(model, folder / f"{i}", seed=i) for i in range(3)}
     found = []
     for num_stages in (1, 2):
-        options = {"enable_lora": True, "pipeline_parallel_size": num_stages}
+        options = {**options, "enable_lora": True, "pipeline_parallel_size": num_stages}
         async with open_tiny_engine(model, **options) as engine:
             for name in ("a0", "a1"):
                 await engine.load_adapter(name, paths[name])
@@ -106,14 +107,23 @@ async def test_each_stage_has_the_adapters_of_its_layers(tmp_path: Path) -> None
             await engine.load_adapter("a2", paths["a2"])
             found.append([*first, *await adapted(engine, "a2", "a1", "")])
             await assert_idle(engine)
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 6
+    return found
+
+
+async def test_each_stage_has_the_adapters_of_its_layers(tmp_path: Path) -> None:
+    alone, together = await outputs_with_adapters(tmp_path)
+    assert alone == together
+    assert len(set(alone)) == 6
 
 
 @pytest.mark.parametrize("lost", [1, 2])
 async def test_a_stage_that_is_lost_is_the_workers_loss(tiny: Path, lost: int) -> None:
-    """In the middle or the last of three: no request is lost, and the streams go on."""
-    async with open_tiny_engine(tiny, pipeline_parallel_size=3) as engine:
+    await assert_a_lost_stage_is_the_workers_loss(tiny, lost)
+
+
+async def assert_a_lost_stage_is_the_workers_loss(folder: Path, lost: int, **more: Any) -> None:
+    """Kill the middle or the last of three: no request is lost, and the streams go on."""
+    async with open_tiny_engine(folder, pipeline_parallel_size=3, **more) as engine:
         options: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
         numbers = range(4)
         expected = [await engine.complete(prompt(number), **options) for number in numbers]
@@ -172,7 +182,10 @@ async def test_a_stage_that_hangs_ends_with_its_worker(tiny: Path) -> None:
             {"model_impl": "transformers"},
             "--pipeline-parallel-size 2 is for models of this server's own decoders on a CPU",
         ),
-        ({"quantization": "int8"}, "--quantization int8 can't be had"),
+        (
+            {"quantization": "int8"},
+            "--quantization int8 can't be had: the compiled kernels compute in bfloat16 only",
+        ),
         ({"speculative_config": '{"method": "ngram"}'}, "doesn't go with --speculative-config"),
     ],
 )

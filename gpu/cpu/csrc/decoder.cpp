@@ -47,7 +47,7 @@ void Decoder::finish(const DecoderLimits& limits, const float* cos_sin, const Ra
     }
     if (!layer.experts.empty()) next = &layer.next;
   }
-  *next = &head;
+  *next = norm == nullptr ? head.next : &head;
   attention_.num_heads = static_cast<int>(shape.num_heads);
   attention_.num_kv_heads = static_cast<int>(shape.num_kv_heads);
   attention_.head_dim = static_cast<int>(shape.head_dim);
@@ -129,7 +129,7 @@ void Decoder::forward(const int32_t* tokens, const AttentionStep& step,
                       const AdapterStep* adapters) {
   const int64_t count = step.num_tokens();
   pool_.run([&](const Team& team) {
-    embed(team, tokens, count);
+    if (tokens != nullptr) embed(team, tokens, count);
     if (team.rank() == 0)
       for (Plan& plan : plans_)
         plan.plan = plan_attention(attention_, step, plan.window, team.size(), plan.memory);
@@ -154,7 +154,7 @@ void Decoder::embed(const Team& team, const int32_t* tokens, int64_t count) {
 void Decoder::compute_layer(const Team& team, int64_t index, const AttentionStep& step,
                             const AdapterStep* adapters) {
   const Layer& layer = layers[index];
-  // A norm comes with the addition before it, so each layer ends with the norm of the next.
+  // A norm comes with the addition before it, so each layer ends with the norm of the next, if that is here.
   const bf16* next_norm = index + 1 < shape.num_layers ? layers[index + 1].attention_norm : norm;
   const int64_t count = step.num_tokens(), width = shape.hidden_size;
   const float eps = shape.rms_norm_eps;
@@ -333,7 +333,7 @@ void Decoder::logits(const bf16* hidden, const int32_t* rows, int64_t count, flo
     const bf16* x = rows == nullptr ? hidden : chosen_;
     for (int64_t first = 0; first < count; first += at_once)
       multiply_head(team, x + first * shape.hidden_size, std::min(count - first, at_once),
-                    logits == nullptr ? nullptr : logits + first * vocab_size());
+                    logits + first * vocab_size());
   });
 }
 

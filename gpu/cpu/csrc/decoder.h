@@ -21,7 +21,7 @@
 
 namespace trioserve::TRIOSERVE_ISA {
 
-// Of one model, or of a rank's part of one. The struct is mirrored in Python.
+// Of one model, or of the part of one that a rank or a stage has. The struct is mirrored in Python.
 struct DecoderShape {
   int64_t vocab_size, hidden_size, intermediate_size;
   int64_t num_layers, num_heads, num_kv_heads, head_dim;
@@ -50,7 +50,7 @@ struct Layer {
   Product gate_up, down;        // of a layer without experts
   Product router;               // of a layer with them
   std::vector<Expert> experts;  // none where there is one MLP; without products where another rank has them
-  const Product* next = nullptr;  // what the next layer begins with, or the head
+  const Product* next = nullptr;  // what the next layer begins with; then the head, or the next step
   int64_t window = 0;  // positions that a query sees; 0: all
   bool rotate = true;
   bf16* pages = nullptr;  // the cache, see kv_cache.h
@@ -78,8 +78,13 @@ class Decoder {
   // Of the tokens that forward() computed: [tokens, hidden_size], the same on all ranks.
   const bf16* hidden() const { return h_; }
 
-  // Computes the hidden states of `tokens`, which stand as `step` says, and fills the cache. Some of
-  // them may have adapters; `adapters` is null where none has.
+  // What goes from layer to layer, the same shape. A stage before the last has no hidden states: it leaves
+  // what the next stage begins with here.
+  bf16* states() { return residual_; }
+
+  // Computes the hidden states of `tokens`, which stand as `step` says, and fills the cache. Where `tokens`
+  // is null, another stage has computed the states() to begin with. Some of the tokens may have adapters;
+  // `adapters` is null where none has.
   void forward(const int32_t* tokens, const AttentionStep& step, const AdapterStep* adapters);
 
   // logits[i] = those of hidden state rows[i], or i where `rows` is null: [count, vocab_size]. All ranks
@@ -97,7 +102,7 @@ class Decoder {
   std::vector<Layer> layers;
   Product embedding;
   Product head;  // without segments: tied to the embedding
-  const bf16* norm = nullptr;  // [hidden_size]
+  const bf16* norm = nullptr;  // [hidden_size]; null: another stage has it, and the head
 
  private:
   // The layers that have one window share a plan.

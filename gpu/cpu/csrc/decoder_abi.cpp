@@ -140,6 +140,8 @@ int32_t TRIOSERVE_EXPORT(decoder_finish)(Decoder* decoder, const DecoderLimits* 
 
 const bf16* TRIOSERVE_EXPORT(decoder_hidden)(const Decoder* decoder) { return decoder->hidden(); }
 
+bf16* TRIOSERVE_EXPORT(decoder_states)(Decoder* decoder) { return decoder->states(); }
+
 void TRIOSERVE_EXPORT(decoder_copy_pages)(Decoder* decoder, const int32_t (*pairs)[2], int64_t count) {
   decoder->copy_pages(pairs, count);
 }

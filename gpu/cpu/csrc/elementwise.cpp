@@ -79,6 +79,7 @@ void add_rms_norm(const Team& team, const bf16* x, bf16* residual, const bf16* w
       store(sums + i, sum, lanes);
       squares = fma(sum, sum, squares);
     }
+    if (weight == nullptr) continue;
     scale_row(sums, weight, inverse_root_mean(squares, width, eps), width, y + row * width);
   }
 }

@@ -15,7 +15,8 @@ namespace trioserve::TRIOSERVE_ISA {
 void rms_norm(const Team& team, const bf16* x, const bf16* weight, float eps, int64_t rows,
               int64_t width, bf16* y);
 
-// residual += x, rounded, and y = the norm of that sum; all three are [rows, width].
+// residual += x, rounded, and y = the norm of that sum; all three are [rows, width]. Without a `weight`
+// there is no norm.
 void add_rms_norm(const Team& team, const bf16* x, bf16* residual, const bf16* weight, float eps,
                   int64_t rows, int64_t width, bf16* y);
 

@@ -27,7 +27,7 @@ class RankGroup:
 
     def __init__(self, rendezvous: Path, rank: int, size: int, num_stages: int = 1) -> None:
         self.stage, self.rank = divmod(rank, size)
-        self.size, self.num_stages = size, num_stages
+        self.size = size
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # not to be reached from other hosts
         dist.init_process_group(
             "gloo",

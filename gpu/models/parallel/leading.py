@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from gpu.attention import Attention, StepLayout
@@ -41,7 +43,10 @@ class LeadingAttention:
 
 
 class LeadingDecoder:
-    """The decoder of rank 0: :class:`gpu.cpu.torch_model.TorchDecoder`."""
+    """The decoder of rank 0: :class:`gpu.cpu.torch_model.TorchDecoder`.
+
+    With several stages this is the first one, which has neither the hidden states nor their logits.
+    """
 
     def __init__(self, decoder: Decoder, link: RankLink) -> None:
         self._decoder = decoder
@@ -59,12 +64,20 @@ class LeadingDecoder:
         with self._link.in_step():
             self._link.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
             hidden = self._decoder.forward(tokens, attention.own, adapted)
+            if self._link.stages is not None:
+                self._link.stages.send(raw(hidden))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [R, V] of hidden states [R, E]."""
-        raw = hidden.contiguous().view(torch.uint8).numpy().tobytes()
         with self._link.in_step():
-            self._link.send(encode_step(ComputeLogits(raw, len(hidden))))
+            message = ComputeLogits(raw(hidden.contiguous()).tobytes(), len(hidden))
+            self._link.send(encode_step(message))
             logits = self._decoder.logits(hidden)
         return logits
+
+
+def raw(hidden: torch.Tensor) -> npt.NDArray[Any]:
+    """Return the bytes of contiguous states, in the same memory."""
+    found: npt.NDArray[Any] = hidden.view(torch.uint8).numpy()
+    return found

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from gpu.models.parallel.stage_link import StageLink
 from gpu.slots import summarize
 from trioserve.protocol.errors import ModelLoadError
 
@@ -26,12 +27,21 @@ _log = logging.getLogger("gpu.worker")
 class RankLink:
     """The connections of one rank: on rank 0 one to each of the others, on these one to rank 0.
 
-    A rank may wait for a message for as long as no request comes.
+    A rank may wait for a message for as long as no request comes. If the layers are split, too,
+    ``stages`` are its connections to the other stages.
     """
 
-    def __init__(self, rank: int, sockets: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, rank: int, sockets: Sequence[socket.socket], stages: StageLink | None = None
+    ) -> None:
         self.rank = rank
+        self.stages = stages
         self._sockets = sockets
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """All its sockets: those to other ranks, then those to the stages before and behind."""
+        return [*self._sockets, *(() if self.stages is None else self.stages.sockets)]
 
     def agree(self, error: str) -> None:
         """Return once all ranks have come here without an error.
@@ -77,6 +87,21 @@ class RankLink:
         """
         (only,) = self._sockets
         return _receive(only)
+
+
+def connect_ranks(num_stages: int, size: int) -> list[RankLink]:
+    """Return the links of all ranks of a worker, those of a stage of ``size`` side by side."""
+    count = num_stages * size
+    pairs = [socket.socketpair() for _ in range(1, count)]
+    ends = [[near for near, _ in pairs], *([far] for _, far in pairs)]
+    if num_stages == 1:
+        return list(map(RankLink, range(count), ends))
+    ways = [socket.socketpair() for _ in range(count)]  # from each rank to the stage behind
+    stages = [
+        StageLink(rank, size, num_stages, before=ways[rank - size][1], behind=ways[rank][0])
+        for rank in range(count)
+    ]
+    return list(map(RankLink, range(count), ends, stages))
 
 
 def agreed(link: RankLink, load: Callable[[], T]) -> T:

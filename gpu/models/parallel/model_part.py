@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from gpu.models.parallel.stages import Stage
+from gpu.models.parallel.stages import Stage, stages_of
 from trioserve.model_files.config import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.wire import Start
 
 if TYPE_CHECKING:
     import torch
@@ -171,3 +172,17 @@ class ModelPart:
         there = tensor[self.cut(name, tensor.shape)[1]]
         own[: len(there)] = there
         return own
+
+
+def part_of_rank(start: Start, config: ModelConfig, number: int) -> ModelPart:
+    """Return the part of rank ``number`` of a worker, in which those of a stage follow each other.
+
+    Raises:
+        ModelLoadError: The model can't be split as ``start`` says.
+    """
+    stage_number, rank = divmod(number, start.tensor_parallel_size)
+    stage = None
+    if start.pipeline_parallel_size > 1:
+        stage = stages_of(config, start.pipeline_parallel_size)[stage_number]
+    size, by_expert = start.tensor_parallel_size, start.enable_expert_parallel
+    return ModelPart(config, rank, size, by_expert, stage)

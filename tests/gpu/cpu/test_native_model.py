@@ -16,8 +16,10 @@ from gpu.cpu.compiled import CompiledModel, Format, obstacle_in, read_as
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
+from gpu.cpu.pipelined import PipelinedExecutor
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.models.decoder import Decoder
+from gpu.models.parallel.link import RankLink
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
@@ -99,12 +101,20 @@ def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).double().square().mean().sqrt() / exact.double().std())
 
 
-def run(model: CpuModel) -> tuple[PlanMaker, RecordingSampler, Runner]:
-    """Return what makes plans for ``model`` and runs them, and the sampler that sees its logits."""
+def run(
+    model: CpuModel, link: RankLink | None = None
+) -> tuple[PlanMaker, RecordingSampler, Runner]:
+    """Return what makes plans for ``model`` and runs them, and the sampler that sees its logits.
+
+    With a ``link`` to other stages, the model is the first one.
+    """
     sampler = RecordingSampler(300, "cpu")
     sampler.seen = {}
     slots = slot_table()
+    slots.adapters = model.adapters or ()
     executor = CpuExecutor(model, TorchSampler(sampler), slots)
+    if link is not None:
+        executor = PipelinedExecutor(model, TorchSampler(sampler), slots, link, hidden_size=0)
     runner = Runner(executor, slots, max_num_batched_tokens=MAX_TOKENS)
     maker = PlanMaker(runner.step, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     return maker, sampler, runner

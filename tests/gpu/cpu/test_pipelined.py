@@ -13,7 +13,8 @@ import attrs
 import pytest
 
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.following_stages import StageSteps
+from gpu.cpu.following_steps import FollowingSteps
+from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
@@ -22,6 +23,7 @@ from gpu.sampling import prompt_logprobs
 from gpu.sampling.adjustments import Adjustment, Logits
 from gpu.sampling.sampler import Sampler
 from gpu.slots import PlanError, Slot, SlotTable
+from tests.gpu.lora.test_models import HAS_KERNELS, compiled
 from tests.support.adjusters import ToyAdjuster, chained
 from tests.support.lora_adapters import make_adapter
 from tests.support.plans import PlanMaker, load_tiny, make_attention
@@ -45,7 +47,9 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("qwen2_window", tmp_path_factory.mktemp("tiny"), num_hidden_layers=4)
+    """Return a model of sizes that the compiled kernels compute."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return make_tiny("qwen2_window", folder, num_hidden_layers=4, head_dim=32)
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +57,41 @@ def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_adapter(tiny, tmp_path_factory.mktemp("adapter") / "a", rank=4)
 
 
+@pytest.fixture(params=["torch", "compiled"])
+def is_compiled(request: Any) -> bool:
+    if request.param == "compiled" and not HAS_KERNELS:
+        pytest.skip("no compiled kernels")
+    return bool(request.param == "compiled")
+
+
 @pytest.fixture(params=[2, 3, 4])
-def stages(tiny: Path, adapter: Path, request: Any) -> Iterator[ThreadStages]:
-    found = ThreadStages.start(tiny, request.param, adjuster=ToyAdjuster(VOCAB), **PAGES)
-    found.adapters.store.put(1, read_adapter(adapter, open_model(tiny).native, 8))
-    yield found
-    found.end()
+def stages(tiny: Path, adapter: Path, is_compiled: bool, request: Any) -> Iterator[ThreadStages]:
+    adjuster = ToyAdjuster(VOCAB)
+    with ThreadStages.open(
+        tiny, request.param, adjuster=adjuster, compiled=is_compiled, **PAGES
+    ) as found:
+        assert found.model.adapters is not None
+        found.model.adapters.put(1, read_adapter(adapter, open_model(tiny).native, 8))
+        yield found
 
 
-def reference(tiny: Path, adapter: Path) -> Runner:
+def reference(tiny: Path, adapter: Path, is_compiled: bool) -> Runner:
     """Return a runner of the whole model, which finishes each plan before the next."""
-    model, config = load_tiny(tiny), open_model(tiny).native
+    config = open_model(tiny).native
     slots = SlotTable(max_model_len=512, vocab_size=VOCAB, **PAGES)
     pages = PAGES["num_pages"] + PAGES["num_host_pages"]
-    attention = make_attention(model, page_size=PAGES["page_size"], num_pages=pages)
-    adapters = TorchAdapters(config, 8, model.dtype)
-    adapters.store.put(1, read_adapter(adapter, config, 8))
-    slots.adapters = adapters.store
-    executor = CpuExecutor(
-        TorchModel(model, attention, adapters),
-        TorchSampler(Sampler(VOCAB, "cpu")),
-        slots,
-        ToyAdjuster(VOCAB),
-    )
+    model: CpuModel
+    if is_compiled:
+        model = compiled(tiny)
+    else:
+        decoder = load_tiny(tiny)
+        attention = make_attention(decoder, page_size=PAGES["page_size"], num_pages=pages)
+        model = TorchModel(decoder, attention, TorchAdapters(config, 8, decoder.dtype))
+    assert model.adapters is not None
+    model.adapters.put(1, read_adapter(adapter, config, 8))
+    slots.adapters = model.adapters
+    sampler = TorchSampler(Sampler(VOCAB, "cpu"))
+    executor = CpuExecutor(model, sampler, slots, ToyAdjuster(VOCAB))
     return Runner(executor, slots, max_num_batched_tokens=256)
 
 
@@ -158,7 +174,12 @@ def run_in_flight(runner: Runner, plans: list[Plan], depth: int) -> Iterator[Ste
 
 @pytest.mark.parametrize("seed", range(6))
 def test_results_are_those_of_one_model(
-    tiny: Path, adapter: Path, stages: ThreadStages, seed: int, monkeypatch: pytest.MonkeyPatch
+    tiny: Path,
+    adapter: Path,
+    is_compiled: bool,
+    stages: ThreadStages,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slots are closed while plans with them are in flight, also those with masks and means.
 
@@ -169,7 +190,7 @@ def test_results_are_those_of_one_model(
     depth = stages.num_stages + 1
     schedule = Schedule(seed, depth)
     plans = [schedule.plan(number) for number in range(60)]
-    whole = reference(tiny, adapter)
+    whole = reference(tiny, adapter, is_compiled)
     expected = [untimed(whole.step(plan)) for plan in plans]
     runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
     found = [untimed(each) for each in run_in_flight(runner, plans, depth)]
@@ -188,20 +209,19 @@ class Failing(ToyAdjuster):
 
 def test_plans_that_fail_are_forgotten(tiny: Path) -> None:
     """Both plans in flight have rows that can't be drawn. The worker goes on after a reset."""
-    stages = ThreadStages.start(tiny, 2, adjuster=Failing(VOCAB), **PAGES)
-    runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
-    maker = PlanMaker(_never)
-    for slot in (1, 2):
-        maker.open(slot, [slot, 2, 3], PARAMS[2])
-        runner.submit(maker.plan({slot: 3}))
-    with pytest.raises(PlanError, match="a processor failed"):
-        runner.finish()
-    runner.reset(1)
-    maker = PlanMaker(_never)
-    maker.open(1, [1, 2, 3])
-    runner.submit(maker.plan({1: 3}))
-    assert len(runner.finish().tokens) == 4
-    stages.end()
+    with ThreadStages.open(tiny, 2, adjuster=Failing(VOCAB), **PAGES) as stages:
+        runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
+        maker = PlanMaker(_never)
+        for slot in (1, 2):
+            maker.open(slot, [slot, 2, 3], PARAMS[2])
+            runner.submit(maker.plan({slot: 3}))
+        with pytest.raises(PlanError, match="a processor failed"):
+            runner.finish()
+        runner.reset(1)
+        maker = PlanMaker(_never)
+        maker.open(1, [1, 2, 3])
+        runner.submit(maker.plan({1: 3}))
+        assert len(runner.finish().tokens) == 4
 
 
 def test_a_row_before_its_token_is_refused(stages: ThreadStages) -> None:
@@ -216,31 +236,30 @@ def test_a_row_before_its_token_is_refused(stages: ThreadStages) -> None:
 
 
 def test_a_step_is_submitted_before_the_last_stage_has_computed_it(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the first stage computes the next plan meanwhile; the result comes by the descriptor."""
 
     may_go = threading.Event()
-    original: Callable[..., None] = StageSteps.compute
+    original: Callable[..., None] = FollowingSteps.compute
 
-    def compute(self: StageSteps, step: Any) -> None:
+    def compute(self: FollowingSteps, step: Any) -> None:
         assert may_go.wait(60)
         original(self, step)
 
-    monkeypatch.setattr(StageSteps, "compute", compute)
-    stages = ThreadStages.start(tiny, 2, **PAGES)
-    runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
-    maker = PlanMaker(_never)
-    for slot in (1, 2):
-        maker.open(slot, [slot, 2, 3])
-        runner.submit(maker.plan({slot: 3}))
-    assert runner.completions is not None
-    poll = select.poll()
-    poll.register(runner.completions, select.POLLIN)
-    assert (runner.num_pending, poll.poll(0)) == (2, [])
-    may_go.set()
-    assert poll.poll(60_000)
-    results = [runner.finish(), runner.finish()]
+    monkeypatch.setattr(FollowingSteps, "compute", compute)
+    with ThreadStages.open(tiny, 2, compiled=is_compiled, **PAGES) as stages:
+        runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
+        maker = PlanMaker(_never)
+        for slot in (1, 2):
+            maker.open(slot, [slot, 2, 3])
+            runner.submit(maker.plan({slot: 3}))
+        assert runner.completions is not None
+        poll = select.poll()
+        poll.register(runner.completions, select.POLLIN)
+        assert (runner.num_pending, poll.poll(0)) == (2, [])
+        may_go.set()
+        assert poll.poll(60_000)
+        results = [runner.finish(), runner.finish()]
     assert [result.number for result in results] == [1, 2]
     assert all(result.step_us > 0 for result in results)
-    stages.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from gpu.attention import StepLayout
 from gpu.cpu.rank_processes import RankOrder, read_order, write_order
 from gpu.models.parallel.layouts import compute, layout_of
-from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.link import RankLink, agreed, connect_ranks
 from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
@@ -89,7 +90,14 @@ def test_a_matrix_arrives_in_its_number_format() -> None:
 def test_a_rank_is_told_what_to_load() -> None:
     start = start_message(EngineConfig("m", tensor_parallel_size=3), Path("/models/m"))
     order = RankOrder(
-        rank=2, parent=7, link=9, rendezvous="/m", dtype="float32", num_threads=1, start=start
+        rank=2,
+        parent=7,
+        sockets=[9, 10],
+        rendezvous="/m",
+        dtype="float32",
+        num_threads=1,
+        start=start,
+        is_compiled=False,
     )
     reader, writer = os.pipe()
     message = write_order(order)
@@ -152,3 +160,28 @@ def test_what_a_load_raises_is_told_with_the_rank() -> None:
             agreed(other, lambda: 1 // 0)
         with pytest.raises(ModelLoadError, match="rank 1 can't load its part"):
             waiting.result()
+
+
+def test_stages_send_to_the_rank_of_their_number_behind_them_without_waiting() -> None:
+    """The last stage sends to the first one. More than a buffer holds arrives whole."""
+    links = connect_ranks(3, 2)
+    stages = [link.stages for link in links if link.stages is not None]
+    assert [(each.stage, each.rank) for each in stages] == list(itertools.product(range(3), (0, 1)))
+    assert [each.is_first for each in stages] == [True, True, False, False, False, False]
+    assert [each.is_last for each in stages] == [False, False, False, False, True, True]
+    for rank, stage in enumerate(stages):
+        for size in (3, 1 << 20):
+            numbers = np.full((2, size), rank, dtype=np.float32)
+            stage.send(numbers)
+            numbers[:] = -1  # the next step's
+    for rank, stage in enumerate(stages):
+        for size in (3, 1 << 20):
+            found = stage.receive(np.empty((2, size), dtype=np.float32))
+            assert (found == (rank - 2) % 6).all()
+    for each in links[0].sockets:
+        each.close()
+    with pytest.raises(EOFError, match="the stage before has ended"):
+        stages[2].receive(np.empty(1, dtype=np.float32))
+    for link in links[1:]:
+        for each in link.sockets:
+            each.close()

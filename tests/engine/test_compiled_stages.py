@@ -1,0 +1,122 @@
+"""Pipeline parallel with the compiled kernels: the stages' processes give the bits of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu.cpu.build import LibraryBuildError
+from gpu.cpu.library import load_library
+from tests.engine.test_compiled_ranks import SIZES, libraries_of
+from tests.engine.test_pipeline_parallel import (
+    assert_a_lost_stage_is_the_workers_loss,
+    outputs_with_adapters,
+)
+from tests.support.engines import assert_idle, facts_of, open_tiny_engine, worker_of
+from tests.support.rank_engines import answers, logprobs_of, prompt, ranks_of, tokens_of
+from tests.support.tiny_models import make_tiny
+from trioserve import Grammar
+
+try:
+    load_library()
+except LibraryBuildError as error:
+    pytest.skip(f"no compiled kernels: {error}", allow_module_level=True)
+
+AUTO: dict[str, Any] = {"dtype": "auto"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    return make_tiny("qwen3_moe", folder, moe_intermediate_size=128, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "more", "computing"),
+    [
+        (2, {}, "stages of 2 + 1 layers, 2 ranks"),
+        (3, {"kv_offloading_bytes": 1 << 20}, "stages of 1 + 1 + 1 layers, 3 ranks"),
+        (
+            2,
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "stages of 2 + 1 layers, 4 ranks, 4 slices",
+        ),
+    ],
+)
+async def test_outputs_are_the_bits_of_one_process(
+    tiny: Path, num_stages: int, more: dict[str, Any], computing: str
+) -> None:
+    """With prompts in chunks and too few pages for all, so that sequences are preempted."""
+    options = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 24, "block_size": 4, **AUTO}
+    size = more.get("tensor_parallel_size", 1)
+    if size > 1:
+        async with open_tiny_engine(tiny, **{**options, **more, "tensor_parallel_size": 2}) as one:
+            alone = await answers(one)
+    else:
+        async with open_tiny_engine(tiny, **options) as one:
+            alone = await answers(one)
+    options = {**options, **more, "pipeline_parallel_size": num_stages}
+    async with open_tiny_engine(tiny, **options) as engine:
+        assert engine.ready.computing.startswith("compiled kernels")
+        assert engine.ready.computing.endswith(f"weights in BF16, {computing}")
+        assert engine.ready.warning == ""
+        together = await answers(engine)
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        assert len(ranks) == num_stages * size - 1
+        assert not any("torch" in libraries_of(each) for each in (worker, *ranks))
+        counts = engine.statistics().scheduler
+        assert counts.num_preemptions > 0
+        assert bool(counts.pages_offloaded) == ("kv_offloading_bytes" in more)
+        await assert_idle(engine)
+    for one_answer, other in zip(alone, together, strict=True):
+        assert tokens_of(one_answer) == tokens_of(other)
+        assert logprobs_of(one_answer) == logprobs_of(other)
+    assert any(map(logprobs_of, alone))
+
+
+async def test_a_real_model_s_outputs_are_the_bits_of_one_process() -> None:
+    """Eight streams of several kinds, which begin and end at different times."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.9, "n": 2, "logprobs": 0},
+        {"grammar": Grammar("regex", "(ab|cd){20,40}")},
+        {"beam_width": 3, "n": 2},
+    ]
+    found = []
+    for num_stages in (1, 2):
+        options = {**AUTO, "pipeline_parallel_size": num_stages}
+        async with open_tiny_engine(Path("smollm2-135m"), **options) as engine:
+            found.append(await facts_of(engine, kinds, 8, max_tokens=24))
+            embedded = (await engine.embed([prompt(1), prompt(4)])).vectors
+            found[-1].append(embedded.tolist())
+            await assert_idle(engine)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weights"), [("int8", "Q8_0, BF16"), ("int4", "Q4_0, Q8_0, BF16")]
+)
+async def test_rounded_weights_are_the_bits_of_one_process(
+    tiny: Path, quantization: str, weights: str
+) -> None:
+    found = []
+    for num_stages in (1, 2):
+        options = {**AUTO, "pipeline_parallel_size": num_stages, "quantization": quantization}
+        async with open_tiny_engine(tiny, **options) as engine:
+            assert f"weights in {weights}" in engine.ready.computing
+            answer = await engine.complete(prompt(2), max_tokens=8, temperature=0, logprobs=1)
+            found.append((answer.token_ids, logprobs_of(answer)))
+    assert found[0] == found[1]
+
+
+async def test_adapters_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    alone, together = await outputs_with_adapters(tmp_path, **AUTO)
+    assert alone == together
+    assert len(set(alone)) == 6
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_a_stage_that_is_lost_is_the_workers_loss(tiny: Path, lost: int) -> None:
+    await assert_a_lost_stage_is_the_workers_loss(tiny, lost, **AUTO)
