@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu.cpu.compiled import CompiledModel, read_as
+from gpu.cpu import compiled_loading
+from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.library import load_library
 from gpu.models.rope import cos_sin_table
 from gpu.slots import SlotTable
-from gpu.weights import read_weights
 from trioserve.model_files import open_model
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, from_ints
@@ -27,8 +27,7 @@ def load_compiled(
     """Return the model at ``path``; each of ``num_pages`` of its KV cache holds some tokens."""
     files = open_model(path)
     model = CompiledModel(load_library(), files.config, quantization, threads, max_rank=max_rank)
-    dtype, keep = read_as(quantization)
-    model.load(read_weights(files, dtype, lambda done, total: None, keep))
+    compiled_loading.load_compiled(model, files, lambda stage, done, total: None)
     table = cos_sin_table(files.config, 2048, 2048)
     model.finish(table, page_size=PAGE_SIZE, num_pages=num_pages, max_tokens=256)
     # Until a page is written, it takes no memory and is read from a cache.

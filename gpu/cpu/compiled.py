@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import re
 import weakref
 from collections import Counter
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from gpu.cpu.adapters import CompiledAdapter, pack_adapter, step_of
 from gpu.cpu.compiled_part import CompiledPart, cut_weights
 from gpu.cpu.decoder_abi import DecoderLimits, DecoderShape, DecoderStep, DecoderVector, declare
+from gpu.cpu.formats import ROUNDED, Format
 from gpu.cpu.library import Library, no_room_for
 from gpu.cpu.model import Floats
 from gpu.cpu.parts import NUM_PARTS, ProductKind, ProductPart, part_of
@@ -31,50 +31,12 @@ from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
-
-class Format(enum.IntEnum):
-    """The storage format of a packed weight; the values are those of ``Kind`` in product.h."""
-
-    BF16 = 0
-    Q8_0 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    W8A8 = 4
-
-
-_KEPT = {
-    "auto": ("Q8_0", "Q4_0", "Q4_1"),
-    "int8": ("Q8_0",),
-    "int4": ("Q4_0", "Q4_1"),
-    "w8a8": ("Q8_0",),
-}
-"""By quantization, the types of a GGUF file's matrices that are packed as they are."""
-_ROUNDED = {"int8": Format.Q8_0, "int4": Format.Q4_0, "w8a8": Format.W8A8}
-"""Formats that other matrices are rounded to; without one they are bfloat16."""
-
-
 StoreType = Callable[
     [ModelConfig, int, Callable[[LoraWeights], CompiledAdapter]], AdapterStore[CompiledAdapter]
 ]
 
 _SOURCES = {BFLOAT16: 0, FLOAT32: 1}
 _FROM_BLOCKS = 2
-
-
-def obstacle_in(config: ModelConfig) -> str | None:
-    """Why the compiled kernels can't compute a model of this shape; None if they can."""
-    if config.head_dim % 32 or config.head_dim > 256:
-        return f"heads of {config.head_dim} numbers"
-    for size in (config.hidden_size, *config.mlp_sizes):
-        if size % 32:
-            return f"{size} numbers, which are no whole blocks of 32"
-    return None
-
-
-def read_as(quantization: str) -> tuple[np.dtype[Any] | None, tuple[str, ...]]:
-    """Return what :func:`gpu.weights.read_weights` is to give: ``dtype`` and ``keep``."""
-    dtype = None if quantization in _ROUNDED else BFLOAT16
-    return dtype, _KEPT.get(quantization, ())
 
 
 @attrs.define
@@ -139,6 +101,8 @@ class CompiledModel:
         self._states: Numbers = np.empty((0, config.hidden_size), dtype=BFLOAT16)
         self._hidden = self._states
         self._logits: Floats = np.empty((0, config.vocab_size), dtype=np.float32)
+        self._finished: dict[str, Any] = {}
+        """Arguments of :meth:`finish`."""
 
     @property
     def adapters(self) -> AdapterStore[CompiledAdapter]:
@@ -195,6 +159,13 @@ class CompiledModel:
         """
         max_rank = self._adapters.max_rank
         limits = DecoderLimits(page_size, num_pages, max_tokens, len(cos_sin), max_rank)
+        self._finished = {
+            "cos_sin": cos_sin,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_tokens": max_tokens,
+            "memory": memory,
+        }
         table = np.ascontiguousarray(cos_sin, dtype=np.float32)
         ranks = None
         if self.part is not None and self.part.slices:
@@ -209,10 +180,30 @@ class CompiledModel:
             self._hidden = self._view(self._library.decoder_hidden(self._decoder), max_tokens)
         self._arrays = StepArrays(max_tokens)
 
+    def with_weights(self, weights: Iterable[tuple[str, Weight]]) -> CompiledModel:
+        """Return a model with other ``weights``, with a cache of its own and this one's adapters.
+
+        Raises:
+            ModelLoadError: As in :meth:`load` and :meth:`finish`.
+        """
+        other = CompiledModel(
+            self._library,
+            self.config,
+            self.quantization,
+            self.threads,
+            max_rank=self._adapters.max_rank,
+            part=self.part,
+            store=lambda *_: self._adapters,
+        )
+        other.load(weights)
+        other.finish(**self._finished)
+        return other
+
     def _view(self, address: int, rows: int) -> Numbers:
         """Return the decoder's rows of ``hidden_size`` numbers at an address."""
         numbers = (ctypes.c_uint16 * (rows * self.config.hidden_size)).from_address(address)
-        return np.ctypeslib.as_array(numbers).view(BFLOAT16).reshape(rows, -1)
+        view: Numbers = np.ctypeslib.as_array(numbers).view(BFLOAT16).reshape(rows, -1)
+        return view
 
     def copy_pages(self, copies: Copies) -> None:
         """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
@@ -364,7 +355,7 @@ class CompiledModel:
             into = Format.W8A8 if self.quantization == "w8a8" else kept
             source, data = _FROM_BLOCKS, np.ascontiguousarray(weight.raw)
         else:
-            into = _ROUNDED.get(self.quantization, Format.BF16)
+            into = ROUNDED.get(self.quantization, Format.BF16)
             if which == ProductKind.ROUTER:
                 into = Format.BF16  # small, and every token's experts depend on it
             if into == Format.Q4_0 and which in (ProductKind.EMBEDDING, ProductKind.HEAD):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.compiled import CompiledModel, obstacle_in, read_as
+from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.compiled_part import CompiledPart, choose_slices
+from gpu.cpu.formats import obstacle_in, read_as
 from gpu.cpu.library import load_library
 from gpu.cpu.rank_memory import RankMemory
-from gpu.loading.loaded_model import OnProgress, of_weights
+from gpu.loading.loaded_model import OnProgress, of_weights, unseen
 from gpu.lora.store import AdapterStore
 from gpu.models.parallel.adapter_parts import SentAdapters
 from gpu.models.parallel.model_part import part_of_rank
 from gpu.models.rope import cos_sin_table_for
 from gpu.weights import read_weights
+from gpu.weights.blocks import Weight
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.protocol.shipped_kernels import kernels_obstacle
 from trioserve.protocol.wire import Start
@@ -91,8 +95,23 @@ def load_compiled(model: CompiledModel, files: ModelFiles, on_progress: OnProgre
     Raises:
         ModelLoadError: The files are damaged, or another model's, or there is no memory.
     """
+    model.load(_weights_of(model, files, on_progress))
+
+
+def read_other(model: CompiledModel, files: ModelFiles) -> CompiledModel:
+    """Return ``model`` with the weights of ``files``, and with an empty KV cache.
+
+    Raises:
+        ModelLoadError: As :func:`load_compiled`.
+    """
+    return model.with_weights(_weights_of(model, files, unseen))
+
+
+def _weights_of(
+    model: CompiledModel, files: ModelFiles, on_progress: OnProgress
+) -> Iterator[tuple[str, Weight]]:
     dtype, keep = read_as(model.quantization)
-    model.load(read_weights(files, dtype, of_weights(on_progress), keep, model.wants))
+    return read_weights(files, dtype, of_weights(on_progress), keep, model.wants)
 
 
 def give_cache(

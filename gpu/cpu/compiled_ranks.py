@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from gpu.cpu.adapters import CompiledAdapter
 from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.compiled_loading import read_other
 from gpu.cpu.model import Floats
 from gpu.cpu.step_arrays import CompiledStep
 from gpu.executor import Content, Copies
@@ -26,6 +27,7 @@ from gpu.models.parallel.steps import (
 )
 from gpu.slots import Row, SlotTable
 from gpu.weights.blocks import Numbers
+from trioserve.model_files import ModelFiles
 
 
 class LeadingCompiledModel:
@@ -39,6 +41,15 @@ class LeadingCompiledModel:
         self._link = link
         self._hidden: Numbers = np.empty((0, 0))
         """Hidden states of the last step."""
+
+    def read_weights(self, files: ModelFiles) -> Callable[[], None]:
+        """Read other weights; see :data:`gpu.loading.weight_swap.ReadWeights`."""
+        other = read_other(self._model, files)
+
+        def swap() -> None:
+            self._model = other
+
+        return swap
 
     @property
     def adapters(self) -> SentAdapters[CompiledAdapter]:
@@ -106,6 +117,15 @@ class FollowingCompiledModel:
     """:class:`gpu.cpu.following_steps.FollowingModel` of another rank, whose part is ``model``."""
 
     model: CompiledModel
+
+    def read_weights(self, files: ModelFiles) -> Callable[[], None]:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.read_weights`."""
+        other = read_other(self.model, files)
+
+        def swap() -> None:
+            self.model = other
+
+        return swap
 
     def load(self, step: LoadOnRanks) -> None:
         """See :meth:`gpu.cpu.following_steps.FollowingModel.load`."""

@@ -53,6 +53,11 @@ class CpuExecutor:
         """See :attr:`gpu.executor.Executor.completions`."""
         return None
 
+    @property
+    def model(self) -> CpuModel:
+        """The model that it computes with."""
+        return self._model
+
     def replace_model(self, model: CpuModel) -> None:
         """Compute with ``model`` from the next step on; no slot is open."""
         self._model = model

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
@@ -23,7 +22,8 @@ from gpu.loading.loaded_model import unseen
 from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed
 from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.steps import GiveCache, decode_step
-from trioserve.model_files import open_model
+from gpu.weights.replacement import open_files
+from trioserve.model_files import ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -59,8 +59,8 @@ def end_with(parent: int) -> threading.Thread:
 
 
 def _serve(order: RankOrder) -> None:
-    assert not order.start.weights, "the weights of several ranks aren't exchanged"
     start = order.start
+    files = open_files(start)
     to_rank_0, *ways = (socket.socket(fileno=each) for each in order.sockets)
     stages = None
     if ways:
@@ -68,16 +68,15 @@ def _serve(order: RankOrder) -> None:
         stages = StageLink(order.rank, size, num_stages, *ways)
     link = RankLink(order.rank, [to_rank_0], stages)
     if order.is_compiled:
-        _serve_compiled(order, link)
+        _serve_compiled(order, link, files)
     else:
         from gpu.cpu.torch_following import serve_torch
 
-        serve_torch(order, link)
+        serve_torch(order, link, files)
 
 
-def _serve_compiled(order: RankOrder, link: RankLink) -> None:
+def _serve_compiled(order: RankOrder, link: RankLink, files: ModelFiles) -> None:
     start = order.start
-    files = open_model(Path(start.model), start.model_impl)
 
     def load() -> CompiledModel:
         model = make_compiled(
@@ -94,4 +93,4 @@ def _serve_compiled(order: RankOrder, link: RankLink) -> None:
         memory = RankMemory.of_file(order.memory)
         os.close(order.memory)
     agreed(link, lambda: give_cache(model, start, given.num_pages, given.num_host_pages, memory))
-    FollowingSteps(link, FollowingCompiledModel(model), model.config.vocab_size).follow()
+    FollowingSteps(link, FollowingCompiledModel(model), files).follow()

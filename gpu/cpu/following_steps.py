@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.model import Floats
+from gpu.cpu.rank_weights import FollowingWeights
 from gpu.executor import Copies
 from gpu.models.parallel.link import RankLink
 from gpu.models.parallel.stage_link import StageLink
@@ -19,13 +21,18 @@ from gpu.models.parallel.steps import (
     ComputeRowLogits,
     ComputeRows,
     CopyPages,
+    DiscardOnRanks,
     LoadOnRanks,
+    ReadOnRanks,
     ReturnResults,
     Step,
+    SwapOnRanks,
     UnloadOnRanks,
     decode_step,
 )
 from gpu.sampling.prompt_logprobs import rows_in_a_slice
+from gpu.weights.replacement import weights_for
+from trioserve.model_files import ModelFiles
 
 
 class ComputedModel(Protocol):
@@ -50,6 +57,10 @@ class FollowingModel(Protocol):
     def model(self) -> ComputedModel:
         """The part itself."""
 
+    def read_weights(self, files: ModelFiles) -> Callable[[], None]:
+        """Read other weights; see :data:`gpu.loading.weight_swap.ReadWeights`."""
+        ...
+
     def load(self, step: LoadOnRanks) -> None:
         """Hold this rank's part of an adapter."""
 
@@ -71,17 +82,22 @@ class FollowingModel(Protocol):
         """Compute this rank's part of logits, of ``hidden`` states of the last step or others."""
 
 
-@attrs.define(eq=False)
 class FollowingSteps:
-    """The steps of one rank: of its part, or of its stage and of what rank 0 gets back of that."""
+    """The steps of one rank: of its part, or of its stage and of what rank 0 gets back of that.
 
-    _link: RankLink
-    _rank: FollowingModel
-    _vocab_size: int
-    _hidden: Any = attrs.field(init=False, default=None)
-    """Hidden states of the last step that was computed."""
-    _took_us: int = attrs.field(init=False, default=0)
-    """Microseconds that it took this stage."""
+    ``files`` are those of the model.
+    """
+
+    def __init__(self, link: RankLink, rank: FollowingModel, files: ModelFiles) -> None:
+        self._link = link
+        self._rank = rank
+        self._vocab_size = files.native.vocab_size
+        files_at = functools.partial(weights_for, files)
+        self._weights = FollowingWeights(link, files_at, rank.read_weights)
+        self._hidden: Any = None
+        """Hidden states of the last step that was computed."""
+        self._took_us = 0
+        """Microseconds that it took this stage."""
 
     def follow(self) -> None:
         """Do what rank 0 does or says, step by step."""
@@ -94,6 +110,8 @@ class FollowingSteps:
                 case ReturnResults() as step:
                     assert self._link.stages is not None
                     self._return_results(step, self._link.stages)
+                case ReadOnRanks() | SwapOnRanks() | DiscardOnRanks() as step:
+                    self._weights.follow(step)
                 case LoadOnRanks() as step:
                     self._rank.load(step)
                 case UnloadOnRanks() as step:

@@ -7,11 +7,14 @@ imported where it is needed and nowhere else: that takes a second and 150 MiB.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 
 from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
+from gpu.cpu.cached_model import CachedModel
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.compiled_loading import (
     NoKernels,
@@ -19,19 +22,20 @@ from gpu.cpu.compiled_loading import (
     give_cache,
     load_compiled,
     make_compiled,
+    read_other,
 )
 from gpu.cpu.draft_model import CpuDraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
-from gpu.cpu.model import CpuModel, CpuSampler
+from gpu.cpu.model import CpuSampler
 from gpu.cpu.pipelined import PipelinedExecutor
 from gpu.cpu.rank_loading import lead_compiled, threads_of_rank
+from gpu.cpu.rank_weights import LeadingWeights
 from gpu.cpu.sampling import CompiledSampler
 from gpu.loading.draft_files import cannot_draft, open_draft_files
-from gpu.loading.loaded_model import Loaded, OnProgress, unseen
+from gpu.loading.loaded_model import Loaded, OnProgress
 from gpu.loading.step_measuring import measure_steps
-from gpu.loading.weight_swap import ReadWeights
-from gpu.models.parallel.link import RankLink
+from gpu.loading.weight_swap import ModelWeights, ReadWeights
 from gpu.models.parallel.stages import stages_of
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
@@ -81,7 +85,8 @@ def load_on_cpu(
         whole = _by_torch(start, files, dtype, threads, on_progress, reason)
     else:
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
-    slots = _slot_table(start, files, whole)
+    cached = whole.cached
+    slots = _slot_table(start, files, cached)
     executor = _executor(whole, slots, files.native.hidden_size, adjuster)
     if start.speculative is not None:
         drafts: DraftModelSource | None = None
@@ -92,36 +97,43 @@ def load_on_cpu(
     return Loaded(
         executor=executor,
         slots=slots,
-        num_pages=whole.num_pages,
-        num_host_pages=whole.num_host_pages,
+        num_pages=cached.num_pages,
+        num_host_pages=cached.num_host_pages,
         device_name=Machine().cpu_name(),
         computing=whole.computing,
-        read_weights=whole.exchange(executor),
+        read_weights=cached.exchange(executor),
+        make_weights=_weights_type(cached),
         warning=whole.warning,
-        adapters=whole.model.adapters,
+        adapters=cached.model.adapters,
         max_row_tokens=slots.max_row_tokens,
         num_stages=start.pipeline_parallel_size,
     )
 
 
-def _slot_table(start: Start, files: ModelFiles, whole: _Whole) -> SlotTable:
+def _weights_type(
+    cached: CachedModel,
+) -> Callable[[Callable[[Path], ModelFiles], ReadWeights], ModelWeights[ModelFiles]]:
+    if cached.link is None:
+        return ModelWeights
+    return functools.partial(LeadingWeights, cached.link)
+
+
+def _slot_table(start: Start, files: ModelFiles, cached: CachedModel) -> SlotTable:
     slots = SlotTable(
-        num_pages=whole.num_pages,
+        num_pages=cached.num_pages,
         page_size=start.page_size,
         max_model_len=start.max_model_len,
         vocab_size=files.native.vocab_size,
-        num_host_pages=whole.num_host_pages,
+        num_host_pages=cached.num_host_pages,
         max_row_tokens=1 if start.speculative is None else start.speculative.max_row_tokens,
     )
-    if whole.model.adapters is not None:
-        slots.adapters = whole.model.adapters
+    if cached.model.adapters is not None:
+        slots.adapters = cached.model.adapters
     return slots
 
 
-def _executor(
-    whole: _Whole, slots: SlotTable, hidden_size: int, adjuster: Adjuster
-) -> CpuExecutor:
-    model, sampler, link = whole.model, whole.sampler, whole.link
+def _executor(whole: _Whole, slots: SlotTable, hidden_size: int, adjuster: Adjuster) -> CpuExecutor:
+    model, sampler, link = whole.cached.model, whole.sampler, whole.cached.link
     if link is None or link.stages is None:
         return CpuExecutor(model, sampler, slots, adjuster)
     return PipelinedExecutor(model, sampler, slots, link, hidden_size, adjuster)
@@ -129,20 +141,14 @@ def _executor(
 
 @attrs.frozen(kw_only=True)
 class _Whole:
-    """A model that has its weights and its cache, and what draws from its logits."""
+    """A model, and what draws from its logits."""
 
-    model: CpuModel
+    cached: CachedModel
     sampler: CpuSampler
-    num_pages: int
-    num_host_pages: int
     computing: str
     """Field of :class:`~gpu.loading.loaded_model.Loaded`."""
-    exchange: Callable[[CpuExecutor], ReadWeights]
-    """Returns the function that reads other weights for an executor, for a weight swap."""
     warning: str = ""
     """Field of :class:`~trioserve.protocol.wire.Ready`."""
-    link: RankLink | None = None
-    """The messages to other ranks; None if there are none."""
 
 
 def _by_kernels(
@@ -157,12 +163,8 @@ def _by_kernels(
     """Return a compiled model. A draft model's keys and values count in the size of its cache."""
     config = files.native
     library = load_library(start.cpu_isa)
-    served: CpuModel = model
-    link: RankLink | None = None
     if start.num_ranks > 1:
-        served, link, num_pages, num_host_pages = lead_compiled(
-            model, start, files, dtype, on_progress
-        )
+        cached = lead_compiled(model, start, files, dtype, on_progress)
     else:
         load_compiled(model, files, on_progress)
         of_page = bytes_per_page(start, config, dtype)
@@ -170,33 +172,28 @@ def _by_kernels(
             of_page += bytes_per_page(start, draft_files.native, dtype)
         num_pages, num_host_pages = choose_cpu_pages(start, of_page)
         give_cache(model, start, num_pages, num_host_pages)
-
-    def exchange(executor: CpuExecutor) -> ReadWeights:
-        def read_again(files: ModelFiles) -> Callable[[], None]:
-            # With a cache of its own: what is in the old one was computed with the old weights.
-            other = make_compiled(start, config, dtype, threads, unseen)
-            load_compiled(other, files, unseen)
-            give_cache(other, start, num_pages, num_host_pages)
-            return lambda: executor.replace_model(other)
-
-        return read_again
-
+        cached = CachedModel(model, num_pages, num_host_pages, _exchange)
     slices = 0 if model.part is None else model.part.slices
     return _Whole(
-        model=served,
+        cached=cached,
         sampler=CompiledSampler(
             library,
             config.vocab_size,
             max(threads // start.pipeline_parallel_size, 1),  # the other stages compute meanwhile
             processed_logprobs=start.logprobs_mode == "processed",
         ),
-        num_pages=num_pages,
-        num_host_pages=num_host_pages,
         computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
         + _parts(start, config, slices),
-        exchange=exchange if link is None else lambda _: _keep_weights,
-        link=link,
     )
+
+
+def _exchange(executor: CpuExecutor) -> ReadWeights:
+    def read(files: ModelFiles) -> Callable[[], None]:
+        assert isinstance(executor.model, CompiledModel)
+        other = read_other(executor.model, files)
+        return lambda: executor.replace_model(other)
+
+    return read
 
 
 def _by_torch(
@@ -212,28 +209,21 @@ def _by_torch(
     from gpu.cpu import torch_loading
 
     config = files.native
-    model: CpuModel
-    link: RankLink | None = None
-    exchange: ReadWeights = _keep_weights
     if start.num_ranks > 1:
-        model, link, num_pages, num_host_pages = torch_loading.lead_torch(
-            start, files, dtype, threads_of_rank(start, threads), on_progress
-        )
+        of_rank = threads_of_rank(start, threads)
+        cached = torch_loading.lead_torch(start, files, dtype, of_rank, on_progress)
     else:
         decoder = torch_loading.load_decoder(files, dtype, threads, on_progress)
         num_pages, num_host_pages = choose_cpu_pages(start, bytes_per_page(start, config, dtype))
         attention = torch_loading.make_attention(start, decoder, num_pages, num_host_pages)
-        whole = torch_loading.make_model(decoder, attention, start.max_lora_rank)
-        model, exchange = whole, torch_loading.torch_exchange(whole, dtype, threads)
+        model = torch_loading.make_model(decoder, attention, start.max_lora_rank)
+        read = torch_loading.torch_exchange(model, dtype, threads)
+        cached = CachedModel(model, num_pages, num_host_pages, lambda _: read)
     return _Whole(
-        model=model,
+        cached=cached,
         sampler=torch_loading.make_sampler(start, config.vocab_size),
-        num_pages=num_pages,
-        num_host_pages=num_host_pages,
         computing=f"torch ({reason})" + _parts(start, config),
-        exchange=lambda _: exchange,
         warning=f"{_SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
-        link=link,
     )
 
 
@@ -247,10 +237,6 @@ def _parts(start: Start, config: ModelConfig, slices: int = 0) -> str:
     if start.num_ranks > 1 or slices:
         found += f", {start.num_ranks} ranks"
     return found + (f", {slices} slices" if slices else "")
-
-
-def _keep_weights(_: ModelFiles) -> Callable[[], None]:
-    raise ModelLoadError("the weights of several ranks can't be exchanged: restart the server")
 
 
 def _draft_model(
@@ -277,14 +263,14 @@ def _draft_model(
     except NotCompiled as reason:
         raise cannot_draft(files, str(reason)) from reason
     load_compiled(model, files, on_progress)
-    give_cache(model, start, whole.num_pages, whole.num_host_pages)
+    give_cache(model, start, whole.cached.num_pages, whole.cached.num_host_pages)
     steps = _measure_steps(CpuExecutor(model, whole.sampler, slots), slots, start)
     return DraftModelSource(
         CpuDraftModel(model, slots),
         slots,
         vocab_size=min(whole.sampler.vocab_size, files.native.vocab_size),
         page_size=start.page_size,
-        num_pages=whole.num_pages + whole.num_host_pages,
+        num_pages=whole.cached.num_pages + whole.cached.num_host_pages,
         max_tokens=start.max_num_batched_tokens,
         step_times=steps,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 
 from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
+from gpu.cpu.cached_model import CachedModel
 from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.compiled_loading import give_cache, load_compiled
 from gpu.cpu.compiled_ranks import LeadingCompiledModel
 from gpu.cpu.rank_memory import RankMemory, open_shared_file
 from gpu.cpu.rank_processes import start_ranks
 from gpu.loading.loaded_model import OnProgress
-from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.link import agreed
 from gpu.models.parallel.steps import GiveCache, encode_step
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
@@ -24,8 +25,8 @@ def threads_of_rank(start: Start, threads: int) -> int:
 
 def lead_compiled(
     model: CompiledModel, start: Start, files: ModelFiles, dtype: str, on_progress: OnProgress
-) -> tuple[LeadingCompiledModel, RankLink, int, int]:
-    """Return the model of which ``model`` is rank 0's part, the link, and pages here and on the host.
+) -> CachedModel:
+    """Return the model of which ``model`` is rank 0's part.
 
     The other ranks are started. Until it returns, all have their weights and their cache.
 
@@ -45,4 +46,6 @@ def lead_compiled(
     num_pages, num_host_pages = choose_cpu_pages(start, of_page)
     link.send(encode_step(GiveCache(num_pages, num_host_pages)))
     agreed(link, lambda: give_cache(model, start, num_pages, num_host_pages, memory))
-    return LeadingCompiledModel(model, link), link, num_pages, num_host_pages
+    leading = LeadingCompiledModel(model, link)
+    read = leading.read_weights
+    return CachedModel(leading, num_pages, num_host_pages, lambda _: read, link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,40 @@ from gpu.models.parallel.steps import (
     UnloadOnRanks,
     decode_step,
 )
-from trioserve.model_files import open_model
+from trioserve.model_files import ModelFiles
 
 
 class FollowingTorchModel:
-    """:class:`gpu.cpu.following_steps.FollowingModel` of torch."""
+    """:class:`gpu.cpu.following_steps.FollowingModel` of torch.
 
-    def __init__(self, part: ModelPart, decoder: Decoder, attention: Attention) -> None:
+    ``load`` returns its ``decoder`` with other weights.
+    """
+
+    def __init__(
+        self,
+        part: ModelPart,
+        decoder: Decoder,
+        attention: Attention,
+        load: Callable[[ModelFiles], Decoder],
+    ) -> None:
         self.model = TorchModel(decoder, attention)
+        self._load = load
         self._part = part
         self._decoder = decoder
         self._attention = attention
         self._adapters = FollowingAdapters(part, decoder.dtype)
         self._before: torch.Tensor | None = None
         """States that the next step begins with; None on the first stage."""
+
+    def read_weights(self, files: ModelFiles) -> Callable[[], None]:
+        """See :meth:`gpu.cpu.following_steps.FollowingModel.read_weights`."""
+        decoder = self._load(files)
+
+        def swap() -> None:
+            self._decoder = decoder
+            self.model.replace_decoder(decoder)
+
+        return swap
 
     def load(self, step: LoadOnRanks) -> None:
         """See :meth:`gpu.cpu.following_steps.FollowingModel.load`."""
@@ -79,7 +100,7 @@ class FollowingTorchModel:
         self._decoder.logits(given.view(step.num_rows, -1))
 
 
-def serve_torch(order: RankOrder, link: RankLink) -> None:
+def serve_torch(order: RankOrder, link: RankLink, files: ModelFiles) -> None:
     """Load this rank's part of the model, and do what rank 0 does, until the worker ends.
 
     Raises:
@@ -87,17 +108,17 @@ def serve_torch(order: RankOrder, link: RankLink) -> None:
     """
     start = order.start
     group = join_group(start, Path(order.rendezvous), order.rank)
-    files = open_model(Path(start.model), start.model_impl)
     part = part_of_rank(start, files.native, order.rank)
-    decoder = agreed(
-        link,
-        lambda: load_decoder(files, order.dtype, order.num_threads, unseen, part, group),
-    )
+
+    def load(files: ModelFiles) -> Decoder:
+        return load_decoder(files, order.dtype, order.num_threads, unseen, part, group)
+
+    decoder = agreed(link, lambda: load(files))
     given = decode_step(link.receive())
     assert isinstance(given, GiveCache)
     attention = make_attention(start, decoder, given.num_pages, given.num_host_pages)
-    model = FollowingTorchModel(part, decoder, attention)
-    FollowingSteps(link, model, part.whole.vocab_size).follow()
+    model = FollowingTorchModel(part, decoder, attention, load)
+    FollowingSteps(link, model, files).follow()
 
 
 def _tokens(step: Step) -> torch.Tensor:

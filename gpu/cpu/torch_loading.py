@@ -11,6 +11,7 @@ import torch
 from gpu.attention import Attention, CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
+from gpu.cpu.cached_model import CachedModel
 from gpu.cpu.rank_processes import start_ranks
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.loading.loaded_model import OnProgress, of_weights, unseen
@@ -20,7 +21,7 @@ from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import LeadingAdapters
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
-from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.link import agreed
 from gpu.models.parallel.model_part import ModelPart, part_of_rank
 from gpu.models.parallel.ranks import Ranks
 from gpu.models.parallel.steps import GiveCache, encode_step
@@ -86,10 +87,8 @@ def make_model(decoder: Decoder, attention: Attention, max_rank: int) -> TorchMo
 
 def lead_torch(
     start: Start, files: ModelFiles, dtype: str, threads: int, on_progress: OnProgress
-) -> tuple[TorchModel[LeadingAttention], RankLink, int, int]:
+) -> CachedModel:
     """Return a model of which this process and those that it starts have a part each.
-
-    Also return the link to them, and its pages, here and on the host.
 
     Raises:
         ModelLoadError: The model can't be split so, or a rank can't load its part.
@@ -99,7 +98,11 @@ def lead_torch(
         rendezvous = Path(folder) / "rendezvous"
         link = start_ranks(start, dtype, threads, rendezvous=rendezvous)
         group = join_group(start, rendezvous, 0)
-    decoder = agreed(link, lambda: load_decoder(files, dtype, threads, on_progress, part, group))
+
+    def load(files: ModelFiles, on_progress: OnProgress = unseen) -> Decoder:
+        return load_decoder(files, dtype, threads, on_progress, part, group)
+
+    decoder = agreed(link, lambda: load(files, on_progress))
     of_page = bytes_per_page(start, files.native, dtype)
     num_pages, num_host_pages = choose_cpu_pages(start, of_page)
     link.send(encode_step(GiveCache(num_pages, num_host_pages)))
@@ -109,7 +112,12 @@ def lead_torch(
         LeadingAttention(attention, link),
         LeadingAdapters(part, link, start.max_lora_rank, decoder.dtype),
     )
-    return model, link, num_pages, num_host_pages
+
+    def read(files: ModelFiles) -> Callable[[], None]:
+        other = LeadingDecoder(load(files), link)
+        return lambda: model.replace_decoder(other)
+
+    return CachedModel(model, num_pages, num_host_pages, lambda _: read, link)
 
 
 def join_group(start: Start, rendezvous: Path, rank: int) -> RankGroup | None:

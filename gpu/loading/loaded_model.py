@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -46,6 +47,8 @@ class Loaded:
     computing: str
     """The kernels and weight formats in use, in a few words for the log."""
     read_weights: ReadWeights
+    make_weights: Callable[[Callable[[Path], Any], ReadWeights], ModelWeights[Any]] = ModelWeights
+    """Makes what exchanges the weights, of what opens other files and of ``read_weights``."""
     warning: str = ""
     """See :class:`~trioserve.protocol.wire.Ready`."""
     adapters: AdapterStore[Any] | None = None

@@ -14,16 +14,14 @@ from gpu.constraints.processors import Processors, load_processor, load_processo
 from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype
 from gpu.loading.loaded_model import Loaded, OnProgress, Serving, choose_num_threads, warm_up
 from gpu.loading.page_transfers import PageTransfers
-from gpu.loading.weight_swap import ModelWeights
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from gpu.weights.replacement import weights_for
+from gpu.weights.replacement import open_files, weights_for
 from trioserve.model_files import (
     ModelConfig,
     ModelFiles,
     TransformersConfig,
-    open_model,
     task_of,
 )
 from trioserve.protocol.errors import ModelLoadError
@@ -60,9 +58,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     if device == "cpu":
         bind_to_cores(start.cores)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
-    files = open_model(Path(start.model), start.model_impl)
-    if start.weights:
-        files = weights_for(files, Path(start.weights))
+    files = open_files(start)
     dtype = choose_dtype(start.dtype, device, not isinstance(files.config, TransformersConfig))
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
@@ -84,7 +80,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         loaded.executor, loaded.slots, max_num_batched_tokens=start.max_num_batched_tokens
     )
     ready = _ready(start, files, loaded, kind, dtype)
-    weights = ModelWeights(functools.partial(weights_for, files), loaded.read_weights)
+    weights = loaded.make_weights(functools.partial(weights_for, files), loaded.read_weights)
     return Serving(
         transfers=_open_transfers(start, files, loaded, ready),
         runner=runner,

@@ -33,10 +33,14 @@ class ModelWeights(Generic[Files]):
     """Returns the files at a path; raises ModelLoadError if they aren't of this model."""
     _read: Callable[[Files], Callable[[], None]]
     _path: str = attrs.field(init=False, default="")
-    """Path of the weights being read, or read last."""
     _number: int = attrs.field(init=False, default=0)
     """Number of discards so far; the result of a read begun before the last one is dropped."""
     _swap: tuple[Callable[[], None], str] | None = attrs.field(init=False, default=None)
+
+    @property
+    def path(self) -> str:
+        """Path of the weights being read, or read last and not discarded; empty for none."""
+        return self._path
 
     def reading(self, path: str) -> Callable[[], str]:
         """Return a function that reads the weights at ``path`` and keeps them for a swap.

@@ -17,9 +17,20 @@ from trioserve.model_files import (
     open_model,
 )
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.wire import Start
 
 _FREE = frozenset({"dtype", "bos_token_id", "eos_token_ids", "has_head"})
 """Fields of a configuration that may differ: neither the model nor its KV cache depends on them."""
+
+
+def open_files(start: Start) -> ModelFiles:
+    """Open the files of the model that is to be served, with other weights if it names some.
+
+    Raises:
+        ModelLoadError: as :func:`~trioserve.model_files.open_model` and :func:`weights_for`.
+    """
+    files = open_model(Path(start.model), start.model_impl)
+    return weights_for(files, Path(start.weights)) if start.weights else files
 
 
 def weights_for(files: ModelFiles, path: Path) -> ModelFiles:

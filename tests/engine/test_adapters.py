@@ -257,6 +257,24 @@ async def test_a_worker_that_is_sent_away_and_weights_that_are_exchanged(
         await assert_idle(engine)
 
 
+async def test_compiled_kernels_keep_adapters_over_exchanged_weights(tmp_path: Path) -> None:
+    first, second = (
+        make_tiny("qwen3", tmp_path / str(seed), seed=seed, head_dim=32) for seed in (0, 7)
+    )
+    modules = [f"it={make_adapter(first, tmp_path / 'adapter', seed=1, rank=4)}"]
+    options: dict[str, Any] = {"dtype": "bfloat16", "lora_modules": modules}
+    found = []
+    for path in (second, first):
+        async with open_tiny_engine(path, **options) as engine:
+            if path == first:
+                await engine.update_weights(str(second))
+            for names in ({"adapter": "it"}, {}):
+                found.append((await engine.complete(PROMPT, **names, **GREEDY)).token_ids)
+            await assert_idle(engine)
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
 def test_in_a_script(setting: Setting, expected: dict[str, tuple[int, ...]]) -> None:
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
     with LLM(str(setting.model), lora_modules=setting.modules, **options) as llm:

@@ -89,5 +89,5 @@ def compiled_stages(
                     memory=None if memory is None else RankMemory.of_file(memory),
                 )
     others = [FollowingCompiledModel(model) for model in models[1:]]
-    with followed(connect_ranks(num_stages, size), others, config.vocab_size) as link:
+    with followed(connect_ranks(num_stages, size), others, files) as link:
         yield LeadingCompiledModel(models[0], link), link

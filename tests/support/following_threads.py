@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from gpu.cpu.following_steps import FollowingModel, FollowingSteps
 from gpu.models.parallel.link import RankLink
+from trioserve.model_files import ModelFiles
 
 __all__ = ["followed"]
 
@@ -16,14 +17,14 @@ SECONDS = 60
 
 @contextlib.contextmanager
 def followed(
-    links: Sequence[RankLink], others: Sequence[FollowingModel], vocab_size: int
+    links: Sequence[RankLink], others: Sequence[FollowingModel], files: ModelFiles
 ) -> Iterator[RankLink]:
     """Yield the first of ``links``, that of rank 0; the other ranks follow until the block ends.
 
     An error on another rank ends the process, as it ends a worker.
     """
     threads = [
-        threading.Thread(target=_follow, args=(link, model, vocab_size), daemon=True)
+        threading.Thread(target=_follow, args=(link, model, files), daemon=True)
         for link, model in zip(links[1:], others, strict=True)
     ]
     for thread in threads:
@@ -44,6 +45,6 @@ def _close(link: RankLink) -> None:
         each.close()
 
 
-def _follow(link: RankLink, model: FollowingModel, vocab_size: int) -> None:
+def _follow(link: RankLink, model: FollowingModel, files: ModelFiles) -> None:
     with link.in_step(), contextlib.suppress(EOFError):
-        FollowingSteps(link, model, vocab_size).follow()
+        FollowingSteps(link, model, files).follow()

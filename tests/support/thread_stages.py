@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from gpu.weights.tensors import load_weights
 from tests.support.compiled_ranks import compiled_stages
 from tests.support.following_threads import followed
 from tests.support.plans import make_attention
-from trioserve.model_files import open_model
+from trioserve.model_files import ModelFiles, open_model
 
 __all__ = ["ThreadStages", "torch_stages"]
 
@@ -79,16 +80,19 @@ def torch_stages(
     folder: Path, num_stages: int, *, page_size: int, num_pages: int
 ) -> Iterator[tuple[CpuModel, RankLink]]:
     """Open the model in ``folder`` in stages of one rank; yield that of rank 0, and its link."""
-    config = open_model(folder).native
-    parts = [ModelPart(config, 0, 1, stage=each) for each in stages_of(config, num_stages)]
+    files = open_model(folder)
+    parts = [
+        ModelPart(files.native, 0, 1, stage=each) for each in stages_of(files.native, num_stages)
+    ]
     models = []
     for part in parts:
-        decoder = _load(folder, part)
+        load = functools.partial(_load, part)
+        decoder = load(files)
         attention = make_attention(decoder, page_size=page_size, num_pages=num_pages)
-        models.append((part, decoder, attention))
+        models.append((part, decoder, attention, load))
     others = [FollowingTorchModel(*each) for each in models[1:]]
-    with followed(connect_ranks(num_stages, 1), others, config.vocab_size) as link:
-        part, decoder, attention = models[0]
+    with followed(connect_ranks(num_stages, 1), others, files) as link:
+        part, decoder, attention, _ = models[0]
         leading = LeadingAdapters(part, link, 8, decoder.dtype)
         model = TorchModel(
             LeadingDecoder(decoder, link), LeadingAttention(attention, link), leading
@@ -96,7 +100,6 @@ def torch_stages(
         yield model, link
 
 
-def _load(folder: Path, part: ModelPart) -> Decoder:
-    files = open_model(folder)
+def _load(part: ModelPart, files: ModelFiles) -> Decoder:
     weights = load_weights(files, torch.float32, lambda *_: None)
     return build_model(files.native, weights, None, part)

@@ -51,14 +51,17 @@ class RankLink:
         """
         if self.rank == 0:
             with self.in_step():
-                found = [error, *(_receive(each).decode() for each in self._sockets)]
-                error = next(filter(None, found), "")
+                error = self.first_error(error)
                 self.send(error.encode())
         else:
             self.send(error.encode())
             error = self.receive().decode()
         if error:
             raise ModelLoadError(error)
+
+    def first_error(self, own: str) -> str:
+        """Return on rank 0 the first error of all ranks, of which it has its ``own``; or ''."""
+        return next(filter(None, [own, *(_receive(each).decode() for each in self._sockets)]), "")
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -110,16 +113,19 @@ def agreed(link: RankLink, load: Callable[[], T]) -> T:
     Raises:
         ModelLoadError: It failed on a rank.
     """
-    error = ""
-    found: list[T] = []
-    try:
-        found.append(load())
-    except ModelLoadError as failure:
-        error = str(failure)
-    except Exception as failure:
-        error = f"rank {link.rank} can't load its part: {summarize(failure)}"
+    found, error = attempted(link, load)
     link.agree(error)
     return found[0]
+
+
+def attempted(link: RankLink, load: Callable[[], T]) -> tuple[list[T], str]:
+    """Return what ``load`` returns, in a list, or an empty one and the error that it raises."""
+    try:
+        return [load()], ""
+    except ModelLoadError as failure:
+        return [], str(failure)
+    except Exception as failure:
+        return [], f"rank {link.rank} can't load its part: {summarize(failure)}"
 
 
 def _receive(connection: socket.socket) -> bytes:

@@ -101,6 +101,20 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """[C, 2] int32, source and destination."""
 
 
+class ReadOnRanks(msgspec.Struct, frozen=True, tag=True):
+    """Read other weights while steps are computed; send rank 0 an error, or an empty message."""
+
+    path: str
+
+
+class SwapOnRanks(msgspec.Struct, frozen=True, tag=True):
+    """Compute with the weights that were read."""
+
+
+class DiscardOnRanks(msgspec.Struct, frozen=True, tag=True):
+    """Drop weights that were read, or are being read, and that weren't swapped in."""
+
+
 class ReturnResults(msgspec.Struct, frozen=True, tag=True):
     """Let the last of several stages send rank 0 what a step is for, in the order of the fields.
 
@@ -124,6 +138,9 @@ Step: TypeAlias = (
     | ComputeRows
     | ComputeRowLogits
     | CopyPages
+    | ReadOnRanks
+    | SwapOnRanks
+    | DiscardOnRanks
     | ReturnResults
 )
 _decoder = msgspec.msgpack.Decoder(Step)

@@ -12,7 +12,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.compiled import CompiledModel, Format, obstacle_in
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.formats import Format, obstacle_in
 from gpu.cpu.library import load_library
 from gpu.cpu.loading import load_on_cpu
 from gpu.runner import Runner

@@ -12,19 +12,21 @@ import pytest
 import torch
 
 from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.compiled import CompiledModel, Format, obstacle_in, read_as
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.compiled_loading import load_compiled
 from gpu.cpu.executor import CpuExecutor
+from gpu.cpu.formats import Format, obstacle_in
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.pipelined import PipelinedExecutor
 from gpu.cpu.torch_model import TorchModel, TorchSampler
+from gpu.loading.loaded_model import unseen
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.link import RankLink
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
 from gpu.runner import Runner
 from gpu.slots import SlotTable
-from gpu.weights import read_weights
 from gpu.weights.blocks import BFLOAT16
 from gpu.weights.tensors import load_weights
 from tests.support.plans import GREEDY, PlanMaker, RecordingSampler, make_attention
@@ -49,8 +51,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 def compiled(path: Path, quantization: str = "none", threads: int = 2) -> CompiledModel:
     files = open_model(path)
     model = CompiledModel(load_library(), files.config, quantization, threads)
-    dtype, keep = read_as(quantization)
-    model.load(read_weights(files, dtype, lambda done, total: None, keep))
+    load_compiled(model, files, unseen)
     model.finish(
         cos_sin_table(files.config, files.config.max_position_embeddings),
         page_size=PAGE_SIZE,

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.compiled import CompiledModel, read_as
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.compiled_loading import load_compiled
 from gpu.cpu.library import load_library
 from gpu.cpu.model import CpuModel
 from gpu.cpu.torch_model import TorchModel
+from gpu.loading.loaded_model import unseen
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
 from gpu.slots import PlanError, SlotTable
-from gpu.weights import read_weights
 from gpu.weights.tensors import load_weights
 from tests.support.lora_adapters import make_adapter, merge
 from tests.support.plans import GREEDY, make_attention
@@ -51,8 +52,7 @@ def with_torch(path: Path, dtype: torch.dtype = torch.float32) -> TorchModel:
 def compiled(path: Path, quantization: str = "none", threads: int = 2) -> CompiledModel:
     files = open_model(path)
     model = CompiledModel(load_library(), files.config, quantization, threads, max_rank=64)
-    dtype, keep = read_as(quantization)
-    model.load(read_weights(files, dtype, lambda done, total: None, keep))
+    load_compiled(model, files, unseen)
     model.finish(
         cos_sin_table(files.config, files.config.max_position_embeddings),
         page_size=PAGE_SIZE,
