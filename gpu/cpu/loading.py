@@ -163,13 +163,14 @@ def _by_kernels(
     """Return a compiled model. A draft model's keys and values count in the size of its cache."""
     config = files.native
     library = load_library(start.cpu_isa)
+    draft_bytes = 0
+    if draft_files is not None:
+        draft_bytes = bytes_per_page(_draft_start(start), draft_files.native, dtype)
     if start.num_ranks > 1:
-        cached = lead_compiled(model, start, files, dtype, on_progress)
+        cached = lead_compiled(model, start, files, dtype, on_progress, draft_bytes)
     else:
         load_compiled(model, files, on_progress)
-        of_page = bytes_per_page(start, config, dtype)
-        if draft_files is not None:
-            of_page += bytes_per_page(start, draft_files.native, dtype)
+        of_page = bytes_per_page(start, config, dtype) + draft_bytes
         num_pages, num_host_pages = choose_cpu_pages(start, of_page)
         give_cache(model, start, num_pages, num_host_pages)
         cached = CachedModel(model, num_pages, num_host_pages, _exchange)
@@ -248,16 +249,11 @@ def _draft_model(
     whole: _Whole,
     slots: SlotTable,
 ) -> DraftModelSource:
-    """Return the drafts of the model of ``files`` for the model of ``slots``, which are empty."""
-    assert start.speculative is not None
-    quantization = start.speculative.quantization
-    start = attrs.evolve(
-        start,
-        max_lora_rank=0,
-        quantization=quantization,
-        dtype="auto",
-        tensor_parallel_slices=1,
-    )
+    """Return the drafts of the model of ``files`` for the model of ``slots``, which are empty.
+
+    Of several ranks, rank 0 has the draft model alone.
+    """
+    start = _draft_start(start)
     try:
         model = make_compiled(start, files.native, dtype, threads, on_progress)
     except NotCompiled as reason:
@@ -273,6 +269,20 @@ def _draft_model(
         num_pages=whole.cached.num_pages + whole.cached.num_host_pages,
         max_tokens=start.max_num_batched_tokens,
         step_times=steps,
+    )
+
+
+def _draft_start(start: Start) -> Start:
+    """Return what a draft model is loaded by."""
+    assert start.speculative is not None
+    return attrs.evolve(
+        start,
+        max_lora_rank=0,
+        quantization=start.speculative.quantization,
+        dtype="auto",
+        tensor_parallel_size=1,
+        tensor_parallel_slices=1,
+        enable_expert_parallel=False,
     )
 
 

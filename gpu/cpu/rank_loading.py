@@ -24,11 +24,17 @@ def threads_of_rank(start: Start, threads: int) -> int:
 
 
 def lead_compiled(
-    model: CompiledModel, start: Start, files: ModelFiles, dtype: str, on_progress: OnProgress
+    model: CompiledModel,
+    start: Start,
+    files: ModelFiles,
+    dtype: str,
+    on_progress: OnProgress,
+    draft_bytes: int,
 ) -> CachedModel:
     """Return the model of which ``model`` is rank 0's part.
 
-    The other ranks are started. Until it returns, all have their weights and their cache.
+    The other ranks are started. Until it returns, all have their weights and their cache. A draft
+    model has ``draft_bytes`` in each page.
 
     Raises:
         ModelLoadError: A rank can't load its part.
@@ -42,7 +48,7 @@ def lead_compiled(
         memory = RankMemory.of_file(memories[0]) if memories else None
         link = start_ranks(start, dtype, model.threads, memories=memories)
     agreed(link, lambda: load_compiled(model, files, on_progress))
-    of_page = bytes_per_page(start, files.native, dtype)
+    of_page = bytes_per_page(start, files.native, dtype) + draft_bytes
     num_pages, num_host_pages = choose_cpu_pages(start, of_page)
     link.send(encode_step(GiveCache(num_pages, num_host_pages)))
     agreed(link, lambda: give_cache(model, start, num_pages, num_host_pages, memory))

@@ -181,7 +181,7 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         return
     if start.kv_offloading_dir:
         raise ModelLoadError(f"{option} doesn't go with --kv-offloading-dir: leave one of them out")
-    if start.speculative is not None:
+    if start.speculative is not None and start.pipeline_parallel_size > 1:
         raise ModelLoadError(
             f"{option} doesn't go with --speculative-config: leave one of them out"
         )

@@ -13,8 +13,10 @@ import trio
 
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
+from tests.engine.test_speculation import SUFFIX, draft_model, open_engine, run_all
 from tests.engine.test_tensor_parallel import assert_lost_with_its_worker, outputs_with_adapters
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.lora_adapters import make_adapter
 from tests.support.rank_engines import (
     answers,
     assert_gone,
@@ -96,6 +98,20 @@ async def test_adapters_have_the_bits_of_one_process(tmp_path: Path) -> None:
     assert len(set(alone)) == 6
 
 
+@pytest.mark.parametrize("method", ["suffix", "draft model"])
+async def test_drafts_change_no_bit(tiny: Path, tmp_path: Path, method: str) -> None:
+    adapter = make_adapter(tiny, tmp_path / "adapter")
+    async with open_engine(tiny, adapter, tensor_parallel_slices=4) as engine:
+        plain = await run_all(engine, together=True)
+    drafts = SUFFIX if method == "suffix" else draft_model(tiny, adaptive=False)
+    options = {"tensor_parallel_size": 2, "tensor_parallel_slices": 4}
+    async with open_engine(tiny, adapter, speculative_config=drafts, **options) as engine:
+        assert engine.ready.computing.endswith("2 ranks, 4 slices")
+        assert await run_all(engine, together=True) == plain
+        assert engine.statistics().scheduler.num_accepted_drafts > 50
+        await assert_idle(engine)
+
+
 @pytest.mark.parametrize("lost", ["rank", "worker"])
 async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) -> None:
     await assert_lost_with_its_worker(tiny, lost, **COMPILED)
@@ -128,8 +144,8 @@ async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path) -> None:
             "--tensor-parallel-slices 4 can't be had: the compiled kernels compute in bfloat16",
         ),
         (
-            {"speculative_config": '{"method": "ngram"}'},
-            "--tensor-parallel-size 2 doesn't go with --speculative-config",
+            {"speculative_config": '{"method": "ngram"}', "dtype": "float32"},
+            "--speculative-config can't be had: the compiled kernels compute in bfloat16",
         ),
         ({"model_impl": "transformers"}, "2 is for models of this server's own decoders on a CPU"),
         (
