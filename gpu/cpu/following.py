@@ -19,7 +19,7 @@ from gpu.cpu.following_steps import FollowingSteps
 from gpu.cpu.rank_memory import RankMemory
 from gpu.cpu.rank_processes import RankOrder, read_order
 from gpu.loading.loaded_model import unseen
-from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed
+from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed, end_cut_off
 from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.steps import GiveCache, decode_step
 from gpu.weights.replacement import open_files
@@ -38,8 +38,10 @@ def run() -> None:
     watch = end_with(order.parent)
     try:
         _serve(order)
-    except (ModelLoadError, EOFError):
+    except ModelLoadError:
         watch.join()  # rank 0 has said why, and ends
+    except EOFError:
+        end_cut_off()
     except Exception:
         time.sleep(SECONDS_TO_END)  # if another rank was lost, the worker ends as that did
         raise

@@ -1,7 +1,8 @@
 """The processes of the ranks behind rank 0, which is the worker itself.
 
-They are its children. One that ends, ends the worker, and they end with it, stopped ones as well:
-to the engine the group is one worker, lost at once, in the way in which the rank was.
+They are its children. One that ends, or that a signal stops, ends the worker, and they end with it,
+stopped ones as well: to the engine the group is one worker, lost at once, in the way in which the
+rank was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import attrs
 import msgspec
 
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink, connect_ranks
+from trioserve.protocol.child_state import wait_ended_or_stopped
 from trioserve.protocol.wire import Start
 
 _LENGTH = struct.Struct("<Q")
@@ -128,7 +130,13 @@ def _start_rank(order: RankOrder, folder: Path | None) -> None:
 
 
 def _end_with(process: subprocess.Popen[bytes], rank: int, folder: Path | None) -> None:
-    """Wait until ``process`` ends; then end this one, by the same signal if it was one."""
+    """Wait until ``process`` ends or is stopped, which ends it.
+
+    Then end this process, by the same signal if it was one.
+    """
+    if wait_ended_or_stopped(process.pid):
+        _log.error("rank %d of the worker was stopped by a signal", rank)
+        process.kill()
     status = process.wait()
     _log.error("rank %d of the worker has ended with status %d", rank, status)
     if folder is not None:

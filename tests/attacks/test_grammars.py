@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import threading
 import time
 import urllib.request
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.attacks.siege import Victim, besieged
+from tests.support.process_faults import hung
 
 HEAVY = 8
 """Grammars that one client has compiled at a time."""
@@ -57,7 +57,7 @@ def num_arrived(victim: Victim) -> int:
 def order_of_answers(victim: Victim, heavy_ones: range, short: list[str]) -> list[str]:
     """Have one key's heavy grammars compiled and then another key's choice of ``short``.
 
-    A worker that is stopped compiles nothing until all have come, in this order.
+    A worker that hangs compiles nothing until all have come, in this order.
     """
     (worker,) = (
         each
@@ -73,13 +73,12 @@ def order_of_answers(victim: Victim, heavy_ones: range, short: list[str]) -> lis
 
     asked = [(f"heavy {n}", "secret", {"guided_json": heavy(n)}) for n in heavy_ones]
     threads = []
-    worker.send_signal(signal.SIGSTOP)
-    for each in (*asked, ("short", "other", {"guided_choice": short})):
-        threads.append(threading.Thread(target=ask, args=each))
-        threads[-1].start()
-        while num_arrived(victim) < len(threads):
-            time.sleep(0.01)
-    worker.send_signal(signal.SIGCONT)
+    with hung(worker.pid):
+        for each in (*asked, ("short", "other", {"guided_choice": short})):
+            threads.append(threading.Thread(target=ask, args=each))
+            threads[-1].start()
+            while num_arrived(victim) < len(threads):
+                time.sleep(0.01)
     for thread in threads:
         thread.join()
     assert {*statuses} <= {200, 400}  # what a machine finds too heavy is refused

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,12 @@ from tests.engine.test_speculation import SUFFIX, draft_model, open_engine, run_
 from tests.engine.test_tensor_parallel import assert_lost_with_its_worker, outputs_with_adapters
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter
+from tests.support.process_faults import hung
 from tests.support.rank_engines import (
+    WAYS_TO_LOSE,
     answers,
     assert_gone,
+    assert_noticed,
     logprobs_of,
     prompt,
     ranks_of,
@@ -117,21 +118,26 @@ async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) ->
     await assert_lost_with_its_worker(tiny, lost, **COMPILED)
 
 
+async def test_a_rank_that_is_lost_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
+    async with open_tiny_engine(tiny, tensor_parallel_size=2, **COMPILED) as engine:
+        for way in WAYS_TO_LOSE:
+            await assert_noticed(engine, way)
+
+
 async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path) -> None:
     """The others sleep in the meantime: no thread waits for it busily."""
     options = {"tensor_parallel_size": 2, "watchdog_timeout": 4.0, **COMPILED}
     async with open_tiny_engine(tiny, **options) as engine:
         worker, ranks = await worker_of(engine), await ranks_of(engine)
-        os.kill(ranks[0].pid, signal.SIGSTOP)
-        with trio.fail_after(60):
+        with hung(ranks[0].pid), trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.complete, prompt(0))
                 await trio.sleep(0.5)
                 before = worker.cpu_times()
                 await trio.sleep(2.0)
                 after = worker.cpu_times()
+            await assert_gone([worker, *ranks])
         assert after.user + after.system - before.user - before.system < 0.2
-        await assert_gone([worker, *ranks])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tests.support.other_hosts import (
     wait_states,
 )
 from tests.support.ports import free_port
+from tests.support.process_faults import hung
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
 from trioserve import ModelLoadError
@@ -134,7 +135,7 @@ async def test_a_client_that_leaves_is_noticed_over_the_link(model: Path, tls: P
             assert [each.num_steps for each in engine.workers] == steps
 
 
-@pytest.mark.parametrize("how", ["killed", "closed", "half-open", "stopped"])
+@pytest.mark.parametrize("how", ["killed", "closed", "half-open", "stopped", "hung"])
 async def test_a_lost_workers_requests_go_on_elsewhere_and_it_joins_again(
     how: str, model: Path, tls: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +144,10 @@ async def test_a_lost_workers_requests_go_on_elsewhere_and_it_joins_again(
         open_network(address_of(engine)) as network,
     ):
         alone = await ask(engine)
-        async with running(agent_for(network.address, tls, model)):
+        async with (
+            running(agent_for(network.address, tls, model)),
+            contextlib.AsyncExitStack() as faults,
+        ):
             await wait_states(engine, "running", "running")
             own = engine.workers[0].pid
             (process,) = [each for each in worker_processes() if each.pid != own]
@@ -162,20 +166,23 @@ async def test_a_lost_workers_requests_go_on_elsewhere_and_it_joins_again(
                     await network.close()
                 elif how == "half-open":
                     network.hold()
+                elif how == "stopped":
+                    process.send_signal(signal.SIGSTOP)
                 else:
-                    process.send_signal(signal.SIGSTOP)  # its agent still answers
+                    faults.enter_context(hung(process.pid))  # its agent still answers
                 with trio.fail_after(20):
                     while engine.workers[1].state != "restarting":
                         await trio.sleep(0.001)
                 # A request in flight on a worker that hung may have caused it, so it waits for it.
                 assert engine.workers[1].num_running == 0
-                assert engine.workers[1].num_waiting == (4 if how == "stopped" else 0)
+                assert engine.workers[1].num_waiting == (4 if how == "hung" else 0)
             assert answers == [*alone, *alone]
             expected = {
                 "killed": "was killed by signal 9",
                 "closed": "connection",
                 "half-open": "nothing was heard of it for 1 s",
-                "stopped": "no step within",
+                "stopped": "was stopped by a signal",
+                "hung": "no step within",
             }[how]
             assert len(told(caplog, "worker lost")) == 1
             assert expected in told(caplog, "worker lost")[0]

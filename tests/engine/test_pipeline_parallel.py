@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -146,27 +144,6 @@ async def assert_a_lost_stage_is_the_workers_loss(folder: Path, lost: int, **mor
         (report,) = engine.workers
         assert "killed by signal 9" in str(report.last_loss)
         await assert_idle(engine)
-
-
-async def test_a_stage_that_is_lost_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
-    async with open_tiny_engine(tiny, pipeline_parallel_size=2) as engine:
-        worker, ranks = await worker_of(engine), await ranks_of(engine)
-        ranks[0].kill()
-        with trio.fail_after(1):
-            await assert_gone([worker, *ranks])
-        assert (await engine.complete(prompt(0), max_tokens=3, ignore_eos=True)).token_ids
-
-
-async def test_a_stage_that_hangs_ends_with_its_worker(tiny: Path) -> None:
-    """A stopped process can't end by itself: the kernel ends it."""
-    options = {"pipeline_parallel_size": 3, "watchdog_timeout": 2.0}
-    async with open_tiny_engine(tiny, **options) as engine:
-        worker, ranks = await worker_of(engine), await ranks_of(engine)
-        os.kill(ranks[0].pid, signal.SIGSTOP)
-        with trio.fail_after(60):
-            answer = await engine.complete(prompt(0), max_tokens=5, ignore_eos=True)
-        assert len(answer.token_ids) == 5
-        await assert_gone([worker, *ranks])
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +17,12 @@ from gpu.models.parallel import link as link_module
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter
+from tests.support.process_faults import hung
 from tests.support.rank_engines import (
     adapted,
     answers,
     assert_gone,
+    assert_noticed,
     logprobs_of,
     prompt,
     ranks_of,
@@ -116,25 +118,32 @@ async def test_a_rank_that_is_lost_is_the_workers_loss(tiny: Path, lost: str) ->
     await assert_lost_with_its_worker(tiny, lost)
 
 
-async def test_a_rank_that_is_lost_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
-    async with open_tiny_engine(tiny, tensor_parallel_size=2) as engine:
-        worker, ranks = await worker_of(engine), await ranks_of(engine)
-        ranks[0].kill()
-        with trio.fail_after(1):
-            await assert_gone([worker])
-        assert (await engine.complete(prompt(0), max_tokens=3, ignore_eos=True)).token_ids
+@pytest.mark.parametrize(
+    ("split", "way"),
+    [
+        ({"tensor_parallel_size": 2}, "killed"),
+        ({"pipeline_parallel_size": 3}, "stopped"),
+        ({"pipeline_parallel_size": 2}, "cut off"),
+    ],
+)
+async def test_a_rank_that_is_lost_between_steps_is_noticed_within_a_second(
+    tiny: Path, split: dict[str, Any], way: str
+) -> None:
+    async with open_tiny_engine(tiny, **split) as engine:
+        await assert_noticed(engine, way)
 
 
-async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path) -> None:
-    """A stopped process can't end by itself: the kernel ends it."""
-    options = {"tensor_parallel_size": 2, "watchdog_timeout": 2.0}
-    async with open_tiny_engine(tiny, **options) as engine:
+@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 3}])
+async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path, split: dict[str, Any]) -> None:
+    """Its process lives, so only the step that doesn't end shows it."""
+    async with open_tiny_engine(tiny, watchdog_timeout=2.0, **split) as engine:
         worker, ranks = await worker_of(engine), await ranks_of(engine)
-        os.kill(ranks[0].pid, signal.SIGSTOP)
-        with trio.fail_after(60):
+        with hung(ranks[0].pid), trio.fail_after(60):
             answer = await engine.complete(prompt(0), max_tokens=5, ignore_eos=True)
-        assert len(answer.token_ids) == 5
-        await assert_gone([worker, *ranks])
+            assert len(answer.token_ids) == 5
+            await assert_gone([worker, *ranks])
+        (report,) = engine.workers
+        assert "no step within" in str(report.last_loss)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +195,19 @@ def test_a_step_that_fails_on_a_rank_ends_the_worker(monkeypatch: pytest.MonkeyP
     assert caught.value.code == EXIT_RANK_LOST
     with link.in_step():
         pass
+
+
+def test_a_worker_that_is_cut_off_from_a_rank_ends_as_if_it_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No request is to be suspected of it."""
+    own, other = socket.socketpair()
+    monkeypatch.setattr(link_module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(link_module.os, "kill", lambda _, number: sys.exit(number))
+    link = RankLink(0, [own])
+    with own, other:
+        other.shutdown(socket.SHUT_RDWR)
+        for use in (lambda: link.send(b"a step"), link.receive):
+            with pytest.raises(SystemExit) as caught, link.in_step():
+                use()
+            assert caught.value.code == signal.SIGKILL

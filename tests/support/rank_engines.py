@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import trio
 
 from tests.support.engines import worker_of
+from tests.support.process_faults import cut_off
 from trioserve import Completion, Engine, Grammar
 
 __all__ = [
+    "WAYS_TO_LOSE",
     "adapted",
     "answers",
     "assert_gone",
+    "assert_noticed",
     "logprobs_of",
     "prompt",
     "ranks_of",
@@ -27,6 +31,12 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0, "beam_width": 3, "n": 2},
     {"temperature": 0, "prompt_logprobs": 1},
 ]
+WAYS_TO_LOSE: dict[str, Callable[[psutil.Process], None]] = {
+    "killed": psutil.Process.kill,
+    "stopped": psutil.Process.suspend,
+    "cut off": lambda rank: cut_off(rank.pid),
+}
+"""Ways to lose a rank behind rank 0; no signal is needed for the last one."""
 
 
 def prompt(number: int) -> list[int]:
@@ -84,3 +94,14 @@ async def assert_gone(processes: list[psutil.Process]) -> None:
     with trio.fail_after(10):
         while any(each.is_running() and each.status() != "zombie" for each in processes):
             await trio.sleep(0.01)
+
+
+async def assert_noticed(engine: Engine, way: str) -> None:
+    """Lose the last rank while nothing is computed: the worker ends within a second."""
+    processes = [await worker_of(engine), *await ranks_of(engine)]
+    WAYS_TO_LOSE[way](processes[-1])
+    with trio.fail_after(1):
+        await assert_gone(processes)
+    assert (await engine.complete(prompt(0), max_tokens=3, ignore_eos=True)).token_ids
+    (report,) = engine.workers
+    assert "was killed by signal 9" in str(report.last_loss)

@@ -19,6 +19,7 @@ from trioserve._util.child_process import end_child
 from trioserve.observability.logs import get_logger
 from trioserve.observability.task_dump import reporting
 from trioserve.protocol import wire
+from trioserve.protocol.child_state import wait_ended_or_stopped
 from trioserve.protocol.errors import EngineError, NoRoomForWorker, WorkerLost
 from trioserve.workers import Link
 from trioserve.workers.command import PACKAGES_FOLDER, worker_command
@@ -66,9 +67,19 @@ class WorkerProcess:
         self._folder.close()
 
     async def wait_lost(self) -> WorkerLost:
-        """Block until the process has exited; return how."""
+        """Block until the process has exited, or was stopped, which ends it; return how."""
+        pid = self.process.pid
+        # The thread ends with the process.
+        is_stopped = await trio.to_thread.run_sync(
+            wait_ended_or_stopped, pid, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+        )
+        if is_stopped:
+            self.process.kill()
         code = await self.process.wait()
-        return _exit_loss(self.process.pid, code, "" if self._has_loaded else _BEFORE_LOADED)
+        if is_stopped:
+            loss = f"process {pid} was stopped by a signal"
+            return WorkerLost(loss, from_outside=True, reason="hung")
+        return _exit_loss(pid, code, "" if self._has_loaded else _BEFORE_LOADED)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:

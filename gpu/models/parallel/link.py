@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from gpu.models.parallel.stage_link import StageLink
 from gpu.slots import summarize
@@ -17,7 +18,7 @@ from trioserve.protocol.errors import ModelLoadError
 
 EXIT_RANK_LOST = 4
 """Status of a worker whose ranks don't compute the same any more."""
-SECONDS_TO_END = 1.0
+SECONDS_TO_END = 0.5
 """Time in which a worker with a lost rank ends in the way in which the rank did."""
 _LENGTH = struct.Struct("<Q")
 T = TypeVar("T")
@@ -71,6 +72,8 @@ class RankLink:
         """
         try:
             yield
+        except (EOFError, ConnectionError):
+            end_cut_off()
         except BaseException:
             _log.exception("a step of several ranks failed")
             logging.shutdown()
@@ -105,6 +108,18 @@ def connect_ranks(num_stages: int, size: int) -> list[RankLink]:
         for rank in range(count)
     ]
     return list(map(RankLink, range(count), ends, stages))
+
+
+def end_cut_off() -> NoReturn:
+    """End this process, whose connection to another rank is closed, as if it was killed.
+
+    No request can have done that, so none is to be suspected.
+    """
+    time.sleep(SECONDS_TO_END)
+    _log.error("the connection to another rank is closed")
+    logging.shutdown()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it was killed")
 
 
 def agreed(link: RankLink, load: Callable[[], T]) -> T:
