@@ -29,6 +29,7 @@ _LENGTH = struct.Struct("<Q")
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
 """Signals that a worker ignores."""
 _log = logging.getLogger("gpu.worker")
+_processes: list[subprocess.Popen[bytes]] = []
 
 
 @attrs.frozen(kw_only=True)
@@ -116,6 +117,11 @@ def start_ranks(
     return own
 
 
+def rank_pids() -> list[int]:
+    """Return the process ids of the ranks that this process has started, in their order."""
+    return [process.pid for process in _processes]
+
+
 def _start_rank(order: RankOrder, folder: Path | None) -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gpu", "--rank"],
@@ -126,6 +132,7 @@ def _start_rank(order: RankOrder, folder: Path | None) -> None:
     assert process.stdin is not None
     process.stdin.write(write_order(order))
     process.stdin.flush()
+    _processes.append(process)
     threading.Thread(target=_end_with, args=(process, order.rank, folder), daemon=True).start()
 
 

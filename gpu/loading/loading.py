@@ -11,6 +11,7 @@ import attrs
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processor, load_processors
+from gpu.cpu.rank_processes import rank_pids
 from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype
 from gpu.loading.loaded_model import Loaded, OnProgress, Serving, choose_num_threads, warm_up
 from gpu.loading.page_transfers import PageTransfers
@@ -109,6 +110,7 @@ def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: st
         num_stages=loaded.num_stages,
         free_memory=loaded.free_memory,
         warning=loaded.warning,
+        rank_pids=rank_pids(),
     )
 
 

@@ -94,6 +94,12 @@ def test_one_worker_is_shown_as_ever() -> None:
     assert alone == plain(a_view(snapshot(requests=[row(1)])), 100, 24)
 
 
+def test_the_ranks_of_a_worker_follow_its_process() -> None:
+    view = a_view(four(workers=[worker(0), worker(1, rank_pids=(5001, 5002))]))
+    view.press("W")
+    assert " running as 4243, 5001, 5002 for 1:02:00 " in plain(view, 100, 24)[2]
+
+
 def test_workers_on_other_hosts_have_the_size_of_plans_and_the_round_trip() -> None:
     far = worker(1, pid=None, host="b\x1b[2J", plan_bytes=612.4, round_trip_ms=1.26)
     view = a_view(four(workers=[worker(0), far]))

@@ -46,7 +46,8 @@ async def test_outputs_are_those_of_one_process(tiny: Path, more: dict[str, Any]
     async with open_tiny_engine(tiny, **options) as engine:
         alone = await answers(engine)
     async with open_tiny_engine(tiny, tensor_parallel_size=2, **options, **more) as engine:
-        assert len(await ranks_of(engine)) == 1
+        (rank,) = await ranks_of(engine)
+        assert [each.rank_pids for each in engine.workers] == [(rank.pid,)]
         together = await answers(engine)
         counts = engine.statistics().scheduler
         assert counts.num_preemptions > 0

@@ -326,7 +326,7 @@ def supervised(
             if isinstance(loss, ModelLoadError):
                 raise loss
             self.loss = loss
-            return None, SimpleNamespace(pid=1)
+            return None, SimpleNamespace(pid=1, rank_pids=[])
 
         async def __aexit__(self, *_: object) -> None:
             raise self.loss

@@ -138,7 +138,7 @@ async def test_no_room_for_a_worker_is_a_pause_however_long(autojump_clock: obje
         starts += 1
         if 2 <= starts < 52:
             raise NoRoomForWorker("No space left on device")
-        yield None, SimpleNamespace(pid=1)
+        yield None, SimpleNamespace(pid=1, rank_pids=[])
 
     async def attach(*_: object) -> None:
         if starts == 1:

@@ -125,6 +125,7 @@ class EngineWorker:
             role=self.role,
             device=self.device,
             pid=life.pid,
+            rank_pids=tuple(life.rank_pids),
             host=self.traffic.host,
             restarts=self.supervisor.restarts,
             last_loss=life.last_loss,

@@ -22,6 +22,8 @@ class WorkerReport:
     """Name of its device; empty while the first process loads."""
     pid: int | None
     """Process id while it runs; None on another host."""
+    rank_pids: tuple[int, ...] = ()
+    """Process ids of its ranks behind that one, in order; none of another host are known."""
     host: str | None
     """Name of its host; None if that is the engine's."""
     restarts: int

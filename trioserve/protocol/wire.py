@@ -116,6 +116,8 @@ class Ready:
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
     """Process id of the worker; the engine sets it."""
+    rank_pids: list[int] = attrs.field(factory=list)
+    """Process ids of the ranks behind rank 0, in order; rank 0 is the worker's process."""
     host: str = ""
     """Name of the worker's host if that isn't the engine's; the engine sets it."""
     warning: str = ""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import attrs
@@ -42,6 +42,8 @@ class WorkerLife:
     """Time of the last change, in seconds on trio's clock."""
     pid: int | None = None
     """Process id while the worker runs."""
+    rank_pids: Sequence[int] = ()
+    """Process ids of the ranks behind the first process, in order, while the worker runs."""
     last_loss: str | None = None
     """Reason of the last loss, without confidential text."""
 
@@ -121,7 +123,7 @@ class Supervisor:
                 async with self.open_worker() as (link, ready):
                     attempts = 0
                     self._note_replaced()
-                    self._note_life("running", ready.pid or None)
+                    self._note_life("running", ready.pid or None, ready.rank_pids)
                     if not started:
                         started = True
                         task_status.started(ready)
@@ -178,8 +180,9 @@ class Supervisor:
         self.on_loss(loss)
         return deaths
 
-    def _note_life(self, state: str, pid: int | None = None) -> None:
-        self.life = attrs.evolve(self.life, state=state, since=trio.current_time(), pid=pid)
+    def _note_life(self, state: str, pid: int | None = None, rank_pids: Sequence[int] = ()) -> None:
+        since = trio.current_time()
+        self.life = attrs.evolve(self.life, state=state, since=since, pid=pid, rank_pids=rank_pids)
 
     def _note_replaced(self) -> None:
         if self._lost_at is not None:

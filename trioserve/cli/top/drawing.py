@@ -12,6 +12,7 @@ from trioserve.cli.top.table import request_lines, task_lines
 from trioserve.cli.top.view import Sample, View
 from trioserve.cli.top.workers import (
     front_ends,
+    processes_of,
     restarts_of,
     worker_line,
     worker_lines,
@@ -138,8 +139,7 @@ def _worker(hello: Hello, snapshot: Snapshot) -> Text:
     worker = snapshot.worker
     line = Text(f" {'worker':<12} ")
     line.append(printable(worker.state), style="green" if worker.state == "running" else "red")
-    if worker.pid is not None:
-        line.append(f" as {worker.pid}")
+    line.append(processes_of(worker.pid, worker.rank_pids))
     line.append(f" for {duration(snapshot.now - worker.since)}")
     if worker.restarts:
         line.append(f", {restarts_of(worker.restarts, worker.last_death)}", style="yellow")

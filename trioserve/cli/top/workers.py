@@ -53,8 +53,7 @@ def worker_line(worker: WorkerRow, now: float) -> Text:
     """Return the line about the worker that is looked at alone."""
     line = Text(f" {f'worker {worker.index}':<12} ")
     line.append(printable(worker.state), style=STATE_STYLES.get(worker.state, _TROUBLE))
-    if worker.pid is not None:
-        line.append(f" as {worker.pid}")
+    line.append(processes_of(worker.pid, worker.rank_pids))
     line.append(f" for {duration(now - worker.since)}")
     if worker.restarts:
         line.append(f", {restarts_of(worker.restarts, worker.last_loss)}", style="yellow")
@@ -64,6 +63,11 @@ def worker_line(worker: WorkerRow, now: float) -> Text:
         away = f" on {printable(worker.host)}: round trip {trip} ms, {size} bytes a plan"
         line.append(away, style="dim")
     return line
+
+
+def processes_of(pid: int | None, rank_pids: Sequence[int]) -> str:
+    """Return the process ids of a worker, if it has any here."""
+    return "" if pid is None else " as " + ", ".join(map(str, (pid, *rank_pids)))
 
 
 def restarts_of(restarts: int, last_loss: str | None) -> str:

@@ -288,6 +288,7 @@ class SnapshotSubscription:
 def _worker_state(life: WorkerLife, restarts: int, offset: float) -> WorkerState:
     return WorkerState(
         pid=life.pid,
+        rank_pids=tuple(life.rank_pids),
         state=life.state,
         restarts=restarts,
         since=life.since + offset,

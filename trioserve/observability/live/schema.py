@@ -64,6 +64,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """The worker process; of several, the first that doesn't run."""
 
     pid: int | None
+    rank_pids: tuple[int, ...] = ()
+    """Process ids of its ranks behind that one, in order."""
     state: str
     """``starting``, ``running``, ``restarting`` or ``released`` (its memory was given back)."""
     restarts: int
@@ -143,6 +145,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its device; empty while the first process loads."""
     pid: int | None
     """Process id; null on another host."""
+    rank_pids: tuple[int, ...] = ()
+    """Process ids of its ranks behind that one, in order; empty on another host."""
     host: str | None = None
     """Name of its host; null if that is the engine's."""
     restarts: int

@@ -120,6 +120,7 @@ def _row(watched: _WatchedWorker, iterations: list[Iteration], offset: float) ->
         state=report.state,
         device=report.device,
         pid=report.pid,
+        rank_pids=report.rank_pids,
         host=report.host,
         restarts=report.restarts,
         since=worker.supervisor.life.since + offset,

@@ -45,8 +45,8 @@ class _JoinedProcess:
         return contextlib.nullcontext()
 
     def identified(self, ready: wire.Ready) -> wire.Ready:
-        """Return ``ready`` with the host."""
-        return attrs.evolve(ready, pid=0, host=self.host)
+        """Return ``ready`` with the host, of which process ids aren't told."""
+        return attrs.evolve(ready, pid=0, rank_pids=[], host=self.host)
 
 
 @attrs.define(eq=False, kw_only=True)

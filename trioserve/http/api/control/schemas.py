@@ -94,6 +94,10 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
     ]
     device: Annotated[str, about("Name of its device; empty while the first process loads.")]
     pid: Annotated[int | None, about("Process id while it runs; null on another host.")]
+    rank_pids: Annotated[
+        list[int],
+        about("Process ids of its ranks behind that one, in order; empty on another host."),
+    ]
     host: Annotated[str | None, about("Name of its host; null if that is the engine's.")]
     restarts: Annotated[int, about("Number of its processes that were replaced.")]
     last_loss: Annotated[str | None, about("Reason of the last loss.")]

@@ -100,9 +100,9 @@ export class Worker {
   }
 }
 
-function factsOf(now, { pid, restarts, since }, weights) {
+function factsOf(now, { pid, rank_pids, restarts, since }, weights) {
   return [
-    pid === null ? "no process" : `process ${pid}`,
+    pid === null ? "no process" : `process ${[pid, ...rank_pids].join(", ")}`,
     `for ${age(now - since)}`,
     plural(restarts, "restart"),
     weights ? `weights ${weights}` : null,

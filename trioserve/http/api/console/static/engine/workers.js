@@ -138,8 +138,9 @@ class WorkerRow {
     write(this.#why, note && worker.last_loss ? ` ${worker.last_loss}` : "");
     FIGURES.forEach(([, , of], i) => write(this.#figures[i], of(worker)));
     this.#showPages(worker.pages);
-    const { pid, host, device } = worker;
-    const process = [pid === null ? "" : String(pid), host, device].filter(Boolean).join(" · ");
+    const { pid, rank_pids, host, device } = worker;
+    const pids = pid === null ? "" : [pid, ...rank_pids].join(", ");
+    const process = [pids, host, device].filter(Boolean).join(" · ");
     write(this.#process, process);
     setAttribute(this.#process, "title", process);
     this.#remove.hidden = !this.controls.areAllowed;
