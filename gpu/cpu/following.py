@@ -35,6 +35,9 @@ def run() -> None:
         signal.signal(number, signal.SIG_IGN)
     set_up_logging()
     order = read_order(sys.stdin.fileno())
+    if order.start.rank_cores:
+        # Before there are threads, and in place of rank 0's cores, which it was started with.
+        os.sched_setaffinity(0, order.start.rank_cores[order.rank])
     watch = end_with(order.parent)
     try:
         _serve(order)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trioserve.engine.core_shares import CoreShare, share_cores
+from trioserve.engine.core_shares import CoreShare, share_among_ranks, share_cores
 from trioserve.protocol.devices import cores_from, cores_text
 from trioserve.protocol.machine import Machine
 
@@ -124,6 +124,32 @@ def test_siblings_stay_together_and_every_core_is_used(nodes: Sequence[str], cou
         assert each.num_threads <= len(bound)
         used |= bound
     assert used == {core for node in every for core in node}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "num_ranks", "expected"),
+    [
+        (ONE_NODE, 1, 2, [((), 0)]),
+        (ONE_NODE, 2, 2, [((), 4), ((), 4)]),
+        (TWO_SOCKETS, 1, 2, [(TWO_SOCKETS, 256)]),
+        (TWO_SOCKETS, 1, 4, [([TWO_SOCKETS[0]] * 2 + [TWO_SOCKETS[1]] * 2, 256)]),
+        (TWO_SOCKETS, 2, 2, [([node] * 2, 128) for node in TWO_SOCKETS]),
+        (FOUR_NODES, 1, 2, [(["0-15,32-47", "16-31,48-63"], 64)]),
+        (FOUR_NODES, 2, 2, [(FOUR_NODES[:2], 32), (FOUR_NODES[2:], 32)]),
+        # The third rank has a node alone, and computes with as many threads as the others.
+        (TWO_SOCKETS, 1, 3, [([TWO_SOCKETS[0]] * 2 + [TWO_SOCKETS[1]], 192)]),
+        (UNEVEN, 1, 4, [(UNEVEN, 32)]),
+    ],
+)
+def test_ranks_are_bound_to_nodes(
+    nodes: Sequence[str], count: int, num_ranks: int, expected: list[tuple[Sequence[str], int]]
+) -> None:
+    every = [cores_from(node) for node in nodes]
+    found = share_among_ranks(every, count, num_ranks, sum(map(len, every)))
+    bound = [([cores_text(cores) for cores in each.rank_cores], each.num_threads) for each in found]
+    assert bound == [(list(ranks), threads) for ranks, threads in expected]
+    for each in found:
+        assert each.cores == (each.rank_cores[0] if each.rank_cores else ())
 
 
 def test_a_worker_alone_has_all_cores() -> None:

@@ -20,6 +20,7 @@ from trioserve.engine.host_devices import HostDevices
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.errors import CallFailed, InvalidRequest, ModelLoadError
+from trioserve.protocol.machine import Machine
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 from trioserve.workers import Link
@@ -181,3 +182,18 @@ async def test_workers_are_bound_to_the_cores_of_their_devices(tmp_path: Path) -
         added = await engine.add_worker()
         assert added.pid is not None
         assert os.sched_getaffinity(added.pid) == {first}
+
+
+async def test_each_rank_of_a_worker_is_bound_to_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    nodes = [[allowed[0]], [allowed[-1]]]
+    monkeypatch.setattr(Machine, "nodes", lambda _: nodes)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "pipeline_parallel_size": 2}
+    async with open_engine(str(make_tiny("qwen3", tmp_path)), **options) as engine:
+        (report,) = engine.workers
+        assert report.pid is not None
+        found = [os.sched_getaffinity(pid) for pid in (report.pid, *report.rank_pids)]
+        assert found == [set(node) for node in nodes]
+        await engine.complete([3, 4], max_tokens=4)

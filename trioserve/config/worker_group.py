@@ -152,9 +152,14 @@ class WorkerGroupOptions(ModelOptions):
         return self.distributed_executor_backend == "ray"
 
     @property
+    def num_ranks(self) -> int:
+        """Number of processes of a worker, which have a part of the model each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def has_ranks(self) -> bool:
-        """True if a worker is several processes, which have a part of the model each."""
-        return self.tensor_parallel_size > 1 or self.pipeline_parallel_size > 1
+        """True if a worker is several processes."""
+        return self.num_ranks > 1
 
     @property
     def roles(self) -> tuple[Role, ...]:

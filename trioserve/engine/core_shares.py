@@ -19,6 +19,8 @@ class CoreShare:
     """Cores that it is bound to; empty for all that the engine may use."""
     num_threads: int = 0
     """Number of threads that compute; 0 lets the worker choose."""
+    rank_cores: tuple[tuple[int, ...], ...] = ()
+    """Cores of each of its ranks, rank 0 included; empty if all have those of the worker."""
 
 
 def share_cores(nodes: Sequence[Sequence[int]], count: int, limit: float) -> list[CoreShare]:
@@ -48,6 +50,36 @@ def share_cores(nodes: Sequence[Sequence[int]], count: int, limit: float) -> lis
         )
         for part, workers in zip(parts, num_workers, strict=True)
         for _ in range(workers)
+    ]
+
+
+def share_among_ranks(
+    nodes: Sequence[Sequence[int]], count: int, num_ranks: int, limit: float
+) -> list[CoreShare]:
+    """Return the shares of ``count`` workers, each of which is ``num_ranks`` processes.
+
+    A process has the share of cores that a worker of one process would have, and the processes of a
+    worker have neighboring nodes. All compute with as many threads as the smallest share allows.
+
+    Args:
+        nodes: The cores of each NUMA node that may be used.
+        count: Number of workers.
+        num_ranks: Number of processes of each.
+        limit: Number of cores that all together may keep busy.
+    """
+    shares = share_cores(nodes, count * num_ranks, limit)
+    if num_ranks == 1:
+        return shares
+    if count == 1 and not shares[0].cores:
+        return [CoreShare()]
+    workers = [shares[first : first + num_ranks] for first in range(0, len(shares), num_ranks)]
+    return [
+        CoreShare(
+            ranks[0].cores,
+            num_ranks * min(each.num_threads for each in ranks),
+            tuple(each.cores for each in ranks if each.cores),
+        )
+        for ranks in workers
     ]
 
 

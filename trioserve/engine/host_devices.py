@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import attrs
 
 from trioserve.config import EngineConfig
-from trioserve.engine.core_shares import CoreShare, share_cores
+from trioserve.engine.core_shares import CoreShare, share_among_ranks
 from trioserve.protocol.devices import CPU_OR_GPU, split_device
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.machine import Machine
@@ -25,6 +25,7 @@ class WorkerDevice:
     device: str
     cores: tuple[int, ...] = ()
     num_threads: int = 0
+    rank_cores: tuple[tuple[int, ...], ...] = ()
     place: int | None = None
     """Its place among the options or the numbers; None if the worker was given a device."""
 
@@ -54,7 +55,9 @@ class HostDevices:
     @classmethod
     def of(cls, config: EngineConfig, machine: Machine) -> HostDevices:
         """Return the devices that the options and the machine have."""
-        shares = share_cores(machine.nodes(), max(config.num_workers, 1), machine.cores())
+        shares = share_among_ranks(
+            machine.nodes(), max(config.num_workers, 1), config.num_ranks, machine.cores()
+        )
         return cls(config.worker_devices, config.device, shares)
 
     def take(self, index: int, device: str | None = None) -> WorkerDevice:
@@ -109,5 +112,10 @@ class HostDevices:
         name, cores = split_device(device)
         if name == "cpu" and not cores:
             share = self._shares[place % len(self._shares)]
-            return WorkerDevice(device=name, cores=share.cores, num_threads=share.num_threads)
+            return WorkerDevice(
+                device=name,
+                cores=share.cores,
+                num_threads=share.num_threads,
+                rank_cores=share.rank_cores,
+            )
         return WorkerDevice(device=name, cores=tuple(cores))

@@ -75,6 +75,7 @@ class WorkerProcesses:
                     start,
                     device=own.device,
                     cores=list(own.cores),
+                    rank_cores=list(map(list, own.rank_cores)),
                     num_threads=start.num_threads or own.num_threads,
                     num_sharing=max(count, 1),
                 ),

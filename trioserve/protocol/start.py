@@ -80,6 +80,8 @@ class Start:
     """Set for a worker that loads no weights and computes nothing; None for a real one."""
     cores: list[int] = attrs.field(factory=list)
     """Cores to which a worker on a CPU is bound; empty for all that it may use."""
+    rank_cores: list[list[int]] = attrs.field(factory=list)
+    """Cores to which each rank is bound, rank 0 included; empty if all have those of rank 0."""
     link_timeout: float = 0.0
     """Seconds of silence after which an agent counts its engine as lost."""
 

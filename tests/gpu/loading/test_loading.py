@@ -139,6 +139,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
             "adaptive": True,
         },
         "cores": [],
+        "rank_cores": [],
         "free_memory": 0,
         "link_timeout": 5.0,
         "num_sharing": 1,
