@@ -27,6 +27,7 @@ from gpu.cpu.compiled_loading import (
 from gpu.cpu.draft_model import CpuDraftModel
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
+from gpu.cpu.memory_limit import StoredModel, stored_by_torch, within_limit
 from gpu.cpu.model import CpuSampler
 from gpu.cpu.pipelined import PipelinedExecutor
 from gpu.cpu.rank_loading import lead_compiled, threads_of_rank
@@ -82,8 +83,11 @@ def load_on_cpu(
     try:
         compiled = make_compiled(start, files.native, dtype, of_rank, on_progress)
     except NotCompiled as reason:
+        start = within_limit(start, stored_by_torch(files, dtype))
         whole = _by_torch(start, files, dtype, threads, on_progress, reason)
     else:
+        stored = StoredModel(files=files, number_bytes=2, quantization=compiled.quantization)
+        start = within_limit(start, stored)
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
     cached = whole.cached
     slots = _slot_table(start, files, cached)

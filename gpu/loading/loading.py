@@ -52,6 +52,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
             raise ModelLoadError(
                 "--tensor-parallel-slices is for models that generate: leave it out"
             )
+        if start.process_memory_limit:
+            raise ModelLoadError("--process-memory-limit is for models that generate: leave it out")
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
@@ -173,12 +175,20 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
 
 
 def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
-    """Refuse what several ranks don't serve, or slices of their sums."""
+    """Refuse what several ranks don't serve, or slices of their sums, or a limit of memory."""
     size, slices = start.num_ranks, start.tensor_parallel_slices
     option = _ranks_option(start) if size > 1 else f"--tensor-parallel-slices {slices}"
     own = kind == "cpu" and not isinstance(files.config, TransformersConfig)
     if max(size, slices) > 1 and not own:
         raise ModelLoadError(f"{option} is for models of this server's own decoders on a CPU")
+    if start.process_memory_limit and not own:
+        raise ModelLoadError(
+            "--process-memory-limit is for models of this server's own decoders on a CPU"
+        )
+    if start.process_memory_limit and start.speculative is not None and start.speculative.model:
+        raise ModelLoadError(
+            "--process-memory-limit doesn't go with a draft model: leave one of them out"
+        )
     if size == 1:
         return
     if start.kv_offloading_dir:

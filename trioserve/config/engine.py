@@ -166,6 +166,17 @@ class EngineConfig(WorkerGroupOptions):
         low=1,
         in_bytes=True,
     )
+    process_memory_limit: int | None = option(
+        None,
+        "most bytes of weights and KV cache in each process of a worker, on a CPU; a model that "
+        "needs more is refused before it is read",
+        unset="none",
+        group="memory",
+        page="tensor-parallel#Memory",
+        kind=int,
+        low=1,
+        in_bytes=True,
+    )
     kv_offloading_bytes: int | None = option(
         None,
         "host memory for cached pages that the KV cache has no room for; for a GPU, whose own "

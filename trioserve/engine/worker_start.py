@@ -155,6 +155,7 @@ def start_message(
         num_pages=config.num_gpu_blocks_override or 0,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or 0,
+        process_memory_limit=config.process_memory_limit or 0,
         kv_offloading_bytes=config.kv_host_bytes,
         kv_offloading_dir=config.kv_offloading_dir or "",
         kv_offloading_dir_bytes=config.kv_offloading_dir_bytes,

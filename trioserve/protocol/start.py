@@ -54,6 +54,8 @@ class Start:
     """True if requests have followed grammars: what these need is loaded with the model then."""
     max_lora_rank: int = 0
     """The largest rank of adapters; 0 for no adapters."""
+    process_memory_limit: int = 0
+    """The most bytes of weights and KV cache in each process on a CPU; 0 for no limit."""
     kv_offloading_bytes: int = 0
     """Bytes of the host's memory for pages that are offloaded from the KV cache."""
     kv_offloading_dir: str = ""

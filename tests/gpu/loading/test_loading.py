@@ -92,6 +92,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "max_num_batched_tokens": 99,
         "kv_cache_dtype": "fp8",
         "kv_cache_memory_bytes": 1 << 33,
+        "process_memory_limit": 1 << 36,
         "kv_offloading_bytes": 1 << 34,
         "kv_offloading_dir": "/pages",
         "kv_offloading_dir_bytes": 1 << 35,
