@@ -12,7 +12,7 @@ import functools
 from bench.report import Made, markdown, script
 from bench.servers import MODEL
 from tests.exactness.dimensions import DIMENSIONS, covering, plainest
-from tests.exactness.run import run
+from tests.exactness.run import run, slices_of
 from trioserve.model_files import locate
 
 
@@ -22,9 +22,11 @@ def measure(*, model: str = MODEL, seed: int = 0) -> Made:
     formats = DIMENSIONS["quantization"]
     if locate(model).suffix != ".gguf":
         formats = tuple(each for each in formats if each != "auto")
+    ranks = DIMENSIONS["ranks"] if slices_of(model) > 1 else ("1",)
+    dimensions = {**DIMENSIONS, "quantization": formats, "ranks": ranks}
     expected = functools.cache(lambda quantization: run(plainest(quantization), model))
     num_answers = num_different = 0
-    chosen = covering({**DIMENSIONS, "quantization": formats}, seed)
+    chosen = covering(dimensions, seed)
     for number, configuration in enumerate(chosen, 1):
         found = run(configuration, model)
         pairs = zip(found, expected(configuration.quantization), strict=True)

@@ -16,6 +16,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "speculation": ("off", "suffix", "ngram", "draft_model"),
     "disturbance": ("none", "preempted", "worker killed", "paused"),
     "threads": ("1", "2"),
+    "ranks": ("1", "2"),
     "plans": ("1", "2"),
     "workers": ("1", "2"),
     "front_ends": ("1", "2"),
@@ -37,13 +38,16 @@ class Configuration:
     speculation: str = "off"
     disturbance: str = "none"
     threads: str = "1"
+    ranks: str = "1"
     plans: str = "1"
     workers: str = "1"
     front_ends: str = "1"
 
     @property
     def is_possible(self) -> bool:
-        """False if nothing could be preempted."""
+        """False if nothing could be preempted, or several ranks would draft."""
+        if self.ranks != "1" and self.speculation != "off":
+            return False
         return self.disturbance != "preempted" or self.company != "alone"
 
     def __str__(self) -> str:

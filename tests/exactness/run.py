@@ -17,9 +17,12 @@ import attrs
 import httpx
 import psutil
 
+from gpu.cpu.compiled_part import choose_slices
+from gpu.models.parallel.model_part import ModelPart
 from tests.exactness.dimensions import Configuration
 from tests.exactness.probes import NUM_OTHERS, facts_of, others, probes
 from trioserve.model_files import locate, open_model
+from trioserve.protocol.errors import ModelLoadError
 
 _PAGE_SIZE = 16
 _MAX_MODEL_LEN = 256
@@ -62,10 +65,10 @@ class _Served:
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)]
         return sum(values)
 
-    def worker(self) -> psutil.Process:
-        """Return the worker process."""
+    def worker_processes(self) -> list[psutil.Process]:
+        """Return the processes of all workers, their ranks included."""
         children = self.process.children(recursive=True)
-        return next(each for each in children if "gpu" in each.cmdline())
+        return [each for each in children if "gpu" in each.cmdline()]
 
 
 def run(configuration: Configuration, model: str) -> list[str]:
@@ -77,6 +80,9 @@ def run(configuration: Configuration, model: str) -> list[str]:
     vocab_size = open_model(locate(model)).config.vocab_size
     asked = probes(vocab_size)
     with _serving(configuration, model) as served:
+        num_processes = int(configuration.workers) * int(configuration.ranks)
+        if len(served.worker_processes()) != num_processes:
+            raise NotReached(f"there aren't {num_processes} processes: {configuration}")
         if configuration.cache != "cold":
             for body in asked:
                 served.ask(body)
@@ -117,7 +123,7 @@ def _disturb(disturbance: str, served: _Served, before: float) -> None:
     while served.count("trioserve:generation_tokens_total") < before + _TOKENS_BEFORE:
         assert time.monotonic() < deadline
     if disturbance == "worker killed":
-        served.worker().kill()
+        served.worker_processes()[0].kill()
     else:
         served.control("/pause_generation", mode="retract")
         served.tokens_at_pause = served.count("trioserve:generation_tokens_total")
@@ -148,11 +154,22 @@ def _check_reached(
             raise NotReached(f"{value} wasn't reached: {configuration}")
 
 
+def slices_of(model: str) -> int:
+    """Return the slices with which one rank and two compute the same; 1 if two can't compute."""
+    try:
+        part = ModelPart(open_model(locate(model)).native, 0, 2)
+    except ModelLoadError:
+        return 1
+    return choose_slices(part, 0) or 1
+
+
 def _options(configuration: Configuration, model: str) -> list[str]:
     few = [_PAGES.get(value, _MANY_PAGES) for value in attrs.asdict(configuration).values()]
     options = {
         "--quantization": configuration.quantization,
         "--num-threads": configuration.threads,
+        "--tensor-parallel-size": configuration.ranks,
+        "--tensor-parallel-slices": str(slices_of(model)),
         "--max-plans-in-flight": configuration.plans,
         "--data-parallel-size": configuration.workers,
         "--max-num-batched-tokens": configuration.chunks,
