@@ -14,8 +14,9 @@ from collections.abc import Sequence
 PARTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "kills": (("--kills", "5"), ()),
     "worker_kills": (("--kills", "4"), ()),
+    "rank_faults": (("--faults", "12"), ()),
     "worker_removals": (("--removals", "2"), ()),
-    "hangs": (("--model", "tiny", "--stops", "3", "--watchdog-timeout", "1"), ()),
+    "hangs": (("--model", "tiny", "--faults", "2", "--watchdog-timeout", "1"), ()),
     "messages": ((), ("--rounds", "3")),
     "full_disk": (("--rounds", "1"), ("--rounds", "5")),
     "clients": (("--rounds", "2"), ()),

@@ -1,16 +1,20 @@
-"""Workers stopped with SIGSTOP under load: how soon is it noticed, and is anything lost?
+"""Workers that stop or hang under load: how soon is it noticed, and is anything lost?
 
-``python -m tests.faults.hangs``. A stopped process neither dies nor answers. The watchdog gives up
-on it ``--watchdog-timeout`` seconds after the oldest plan, and a new worker takes over.
+``python -m tests.faults.hangs``. A process that is stopped with SIGSTOP neither dies nor answers,
+and the kernel tells its parent. A process whose main thread hangs does neither, and tells nothing:
+the watchdog gives up on it ``--watchdog-timeout`` seconds after the oldest plan. Then a new worker
+takes over.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import trio
@@ -26,15 +30,30 @@ from tests.faults.leftovers import (
 )
 from tests.faults.load import Steady
 from tests.faults.stage import engine_over, model_named, pair, sole_worker, verdict_of
+from tests.support.process_faults import hung
 from trioserve import Engine
 
 
-async def stop_workers(
-    engine: Engine, load: Steady, count: int, seed: int
-) -> list[tuple[float, float]]:
-    """Stop the worker ``count`` times, each at a random moment after a token.
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process, which the block waits for to be killed."""
+    os.kill(pid, signal.SIGSTOP)
+    yield
 
-    Returns the seconds from each SIGSTOP to the end of the stopped process, and to the next token.
+
+FAULTS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
+    "stopped": stopped,
+    "hung": hung,
+}
+"""Faults of a process, each for a block in which the engine has to end it."""
+
+
+async def disturb_workers(
+    engine: Engine, load: Steady, fault: str, count: int, seed: int
+) -> list[tuple[float, float]]:
+    """Do ``fault`` to the worker ``count`` times, each at a random moment after a token.
+
+    Returns the seconds from each fault to the end of the process, and to the next token.
     """
     numbers = random.Random(seed)
     pauses = []
@@ -44,46 +63,46 @@ async def stop_workers(
         while (worker := sole_worker()) is None:
             await trio.sleep(0.01)
         restarts = engine.statistics().worker_restarts
-        stopped = trio.current_time()
-        os.kill(worker, signal.SIGSTOP)
-        while sole_worker() == worker:
-            await trio.sleep(0.01)
-        noticed = trio.current_time() - stopped
+        began = trio.current_time()
+        with FAULTS[fault](worker):
+            while sole_worker() == worker:
+                await trio.sleep(0.01)
+        noticed = trio.current_time() - began
         await load.wait_token()
         assert engine.statistics().worker_restarts == restarts + 1
-        pauses.append((noticed, trio.current_time() - stopped))
+        pauses.append((noticed, trio.current_time() - began))
     return pauses
 
 
 async def hangs(model: str, count: int, timeout: float, seed: int) -> tuple[dict[str, Any], bool]:
-    """Stop the worker of an engine ``count`` times; return the figures, and whether good."""
+    """Do each fault to an engine's worker ``count`` times; return figures, and whether good."""
     outside = await Holdings.now()
+    figures: dict[str, Any] = {"watchdog's timeout, s": timeout}
     async with engine_over(model, watchdog_timeout=timeout) as engine:
         load = Steady(engine=engine)
         async with nothing_of_it(engine, load):
-            pauses = await stop_workers(engine, load, count, seed)
+            for fault in FAULTS:
+                pauses = await disturb_workers(engine, load, fault, count, seed)
+                figures |= {
+                    f"workers {fault}": len(pauses),
+                    f"{fault} to the process's end, p50 · p99 ms": pair([end for end, _ in pauses]),
+                    f"{fault} to the next token, p50 · p99 ms": pair([last for _, last in pauses]),
+                }
     await nothing_left(outside, sorts=OUTSIDE)
-    figures = {
-        "workers stopped": len(pauses),
-        "watchdog's timeout, s": timeout,
-        **load.figures(),
-        "stop to the process's end, p50 · p99 ms": pair([noticed for noticed, _ in pauses]),
-        "stop to the next token, p50 · p99 ms": pair([resumed for _, resumed in pauses]),
-    }
-    return figures, not load.failed and not load.differing
+    return {**figures, **load.figures()}, not load.failed and not load.differing
 
 
 def measure(options: argparse.Namespace) -> Made:
     """Return the figures as a table."""
-    how = (options.stops, options.watchdog_timeout, options.seed)
+    how = (options.faults, options.watchdog_timeout, options.seed)
     with model_named(options.model) as model, own_temporary_folder():
         figures, good = trio.run(hangs, model, *how)
     return verdict_of("hangs", figures, good)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Stop workers; return 1 if anything was lost."""
-    options = {"model": MODEL, "stops": 20, "watchdog_timeout": 2.0, "seed": 0}
+    """Disturb workers; return 1 if anything was lost."""
+    options = {"model": MODEL, "faults": 10, "watchdog_timeout": 2.0, "seed": 0}
     return run_script("faults_hangs", measure, arguments, **options)
 
 

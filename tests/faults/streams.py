@@ -157,6 +157,8 @@ class Load:
     engine: Engine
     asked: list[dict[str, Any]]
     clients: int
+    entering: dict[str, int] = attrs.field(factory=dict)
+    """Questions of requests that haven't been admitted to the queue, by their salts."""
     running: set[Stream] = attrs.field(factory=set)
     ended: list[Stream] = attrs.field(factory=list)
     failed: Counter[str] = attrs.field(factory=Counter)
@@ -183,6 +185,18 @@ class Load:
             "log-probabilities": self.logprobs_differing,
         }
         return {**self.failed, **{f"{what} differ": number for what, number in differing.items()}}
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of answers, of what was compared, and of what differs."""
+        return {
+            "requests answered": len(self.ended),
+            "requests lost": sum(self.failed.values()),
+            "tokens compared": self.tokens_compared,
+            "tokens that differ": self.tokens_differing,
+            "texts and ends that differ": self.ends_differing,
+            "log-probabilities compared": self.logprobs_compared,
+            "log-probabilities with another bit": self.logprobs_differing,
+        }
 
     async def learn(self) -> None:
         """Take the undisturbed answers."""
@@ -228,7 +242,13 @@ class Load:
         completions = []
         with turns_of(self.engine, self.asked[question]) as turns:
             for generate, fields in turns:
-                async with generate(**fields, cache_salt=salt) as generation:
+                async with contextlib.AsyncExitStack() as stack:
+                    self.entering[salt] = question
+                    try:
+                        opening = generate(**fields, cache_salt=salt)
+                        generation = await stack.enter_async_context(opening)
+                    finally:
+                        del self.entering[salt]
                     stream = Stream(question=question, generation=generation)
                     self.running.add(stream)
                     chunks: list[Chunk] = []

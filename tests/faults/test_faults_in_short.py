@@ -21,7 +21,7 @@ import trio
 
 from tests.faults.clients import crowd
 from tests.faults.full_disk import full_disk, small_disk
-from tests.faults.hangs import stop_workers
+from tests.faults.hangs import disturb_workers
 from tests.faults.leftovers import (
     OUTSIDE,
     Holdings,
@@ -31,6 +31,8 @@ from tests.faults.leftovers import (
 )
 from tests.faults.load import Steady
 from tests.faults.messages import Harm, harm_workers
+from tests.faults.rank_faults import FAULTS, RankScenario, lose_ranks
+from tests.faults.rank_faults import figures as rank_figures
 from tests.faults.stage import engine_over, serve_here, sole_worker, tiny_model
 from tests.faults.worker_kills import Scenario, figures, lose_workers
 from tests.support.kernels import isas
@@ -93,9 +95,11 @@ async def test_a_worker_that_is_killed_every_second(model: str) -> None:
             assert engine.statistics().worker_restarts == kills
 
 
-async def test_a_worker_that_is_stopped(model: str) -> None:
+async def test_a_worker_that_is_stopped_and_one_that_hangs(model: str) -> None:
     async with under_load(model, watchdog_timeout=3.0) as (engine, load):
-        ((noticed, _),) = await stop_workers(engine, load, 1, seed=0)
+        ((noticed, _),) = await disturb_workers(engine, load, "stopped", 1, seed=0)
+        assert noticed < 1.0
+        ((noticed, _),) = await disturb_workers(engine, load, "hung", 1, seed=0)
         assert noticed > 3.0
 
 
@@ -168,6 +172,15 @@ async def test_workers_that_are_lost_in_every_way(qwen3: str) -> None:
     assert run.lost == dict.fromkeys(ways, 1)
     assert {each.way for each in run.moves} == set(ways)
     made = figures(run)
+    assert made.facts["passed"], made.table
+
+
+@pytest.mark.skipif(not isas(), reason="no compiled kernels")
+async def test_ranks_that_are_lost_in_every_way(tmp_path: Path) -> None:
+    run = await lose_ranks(RankScenario(layout="2 ranks", faults=6, mean_interval=0.1), tmp_path)
+    assert {way: len(seconds) for way, seconds in run.noticed.items()} == dict.fromkeys(FAULTS, 2)
+    assert max(max(seconds) for seconds in run.noticed.values()) < 2.0  # 1 s on a quiet machine
+    made = rank_figures({"2 ranks": run})
     assert made.facts["passed"], made.table
 
 

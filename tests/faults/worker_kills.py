@@ -276,19 +276,13 @@ class Losses:
 
     def counts(self) -> dict[str, Any]:
         """Return the counts of requests and of what differs."""
-        load = self.load
+        ended = self.load.ended
         return {
             **{f"workers {way}": number for way, number in self.lost.items()},
-            "requests answered": len(load.ended),
-            "… that were moved": sum(each.moves > 0 for each in load.ended),
-            "… most often": max((each.moves for each in load.ended), default=0),
+            "requests that were moved": sum(each.moves > 0 for each in ended),
+            "… most often": max((each.moves for each in ended), default=0),
             "requests that waited for their own worker": self.stayed,
-            "requests lost": sum(load.failed.values()),
-            "tokens compared": load.tokens_compared,
-            "tokens that differ": load.tokens_differing,
-            "texts and ends that differ": load.ends_differing,
-            "log-probabilities compared": load.logprobs_compared,
-            "log-probabilities with another bit": load.logprobs_differing,
+            **self.load.counts(),
         }
 
 
