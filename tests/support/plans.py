@@ -31,6 +31,7 @@ __all__ = [
     "GREEDY",
     "PlanMaker",
     "RecordingSampler",
+    "begun_attention",
     "load_tiny",
     "make_attention",
     "make_runner",
@@ -81,9 +82,11 @@ def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCp
     return TorchCpuAttention(shape, config.num_heads, table, config.windows)
 
 
-def prompt_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the logits after each of ``tokens``, computed at once: [T, V] float32."""
-    count = len(tokens)
+def begun_attention(model: Decoder, count: int) -> TorchCpuAttention:
+    """Return the attention of a step that computes one prompt of ``count`` tokens, in a cold cache.
+
+    Its pages of 16 tokens are in reverse order.
+    """
     num_pages = -(-count // 16)
     attention = make_attention(model, page_size=16, num_pages=num_pages)
     layout = StepLayout(
@@ -94,8 +97,14 @@ def prompt_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
         block_tables=np.arange(num_pages - 1, -1, -1, dtype=np.int32)[None],
         num_decode_rows=0,
     )
+    attention.begin(layout)
+    return attention
+
+
+def prompt_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits after each of ``tokens``, computed at once: [T, V] float32."""
     with torch.inference_mode():
-        attention.begin(layout)
+        attention = begun_attention(model, len(tokens))
         return model.logits(model.forward(torch.tensor(tokens), attention))
 
 

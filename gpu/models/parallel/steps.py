@@ -164,6 +164,6 @@ def packed(numbers: Numbers) -> PackedNumbers:
 
 
 def numbers_of(message: PackedNumbers) -> Numbers:
-    """Return the matrix of a message; it may be read only."""
+    """Return the matrix of a message, in memory of its own."""
     dtype = BFLOAT16 if message.is_bfloat16 else FLOAT32
-    return np.frombuffer(message.data, dtype=dtype).reshape(message.shape)
+    return np.frombuffer(bytearray(message.data), dtype=dtype).reshape(message.shape)

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.attention import StepLayout
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Ranks
@@ -22,7 +20,7 @@ from gpu.models.registry import build_model
 from gpu.weights import gguf as gguf_files
 from gpu.weights import safetensors
 from gpu.weights.tensors import load_weights
-from tests.support.plans import load_tiny, make_attention, prompt_logits
+from tests.support.plans import begun_attention, load_tiny, prompt_logits
 from tests.support.thread_ranks import on_ranks
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import FAMILIES, make_tiny
@@ -97,19 +95,8 @@ def expected_names(files: ModelFiles) -> list[str]:
 
 def states_of(decoder: Decoder, before: torch.Tensor) -> torch.Tensor:
     """Return the states behind the layers of a stage; ``before`` are tokens, or states."""
-    count = len(before)
-    num_pages = -(-count // 16)
-    attention = make_attention(decoder, page_size=16, num_pages=num_pages)
-    layout = StepLayout(
-        positions=np.arange(count),
-        query_start=np.array([0, count]),
-        context_lens=np.array([count]),
-        slots=np.array([0]),
-        block_tables=np.arange(num_pages - 1, -1, -1, dtype=np.int32)[None],
-        num_decode_rows=0,
-    )
     with torch.inference_mode():
-        attention.begin(layout)
+        attention = begun_attention(decoder, len(before))
         if before.dtype == torch.int64:
             return decoder.forward(before, attention)
         return decoder.go_on(before.clone(), attention)
