@@ -8,7 +8,7 @@ one behind the other, with its own ranks; a table beside them says where those o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import attrs
 import numpy as np
@@ -80,6 +80,11 @@ def _b(update: LowRankUpdate) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, padded_rank(update.rank) - update.rank))
 
 
+MakeStore = Callable[
+    [ModelConfig, int, Callable[[LoraWeights], PackedAdapter]], AdapterStore[PackedAdapter]
+]
+
+
 class AdapterSlots:
     """The adapters of a model, and on ``device`` those that were used last.
 
@@ -89,6 +94,8 @@ class AdapterSlots:
         dtype: of the model.
         device: of the model.
         count: number of slots, at least as many as a step has adapters.
+        make_store: returns the store of what it is given, a function that packs an adapter; by
+            default one of whole adapters.
     """
 
     def __init__(
@@ -98,8 +105,9 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
         count: int,
+        make_store: MakeStore = AdapterStore,
     ) -> None:
-        self.store = AdapterStore[PackedAdapter](
+        self.store = make_store(
             config, max_rank, lambda adapter: PackedAdapter.of(adapter, config, dtype, device)
         )
         self.count = count

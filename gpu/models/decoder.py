@@ -88,6 +88,11 @@ class Decoder:
         tensors.check_empty()
 
     @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary of the whole model."""
+        return (self.config if self._part is None else self._part.whole).vocab_size
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights and activations."""
         return self._layers[0].attention_norm.dtype
@@ -188,8 +193,8 @@ class Decoder:
         assert self._head is not None
         if self._part is None:
             return self._head.in_float32(hidden, out)
-        joined = self._ranks.all_gather(self._head.in_float32(hidden))
-        return joined[:, : self._part.whole.vocab_size]
+        joined = self._ranks.all_gather(self._head.in_float32(hidden))[:, : self.vocab_size]
+        return joined if out is None else out.copy_(joined)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, E] of ``tokens`` [T] int64."""

@@ -31,10 +31,12 @@ def build_model(
     operations: Operations | None = None,
     part: ModelPart | None = None,
     ranks: Ranks | None = None,
+    device: torch.device | None = None,
 ) -> Decoder:
     """Return the model of ``config`` with ``weights``; see :class:`~gpu.models.decoder.Decoder`.
 
-    With ``part``, return that part, which computes together with those of the other ``ranks``.
+    With ``part``, return that part, which computes together with those of the other ``ranks``. With
+    a ``device``, each tensor, or its part, is moved there as it comes.
 
     Raises:
         ModelLoadError: the family is unknown, or the weights don't fit the configuration.
@@ -42,8 +44,10 @@ def build_model(
     if config.family not in MODEL_CLASSES:
         known = ", ".join(sorted(MODEL_CLASSES))
         raise ModelLoadError(f"the model family {config.family!r} is not supported ({known} are)")
-    if part is None:
-        return MODEL_CLASSES[config.family](config, weights, operations)
-    pieces = ((part.name_of(name), part.piece(name, tensor)) for name, tensor in weights)
-    own = ((name, piece) for name, piece in pieces if name is not None and piece is not None)
-    return MODEL_CLASSES[config.family](part.config(), own, operations, part, ranks)
+    if part is not None:
+        config = part.config()
+        pieces = ((part.name_of(name), part.piece(name, tensor)) for name, tensor in weights)
+        weights = ((name, own) for name, own in pieces if name is not None and own is not None)
+    if device is not None:
+        weights = ((name, tensor.to(device)) for name, tensor in weights)
+    return MODEL_CLASSES[config.family](config, weights, operations, part, ranks)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import attrs
 import torch
 
+from gpu.models.parallel.link import RankLink
 from gpu.models.parallel.ranks import Ranks
 
-__all__ = ["on_ranks"]
+__all__ = ["ThreadLink", "links_of", "on_ranks"]
 
 T = TypeVar("T")
 
@@ -47,6 +50,29 @@ class _ThreadRank:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.meeting.exchange(self.rank, x)[0])
+
+
+class ThreadLink(RankLink):
+    """The link of a thread, which mustn't end the process."""
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        """End the waiting of the others."""
+        for each in self._sockets:
+            each.close()
+
+
+def links_of(size: int) -> list[ThreadLink]:
+    """Return the links of ``size`` ranks, by their numbers."""
+    pairs = [socket.socketpair() for _ in range(size - 1)]
+    leading = ThreadLink(0, [own for own, _ in pairs])
+    return [leading, *(ThreadLink(rank, [pair[1]]) for rank, pair in enumerate(pairs, 1))]
 
 
 def on_ranks(size: int, compute: Callable[[int, Ranks], T]) -> list[T]:

@@ -21,6 +21,7 @@ EXIT_RANK_LOST = 4
 SECONDS_TO_END = 0.5
 """Time in which a worker with a lost rank ends in the way in which the rank did."""
 _LENGTH = struct.Struct("<Q")
+_NUMBER = struct.Struct("<q")
 T = TypeVar("T")
 _log = logging.getLogger("gpu.worker")
 
@@ -63,6 +64,17 @@ class RankLink:
     def first_error(self, own: str) -> str:
         """Return on rank 0 the first error of all ranks, of which it has its ``own``; or ''."""
         return next(filter(None, [own, *(_receive(each).decode() for each in self._sockets)]), "")
+
+    def exchange(self, number: int) -> list[int]:
+        """Return the numbers of all ranks, in their order, once all have come here."""
+        if self.rank:
+            self.send(_NUMBER.pack(number))
+            found = self.receive()
+        else:
+            with self.in_step():
+                found = _NUMBER.pack(number) + b"".join(map(_receive, self._sockets))
+                self.send(found)
+        return [each for (each,) in _NUMBER.iter_unpack(found)]
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:

@@ -18,6 +18,10 @@ class Ranks(Protocol):
         """Return all ranks' ``x`` [R, N] side by side, [R, size * N], in the order of the ranks."""
         ...
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's ``x``, contiguous and of one shape, in the memory of this rank's."""
+        ...
+
 
 class Alone:
     """The only rank."""
@@ -27,5 +31,9 @@ class Alone:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``."""
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``."""
         return x
