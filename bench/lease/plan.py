@@ -19,7 +19,7 @@ SECONDS = "{seconds}"
 # Of tests/kernels: about the compiler, the emulation and the fake GPU, not what a GPU does.
 HOST_TESTS = (
     *("budget", "builds", "cubins", "emulation", "fake_gpu", "memory", "mutations", "sanitizers"),
-    "steps_on_fake_gpu",
+    *("steps_on_fake_gpu", "ranks", "ranks_on_fake_gpu"),
 )
 # Of tests/kernels: each runs one kernel on small inputs. The first ones are the most telling.
 SANITIZED_TESTS = (
@@ -112,7 +112,7 @@ class Setting:
     def pytest(self, *tests: str) -> list[str]:
         """Return the command that runs test files, the kernels where the setting says."""
         where = "gpu" if self.on == "gpu" else "cpu"
-        options = ["-q", "-p", "no:cacheprovider", f"--kernels-on={where}"]
+        options = ["-q", "-rs", "-p", "no:cacheprovider", f"--kernels-on={where}"]
         return [self.python, "-m", "pytest", *options, *tests]
 
 

@@ -72,7 +72,11 @@ def _serve(order: RankOrder) -> None:
         size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
         stages = StageLink(order.rank, size, num_stages, *ways)
     link = RankLink(order.rank, [to_rank_0], stages)
-    if order.is_compiled:
+    if order.device:
+        from gpu.cuda.following import serve_cuda  # needs CuPy
+
+        serve_cuda(order, link)
+    elif order.is_compiled:
         _serve_compiled(order, link, files)
     else:
         from gpu.cpu.torch_following import serve_torch

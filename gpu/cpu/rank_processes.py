@@ -49,7 +49,9 @@ class RankOrder:
     memory: int = -1
     """Descriptor of the memory that the compiled kernels' ranks of a stage share, if several do."""
     rendezvous: str = ""
-    """Path of the file through which torch's ranks find each other."""
+    """Path of the file through which the ranks of torch, or of GPUs, find each other."""
+    device: str = ""
+    """Its GPU, such as ``cuda:1``; empty for a CPU."""
 
 
 def write_order(order: RankOrder) -> bytes:
@@ -85,6 +87,7 @@ def start_ranks(
     *,
     memories: Sequence[int] | None = None,
     rendezvous: Path | None = None,
+    device: str = "",
 ) -> RankLink:
     """Start the other ranks of the worker of ``start``, and return the link of rank 0.
 
@@ -92,12 +95,14 @@ def start_ranks(
 
     Args:
         start: What all ranks load.
-        dtype: bfloat16 or float32.
+        dtype: bfloat16, float16 or float32.
         num_threads: Number of threads of each.
         memories: Descriptors of what the compiled kernels' ranks share, by stage; empty if a stage
             is one rank. None if torch computes.
         rendezvous: File in a folder of its own through which torch's ranks find each other.
+        device: GPU of rank 0, such as ``cuda:4``; the others have those behind it. Empty for a CPU.
     """
+    kind, _, first = device.partition(":")
     own, *others = connect_ranks(start.pipeline_parallel_size, start.tensor_parallel_size)
     for link in others:
         order = RankOrder(
@@ -110,6 +115,7 @@ def start_ranks(
             is_compiled=memories is not None,
             memory=memories[link.rank // start.tensor_parallel_size] if memories else -1,
             rendezvous="" if rendezvous is None else str(rendezvous),
+            device=f"{kind}:{int(first) + link.rank}" if device else "",
         )
         _start_rank(order, None if rendezvous is None else rendezvous.parent)
         for each in link.sockets:

@@ -45,7 +45,9 @@ class CudaAdapters:
         self._adapter_slots = adapter_slots
         self._shapes = product_shapes(config)
         self._index = {product: index for index, product in enumerate(PACKED_MODULES)}
-        self._num_tiles = 0
+        self.brought: list[tuple[int, int]] = []
+        """Numbers and slots of the adapters of the step that was packed last, in their order."""
+        self.num_tiles = 0
         self._update = LoraUpdate(
             loader,
             shapes=self._shapes.values(),
@@ -64,6 +66,7 @@ class CudaAdapters:
         """
         tokens = tokens_by_adapter(rows)
         adapter_slots = self._adapter_slots.bring(tokens.keys())
+        self.brought = list(zip(tokens, adapter_slots, strict=True))
         tiles: list[tuple[int, int, int]] = []
         first = 0
         for slot, own in zip(adapter_slots, tokens.values(), strict=True):
@@ -72,14 +75,20 @@ class CudaAdapters:
                 for start in range(0, len(own), TILE)
             ]
             first += len(own)
-        self._num_tiles = (
+        self.num_tiles = (
             max_tiles(padded_to, self._adapter_slots.count) if padded_to else len(tiles)
         )
         if tokens:
             self._buffer.put("adapter_tokens", np.concatenate([*tokens.values()]))
-        self._buffer.put("adapter_tiles", tiles, padded_to=TILE_NUMBERS * self._num_tiles)
+        self._buffer.put("adapter_tiles", tiles, padded_to=TILE_NUMBERS * self.num_tiles)
+
+    def follow(self, brought: Sequence[tuple[int, int]], num_tiles: int) -> None:
+        """Set the launches of a step that another rank has packed: its adapters and its tiles."""
+        slots = self._adapter_slots.bring([number for number, _ in brought])
+        assert slots == [slot for _, slot in brought], "the ranks' adapters lie in other slots"
+        self.num_tiles = num_tiles
 
     def update(self, layer: int, product: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """See :meth:`gpu.lora.updates.ProductUpdates.update`. Of the step that was packed last."""
         index = layer * len(PACKED_MODULES) + self._index[product]
-        self._update.launch(index, self._shapes[product], self._num_tiles, x, y)
+        self._update.launch(index, self._shapes[product], self.num_tiles, x, y)

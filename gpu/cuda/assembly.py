@@ -10,7 +10,9 @@ from gpu.attention.kv_cache import FP8, KvCache
 from gpu.cuda.adapters import CudaAdapters
 from gpu.cuda.attention import CudaAttention
 from gpu.cuda.attention_limits import AttentionLimits
-from gpu.cuda.executor import CudaExecutor, executor_regions
+from gpu.cuda.executor import CudaExecutor
+from gpu.cuda.forward import ForwardPass
+from gpu.cuda.ranks import SoleRank
 from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.state import DeviceState
 from gpu.cuda.step_buffer import StepBuffer
@@ -83,11 +85,47 @@ def assemble(
     adjuster: Adjuster | None = None,
     adapter_slots: AdapterSlots | None = None,
     slots: SlotTable | None = None,
+    rank: SoleRank | None = None,
 ) -> tuple[CudaExecutor, SlotTable]:
     """Return an executor for ``model``, and the slots with the block tables that it reads.
 
     ``adjuster`` adjusts logits before a token is drawn, ``adapter_slots`` hold the adapters that
     sequences may have; None for none. ``slots`` are another executor's; None makes new ones.
+    ``rank`` is rank 0 of several; None for the only one.
+
+    Raises:
+        ValueError: the kernels aren't made for the model's shape.
+    """
+    rank = rank or SoleRank()
+    forward = assemble_forward(loader, model, limits, rank, adapter_slots)
+    sampler = DeviceSampler(
+        loader,
+        vocab_size=model.vocab_size,
+        num_slots=limits.max_num_seqs,
+        max_rows=limits.max_num_seqs,
+        history=forward.state.history,
+        max_logprobs=limits.max_logprobs,
+        processed_logprobs=limits.logprobs_mode == "processed",
+        appends=not limits.drafts,
+    )
+    if slots is None:
+        slots = _slot_table(limits, model.vocab_size)
+    if adapter_slots is not None:
+        slots.adapters = adapter_slots.store
+    executor = CudaExecutor(
+        forward, sampler=sampler, slots=slots, timeline=timeline, rank=rank, adjuster=adjuster
+    )
+    return executor, slots
+
+
+def assemble_forward(
+    loader: KernelLoader,
+    model: Decoder,
+    limits: ServingLimits,
+    rank: SoleRank,
+    adapter_slots: AdapterSlots | None = None,
+) -> ForwardPass:
+    """Return the forward pass of ``model``, or of the part of it that ``rank`` has.
 
     Raises:
         ValueError: the kernels aren't made for the model's shape.
@@ -104,37 +142,20 @@ def assemble(
         page_size=limits.page_size,
     )
     attention = _attention(loader, model, limits, of_attention, buffer, state)
-    sampler = DeviceSampler(
-        loader,
-        vocab_size=config.vocab_size,
-        num_slots=max_rows,
-        max_rows=max_rows,
-        history=state.history,
-        max_logprobs=limits.max_logprobs,
-        processed_logprobs=limits.logprobs_mode == "processed",
-        appends=not limits.drafts,
-    )
-    if slots is None:
-        slots = _slot_table(limits, config.vocab_size)
     adapters = None
     if adapter_slots is not None:
         adapters = CudaAdapters(loader, buffer, adapter_slots, config)
-        slots.adapters = adapter_slots.store
-    executor = CudaExecutor(
+    return ForwardPass(
         loader,
         model=model,
         attention=attention,
-        sampler=sampler,
         state=state,
         buffer=buffer,
-        slots=slots,
-        timeline=timeline,
+        ranks=rank.ranks,
         max_rows=max_rows,
         max_tokens=max_tokens,
-        adjuster=adjuster,
         adapters=adapters,
     )
-    return executor, slots
 
 
 def _slot_table(limits: ServingLimits, vocab_size: int) -> SlotTable:
@@ -156,7 +177,7 @@ def _step_buffer(
     """Return a buffer with room for everything that a step uploads."""
     max_tokens = limits.max_num_batched_tokens
     regions = {
-        **executor_regions(limits.max_num_seqs, max_tokens),
+        **ForwardPass.regions(limits.max_num_seqs, max_tokens),
         **of_attention.regions(),
         **DeviceState.regions(),
     }

@@ -119,7 +119,8 @@ class CudaAttention:
             ),
             "partial_lse": torch.empty(partials, dtype=torch.float32, device=loader.device),
         }
-        self._step = padded_shape(limits, 1, shares=False)
+        self.shape = padded_shape(limits, 1, shares=False)
+        """Shape of the step whose launches are set."""
 
     @property
     def may_share(self) -> bool:
@@ -139,14 +140,14 @@ class CudaAttention:
     def begin(self, layout: StepLayout) -> None:
         """Pack a step into the step buffer and set its launches."""
         shared = self._packer.find_shared(layout, layout.num_decode_rows)
-        self._prepare(self._packer.pack(layout, shared=shared))
+        self.prepare(self._packer.pack(layout, shared=shared))
 
     def begin_padded(self, num_rows: int, *, shares: bool) -> None:
         """Set the launches for any step of up to ``num_rows`` rows of one token, to be captured.
 
         ``shares`` says whether such steps may have shared prefixes.
         """
-        self._prepare(padded_shape(self._limits, num_rows, shares=shares))
+        self.prepare(padded_shape(self._limits, num_rows, shares=shares))
 
     def find_shared(self, layout: StepLayout, num_rows: int) -> SharedPrefixes | None:
         """Return the shared prefixes worth using in a step that is padded to ``num_rows`` rows."""
@@ -174,7 +175,7 @@ class CudaAttention:
 
     def attend(self, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
         """See :meth:`gpu.attention.Attention.attend`."""
-        step, work, cache = self._step, self._windows[window], self._layers[layer]
+        step, work, cache = self.shape, self._windows[window], self._layers[layer]
         keys, values = cache.keys, cache.values
         scales = {"k_scale": cache.key_scales, "v_scale": cache.value_scales}
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -189,9 +190,9 @@ class CudaAttention:
             work.combine.launch(out)
         return out
 
-    def _prepare(self, step: StepShape) -> None:
+    def prepare(self, step: StepShape) -> None:
         """Set the grids and buffers of all launches of a step."""
-        self._step = step
+        self.shape = step
         for window in self._windows.values():
             if step.num_decode_rows:
                 self._prepare_decode(window, step.num_items[window.size])

@@ -77,7 +77,7 @@ def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
 @attrs.frozen
 class _Step:
     forward: Graph
-    sampling: Graph
+    sampling: Graph | None
 
 
 class GraphLadder:
@@ -94,14 +94,15 @@ class GraphLadder:
         *,
         prepare: Callable[[int], None],
         forward: Callable[[int], T],
-        sample: Callable[[int, T], None],
+        sample: Callable[[int, T], None] | None,
         on_captured: Callable[[], None],
     ) -> None:
         """Capture both parts of a step for every size.
 
         ``prepare`` is called before each size is captured and ``on_captured`` after it; ``sample``
-        gets what ``forward`` returned. The largest size comes first: what it allocates is enough
-        for the others, each of which takes the memory of the one before.
+        gets what ``forward`` returned, and is None where nothing is drawn. The largest size comes
+        first: what it allocates is enough for the others, each of which takes the memory of the one
+        before.
         """
         for size in sorted(sizes, reverse=True):
             prepare(size)
@@ -120,15 +121,28 @@ class GraphLadder:
 
     def replay_sampling(self, size: int) -> None:
         """Queue the sampling for one of the sizes, of what its forward pass gave."""
-        self._steps[size].sampling.replay()
+        sampling = self._steps[size].sampling
+        assert sampling is not None
+        sampling.replay()
 
     def _capture_size(
         self,
         capturer: Capturer,
         size: int,
         forward: Callable[[int], T],
-        sample: Callable[[int, T], None],
+        sample: Callable[[int, T], None] | None,
     ) -> None:
         forward_graph, result = capturer.capture(lambda: forward(size))
-        sampling_graph, _ = capturer.capture(lambda: sample(size, result))
+        sampling_graph = None
+        if sample is not None:
+            sampling_graph, _ = capturer.capture(lambda: sample(size, result))
         self._steps[size] = _Step(forward_graph, sampling_graph)
+
+
+@attrs.frozen
+class Replay:
+    """The graphs that a step replays: those of a ladder, which has a ``kind``, for a size."""
+
+    kind: str
+    graphs: GraphLadder
+    size: int

@@ -24,10 +24,12 @@ def model_kernels(
     cache_dtype: torch.dtype,
     may_share: bool,
     serves_adapters: bool,
+    vocab_size: int | None,
 ) -> list[KernelSource]:
     """Return every kernel that :func:`gpu.cuda.assembly.assemble` and the model's operations load.
 
-    ``may_share`` is :attr:`gpu.cuda.attention_limits.AttentionLimits.may_share`.
+    ``may_share`` is :attr:`gpu.cuda.attention_limits.AttentionLimits.may_share`. ``vocab_size`` is
+    that of the logits from which tokens are drawn; None where none are.
     """
     head_dim = config.head_dim
     sources = [
@@ -39,7 +41,7 @@ def model_kernels(
         rope_and_write_source(head_dim, dtype, cache_dtype),
         decode_attention.source(head_dim, dtype, cache_dtype),
         combine_partials.source(head_dim, dtype),
-        *sampling_sources(Tiling.of(config.vocab_size)).values(),
+        *(() if vocab_size is None else sampling_sources(Tiling.of(vocab_size)).values()),
         *(lora_sources(dtype).values() if serves_adapters else ()),
     ]
     return sources + [

@@ -13,17 +13,16 @@ import attrs
 import torch
 
 from gpu.attention.kv_cache import bytes_per_page
-from gpu.cuda.assembly import ServingLimits, assemble, attention_limits, cache_shape
+from gpu.cuda.assembly import ServingLimits, attention_limits, cache_shape
 from gpu.cuda.device import Gpu, is_out_of_memory
-from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.graphs import ladder, sharing_ladder
 from gpu.cuda.model_kernels import model_kernels
-from gpu.cuda.timeline import Timeline
+from gpu.cuda.ranks import SoleRank
 from gpu.kernels import KernelLoader, KernelSource
 from gpu.kernels.attention_tile import check_attention_arguments
 from gpu.kernels.nvrtc import KernelBuildError
 from gpu.loading.draft_files import cannot_draft
-from gpu.loading.loaded_model import OnProgress, of_weights, warm_up
+from gpu.loading.loaded_model import OnProgress, of_weights
 from gpu.loading.memory import graph_bytes, step_doesnt_fit
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
@@ -49,17 +48,22 @@ class ModelToLoad:
     dtype: torch.dtype
     serves_adapters: bool
     is_draft_model: bool = False
+    rank: SoleRank = attrs.field(factory=SoleRank)
+    """Rank that computes it, or a part of it."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's configuration."""
-        return self.files.native
+        """Configuration of the model, or of the rank's part of it."""
+        part = self.rank.part
+        return self.files.native if part is None else part.config()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights."""
-        shapes = expected_tensors(self.config).values()
-        return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+        part = self.rank.part
+        shapes = expected_tensors(self.config).items()
+        own = (shape for name, shape in shapes if part is None or part.has(name))
+        return sum(map(math.prod, own)) * self.dtype.itemsize
 
     @property
     def max_decode_rows(self) -> int:
@@ -111,6 +115,7 @@ class ModelToLoad:
                 cache_dtype=shape.dtype,
                 may_share=may_share,
                 serves_adapters=self.serves_adapters,
+                vocab_size=self.files.native.vocab_size if self.rank.draws else None,
             )
 
     def load(self, loader: KernelLoader, on_progress: OnProgress) -> Decoder:
@@ -122,9 +127,14 @@ class ModelToLoad:
                 mlp_sizes=self.config.mlp_sizes,
                 dtype=self.dtype,
             )
-        weights = load_weights(self.files, self.dtype, of_weights(on_progress))
-        on_gpu = ((name, tensor.to(loader.device)) for name, tensor in weights)
-        return build_model(self.config, on_gpu, operations)
+        return build_model(
+            self.files.native,
+            load_weights(self.files, self.dtype, of_weights(on_progress)),
+            operations,
+            self.rank.part,
+            self.rank.ranks,
+            loader.device,
+        )
 
     @contextlib.contextmanager
     def refusing_shapes(self) -> Iterator[None]:
@@ -158,6 +168,7 @@ def measure(
     decoders: Sequence[Decoder],
     free: int,
     on_progress: OnProgress,
+    prepare: PrepareStep,
 ) -> tuple[int, int]:
     """Run the largest step of each model over a cache that just holds it.
 
@@ -165,9 +176,8 @@ def measure(
     and with the largest activations, and these alone.
     """
     on_progress("memory", 0, 1)
-    timeline = gpu.timeline()
     steps = [
-        _largest_step(gpu, each, decoder, timeline)
+        _largest_step(gpu, each, decoder, prepare)
         for each, decoder in zip(models, decoders, strict=True)
     ]
     activations = max(step.activations for step in steps)
@@ -176,29 +186,31 @@ def measure(
     return held + activations, activations
 
 
+PrepareStep = Callable[[Decoder, ServingLimits, Sequence[int]], tuple[object, Callable[[], None]]]
+"""Prepares a step of prompts of some lengths; returns what keeps it alive, and what runs it."""
+
+
 @attrs.frozen(kw_only=True)
 class _LargestStep:
-    executor: CudaExecutor
+    kept: object
     """Kept alive until the memory of all models is measured together."""
     activations: int
     cache_bytes: int
 
 
-def _largest_step(gpu: Gpu, each: ModelToLoad, model: Decoder, timeline: Timeline) -> _LargestStep:
+def _largest_step(
+    gpu: Gpu, each: ModelToLoad, model: Decoder, prepare: PrepareStep
+) -> _LargestStep:
     limits, num_rows = each.limits, each.max_decode_rows
     length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len)
     num_pages = num_rows * -(-length // limits.page_size)
     with each.refusing_shapes(), explaining(lambda: step_doesnt_fit(limits.max_num_batched_tokens)):
-        executor, slots = assemble(
-            gpu.loader, model, attrs.evolve(limits, num_pages=num_pages), timeline
-        )
-        activations = gpu.peak_of(
-            lambda: warm_up(executor, slots, [length] * num_rows, limits.page_size)
-        )
+        kept, run = prepare(model, attrs.evolve(limits, num_pages=num_pages), [length] * num_rows)
+        activations = gpu.peak_of(run)
     # Prompts are reported on when the activations of the forward pass are free again.
-    scoring = peak_bytes(each.config.vocab_size, limits.max_num_batched_tokens)
+    scoring = peak_bytes(model.vocab_size, limits.max_num_batched_tokens)
     return _LargestStep(
-        executor=executor,
+        kept=kept,
         activations=max(activations, scoring),
         cache_bytes=num_pages * each.page_bytes(gpu.loader.device),
     )

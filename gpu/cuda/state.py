@@ -23,7 +23,7 @@ MAX_UPDATES = 4096
 # Rows begin at multiples of this many numbers, so that kernels may read four at once.
 ALIGNMENT = 4
 
-_Run = tuple[int, npt.NDArray[np.int32]]
+Run = tuple[int, npt.NDArray[np.int32]]
 """A first index in the arena, and the numbers to write from there on."""
 
 
@@ -74,7 +74,8 @@ class DeviceState:
         self._pages_known = [0] * num_slots
         self._cuts_known = [0] * num_slots
         self._opened: dict[int, npt.NDArray[np.int32]] = {}
-        self._large: list[_Run] = []
+        self.large: list[Run] = []
+        """Runs that find no place in the step buffer, until they are copied."""
         self._scatter = ScatterUpdates(
             loader,
             arena=self._arena,
@@ -104,7 +105,7 @@ class DeviceState:
         room = MAX_UPDATES
         for first, numbers in [*self._missing(from_host), *self._changes(rows, slots)]:
             if len(numbers) > room:
-                self._large.append((first, numbers))
+                self.large.append((first, numbers))
                 continue
             room -= len(numbers)
             indices.append(np.arange(first, first + len(numbers)))
@@ -114,18 +115,22 @@ class DeviceState:
             pairs = np.stack([np.concatenate(indices), np.concatenate(values)], axis=1)
             self._buffer.put("updates", pairs)
 
+    def pack_nothing(self) -> None:
+        """Put into the step buffer that nothing has changed."""
+        self._buffer.put("num_updates", 0)
+
     def copy_large(self) -> None:
         """Copy what found no place in the step buffer. Not to be captured."""
-        for first, numbers in self._large:
+        for first, numbers in self.large:
             source = staged(numbers, self._arena.device)
             self._arena[first : first + len(numbers)].copy_(source, non_blocking=True)
-        self._large.clear()
+        self.large.clear()
 
     def scatter(self) -> None:
         """Apply the pairs that the step buffer brought."""
         self._scatter.launch()
 
-    def _changes(self, rows: Sequence[Row], slots: SlotTable) -> list[_Run]:
+    def _changes(self, rows: Sequence[Row], slots: SlotTable) -> list[Run]:
         """Runs of numbers to write. No two overlap."""
         changes = [(self._place(number, 0), tokens) for number, tokens in self._opened.items()]
         self._opened.clear()
@@ -141,7 +146,7 @@ class DeviceState:
                 self._pages_known[number] = num_pages
         return changes
 
-    def _missing(self, rows: Sequence[Row]) -> list[_Run]:
+    def _missing(self, rows: Sequence[Row]) -> list[Run]:
         """Return the tokens of ``rows`` and their drafts, without those that an opening brings."""
         runs = []
         for row in rows:

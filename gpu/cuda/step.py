@@ -9,21 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.cuda.graphs import GraphLadder
+from gpu.cuda.graphs import Replay
 from gpu.cuda.sampler import SamplerOutputs, top_lists
 from gpu.cuda.timeline import FinishedStep, StepEnd
 from gpu.sampling.drawn import Drawn
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row
-
-
-@attrs.frozen
-class Replay:
-    """The graphs that a step replays."""
-
-    graphs: GraphLadder
-    size: int
 
 
 @attrs.frozen(kw_only=True)

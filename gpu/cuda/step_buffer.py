@@ -76,6 +76,16 @@ class StepBuffer:
         numbers[start + len(flat) : end] = fill
         self._used = max(self._used, end)
 
+    def packed(self) -> bytes:
+        """Return what is put for the next upload, for :meth:`fill` of another rank's buffer."""
+        return self._hosts[self._current].numbers[: self._used].tobytes()
+
+    def fill(self, packed: bytes) -> None:
+        """Put what a buffer with the same regions has packed."""
+        numbers = np.frombuffer(packed, np.int32)
+        self._hosts[self._current].numbers[: len(numbers)] = numbers
+        self._used = len(numbers)
+
     def upload(self) -> None:
         """Copy what was put since the last upload, in the order of the current stream."""
         host = self._hosts[self._current]

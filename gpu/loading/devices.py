@@ -20,13 +20,14 @@ LOWEST_CAPABILITY = (8, 0)
 _log = logging.getLogger("gpu.devices")
 
 
-def choose_device(name: str) -> str:
+def choose_device(name: str, num_gpus: int = 1) -> str:
     """Return ``cpu`` or ``cuda:N``. ``auto`` prefers a usable GPU, and logs why one isn't usable.
 
-    A number behind the name, as in ``auto:1``, chooses a GPU: the current one without.
+    A number behind the name, as in ``auto:1``, chooses a GPU: the current one without. If it is a
+    GPU, there are ``num_gpus`` from it on.
 
     Raises:
-        ModelLoadError: ``name`` is cuda and no GPU is usable.
+        ModelLoadError: ``name`` is cuda and no GPU is usable, or there are too few.
     """
     name, _, number = name.partition(":")
     # Importing torch is slow, and without a driver there is no GPU to ask it for.
@@ -35,15 +36,17 @@ def choose_device(name: str) -> str:
     import torch
 
     obstacle = _obstacle_here()
-    if obstacle is None and number:
-        if int(number) >= torch.cuda.device_count():
-            raise ModelLoadError(
-                f"each worker needs a GPU of its own, and there is no cuda:{number}: there are "
-                f"{torch.cuda.device_count()} GPUs"
-            )
-        torch.cuda.set_device(int(number))
     if obstacle is None:
-        return f"cuda:{torch.cuda.current_device()}"
+        first, count = int(number or torch.cuda.current_device()), torch.cuda.device_count()
+        last = first + num_gpus - 1
+        if last >= count:
+            needs = "a GPU" if num_gpus == 1 else f"{num_gpus} GPUs (--tensor-parallel-size)"
+            raise ModelLoadError(
+                f"each worker needs {needs} of its own, and there is no cuda:{last}: there are "
+                f"{count} GPUs"
+            )
+        torch.cuda.set_device(first)
+        return f"cuda:{first}"
     if name == "cuda":
         raise ModelLoadError(f"--device cuda can't be used: {obstacle}")
     if torch.cuda.is_available():

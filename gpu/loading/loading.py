@@ -57,7 +57,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
-    device = choose_device(start.device)
+    device = choose_device(start.device, start.tensor_parallel_size)
     if device == "cpu":
         bind_to_cores(start.cores)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
@@ -177,11 +177,14 @@ def _refuse_options(start: Start, kind: str, files: ModelFiles) -> None:
 def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
     """Refuse what several ranks don't serve, or slices of their sums, or a limit of memory."""
     size, slices = start.num_ranks, start.tensor_parallel_slices
-    option = _ranks_option(start) if size > 1 else f"--tensor-parallel-slices {slices}"
-    own = kind == "cpu" and not isinstance(files.config, TransformersConfig)
-    if max(size, slices) > 1 and not own:
-        raise ModelLoadError(f"{option} is for models of this server's own decoders on a CPU")
-    if start.process_memory_limit and not own:
+    of_slices = size == 1 or (kind == "cuda" and slices > 1)
+    option = f"--tensor-parallel-slices {slices}" if of_slices else _ranks_option(start)
+    on_cpu = of_slices or start.pipeline_parallel_size > 1
+    own = kind in (("cpu",) if on_cpu else ("cpu", "cuda"))
+    if max(size, slices) > 1 and not (own and isinstance(files.config, ModelConfig)):
+        where = " on a CPU" if on_cpu else ""
+        raise ModelLoadError(f"{option} is for models of this server's own decoders{where}")
+    if start.process_memory_limit and not (kind == "cpu" and isinstance(files.config, ModelConfig)):
         raise ModelLoadError(
             "--process-memory-limit is for models of this server's own decoders on a CPU"
         )
@@ -193,9 +196,14 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         return
     if start.kv_offloading_dir:
         raise ModelLoadError(f"{option} doesn't go with --kv-offloading-dir: leave one of them out")
-    if start.speculative is not None and start.pipeline_parallel_size > 1:
+    may_draft = kind == "cpu" and start.pipeline_parallel_size == 1
+    if start.speculative is not None and not may_draft:
         raise ModelLoadError(
             f"{option} doesn't go with --speculative-config: leave one of them out"
+        )
+    if kind == "cuda" and start.deterministic:  # NCCL's order depends on the size of the batch
+        raise ModelLoadError(
+            f"{option} doesn't go with --deterministic on a GPU: leave one of them out"
         )
 
 

@@ -119,10 +119,12 @@ def choose_num_gpu_pages(
     """Return the number of KV pages on a GPU.
 
     A number of pages in ``start`` is used as it is. Otherwise the cache gets the bytes in
-    ``start``, or what the budget leaves, and one sequence of ``max_model_len`` tokens has to fit.
+    ``start``, which are for all ranks, or what the budget leaves, and one sequence of
+    ``max_model_len`` tokens has to fit.
 
     Args:
         in_use: bytes of weights, CUDA graphs and the activations of the largest step.
+        bytes_per_page: those of one rank.
 
     Raises:
         ModelLoadError: it doesn't.
@@ -131,8 +133,9 @@ def choose_num_gpu_pages(
         return start.num_pages
     needed = -(-max_model_len // start.page_size)
     if start.kv_cache_memory_bytes:
-        pages = start.kv_cache_memory_bytes // bytes_per_page
-        remedy = f"raise --kv-cache-memory-bytes to {needed * bytes_per_page}"
+        of_ranks = bytes_per_page * start.tensor_parallel_size
+        pages = start.kv_cache_memory_bytes // of_ranks
+        remedy = f"raise --kv-cache-memory-bytes to {needed * of_ranks}"
     else:
         pages = max(memory.budget - in_use, 0) // bytes_per_page
         remedy = f"raise --gpu-memory-utilization above {memory.utilization:g}"

@@ -21,6 +21,15 @@ weights can't be read or don't fit into memory.
 """
 
 
+def keep_weights(_: ModelFiles) -> Callable[[], None]:
+    """Refuse other weights: a :data:`ReadWeights` of several ranks.
+
+    Raises:
+        ModelLoadError: Always.
+    """
+    raise ModelLoadError("the weights of several ranks can't be exchanged: restart the server")
+
+
 @attrs.define(eq=False)
 class ModelWeights(Generic[Files]):
     """The weights that a worker serves, and those read to replace them.

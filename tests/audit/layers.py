@@ -68,8 +68,15 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "constraints": "slots sampling",
         "runner": "slots sampling executor",
         "loading": "slots sampling executor lora constraints runner",
-        "cpu": "_util slots sampling executor attention weights lora models loading",
-        "cuda": "_util slots sampling executor attention kernels weights lora models loading",
+        "cpu.rank_processes": "models",
+        "cpu": (
+            "_util slots sampling executor attention weights lora models loading cpu.rank_processes"
+        ),
+        "cuda": (
+            "_util slots sampling executor attention kernels weights lora models loading "
+            "cpu.rank_processes"
+        ),
+        "cpu.following": "_util models loading cpu cpu.rank_processes cuda",
         "models.encoder": "slots executor weights models runner loading",
         "models.transformers_models": "slots sampling executor attention lora models loading cpu",
         "mock": "slots sampling executor",
@@ -78,7 +85,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
             "models.transformers_models mock"
         ),
         "worker": "_util slots lora constraints runner loading cuda loading.loading",
-        "__main__": "kernels models loading cpu worker",
+        "__main__": "kernels models loading cpu cpu.following worker",
     },
 }
 """Imports that each folder may make in its own package, from the lowest layer up.

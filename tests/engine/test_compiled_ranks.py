@@ -153,7 +153,7 @@ async def test_a_rank_that_hangs_ends_with_its_worker(tiny: Path) -> None:
             {"speculative_config": '{"method": "ngram"}', "dtype": "float32"},
             "--speculative-config can't be had: the compiled kernels compute in bfloat16",
         ),
-        ({"model_impl": "transformers"}, "2 is for models of this server's own decoders on a CPU"),
+        ({"model_impl": "transformers"}, "2 is for models of this server's own decoders"),
         (
             {"model_impl": "transformers", "tensor_parallel_size": 1},
             "--tensor-parallel-slices 4 is for models of this server's own decoders on a CPU",

@@ -27,9 +27,10 @@ class Flight:
     options: dict[str, Any] = attrs.field(factory=dict)
     """Options of the server, see :meth:`Server.of`."""
 
-    def serve(self, folder: Path, loader: KernelLoader) -> Server:
+    def serve(self, folder: Path, loader: KernelLoader, **more: Any) -> Server:
         """Load the model."""
-        return Server.of(folder, loader, graphs=True, num_host_pages=2, **self.options)
+        options = {"num_host_pages": 2, **self.options, **more}
+        return Server.of(folder, loader, graphs=True, **options)
 
     def run(self, server: Server, *, in_flight: int) -> list[StepResult]:
         """Run all plans; the results, without times."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
 import torch
 
 from gpu.attention import StepLayout
-from gpu.cuda.assembly import ServingLimits, assemble
+from gpu.cuda.assembly import ServingLimits, assemble, assemble_forward
 from gpu.cuda.draft_model import CudaDraftModel
 from gpu.cuda.executor import CudaExecutor
+from gpu.cuda.forward import ForwardPass
 from gpu.cuda.graphs import Capturer, CudaCapturer
+from gpu.cuda.ranks import SoleRank
 from gpu.cuda.timeline import CudaTimeline, HostTimeline, Timeline
 from gpu.kernels import KernelLoader
-from gpu.lora.adapter_slots import AdapterSlots
+from gpu.lora.adapter_slots import AdapterSlots, PackedAdapter
 from gpu.lora.reading import read_adapter
+from gpu.lora.store import AdapterStore
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.models.registry import build_model
@@ -32,10 +35,24 @@ from tests.support.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["Judge", "Server"]
+__all__ = ["Judge", "MakeRank", "Planned", "Server", "open_follower"]
 
 PAGE_SIZE = 16
 NUM_PAGES = 64
+
+
+MakeRank = Callable[[TapedLoader], SoleRank]
+"""Returns the rank that a server is, given the loader of its kernels."""
+
+
+class Planned(Protocol):
+    """Something that runs plans: ``maker`` makes them for ``runner``."""
+
+    @property
+    def runner(self) -> Runner: ...
+
+    @property
+    def maker(self) -> PlanMaker: ...
 
 
 @attrs.define
@@ -62,35 +79,22 @@ class Server:
         max_num_seqs: int = 4,
         adjuster: Adjuster | None = None,
         adapters: Sequence[Path] = (),
+        make_rank: MakeRank = lambda _: SoleRank(),
         **limits: Any,
     ) -> Server:
         taped = TapedLoader(loader)
-        model = _decoder(folder, taped, dtype)
-        config = model.config
-        fields: dict[str, Any] = {
-            "max_model_len": 256,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": 128,
-            "page_size": PAGE_SIZE,
-            "num_pages": NUM_PAGES,
-            "kv_cache_dtype": "auto",
-            "max_logprobs": 5,
-            "logprobs_mode": "raw",
-            "batch_invariant_attention": False,
-            **limits,
-        }
+        rank = make_rank(taped)
+        model = _decoder(folder, taped, dtype, rank)
         timeline, capturer = _timeline_and_capturer(taped)
-        adapter_slots = None
-        if adapters:
-            adapter_slots = AdapterSlots(config, 64, dtype, loader.device, count=2)
-            for number, path in enumerate(adapters, 1):
-                adapter_slots.store.put(number, read_adapter(path, config, 64))
-        serving = ServingLimits(**fields)
-        executor, slots = assemble(taped, model, serving, timeline, adjuster, adapter_slots)
+        adapter_slots = _adapter_slots(folder, model, adapters, rank)
+        serving = _limits(max_num_seqs=max_num_seqs, **limits)
+        executor, slots = assemble(
+            taped, model, serving, timeline, adjuster, adapter_slots, rank=rank
+        )
         if graphs:
             executor.capture(capturer, max_num_seqs, lambda done, total: None)
-        runner = Runner(executor, slots, max_num_batched_tokens=fields["max_num_batched_tokens"])
-        maker = PlanMaker(runner.step, page_size=fields["page_size"], num_pages=NUM_PAGES)
+        runner = Runner(executor, slots, max_num_batched_tokens=serving.max_num_batched_tokens)
+        maker = PlanMaker(runner.step, page_size=serving.page_size, num_pages=NUM_PAGES)
         used = capturer if graphs else None
         return cls(taped, executor, runner, maker, serving, timeline, used)
 
@@ -175,13 +179,67 @@ def _timeline_and_capturer(loader: TapedLoader) -> tuple[Timeline, Capturer]:
     return CudaTimeline(loader.device), CudaCapturer()
 
 
-def _decoder(folder: Path, loader: TapedLoader, dtype: torch.dtype) -> Decoder:
+def open_follower(
+    folder: Path,
+    loader: KernelLoader,
+    make_rank: MakeRank,
+    *,
+    adapters: Sequence[Path] = (),
+    **limits: Any,
+) -> tuple[ForwardPass, AdapterStore[PackedAdapter] | None]:
+    """Return what another rank than rank 0 launches, with its graphs, and its adapters.
+
+    The options are those of :meth:`Server.of`.
+    """
+    taped = TapedLoader(loader)
+    rank = make_rank(taped)
+    model, serving = _decoder(folder, taped, torch.bfloat16, rank), _limits(**limits)
+    slots = _adapter_slots(folder, model, adapters, rank)
+    forward = assemble_forward(taped, model, serving, rank, slots)
+    _, capturer = _timeline_and_capturer(taped)
+    forward.capture(capturer, serving.max_num_seqs, lambda done, total: None)
+    return forward, None if slots is None else slots.store
+
+
+def _limits(**limits: Any) -> ServingLimits:
+    fields: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "page_size": PAGE_SIZE,
+        "num_pages": NUM_PAGES,
+        "kv_cache_dtype": "auto",
+        "max_logprobs": 5,
+        "logprobs_mode": "raw",
+        "batch_invariant_attention": False,
+        **limits,
+    }
+    return ServingLimits(**fields)
+
+
+def _adapter_slots(
+    folder: Path, model: Decoder, adapters: Sequence[Path], rank: SoleRank
+) -> AdapterSlots | None:
+    """Return room for two adapters; rank 0 has ``adapters``, if there are any."""
+    if not adapters:
+        return None
+    slots = AdapterSlots(model.config, 64, model.dtype, model.device, 2, rank.adapter_store)
+    for number, path in enumerate(adapters if rank.draws else (), 1):
+        slots.store.put(number, read_adapter(path, open_model(folder).config, 64))
+    return slots
+
+
+def _decoder(
+    folder: Path, loader: TapedLoader, dtype: torch.dtype, rank: SoleRank | None = None
+) -> Decoder:
+    rank = rank or SoleRank()
     config = open_model(folder).config
+    own = config if rank.part is None else rank.part.config()
     operations = CudaOperations(
-        loader, hidden_size=config.hidden_size, mlp_sizes=config.mlp_sizes, dtype=dtype
+        loader, hidden_size=own.hidden_size, mlp_sizes=own.mlp_sizes, dtype=dtype
     )
-    weights = ((name, tensor.to(loader.device)) for name, tensor in _weights(folder, dtype))
-    return build_model(config, weights, operations)
+    weights = _weights(folder, dtype)
+    return build_model(config, weights, operations, rank.part, rank.ranks, loader.device)
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

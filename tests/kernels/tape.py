@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gpu.cuda.graphs import Graph
 from gpu.kernels import Kernel, KernelLoader, KernelSource
+from gpu.models.parallel.ranks import Ranks
 
-__all__ = ["TapeCapturer", "TapedLoader"]
+__all__ = ["TapeCapturer", "TapedLoader", "TapedRanks"]
 
 T = TypeVar("T")
 Launch = Callable[[], None]
@@ -65,6 +66,33 @@ class _TapedKernel:
         self._inner.launch(grid, parameters)
         if self._loader.tape is not None:
             self._loader.tape.append(partial(self._inner.launch, grid, np.copy(parameters)))
+
+
+class TapedRanks:
+    """:class:`gpu.models.parallel.ranks.Ranks` that records each exchange as one launch."""
+
+    def __init__(self, inner: Ranks, loader: TapedLoader) -> None:
+        self._inner = inner
+        self._loader = loader
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._exchange("all_reduce", x, x)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return self._exchange("broadcast", x, x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._exchange("all_gather", x, None)
+
+    def _exchange(self, name: str, x: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        exchange, loader = getattr(self._inner, name), self._loader
+        loader.launches[name] += 1
+        with _disable_current_modes():
+            found: torch.Tensor = exchange(x)
+            target = found if into is None else into.copy_(found)
+        if loader.tape is not None:
+            loader.tape.append(lambda: target.copy_(exchange(x)))
+        return target
 
 
 class TapeCapturer:

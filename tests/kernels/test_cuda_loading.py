@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from gpu.cuda import loading as cuda_loading
+from gpu.cuda import loading_parts
 from gpu.cuda.device import is_out_of_memory
 from gpu.cuda.graphs import Capturer, ladder
 from gpu.cuda.loading import load_model
@@ -156,8 +156,8 @@ def test_it_waits_for_the_memory_of_the_worker_before_it(
     first = load(folder, FakeGpu())
     assert first.free_memory == 64 * MIB
     naps: list[float] = []
-    monkeypatch.setattr(cuda_loading.time, "sleep", naps.append)
-    monkeypatch.setattr(cuda_loading, "MEMORY_SLACK", MIB)
+    monkeypatch.setattr(loading_parts.time, "sleep", naps.append)
+    monkeypatch.setattr(loading_parts, "MEMORY_SLACK", MIB)
     stages: list[str] = []
     late = FakeGpu(lately=[60 * MIB, 60 * MIB, 5 * MIB])
     second = load(folder, late, stages, free_memory=first.free_memory)
@@ -287,16 +287,42 @@ def test_a_draft_model_of_another_shape_is_refused(folder: Path, tmp_path: Path)
 def test_a_draft_model_in_fewer_bits_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
+    monkeypatch.setattr(loading, "choose_device", lambda name, num_gpus: "cuda:0")
     message = start(folder, speculative=drafting(folder, quantization="int4"))
     with pytest.raises(ModelLoadError, match="speculative_config: quantization int4 is for a CPU"):
         loading.load(message, lambda stage, done, total: None)
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"tensor_parallel_slices": 4}, "--tensor-parallel-slices 4 is for .* on a CPU$"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is for .* on a CPU$"),
+        ({"deterministic": True}, "2 doesn't go with --deterministic on a GPU"),
+        ({"kv_offloading_dir": "/tmp/pages"}, "2 doesn't go with --kv-offloading-dir"),
+        (
+            {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
+            "2 doesn't go with --speculative-config",
+        ),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel is for models with experts"),
+    ],
+)
+def test_what_several_ranks_do_not_serve_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], line: str
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(loading, "choose_device", lambda *each: asked.append(each) or "cuda:0")
+    with pytest.raises(ModelLoadError, match=line):
+        loading.load(
+            start(folder, tensor_parallel_size=2, **options), lambda stage, done, total: None
+        )
+    assert asked == [("cuda", 2)]
+
+
 def test_from_start_to_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(pages_measured=6)
-    monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
-    monkeypatch.setattr(cuda_loading, "CudaDevice", lambda device: gpu)
+    monkeypatch.setattr(loading, "choose_device", lambda name, num_gpus: "cuda:0")
+    monkeypatch.setattr(loading_parts, "CudaDevice", lambda device: gpu)
     monkeypatch.setattr("gc.freeze", lambda: None)  # good for a worker, not for this process
     serving = loading.load(start(folder, dtype="auto"), lambda stage, done, total: None)
     ready = serving.ready
@@ -313,8 +339,8 @@ def test_a_gpu_without_what_builds_kernels(folder: Path, monkeypatch: pytest.Mon
     def refuse(device: torch.device) -> FakeGpu:
         raise KernelBuildError("NVRTC is missing")
 
-    monkeypatch.setattr(loading, "choose_device", lambda name: "cuda:0")
-    monkeypatch.setattr(cuda_loading, "CudaDevice", refuse)
+    monkeypatch.setattr(loading, "choose_device", lambda name, num_gpus: "cuda:0")
+    monkeypatch.setattr(loading_parts, "CudaDevice", refuse)
     with pytest.raises(ModelLoadError, match="the GPU can't be used: NVRTC is missing"):
         loading.load(start(folder), lambda stage, done, total: None)
 

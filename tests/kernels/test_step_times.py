@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpu.cuda.forward import PLAIN
 from gpu.kernels import KernelLoader
 from tests.kernels.serving import Server
 from tests.support.adjusters import ToyAdjuster, chained
@@ -39,10 +40,10 @@ def recorded(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         record(executor._timeline, name, name)
     record(executor._buffer, "upload", "copy")
     record(executor._state, "copy_large", "copy")
-    record(executor._plain, "replay_forward", "forward")
-    record(executor, "_forward", "forward")
+    record(executor._forward, "replay", "forward")
+    record(executor._forward, "run", "forward")
     record(executor._slot_options, "adjustment", "mask")
-    record(executor._plain, "replay_sampling", "draw")
+    record(executor._forward._ladders[PLAIN], "replay_sampling", "draw")
     record(executor._sampler, "launch", "draw")
     return calls
 

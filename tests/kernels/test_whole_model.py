@@ -19,7 +19,7 @@ import torch
 from gpu.attention.shared_prefix import PrefixCost
 from gpu.cuda import attention_packing as packing
 from gpu.kernels import KernelLoader
-from tests.kernels.serving import PAGE_SIZE, Judge, Server
+from tests.kernels.serving import PAGE_SIZE, Judge, Planned, Server
 from tests.support.plans import GREEDY, outputs_over_moved_pages
 from tests.support.tiny_models import make_tiny
 from trioserve.protocol.sampling import SamplerParams
@@ -65,7 +65,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(
     judge: Judge,
-    server: Server,
+    server: Planned,
     prompts: dict[int, int],
     params: SamplerParams = GREEDY,
     *,
@@ -131,7 +131,7 @@ def test_every_batch_size_in_a_padded_graph(
     check(Judge(llama), server, {slot: len(tokens[slot]) - 4 for slot in lengths})
 
 
-def run_ahead(server: Server, plans: list[dict[int, int]]) -> list[dict[int, list[int]]]:
+def run_ahead(server: Planned, plans: list[dict[int, int]]) -> list[dict[int, list[int]]]:
     """Run plans with two in flight; what each gave."""
     given = []
     for rows in plans:

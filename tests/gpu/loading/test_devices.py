@@ -64,8 +64,13 @@ def test_a_number_chooses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto:1") == "cuda:1"
     assert choose_device("cuda:0") == "cuda:0"
     assert choose_device("cpu") == CPU
-    with pytest.raises(ModelLoadError, match="there is no cuda:2: there are 2 GPUs"):
+    with pytest.raises(ModelLoadError, match="a GPU of its own, and there is no cuda:2: there are"):
         choose_device("auto:2")
+    assert choose_device("auto:0", 2) == "cuda:0"
+    assert choose_device("cuda", 2) == "cuda:0"
+    with pytest.raises(ModelLoadError, match=r"2 GPUs \(--tensor-parallel-size\) .* no cuda:2"):
+        choose_device("cuda:1", 2)
+    assert chosen[-1] == 0
 
 
 def test_a_worker_is_bound_to_cores_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

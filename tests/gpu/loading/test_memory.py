@@ -73,7 +73,12 @@ class TestGpu:
 
     @pytest.mark.parametrize(
         ("asked", "pages"),
-        [({}, 30_000), ({"num_pages": 3}, 3), ({"kv_cache_memory_bytes": 50_000_999}, 50_000)],
+        [
+            ({}, 30_000),
+            ({"num_pages": 3}, 3),
+            ({"kv_cache_memory_bytes": 50_000_999}, 50_000),
+            ({"kv_cache_memory_bytes": 50_000_999, "tensor_parallel_size": 2}, 25_000),
+        ],
     )
     def test_the_cache_gets_what_is_left_or_what_was_asked_for(
         self, asked: dict[str, int], pages: int

@@ -28,6 +28,7 @@ class FakeGpu:
     """A GPU with a ``queue`` that orders its work, and the real loader of kernels for it."""
 
     queue: Queue
+    memory: Memory
     loader: DeviceLoader
 
 
@@ -51,4 +52,4 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(os, "eventfd_read", eventfd_read)
     with operations, calls:
         torch.cuda.set_stream(torch.cuda.Stream(DEVICE))  # type: ignore[no-untyped-call]
-        yield FakeGpu(queue, DeviceLoader(DEVICE, cache=CubinCache()))
+        yield FakeGpu(queue, memory, DeviceLoader(DEVICE, cache=CubinCache()))

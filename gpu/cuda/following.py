@@ -1,0 +1,116 @@
+"""A rank behind rank 0 on a GPU: it launches the steps that rank 0 has packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpu.cpu.rank_processes import RankOrder
+from gpu.cuda.assembly import ServingLimits, assemble_forward
+from gpu.cuda.device import Gpu
+from gpu.cuda.forward import ForwardPass
+from gpu.cuda.loading_parts import capture, load_parts, make_adapter_slots, open_gpu
+from gpu.cuda.model_to_load import explaining
+from gpu.cuda.ranks import CudaRank, EndSteps, LaunchStep, decode_rank_step
+from gpu.loading.loaded_model import unseen
+from gpu.loading.memory import cache_doesnt_fit
+from gpu.lora.adapter_slots import AdapterSlots, PackedAdapter
+from gpu.lora.store import AdapterStore
+from gpu.models.decoder import Decoder
+from gpu.models.parallel.adapter_parts import adapter_of
+from gpu.models.parallel.group import RankGroup
+from gpu.models.parallel.link import RankLink, agreed
+from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.steps import CopyPages, LoadOnRanks, UnloadOnRanks
+from gpu.sampling.prompt_logprobs import rows_in_a_slice
+from trioserve.model_files import ModelFiles, open_model
+from trioserve.protocol.wire import Start
+
+
+def serve_cuda(order: RankOrder, link: RankLink) -> None:
+    """Load this rank's part of the model, and launch what rank 0 launches, until the worker ends.
+
+    Raises:
+        ModelLoadError: A rank can't load its part.
+    """
+    start, size = order.start, order.start.tensor_parallel_size
+    gpu = agreed(link, lambda: open_gpu(order.device, order.num_threads))
+    group = RankGroup(Path(order.rendezvous), order.rank, size, gpu=torch.device(order.device))
+    files = open_model(Path(start.model), start.model_impl)
+    part = ModelPart(files.native, order.rank, size, start.enable_expert_parallel)
+    follow_model(gpu, start, files, getattr(torch, order.dtype), CudaRank(link, group, part))
+
+
+def follow_model(
+    gpu: Gpu, start: Start, files: ModelFiles, dtype: torch.dtype, rank: CudaRank
+) -> None:
+    """Do on another rank what :func:`gpu.cuda.loading.load_model` does, and then each step."""
+
+    def prepare(
+        model: Decoder, limits: ServingLimits, lengths: Sequence[int]
+    ) -> tuple[object, Callable[[], None]]:
+        forward = assemble_forward(gpu.loader, model, limits, rank)
+        return forward, lambda: follow(rank.link, forward)
+
+    models, decoders, _ = load_parts(gpu, start, files, dtype, rank, unseen, prepare)
+    limits = models[0].limits
+
+    def assemble() -> tuple[ForwardPass, AdapterSlots | None]:
+        with explaining(lambda: cache_doesnt_fit(limits.num_pages)):
+            slots = make_adapter_slots(gpu, decoders[0], start, rank)
+            return assemble_forward(gpu.loader, decoders[0], limits, rank, slots), slots
+
+    forward, slots = rank.agreed(assemble)
+    if not start.enforce_eager:
+        with rank.in_step():
+            capture(gpu, models, [forward], unseen)
+    follow(rank.link, forward, None if slots is None else slots.store)
+
+
+@torch.inference_mode()
+def follow(
+    link: RankLink, forward: ForwardPass, adapters: AdapterStore[PackedAdapter] | None = None
+) -> None:
+    """Launch what rank 0 launches, step by step, until it ends the steps of a measurement."""
+    while True:
+        match decode_rank_step(link.receive()):
+            case LaunchStep() as step:
+                launch(forward, step)
+            case CopyPages(copies=pairs):
+                copies = np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2)
+                forward.attention.copy_pages(copies)
+            case LoadOnRanks() as message:
+                assert adapters is not None
+                adapters.put(message.number, adapter_of(message))
+            case UnloadOnRanks(number=number):
+                assert adapters is not None
+                adapters.unload(number)
+            case EndSteps():
+                return
+
+
+def launch(forward: ForwardPass, step: LaunchStep) -> None:
+    """Launch a step as rank 0 does: see :meth:`gpu.cuda.executor.CudaExecutor.begin`."""
+    forward.buffer.fill(step.numbers)
+    forward.state.large += [
+        (first, np.frombuffer(numbers, dtype=np.int32).copy()) for first, numbers in step.large
+    ]
+    if step.adapters:
+        assert forward.adapters is not None
+        forward.adapters.follow(step.adapters, step.num_tiles)
+    forward.buffer.upload()
+    forward.state.copy_large()
+    if step.shape is None:
+        forward.replay(step.graphs, step.size)
+        return
+    forward.attention.prepare(step.shape)
+    hidden = forward.run(step.num_tokens, adapted=bool(step.adapters))
+    size = rows_in_a_slice(forward.model.vocab_size)
+    for first, stop in step.scored:
+        for start in range(first, stop, size):
+            forward.model.logits(hidden[start : min(start + size, stop)])
+    if step.num_sampled:
+        forward.head_of_sampled(hidden, step.num_sampled)
