@@ -28,8 +28,8 @@ from trioserve.workers import Link
 SHARES = [CoreShare((0, 1), 2), CoreShare((2, 3), 2)]
 
 
-def devices(*listed: str, default: str = "auto") -> HostDevices:
-    return HostDevices(listed, default, SHARES)
+def devices(*listed: str, default: str = "auto", num_gpus: int = 1) -> HostDevices:
+    return HostDevices(listed, default, SHARES, num_gpus)
 
 
 def taken(host: HostDevices, *indexes: int) -> list[str]:
@@ -73,6 +73,18 @@ def test_a_gpu_is_given_to_one_worker() -> None:
     assert taken(host, 4) == ["auto:1"]
 
 
+def test_a_worker_of_several_ranks_has_gpus_in_a_row() -> None:
+    host = devices(num_gpus=2)
+    assert taken(host, 0, 1) == ["auto:0", "auto:2"]
+    assert host.take(2, "cuda:5").device == "cuda:5"
+    assert taken(host, 3) == ["auto:8"]  # of 4 and 5, and of 6 and 7, another has one
+    for device, owner in (("cuda:3", 1), ("cuda:4", 2), ("cuda:6", 2)):
+        with pytest.raises(InvalidRequest, match=f"{device} has worker {owner} already"):
+            host.take(4, device)
+    assert host.take(4, "cpu").device == "cpu"
+    assert taken(devices("cuda:4", "cuda:2", num_gpus=2), 0, 1) == ["cuda:4", "cuda:2"]
+
+
 def test_workers_on_a_cpu_have_shares_of_its_cores() -> None:
     for default in ("cpu", "auto"):
         host = devices(default=default)
@@ -91,6 +103,10 @@ def test_workers_on_a_cpu_have_shares_of_its_cores() -> None:
     ("options", "message"),
     [
         ({"worker_devices": ("cuda:0", "cuda:0")}, "worker_devices has cuda:0 twice"),
+        (
+            {"worker_devices": ("cuda:0", "cpu", "cuda:1"), "tensor_parallel_size": 2},
+            "worker_devices has cuda:0 and cuda:1, and a worker has 2 GPUs",
+        ),
         (
             {"worker_devices": ("cuda:0", "cuda:1"), "data_parallel_size": 3},
             "worker_devices has 2 devices, and --data-parallel-size is 3: name",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, cast
 
 import attrs
@@ -34,7 +35,7 @@ class WorkerGroupOptions(ModelOptions):
     )
     tensor_parallel_size: int = option(
         1,
-        "processes of each worker, which have a part of every layer each; on a CPU",
+        "processes of each worker, which have a part of every layer each; on GPUs one each",
         group="worker",
         page="tensor-parallel#Tensor parallel",
         kind=int,
@@ -230,12 +231,20 @@ class WorkerGroupOptions(ModelOptions):
                 f"{self.data_parallel_size}: name a device for each worker, or leave the size out",
                 param="worker_devices",
             )
-        for number, device in enumerate(devices):
-            if device.startswith("cuda") and device in devices[:number]:
+        gpus = [int(each.partition(":")[2]) for each in devices if each.startswith("cuda")]
+        for one, other in itertools.combinations(gpus, 2):
+            if one == other:
                 raise InvalidRequest(
-                    f"worker_devices has {device} twice: a GPU has one worker",
+                    f"worker_devices has cuda:{one} twice: a GPU has one worker",
                     param="worker_devices",
                 )
+            if abs(one - other) < self.tensor_parallel_size:
+                raise InvalidRequest(
+                    f"worker_devices has cuda:{one} and cuda:{other}, and a worker has "
+                    f"{self.tensor_parallel_size} GPUs from its own on (--tensor-parallel-size)",
+                    param="worker_devices",
+                )
+        for device in devices:
             if self.device not in ("auto", device.partition(":")[0]):
                 raise InvalidRequest(
                     f"worker_devices has {device}, and --device is {self.device}: leave one out",

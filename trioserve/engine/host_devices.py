@@ -31,7 +31,7 @@ class WorkerDevice:
 
     @property
     def gpu(self) -> str:
-        """Number of the GPU, or of the one that it is if there are GPUs; empty for a CPU."""
+        """Number of its first GPU, or of what that is if there are GPUs; empty for a CPU."""
         return self.device.partition(":")[2]
 
 
@@ -39,8 +39,9 @@ class WorkerDevice:
 class HostDevices:
     """The devices of this host's workers.
 
-    A GPU has one worker at most. A worker gets the first device of the options that no other one
-    has; without such options, the GPU with the least number. Only a worker finds out if there are
+    A GPU has one worker at most, and a worker of several ranks has as many GPUs, from the one with
+    its number on. A worker gets the first device of the options that no other one
+    has; without such options, the GPUs with the least numbers. Only a worker finds out if there are
     GPUs. Without GPUs the number chooses a share of the cores.
     """
 
@@ -49,6 +50,8 @@ class HostDevices:
     _default: str
     """``auto``, ``cpu`` or ``cuda``."""
     _shares: Sequence[CoreShare]
+    _num_gpus: int = 1
+    """GPUs of each worker, if it has any."""
     _taken: dict[int, WorkerDevice] = attrs.field(init=False, factory=dict)
     """The device of each worker, by the worker's number."""
 
@@ -58,7 +61,7 @@ class HostDevices:
         shares = share_among_ranks(
             machine.nodes(), max(config.num_workers, 1), config.num_ranks, machine.cores()
         )
-        return cls(config.worker_devices, config.device, shares)
+        return cls(config.worker_devices, config.device, shares, config.tensor_parallel_size)
 
     def take(self, index: int, device: str | None = None) -> WorkerDevice:
         """Return the device of worker ``index``, which has it from now on.
@@ -81,9 +84,11 @@ class HostDevices:
         self._taken.pop(index, None)
 
     def _owner(self, device: WorkerDevice) -> int | None:
-        """Return the number of the worker that has this GPU; None for none."""
-        same = (index for index, each in self._taken.items() if each.gpu == device.gpu)
-        return next(same, None) if device.gpu else None
+        """Return the number of a worker that has one of these GPUs; None for none."""
+        for index, each in self._taken.items():
+            if each.gpu and device.gpu and abs(int(each.gpu) - int(device.gpu)) < self._num_gpus:
+                return index
+        return None
 
     def _first_free(self) -> WorkerDevice:
         taken = {each.place for each in self._taken.values()}
@@ -101,7 +106,8 @@ class HostDevices:
         """Return the device at a place among the options, or with this number."""
         if self._listed:
             return attrs.evolve(self._named(self._listed[place], place), place=place)
-        device = "cpu" if self._default == "cpu" else f"{self._default}:{place}"
+        gpu = f"{self._default}:{place * self._num_gpus}"
+        device = "cpu" if self._default == "cpu" else gpu
         return attrs.evolve(self._named("cpu", place), device=device, place=place)
 
     def _named(self, device: str, place: int) -> WorkerDevice:

@@ -25,8 +25,10 @@ def setup(name: str, **fields: Any) -> AgentSetup:
     )
 
 
-def order(*setups: AgentSetup, timeout: float | None = 9) -> PlaceActors:
-    return PlaceActors(setups=list(setups), num_sharing=len(setups), timeout=timeout)
+def order(*setups: AgentSetup, timeout: float | None = 9, num_gpus: int = 1) -> PlaceActors:
+    return PlaceActors(
+        setups=list(setups), num_sharing=len(setups), timeout=timeout, num_gpus=num_gpus
+    )
 
 
 class RecordedRay:
@@ -89,6 +91,13 @@ def test_a_worker_has_a_gpu_or_cpus(options: dict[str, Any], bundle: dict[str, f
     placed, _ = placement(ray)
     placed.take(order(setup("a", **options), setup("b", **options), timeout=9))
     assert ray.groups == [[bundle, bundle]]
+
+
+def test_a_worker_of_several_ranks_has_a_gpu_for_each() -> None:
+    ray = RecordedRay({"CPU": 8.0, "GPU": 4.0})
+    placed, _ = placement(ray)
+    placed.take(order(setup("a"), num_gpus=4))
+    assert ray.groups == [[{"GPU": 4, "CPU": 1}]]
 
 
 def test_a_device_is_chosen_by_what_the_cluster_has() -> None:

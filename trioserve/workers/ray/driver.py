@@ -103,11 +103,11 @@ class ActorPlacement:
     # ---- resources
 
     def _bundle_for(self, order: PlaceActors) -> dict[str, float]:
-        """Return the resources of an actor: a GPU if workers have GPUs, otherwise CPUs."""
+        """Return the resources of an actor: GPUs if workers have GPUs, otherwise CPUs."""
         setup = order.setups[0]
         has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
         if setup.device == "cuda" or (setup.device == "auto" and has_gpus):
-            return {"GPU": 1.0, "CPU": 1.0}
+            return {"GPU": float(order.num_gpus), "CPU": 1.0}
         cpus = [int(node["Resources"].get("CPU", 0)) for node in self._alive_nodes()]
         return {"CPU": float(setup.num_threads or cpu_share(cpus, order.num_sharing))}
 

@@ -35,6 +35,8 @@ class PlaceActors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of workers that share the CPUs of the cluster."""
     timeout: float | None
     """Seconds for Ray to have room for them; None for no limit."""
+    num_gpus: int = 1
+    """GPUs of each worker, if workers have GPUs."""
 
 
 class StopActor(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -64,11 +64,13 @@ class RayPort(WorkersPort):
         template: What each actor is told, without its name and the port's address.
         count: Number of workers that start with the engine.
         place_timeout: Seconds for Ray to have room for workers.
+        num_gpus: GPUs of each worker, if workers have GPUs.
     """
 
     template: AgentSetup = attrs.field(repr=False)
     count: int
     place_timeout: float
+    num_gpus: int
     _wanted: list[str] = attrs.field(init=False)
     """Names of the agents that have an actor, or are to have one."""
     _ends: dict[str, str] = attrs.field(init=False, factory=dict)
@@ -188,7 +190,9 @@ class RayPort(WorkersPort):
 
     def _place(self, names: list[str], timeout: float | None) -> PlaceActors:
         setups = [msgspec.structs.replace(self.template, id=name) for name in names]
-        return PlaceActors(setups=setups, num_sharing=self.count, timeout=timeout)
+        return PlaceActors(
+            setups=setups, num_sharing=self.count, timeout=timeout, num_gpus=self.num_gpus
+        )
 
     async def _send(self, command: RayCommand) -> None:
         """Tell the process a command. If it is lost, the next one is told all that is wanted."""
@@ -279,5 +283,6 @@ def ray_port(config: EngineConfig, fields: dict[str, Any]) -> RayPort:
         template=template,
         count=config.data_parallel_size,
         place_timeout=config.worker_start_timeout,
+        num_gpus=config.tensor_parallel_size,
         **fields,
     )
