@@ -119,6 +119,33 @@ async def test_a_joined_worker_shares_the_work_and_leaves(model: Path, tls: Path
         await assert_idle(engine)
 
 
+async def test_joined_workers_have_roles(model: Path, tls: Path) -> None:
+    async with (
+        open_mock_engine(model, tls, kv_offloading_bytes=1 << 20) as engine,
+        running(agent_for(address_of(engine), tls, model, computes="prefill")),
+        running(agent_for(address_of(engine), tls, model, computes="decode")),
+    ):
+        await wait_states(engine, "running", "running", "running")
+        assert sorted(each.role for each in engine.workers) == ["both", "decode", "prefill"]
+        await engine.remove_worker(0)
+        await ask(engine, 3)
+        assert engine.statistics().scheduler.num_handed_over == 3
+        await assert_idle(engine)
+
+
+async def test_a_role_without_memory_for_pages_is_turned_away(
+    model: Path, tls: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        open_mock_engine(model, tls) as engine,
+        running(agent_for(address_of(engine), tls, model, computes="decode")),
+    ):
+        with trio.fail_after(10):
+            while not told(caplog, "the role decode needs pages that are handed over"):
+                await trio.sleep(0.01)
+        assert len(engine.workers) == 1
+
+
 async def test_a_client_that_leaves_is_noticed_over_the_link(model: Path, tls: Path) -> None:
     async with open_mock_engine(model, tls) as engine:
         async with running(agent_for(address_of(engine), tls, model)):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import trio
 
 from trioserve.cli.signals import SignalledProcess
 from trioserve.cli.worker_options import WorkerOptions
 from trioserve.model_files import locate, open_model, task_of
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.joining import WorkerRole
 from trioserve.workers.remote.agent import LEAVE_GRACE, Agent
 from trioserve.workers.remote.tls import worker_tls
 
@@ -33,6 +36,7 @@ async def run_agent(options: WorkerOptions, model: str) -> int:
         checksum=checksum,
         device=options.device,
         num_threads=options.num_threads,
+        computes=cast("WorkerRole", options.role),
         leaving=process.shutdown,
     )
     return await process.run(agent.run)

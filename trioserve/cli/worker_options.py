@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from trioserve.config.options import OptionGroup, option
+from trioserve.config.worker_group import WORKER_ROLES
 from trioserve.protocol.devices import ANY_DEVICE
 from trioserve.protocol.errors import InvalidRequest
 
@@ -64,6 +65,12 @@ class WorkerOptions:
         group="worker",
         metavar="DEVICE",
         form=ANY_DEVICE,
+    )
+    role: str = option(
+        "both",
+        "part of each request that the worker computes: prompts (prefill), outputs (decode) or both",
+        group="worker",
+        choices=WORKER_ROLES,
     )
     num_threads: int | None = option(
         None,

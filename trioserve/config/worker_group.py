@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, cast
+from typing import cast, get_args
 
 import attrs
 
@@ -11,10 +11,10 @@ from trioserve.config.model import ModelOptions
 from trioserve.config.options import option
 from trioserve.protocol.devices import CPU_OR_GPU
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.joining import WorkerRole
 
 EXECUTOR_BACKENDS = ("mp", "ray")
-ROLES = ("both", "prefill", "decode", "auto")
-Role = Literal["both", "prefill", "decode", "auto"]
+WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
 ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
 
 
@@ -89,7 +89,7 @@ class WorkerGroupOptions(ModelOptions):
         unset="both",
         group="worker",
         page="disaggregation#Prefill and decode apart",
-        choices=ROLES,
+        choices=(*WORKER_ROLES, "auto"),
         repeatable=True,
     )
     distributed_executor_backend: str = option(
@@ -163,14 +163,14 @@ class WorkerGroupOptions(ModelOptions):
         return self.num_ranks > 1
 
     @property
-    def roles(self) -> tuple[Role, ...]:
-        """Roles of the first workers, by their numbers; the others do both. Or ``auto`` alone."""
-        return cast("tuple[Role, ...]", self.disaggregation)
+    def splits_by_load(self) -> bool:
+        """True if the workers have no roles, and their loads decide what each computes."""
+        return self.disaggregation == ("auto",)
 
-    def role_of(self, index: int) -> Role:
+    def role_of(self, index: int) -> WorkerRole:
         """Return the part of each request that the worker of that number computes."""
-        roles = () if self.roles == ("auto",) else self.roles
-        return roles[index] if index < len(roles) else "both"
+        roles = () if self.splits_by_load else self.disaggregation
+        return cast("WorkerRole", roles[index]) if index < len(roles) else "both"
 
     def __attrs_post_init__(self) -> None:
         self._check_devices()
@@ -192,7 +192,8 @@ class WorkerGroupOptions(ModelOptions):
             )
 
     def _check_roles(self) -> None:
-        roles, count = self.disaggregation, self.num_workers
+        roles = self.disaggregation
+        count = self.data_parallel_size if self.uses_ray else self.num_workers
         if len(roles) > count:
             raise InvalidRequest(
                 f"disaggregation names {len(roles)} roles, and there are {count} workers: name one "

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.worker_report import WorkerReport
+from trioserve.protocol.joining import WorkerRole
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
@@ -65,7 +66,7 @@ class Administration(Protocol):
     async def workers(self) -> list[WorkerReport]:
         """Return :attr:`trioserve.Engine.workers`."""
 
-    async def add_worker(self, device: str | None) -> WorkerReport:
+    async def add_worker(self, device: str | None, role: WorkerRole) -> WorkerReport:
         """Add a worker as :meth:`trioserve.Engine.add_worker`."""
 
     async def remove_worker(self, index: int) -> None:

@@ -18,6 +18,7 @@ from trioserve.engine.worker_group import WorkerGroup
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol.errors import EngineError, Paused
+from trioserve.protocol.joining import WorkerRole
 from trioserve.workers.supervisor import WorkerLife
 
 
@@ -54,19 +55,22 @@ class Engine(RequestEngine, OperatedEngine):
         """Return the state of the first worker process that doesn't run, or of the first one."""
         return self.worker_group.life
 
-    async def add_worker(self, device: str | None = None) -> WorkerReport:
+    async def add_worker(
+        self, device: str | None = None, role: WorkerRole = "both"
+    ) -> WorkerReport:
         """Start one more worker on this host; return its state once it serves.
 
         Args:
             device: its device, as in ``worker_devices``; by default the first one that no other
                 worker has.
+            role: the part of each request that it computes, as in ``disaggregation``.
 
         Raises:
-            InvalidRequest: nothing is computed now, there is no device for it, or the model is an
-                encoder.
+            InvalidRequest: nothing is computed now, there is no device for it, pages can't be
+                handed over as the role needs, or the model is an encoder.
             CallFailed: it can't load the model.
         """
-        return await self.worker_group.add(device)
+        return await self.worker_group.add(device, role)
 
     async def remove_worker(self, index: int) -> None:
         """End the worker of that number, once all of its requests have gone to others.

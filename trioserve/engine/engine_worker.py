@@ -9,10 +9,10 @@ import attrs
 import trio
 
 from trioserve.config import EngineConfig
-from trioserve.config.worker_group import Role
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol import wire
+from trioserve.protocol.joining import WorkerRole
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.scheduler.step_time import StepLoad
 from trioserve.workers import Link
@@ -31,7 +31,7 @@ class EngineWorker:
     """Called with the reason before the worker is ended for good."""
     free_device: Callable[[], None] = lambda: None
     """Called when its process has ended for good."""
-    role: Role = "both"
+    role: WorkerRole = "both"
     """The part of each request that it computes."""
     device: str = attrs.field(init=False, default="")
     """Name of the device; empty while the first process loads."""

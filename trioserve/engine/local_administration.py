@@ -14,6 +14,7 @@ from trioserve.engine.sessions.sessions import Sessions
 from trioserve.engine.worker_group import WorkerGroup
 from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.worker_report import WorkerReport
+from trioserve.protocol.joining import WorkerRole
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
 
@@ -110,9 +111,9 @@ class SharedAdministration:
         """Return :attr:`trioserve.Engine.workers`."""
         return self._engine.worker_group.reports()
 
-    async def add_worker(self, device: str | None) -> WorkerReport:
+    async def add_worker(self, device: str | None, role: WorkerRole) -> WorkerReport:
         """Add a worker as :meth:`trioserve.Engine.add_worker`."""
-        return await self._engine.worker_group.add(device)
+        return await self._engine.worker_group.add(device, role)
 
     async def remove_worker(self, index: int) -> None:
         """Remove a worker as :meth:`trioserve.Engine.remove_worker`."""

@@ -12,7 +12,6 @@ import trio
 from trioserve._util.channels import receive_waiting
 from trioserve._util.feed import DEFAULT_MAX_RECORDS, Subscription, subscribe_to
 from trioserve._util.together import all_together
-from trioserve.config.worker_group import Role
 from trioserve.engine.adapters import EngineAdapters
 from trioserve.engine.cache_feed import CacheFeed
 from trioserve.engine.routing.placement import Placement
@@ -35,19 +34,19 @@ class Schedulers:
     Args:
         schedulers: One for each worker.
         batchers: The batchers of texts for the same workers, if the model is an encoder.
-        policy: The choice of a worker for each request.
-        roles: The roles of the first workers.
+        placement: The choice of a scheduler for each request.
     """
 
     def __init__(
         self,
         schedulers: Seq[Scheduler],
         batchers: Seq[Batcher] = (),
-        policy: Policy | None = None,
-        roles: Seq[Role] = (),
+        placement: Placement | None = None,
     ) -> None:
-        self.placement = Placement(schedulers, policy or Policy(), roles)
+        self.placement = placement or Placement(Policy())
         """The choice of a scheduler for each request."""
+        for each in schedulers:
+            self.placement.add(each)
         self.cache_feed = CacheFeed(lambda: self)
         """The changes of all prefix caches."""
         self.batchers = tuple(batchers)

@@ -17,6 +17,7 @@ from trioserve._util.together import all_together
 from trioserve.config import EngineConfig
 from trioserve.config.adapter_paths import named_paths
 from trioserve.engine.engine_worker import EngineWorker, MakeWorker
+from trioserve.engine.routing.placement import Placement
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks
@@ -35,6 +36,7 @@ from trioserve.protocol.errors import (
     WorkerGone,
     WorkerLost,
 )
+from trioserve.protocol.joining import WorkerRole
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.workers.ray.port import RayPort
 from trioserve.workers.remote.joined import JoinedWorker
@@ -50,6 +52,7 @@ _log = get_logger("trioserve.engine")
 class WorkerGroup:
     """The workers of an engine, and their schedulers as one back end."""
 
+    _config: EngineConfig
     _make: MakeWorker
     _workers: list[EngineWorker]
     schedulers: Schedulers
@@ -95,9 +98,11 @@ class WorkerGroup:
             for each in (workers if encodes else ())
         ]
         policy = Policy(config.routing_policy, config.routing_temperature, config.seed or 0)
-        own = [each.scheduler for each in workers]
-        schedulers = Schedulers(own, batchers, policy, config.roles)
-        return cls(make_worker, workers, schedulers, make_joined, port)
+        placement = Placement(policy, splits_by_load=config.splits_by_load)
+        schedulers = Schedulers([each.scheduler for each in workers], batchers, placement)
+        for each in workers:
+            placement.set_role(each.scheduler, each.role)
+        return cls(config, make_worker, workers, schedulers, make_joined, port)
 
     async def start(self, tasks: EngineTasks, config: EngineConfig) -> wire.Ready:
         """Start all workers; return once they have loaded the model and all adapters.
@@ -159,23 +164,29 @@ class WorkerGroup:
 
     # ---- while the engine runs
 
-    async def add(self, device: str | None = None) -> WorkerReport:
+    async def add(self, device: str | None = None, role: WorkerRole = "both") -> WorkerReport:
         """Start one more worker on this host; return once it serves.
 
         Args:
             device: Its device; None for the first one that no worker has.
+            role: The part of each request that it computes.
 
         Raises:
-            InvalidRequest: Nothing is computed now, there is no device for it, or the model is an
-                encoder.
+            InvalidRequest: Nothing is computed now, there is no device for it, the engine's workers
+                can't have that role, or the model is an encoder.
             CallFailed: The worker can't load the model, or Ray has no room for it.
         """
         self._check_changeable()
+        self._check_role(role)
         if isinstance(self.port, RayPort):
             index = await self.port.start_worker(device)
-            return next(each for each in self.reports() if each.index == index)
+            worker = next(each for each in self._workers if each.index == index)
+            worker.role = role
+            self.schedulers.placement.set_role(worker.scheduler, role)
+            return worker.report()
         async with self.schedulers.changing:
             worker = self._make(next(self._numbers), device)
+            worker.role = role
             worker.scheduler.weights.path = self._weights_path
             try:
                 with self._starting(worker):
@@ -202,6 +213,7 @@ class WorkerGroup:
         is_on = all(each.worker_power.is_on for each in self.schedulers)
         worker.joining = False
         self._workers.append(worker)
+        self.schedulers.placement.set_role(worker.scheduler, worker.role)
         self.schedulers.add(worker.scheduler)
         if not is_on:  # Memory was released meanwhile.
             await worker.scheduler.worker_power.turn_off()
@@ -232,6 +244,9 @@ class WorkerGroup:
         worker.scheduler.weights.path = self._weights_path
         try:
             self._check_changeable()
+            if joined.computes != "both":
+                self._check_role(joined.computes)
+                worker.role = joined.computes
             with self._starting(worker):
                 await self._start_one(worker)
                 async with self.schedulers.changing:
@@ -346,6 +361,23 @@ class WorkerGroup:
         finally:
             scheduler.pause_control.resume(_REMOVAL)
         await scheduler.pause_control.wait_finished(scheduler.core.num_arrivals)
+
+    def _check_role(self, role: WorkerRole) -> None:
+        """Refuse a role if the engine's workers can't hand pages over."""
+        if role == "both":
+            return
+        if self._config.splits_by_load:
+            raise InvalidRequest(
+                "the loads decide what each worker computes (--disaggregation auto): leave the "
+                "role out",
+                param="role",
+            )
+        if not self._config.lends_pages:
+            raise InvalidRequest(
+                f"the role {role} needs pages that are handed over: start the engine with "
+                "--kv-offloading-bytes or --disaggregation, and without several ranks",
+                param="role",
+            )
 
     def _check_changeable(self) -> None:
         """Refuse changes that a pause or an encoder makes impossible."""

@@ -15,6 +15,8 @@ import attrs
 
 Role = Literal["worker", "front end"]
 """The part of an agent in the server."""
+WorkerRole = Literal["both", "prefill", "decode"]
+"""The part of each request that a worker computes."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +33,8 @@ class Join:
     host: str
     checksum: str
     """Checksum of the model's files on the agent's host, as ``Ready.model_checksum``."""
+    computes: WorkerRole = "both"
+    """Role of the worker; a front end has none."""
 
 
 @attrs.frozen(kw_only=True)

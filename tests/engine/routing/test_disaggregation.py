@@ -18,7 +18,7 @@ from tests.support.known_answers import (
     step_time,
 )
 from trioserve import Engine
-from trioserve.protocol.errors import EngineError
+from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_engine import open_fake_engine
@@ -107,6 +107,38 @@ async def test_outputs_go_on_if_no_worker_decodes(autojump_clock: Clock) -> None
             assert engine.statistics().scheduler.num_handed_over == 0
         await ask(engine, 1)
         engine.check_integrity()
+
+
+async def test_workers_that_are_added_have_roles(autojump_clock: Clock) -> None:
+    async with open_fake_engine(workers(), kv_offloading_bytes=1 << 20) as engine:
+        await ask(engine, 0)
+        assert (await engine.add_worker(role="prefill")).role == "prefill"
+        assert (await engine.add_worker(role="decode")).role == "decode"
+        await engine.remove_worker(0)
+        assert engine.statistics().scheduler.num_handed_over == 0
+        await ask(engine, 1)
+        assert engine.statistics().scheduler.num_handed_over == 1
+        await engine.add_worker()
+        assert [each.role for each in engine.workers] == ["prefill", "decode", "both"]
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "the role decode needs pages that are handed over"),
+        ({"data_parallel_size": 2, "disaggregation": ("auto",)}, "leave the role out"),
+    ],
+    ids=["no-host-pages", "auto"],
+)
+async def test_roles_that_can_not_be_are_refused_at_run_time(
+    autojump_clock: Clock, options: dict[str, Any], message: str
+) -> None:
+    async with open_fake_engine(workers(), **options) as engine:
+        count = len(engine.workers)
+        with pytest.raises(InvalidRequest, match=message):
+            await engine.add_worker(role="decode")
+        assert len(engine.workers) == count
 
 
 async def test_a_long_prompt_holds_no_stream_up(autojump_clock: Clock) -> None:

@@ -313,7 +313,7 @@ async def test_a_front_end_that_sends_garbage_loses_itself_only(
             checksum=engine.checksum,
             config=engine.config,
             on_listening=lambda _: None,
-        )._join_message()
+        ).join_message()
         await peer.send(wire.encode(attrs.evolve(join, id="hostile")))
         for data in messages:
             await peer.send(data)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from trioserve.config.worker_group import Role
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.routing.router import Router
 from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.protocol.joining import WorkerRole
 from trioserve.requests.request import Finish, FinishReason, Request
 from trioserve.scheduler.handing_over import vacate
 from trioserve.scheduler.moving import fits, movable
@@ -21,29 +21,22 @@ class Placement:
     """The schedulers of an engine, and the requests that are placed on them.
 
     Args:
-        schedulers: One for each worker.
         policy: The choice of a worker for each request.
-        roles: The roles of the first workers, by number; the others do both. ``("auto",)`` lets
-            the loads decide for each request.
+        splits_by_load: True to let the loads decide for each request whether its prompt is computed
+            on another worker than its output.
     """
 
-    def __init__(
-        self,
-        schedulers: Iterable[Scheduler],
-        policy: Policy,
-        roles: Seq[Role] = (),
-    ) -> None:
+    def __init__(self, policy: Policy, *, splits_by_load: bool = False) -> None:
         self.schedulers: tuple[Scheduler, ...] = ()
         """The schedulers whose workers serve, or will again."""
         self.gone: list[Scheduler] = []
         """Schedulers whose workers are gone for good; their counts go on counting."""
-        self._may_split = tuple(roles) == ("auto",)
-        self._roles = () if self._may_split else tuple(roles)
+        self._splits_by_load = splits_by_load
+        self._roles: dict[Scheduler, WorkerRole] = {}
+        """Roles of the workers that don't do both."""
         self._router = Router(policy)
         self._retiring: set[Scheduler] = set()
         """Schedulers on which nothing more is placed."""
-        for each in schedulers:
-            self.add(each)
 
     def place(self, request: Request) -> Scheduler:
         """Return the scheduler for a tokenized request: of a worker that is there, if one is."""
@@ -52,15 +45,21 @@ class Placement:
             staying = tuple(each for each in staying if each not in self._retiring)
         suited = self._suited(request, staying)
         among = None if suited == self.schedulers else _attached(suited)
-        may_split = self._may_split and not request.params.beam_width
+        may_split = self._splits_by_load and not request.params.beam_width
         scheduler = self._router.place(request, among, may_split=may_split)
         request.hands_over |= self._hands_over(scheduler, request)
         return scheduler
 
-    def role_of(self, scheduler: Scheduler) -> Role:
-        """Return the role of a scheduler's worker."""
-        index = scheduler.index
-        return self._roles[index] if index < len(self._roles) else "both"
+    def role_of(self, scheduler: Scheduler) -> WorkerRole:
+        """Return the part of each request that a scheduler's worker computes."""
+        return self._roles.get(scheduler, "both")
+
+    def set_role(self, scheduler: Scheduler, role: WorkerRole) -> None:
+        """Place requests by that role from here on."""
+        if role == "both":
+            self._roles.pop(scheduler, None)
+        else:
+            self._roles[scheduler] = role
 
     def _suited(self, request: Request, schedulers: tuple[Scheduler, ...]) -> tuple[Scheduler, ...]:
         """Return those whose workers compute what comes next of the request; all if there are none.
@@ -192,6 +191,7 @@ class Placement:
         if scheduler in self.schedulers:
             self.schedulers = tuple(each for each in self.schedulers if each is not scheduler)
             self.gone.append(scheduler)
+            self._roles.pop(scheduler, None)
             self._router.remove(scheduler)
 
 

@@ -20,7 +20,7 @@ from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
 from trioserve.protocol.devices import split_device
 from trioserve.protocol.errors import EngineError, WorkerLost
-from trioserve.protocol.joining import Role, WorkerEnd
+from trioserve.protocol.joining import Join, Role, WorkerEnd, WorkerRole
 from trioserve.workers.process import WorkerProcess, open_process
 from trioserve.workers.remote.joiner import Joiner, raise_refusal
 from trioserve.workers.remote.link import RemoteLink
@@ -38,15 +38,21 @@ class Agent(Joiner):
     Args:
         device: Device in place of the engine's choice, if given.
         num_threads: Threads in place of the engine's choice, if given.
+        computes: The part of each request that the worker computes.
     """
 
     device: str | None = None
     num_threads: int | None = None
+    computes: WorkerRole = "both"
 
     @property
     def role(self) -> Role:
         """Its part in the server."""
         return "worker"
+
+    def join_message(self) -> Join:
+        """Return the first message, with the worker's role."""
+        return attrs.evolve(super().join_message(), computes=self.computes)
 
     async def serve(self, link: RemoteLink, nursery: trio.Nursery) -> None:
         """Serve the engine until the link or the worker process is lost.

@@ -11,7 +11,7 @@ import trio
 from trioserve._util.conditions import Conditions
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError, WorkerGone, WorkerLost
-from trioserve.protocol.joining import Join
+from trioserve.protocol.joining import Join, WorkerRole
 from trioserve.workers import Link
 from trioserve.workers.life import run_worker
 from trioserve.workers.link import LinkTraffic
@@ -57,6 +57,7 @@ class JoinedWorker:
         id: Name of the agent's process.
         start: What each worker loads.
         start_timeout: Most seconds without progress while it loads.
+        computes: The part of each request that the worker computes.
         others_serve: Returns True if the engine has another worker that serves.
         amend: Returns what the next worker loads: ``start`` with what has changed since.
     """
@@ -65,6 +66,7 @@ class JoinedWorker:
     host: str
     start: wire.Start
     start_timeout: float
+    computes: WorkerRole = "both"
     others_serve: Callable[[], bool] = lambda: False
     amend: Callable[[wire.Start], wire.Start] = lambda start: start
     traffic: LinkTraffic = attrs.field(init=False)
@@ -220,6 +222,7 @@ class JoinedWorkers:
                 host=join.host,
                 start=self._start,
                 start_timeout=self._start_timeout,
+                computes=join.computes,
             )
             self._forget_old()
             self._workers[join.id] = worker

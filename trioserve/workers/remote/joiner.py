@@ -128,7 +128,7 @@ class Joiner:
                     nursery.start_soon(link.run)
                     nursery.start_soon(_end_when, lost, link)
                     nursery.start_soon(_raise_loss, link)
-                    await link.send(self._join_message())
+                    await link.send(self.join_message())
                     await self.serve(link, nursery)
                     nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
@@ -136,7 +136,8 @@ class Joiner:
         if failure is not None and not self._leaving.is_set():
             raise failure
 
-    def _join_message(self) -> Join:
+    def join_message(self) -> Join:
+        """Return the first message."""
         return Join(
             role=self.role,
             protocol=wire.PROTOCOL_VERSION,

@@ -72,7 +72,7 @@ class ControlEndpoints:
     async def add_worker(self) -> quart.Response:
         """Handle ``POST /workers``."""
         request = await self._service.read_if_any(AddWorkerRequest)
-        report = await self._service.server_api.add_worker(request.device)
+        report = await self._service.server_api.add_worker(request.device, request.role)
         return json_response(WorkerEntry(**attrs.asdict(report)))
 
     async def remove_worker(self, index: str) -> quart.Response:

@@ -8,6 +8,7 @@ import msgspec
 
 from trioserve.http.api.schema.reading import Exclusive, about, hint, only
 from trioserve.http.api.schema.refused_fields import Refusal
+from trioserve.protocol.joining import WorkerRole
 
 _RequestId = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -133,6 +134,13 @@ class AddWorkerRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             "one that no worker of this host has."
         ),
     ] = None
+    role: Annotated[
+        WorkerRole,
+        about(
+            "The part of each request that it computes, as in `--disaggregation`: `prefill`, "
+            "`decode` or `both`."
+        ),
+    ] = "both"
 
 
 class AbortReply(msgspec.Struct, kw_only=True):
