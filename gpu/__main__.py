@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from trioserve.protocol.gc_tuning import without_gc
+from trioserve.protocol.node_setup import NodeSetup
 
 
 def examine() -> dict[str, Any]:
@@ -109,6 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     action.add_argument(
         "--rank", action="store_true", help="compute a part of a model for the parent process"
     )
+    action.add_argument("--node", metavar="JSON", help="run ranks of another host's worker here")
     action.add_argument("--doctor", action="store_true", help="print what there is, as JSON")
     options = parser.parse_args(arguments)
     if options.doctor:
@@ -118,6 +120,11 @@ def main(arguments: list[str] | None = None) -> None:
         from gpu.cpu import following
 
         following.run()
+        return
+    if options.node is not None:
+        from gpu.cpu import node
+
+        node.run(msgspec.json.decode(options.node, type=NodeSetup))
         return
     with without_gc():
         from gpu import worker

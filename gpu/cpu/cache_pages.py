@@ -28,7 +28,8 @@ def choose_cpu_pages(start: Start, bytes_per_page: int) -> tuple[int, int]:
     Raises:
         ModelLoadError: there is no room for them.
     """
-    available = Machine().memory()[1] // start.num_sharing
+    # The hosts of several nodes are taken to be alike.
+    available = Machine().memory()[1] * start.num_nodes // start.num_sharing
     num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
     if num_pages * bytes_per_page > available:
         # No more than that, since what is free now says little of when the cache will be full.

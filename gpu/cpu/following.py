@@ -20,6 +20,7 @@ from gpu.cpu.rank_memory import RankMemory
 from gpu.cpu.rank_processes import RankOrder, read_order
 from gpu.loading.loaded_model import unseen
 from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed, end_cut_off
+from gpu.models.parallel.nodes import RankGreeting, dial_rank_0
 from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.steps import GiveCache, decode_step
 from gpu.weights.replacement import open_files
@@ -66,11 +67,11 @@ def end_with(parent: int) -> threading.Thread:
 def _serve(order: RankOrder) -> None:
     start = order.start
     files = open_files(start)
-    to_rank_0, *ways = (socket.socket(fileno=each) for each in order.sockets)
+    to_rank_0, *ways = _connections(order)
     stages = None
     if ways:
         size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
-        stages = StageLink(order.rank, size, num_stages, *ways)
+        stages = StageLink(order.rank, size, num_stages, ways)
     link = RankLink(order.rank, [to_rank_0], stages)
     if order.device:
         from gpu.cuda.following import serve_cuda  # needs CuPy
@@ -82,6 +83,14 @@ def _serve(order: RankOrder) -> None:
         from gpu.cpu.torch_following import serve_torch
 
         serve_torch(order, link, files)
+
+
+def _connections(order: RankOrder) -> list[socket.socket]:
+    """Return the connection to rank 0, which may be on another host, and those to stages here."""
+    if not order.group:
+        return [socket.socket(fileno=each) for each in order.sockets]
+    greeting = RankGreeting(order.rank, order.group)
+    return [dial_rank_0(order.start.nodes_listen, order.start.nodes_tls, greeting)]
 
 
 def _serve_compiled(order: RankOrder, link: RankLink, files: ModelFiles) -> None:

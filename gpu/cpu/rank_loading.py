@@ -19,8 +19,8 @@ from trioserve.protocol.wire import Start
 
 
 def threads_of_rank(start: Start, threads: int) -> int:
-    """Return the threads of each rank of a worker that has so many."""
-    return max(threads // start.num_ranks, 1)
+    """Return the threads of each rank of a worker that has so many on this host."""
+    return max(threads * start.num_nodes // start.num_ranks, 1)
 
 
 def lead_compiled(

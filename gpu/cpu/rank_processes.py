@@ -7,21 +7,27 @@ rank was.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import secrets
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import msgspec
 
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink, connect_ranks
+from gpu.models.parallel.nodes import Nodes, family_of
 from trioserve.protocol.child_state import wait_ended_or_stopped
 from trioserve.protocol.wire import Start
 
@@ -38,7 +44,7 @@ class RankOrder:
 
     rank: int
     parent: int
-    """Process id of the worker."""
+    """Process id of the worker, or of its node's process."""
     sockets: list[int]
     """Descriptors of the socket to rank 0, and of those to the stages before and behind."""
     dtype: str
@@ -49,7 +55,9 @@ class RankOrder:
     memory: int = -1
     """Descriptor of the memory that the compiled kernels' ranks of a stage share, if several do."""
     rendezvous: str = ""
-    """Path of the file through which the ranks of torch, or of GPUs, find each other."""
+    """URL through which the ranks of torch, or of GPUs, find each other."""
+    group: str = ""
+    """Name with which a rank of another node dials rank 0; it has no sockets then."""
     device: str = ""
     """Its GPU, such as ``cuda:1``; empty for a CPU."""
 
@@ -86,7 +94,7 @@ def start_ranks(
     num_threads: int,
     *,
     memories: Sequence[int] | None = None,
-    rendezvous: Path | None = None,
+    rendezvous: Rendezvous | None = None,
     device: str = "",
 ) -> RankLink:
     """Start the other ranks of the worker of ``start``, and return the link of rank 0.
@@ -99,28 +107,80 @@ def start_ranks(
         num_threads: Number of threads of each.
         memories: Descriptors of what the compiled kernels' ranks share, by stage; empty if a stage
             is one rank. None if torch computes.
-        rendezvous: File in a folder of its own through which torch's ranks find each other.
+        rendezvous: The place at which torch's ranks find each other; it has the other nodes.
         device: GPU of rank 0, such as ``cuda:4``; the others have those behind it. Empty for a CPU.
     """
     kind, _, first = device.partition(":")
-    own, *others = connect_ranks(start.pipeline_parallel_size, start.tensor_parallel_size)
+    nodes = None if rendezvous is None else rendezvous.nodes
+    size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
+    if nodes is not None:
+        size, num_stages = start.num_ranks // start.num_nodes, 1  # Stages have other ways then.
+    own, *others = connect_ranks(num_stages, size)
+    common = RankOrder(
+        rank=0,
+        parent=os.getpid(),
+        sockets=[],
+        dtype=dtype,
+        num_threads=num_threads,
+        start=start,
+        is_compiled=memories is not None,
+        rendezvous="" if rendezvous is None else rendezvous.url,
+    )
     for link in others:
-        order = RankOrder(
+        order = attrs.evolve(
+            common,
             rank=link.rank,
-            parent=os.getpid(),
             sockets=[each.fileno() for each in link.sockets],
-            dtype=dtype,
-            num_threads=num_threads,
-            start=start,
-            is_compiled=memories is not None,
             memory=memories[link.rank // start.tensor_parallel_size] if memories else -1,
-            rendezvous="" if rendezvous is None else str(rendezvous),
             device=f"{kind}:{int(first) + link.rank}" if device else "",
         )
-        _start_rank(order, None if rendezvous is None else rendezvous.parent)
+        start_rank(order, None if rendezvous is None else rendezvous.folder)
         for each in link.sockets:
             each.close()
-    return own
+    if nodes is None:
+        return own
+    elsewhere = attrs.evolve(common, group=nodes.group)
+    return RankLink(0, [*own.sockets, *nodes.start_ranks(functools.partial(_encoded, elsewhere))])
+
+
+def _encoded(order: RankOrder, rank: int) -> bytes:
+    return msgspec.msgpack.encode(attrs.evolve(order, rank=rank))
+
+
+@attrs.frozen
+class Rendezvous:
+    """The place at which torch's ranks find each other."""
+
+    url: str
+    """As ``torch.distributed`` has it."""
+    folder: Path | None = None
+    """Folder to be removed once they have; None if they are on several hosts."""
+    nodes: Nodes | None = None
+    """The other hosts."""
+
+
+@contextlib.contextmanager
+def open_rendezvous(start: Start, checksum: Callable[[], str]) -> Iterator[Rendezvous]:
+    """Have a place at which the ranks find each other; block until all nodes have come.
+
+    Args:
+        start: What all ranks load.
+        checksum: Returns the checksum of the model's files, which must be that of all nodes.
+
+    Raises:
+        ModelLoadError: The nodes can't meet here.
+    """
+    if start.num_nodes > 1:
+        nodes = Nodes(start, checksum(), secrets.token_hex(16), _end_worker)
+        address = nodes.meet()
+        with socket.create_server((address, 0), family=family_of(address)) as free:
+            port = free.getsockname()[1]
+        host = f"[{address}]" if ":" in address else address
+        yield Rendezvous(f"tcp://{host}:{port}", nodes=nodes)
+        return
+    with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as name:
+        folder = Path(name).resolve()
+        yield Rendezvous((folder / "rendezvous").as_uri(), folder)
 
 
 def rank_pids() -> list[int]:
@@ -128,7 +188,8 @@ def rank_pids() -> list[int]:
     return [process.pid for process in _processes]
 
 
-def _start_rank(order: RankOrder, folder: Path | None) -> None:
+def start_rank(order: RankOrder, folder: Path | None = None) -> None:
+    """Start a rank on this host; the process ends once it ends, and removes ``folder`` then."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gpu", "--rank"],
         stdin=subprocess.PIPE,
@@ -154,8 +215,13 @@ def _end_with(process: subprocess.Popen[bytes], rank: int, folder: Path | None) 
     _log.error("rank %d of the worker has ended with status %d", rank, status)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    logging.shutdown()
     if status < 0:
+        logging.shutdown()
         number = signal.Signals(-status)
         os.kill(os.getpid(), signal.SIGKILL if number in _IGNORED else number)
+    _end_worker()
+
+
+def _end_worker() -> None:
+    logging.shutdown()
     os._exit(EXIT_RANK_LOST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +106,7 @@ def serve_torch(order: RankOrder, link: RankLink, files: ModelFiles) -> None:
         ModelLoadError: A rank can't load its part.
     """
     start = order.start
-    group = join_group(start, Path(order.rendezvous), order.rank)
+    group = join_group(start, link, order.rendezvous)
     part = part_of_rank(start, files.native, order.rank)
 
     def load(files: ModelFiles) -> Decoder:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -12,16 +10,16 @@ from gpu.attention import Attention, CacheShape
 from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
 from gpu.cpu.cached_model import CachedModel
-from gpu.cpu.rank_processes import start_ranks
+from gpu.cpu.rank_processes import open_rendezvous, start_ranks
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.loading.loaded_model import OnProgress, of_weights, unseen
 from gpu.loading.weight_swap import ReadWeights
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import LeadingAdapters
-from gpu.models.parallel.group import RankGroup
+from gpu.models.parallel.group import DistributedStages, RankGroup
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
-from gpu.models.parallel.link import agreed
+from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import ModelPart, part_of_rank
 from gpu.models.parallel.ranks import Ranks
 from gpu.models.parallel.steps import GiveCache, encode_step
@@ -94,10 +92,9 @@ def lead_torch(
         ModelLoadError: The model can't be split so, or a rank can't load its part.
     """
     part = part_of_rank(start, files.native, 0)
-    with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as folder:
-        rendezvous = Path(folder) / "rendezvous"
+    with open_rendezvous(start, files.checksum) as rendezvous:
         link = start_ranks(start, dtype, threads, rendezvous=rendezvous)
-        group = join_group(start, rendezvous, 0)
+        group = join_group(start, link, rendezvous.url)
 
     def load(files: ModelFiles, on_progress: OnProgress = unseen) -> Decoder:
         return load_decoder(files, dtype, threads, on_progress, part, group)
@@ -120,10 +117,18 @@ def lead_torch(
     return CachedModel(model, num_pages, num_host_pages, lambda _: read, link)
 
 
-def join_group(start: Start, rendezvous: Path, rank: int) -> RankGroup | None:
-    """Return the group of rank ``rank``'s stage once all ranks are there; None if it is alone."""
+def join_group(start: Start, link: RankLink, rendezvous: str) -> RankGroup | None:
+    """Return the group of a rank's stage once all ranks are there; None if it is alone.
+
+    On several hosts, ``link`` gets the ways between stages.
+    """
     size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
-    return RankGroup(rendezvous, rank, size, num_stages) if size > 1 else None
+    if size == start.num_nodes == 1:
+        return None
+    group = RankGroup(rendezvous, link.rank, size, num_stages)
+    if start.num_nodes > 1 < num_stages:
+        link.stages = DistributedStages(link.rank, size, num_stages)
+    return group if size > 1 else None
 
 
 def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:

@@ -38,7 +38,7 @@ def serve_cuda(order: RankOrder, link: RankLink) -> None:
     """
     start, size = order.start, order.start.tensor_parallel_size
     gpu = agreed(link, lambda: open_gpu(order.device, order.num_threads))
-    group = RankGroup(Path(order.rendezvous), order.rank, size, gpu=torch.device(order.device))
+    group = RankGroup(order.rendezvous, order.rank, size, gpu=torch.device(order.device))
     files = open_model(Path(start.model), start.model_impl)
     part = ModelPart(files.native, order.rank, size, start.enable_expert_parallel)
     follow_model(gpu, start, files, getattr(torch, order.dtype), CudaRank(link, group, part))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
-from gpu.cpu.rank_processes import start_ranks
+from gpu.cpu.rank_processes import open_rendezvous, start_ranks
 from gpu.cuda.assembly import ServingLimits, assemble
 from gpu.cuda.device import Gpu
 from gpu.cuda.draft_model import CudaDraftModel
@@ -74,11 +72,10 @@ def _lead(
     """Start the other ranks, and return the place of this one, rank 0."""
     size = start.tensor_parallel_size
     part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
-    with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as folder:
-        rendezvous = Path(folder) / "rendezvous"
+    with open_rendezvous(start, files.checksum) as rendezvous:
         link = start_ranks(start, dtype, threads, rendezvous=rendezvous, device=device)
         gpu = agreed(link, lambda: open_gpu(device, threads))
-        group = RankGroup(rendezvous, 0, size, gpu=torch.device(device))
+        group = RankGroup(rendezvous.url, 0, size, gpu=torch.device(device))
     return gpu, CudaRank(link, group, part)
 
 

@@ -192,6 +192,13 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError(
             "--process-memory-limit doesn't go with a draft model: leave one of them out"
         )
+    if size % start.num_nodes:
+        raise ModelLoadError(
+            f"--nnodes {start.num_nodes} doesn't divide the engine's {option}: both sides need "
+            "ranks for each host"
+        )
+    if start.num_nodes > 1 and kind != "cpu":
+        raise ModelLoadError("--nnodes is for CPUs: leave it out, or use --device cpu")
     if size == 1:
         return
     if start.kv_offloading_dir:

@@ -20,8 +20,8 @@ from trioserve._util.child_process import KILL_GRACE
 from trioserve.cli import flags
 from trioserve.config.options import options_of
 from trioserve.http.api.routes import ROUTES
+from trioserve.protocol.certificates import ENGINE_FILES, WORKER_FILES
 from trioserve.workers.remote.agent import LEAVE_GRACE
-from trioserve.workers.remote.tls import ENGINE_FILES, WORKER_FILES
 
 DEPLOY = ROOT / "docs" / "deploy"
 PATHS = {rule for route in ROUTES for rule in route.rules}

@@ -38,7 +38,7 @@ def emulate_gpu() -> None:
     """Put an emulated GPU in the place of this process's, and start other ranks with one."""
     fake, popen = FakeGpu(), subprocess.Popen
 
-    def make_group(rendezvous: Path, rank: int, size: int, gpu: object) -> TapedRanks:
+    def make_group(rendezvous: str, rank: int, size: int, gpu: object) -> TapedRanks:
         return TapedRanks(RankGroup(rendezvous, rank, size), fake.loader)
 
     def start_emulated(command: list[str], **options: Any) -> Any:

@@ -9,9 +9,12 @@ import trio
 from trioserve.cli.signals import SignalledProcess
 from trioserve.cli.worker_options import WorkerOptions
 from trioserve.model_files import locate, open_model, task_of
+from trioserve.protocol.devices import split_device
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.joining import WorkerRole
+from trioserve.protocol.node_setup import NodeSetup
 from trioserve.workers.remote.agent import LEAVE_GRACE, Agent
+from trioserve.workers.remote.node_agent import NodeAgent
 from trioserve.workers.remote.tls import worker_tls
 
 
@@ -24,11 +27,13 @@ async def run_agent(options: WorkerOptions, model: str) -> int:
         TrioserveError: The model or the certificates can't be used, or the engine has refused the
             worker.
     """
-    assert options.join is not None
     assert options.tls is not None
     tls = worker_tls(options.tls)
     path, checksum = await trio.to_thread.run_sync(find_model, model, abandon_on_cancel=True)
     process = SignalledProcess(LEAVE_GRACE, serving=True)
+    if options.node_rank:
+        return await process.run(_node_agent(options, path, checksum, process.shutdown).run)
+    assert options.join is not None
     agent = Agent(
         engine=options.join,
         tls=tls,
@@ -37,9 +42,27 @@ async def run_agent(options: WorkerOptions, model: str) -> int:
         device=options.device,
         num_threads=options.num_threads,
         computes=cast("WorkerRole", options.role),
+        num_nodes=options.nnodes,
+        nodes_listen=options.dist_init_addr or "",
+        nodes_tls=options.tls,
         leaving=process.shutdown,
     )
     return await process.run(agent.run)
+
+
+def _node_agent(options: WorkerOptions, path: str, checksum: str, leaving: trio.Event) -> NodeAgent:
+    assert options.dist_init_addr is not None
+    assert options.tls is not None
+    setup = NodeSetup(
+        node=options.node_rank,
+        address=options.dist_init_addr,
+        tls=options.tls,
+        model=path,
+        checksum=checksum,
+        num_threads=options.num_threads or 0,
+        cores=split_device(options.device or "cpu")[1],
+    )
+    return NodeAgent(setup=setup, leaving=leaving)
 
 
 def find_model(model: str) -> tuple[str, str]:

@@ -11,7 +11,10 @@ from trioserve.config.worker_group import WORKER_ROLES
 from trioserve.protocol.devices import ANY_DEVICE
 from trioserve.protocol.errors import InvalidRequest
 
-WORKER_GROUPS = {"worker": OptionGroup("The worker", "workers#Other hosts")}
+WORKER_GROUPS = {
+    "worker": OptionGroup("The worker", "workers#Other hosts"),
+    "nodes": OptionGroup("A worker of several hosts", "several-hosts#Several hosts"),
+}
 """Groups of options, in the order of help."""
 
 
@@ -68,7 +71,7 @@ class WorkerOptions:
     )
     role: str = option(
         "both",
-        "part of each request that the worker computes: prompts (prefill), outputs (decode) or both",
+        "part of each request that it computes: prompts (prefill), outputs (decode) or both",
         group="worker",
         choices=WORKER_ROLES,
     )
@@ -82,5 +85,47 @@ class WorkerOptions:
         high=1024,
     )
 
+    nnodes: int = option(
+        1,
+        "hosts that have the worker's processes, as many each, if the engine's "
+        "--tensor-parallel-size or --pipeline-parallel-size asks for several",
+        group="nodes",
+        kind=int,
+        low=1,
+        high=1024,
+    )
+    node_rank: int = option(
+        0,
+        "number of this host among them; 0 joins the engine, and the others join 0",
+        group="nodes",
+        kind=int,
+        low=0,
+        high=1023,
+    )
+    dist_init_addr: str | None = option(
+        None,
+        "address and port of node 0: where it listens, and where the others join; needed with "
+        "--nnodes",
+        group="nodes",
+        metavar="HOST:PORT",
+        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "HOST:PORT, such as first.lan:7100"),
+    )
+
     def __attrs_post_init__(self) -> None:
-        check_given(self, "join", "tls")
+        check_given(self, *(("tls", "dist_init_addr") if self.node_rank else ("join", "tls")))
+        if self.node_rank >= self.nnodes:
+            raise InvalidRequest(
+                f"node_rank {self.node_rank} needs --nnodes {self.node_rank + 1} or more",
+                param="node_rank",
+            )
+        if (self.nnodes > 1) != (self.dist_init_addr is not None):
+            raise InvalidRequest(
+                "dist_init_addr is for a worker of several hosts, and needed there: give it "
+                "together with --nnodes",
+                param="dist_init_addr",
+            )
+        if self.node_rank and self.join is not None:
+            raise InvalidRequest(
+                "join is for node 0, which alone joins the engine: leave it out here",
+                param="join",
+            )

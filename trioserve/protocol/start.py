@@ -85,7 +85,13 @@ class Start:
     rank_cores: list[list[int]] = attrs.field(factory=list)
     """Cores to which each rank is bound, rank 0 included; empty if all have those of rank 0."""
     link_timeout: float = 0.0
-    """Seconds of silence after which an agent counts its engine as lost."""
+    """Seconds of silence after which an agent counts its engine as lost, and a node the others."""
+    num_nodes: int = 1
+    """Number of hosts that have the ranks, as many each. This one has the first of them."""
+    nodes_listen: str = ""
+    """Address and port at which the other hosts join."""
+    nodes_tls: str = ""
+    """Folder with the certificates for that."""
 
     @property
     def num_ranks(self) -> int:

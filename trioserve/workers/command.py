@@ -7,6 +7,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import msgspec
+
+from trioserve.protocol.node_setup import NodeSetup
+
 BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """Sizes of torch's and oneDNN's caches of compiled matrix products. The default of 1,024, one per
 shape, takes most of a gigabyte with prompts of all lengths.
@@ -22,7 +26,17 @@ PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 
 
 def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of a worker that dials ``url``.
+    """Return the command and the environment of a worker that dials ``url``."""
+    return _command("--connect", url)
+
+
+def node_command(setup: NodeSetup) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of the process of a node."""
+    return _command("--node", msgspec.json.encode(setup).decode())
+
+
+def _command(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a process of ``gpu``.
 
     ``-P`` keeps the current folder off the import path, so that a user's own ``gpu.py`` isn't
     imported.
@@ -30,7 +44,7 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
     environment = {**BOUNDED_CACHES, **package_environment()}
     if "OMP_WAIT_POLICY" not in environment:
         environment = {**SHORT_SPINS, **environment}
-    return [sys.executable, "-P", "-m", "gpu", "--connect", url], environment
+    return [sys.executable, "-P", "-m", "gpu", *arguments], environment
 
 
 def package_environment() -> dict[str, str]:

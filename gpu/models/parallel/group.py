@@ -1,4 +1,4 @@
-"""The sums of torch over the ranks on one host, by torch.distributed.
+"""The sums of torch over the ranks, by torch.distributed.
 
 Those of GPUs are queued in the current stream, and may be captured in a CUDA graph: the host
 doesn't wait for them. A rank that waits on its GPU for another one, which has ended, ends with it.
@@ -6,24 +6,36 @@ doesn't wait for them. A rank that waits on its GPU for another one, which has e
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
-from pathlib import Path
+import socket
+import struct
+from typing import Any
+from urllib.parse import urlsplit
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+from gpu.models.parallel.stage_link import StageLink
 
 _FOR_EVER = datetime.timedelta(days=3650)
 """Between two steps a rank waits for as long as no request comes. A rank that ends closes its
 connections, which ends the others' waiting at once.
 """
+_GET_ADDRESS = 0x8915
+"""Linux's SIOCGIFADDR: the IPv4 address of an interface."""
 
 
 class RankGroup:
-    """:class:`~gpu.models.parallel.ranks.Ranks` of processes on one host, over gloo or NCCL.
+    """:class:`~gpu.models.parallel.ranks.Ranks` of processes, over gloo or NCCL.
 
     Args:
-        rendezvous: File in a folder for this user alone, through which the ranks find each other.
+        rendezvous: URL through which the ranks find each other: of a file in a folder for this user
+            alone, or of an address of rank 0's host, if they are on several hosts.
         rank: Number of this process; those of a stage follow each other.
         size: Number of processes of a stage.
         num_stages: Number of stages; blocks until the processes of all are there.
@@ -32,7 +44,7 @@ class RankGroup:
 
     def __init__(
         self,
-        rendezvous: Path,
+        rendezvous: str,
         rank: int,
         size: int,
         num_stages: int = 1,
@@ -40,11 +52,10 @@ class RankGroup:
     ) -> None:
         self.stage, self.rank = divmod(rank, size)
         self.size = size
-        for library in ("GLOO", "NCCL"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = "lo"  # not to be reached from other hosts
+        _choose_interface(urlsplit(rendezvous).hostname)
         dist.init_process_group(
             "gloo" if gpu is None else "nccl",
-            init_method=rendezvous.resolve().as_uri(),
+            init_method=rendezvous,
             rank=rank,
             world_size=size * num_stages,
             timeout=_FOR_EVER,
@@ -74,3 +85,56 @@ class RankGroup:
         """See :meth:`~gpu.models.parallel.ranks.Ranks.broadcast`."""
         dist.broadcast(x, self.stage * self.size, group=self._own)
         return x
+
+
+class DistributedStages(StageLink):
+    """The ways from stage to stage where these are on several hosts, over the same group.
+
+    Args:
+        number: As in :class:`~gpu.models.parallel.stage_link.StageLink`.
+        size: The same.
+        num_stages: The same.
+    """
+
+    def __init__(self, number: int, size: int, num_stages: int) -> None:
+        super().__init__(number, size, num_stages)
+        self._before = (number - size) % (size * num_stages)
+        self._behind = (number + size) % (size * num_stages)
+
+    def receive(self, into: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """See :meth:`~gpu.models.parallel.stage_link.StageLink.receive`."""
+        dist.recv(torch.from_numpy(into.reshape(-1).view(np.uint8)), self._before)
+        return into
+
+    def send_now(self, content: bytes) -> None:
+        """See :meth:`~gpu.models.parallel.stage_link.StageLink.send_now`."""
+        dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), self._behind)
+
+
+def _choose_interface(host: str | None) -> None:
+    """Choose the network interface for sums: the loopback one, or that on the way to ``host``.
+
+    Ranks of one host can't be reached from others. The operator may choose another one in
+    ``GLOO_SOCKET_IFNAME`` for several hosts. Of an IPv6 address, gloo finds it by itself.
+    """
+    interface = "lo" if host is None else _interface_to(host)
+    for library in ("GLOO", "NCCL"):
+        name = f"{library}_SOCKET_IFNAME"
+        if interface is not None and (host is None or name not in os.environ):
+            os.environ[name] = interface
+
+
+def _interface_to(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # Nothing is sent.
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    return None

@@ -63,7 +63,8 @@ class RankLink:
 
     def first_error(self, own: str) -> str:
         """Return on rank 0 the first error of all ranks, of which it has its ``own``; or ''."""
-        return next(filter(None, [own, *(_receive(each).decode() for each in self._sockets)]), "")
+        others = (receive_message(each).decode() for each in self._sockets)
+        return next(filter(None, [own, *others]), "")
 
     def exchange(self, number: int) -> list[int]:
         """Return the numbers of all ranks, in their order, once all have come here."""
@@ -72,7 +73,7 @@ class RankLink:
             found = self.receive()
         else:
             with self.in_step():
-                found = _NUMBER.pack(number) + b"".join(map(_receive, self._sockets))
+                found = _NUMBER.pack(number) + b"".join(map(receive_message, self._sockets))
                 self.send(found)
         return [each for (each,) in _NUMBER.iter_unpack(found)]
 
@@ -95,7 +96,7 @@ class RankLink:
     def send(self, message: bytes) -> None:
         """Send ``message`` from rank 0 to all others, or from one of these to rank 0."""
         for each in self._sockets:
-            each.sendall(_LENGTH.pack(len(message)) + message)
+            send_message(each, message)
 
     def receive(self) -> bytes:
         """Return the next message of rank 0; block until it comes.
@@ -104,7 +105,7 @@ class RankLink:
             EOFError: Rank 0 has ended.
         """
         (only,) = self._sockets
-        return _receive(only)
+        return receive_message(only)
 
 
 def connect_ranks(num_stages: int, size: int) -> list[RankLink]:
@@ -116,7 +117,7 @@ def connect_ranks(num_stages: int, size: int) -> list[RankLink]:
         return list(map(RankLink, range(count), ends))
     ways = [socket.socketpair() for _ in range(count)]  # from each rank to the stage behind
     stages = [
-        StageLink(rank, size, num_stages, before=ways[rank - size][1], behind=ways[rank][0])
+        StageLink(rank, size, num_stages, (ways[rank - size][1], ways[rank][0]))
         for rank in range(count)
     ]
     return list(map(RankLink, range(count), ends, stages))
@@ -155,8 +156,21 @@ def attempted(link: RankLink, load: Callable[[], T]) -> tuple[list[T], str]:
         return [], f"rank {link.rank} can't load its part: {summarize(failure)}"
 
 
-def _receive(connection: socket.socket) -> bytes:
+def send_message(connection: socket.socket, message: bytes) -> None:
+    """Send ``message`` with its length in front."""
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def receive_message(connection: socket.socket, longest: int | None = None) -> bytes:
+    """Return the next message; block until it comes.
+
+    Raises:
+        EOFError: The other side has ended.
+        ValueError: It has more than ``longest`` bytes.
+    """
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    if longest is not None and length > longest:
+        raise ValueError(f"a message of {length} bytes, where at most {longest} are expected")
     return _read(connection, length)
 
 

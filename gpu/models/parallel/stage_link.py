@@ -6,6 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,7 @@ class StageLink:
         number: Number of the rank among all of the worker; those of a stage follow each other.
         size: Number of ranks of a stage.
         num_stages: Number of stages.
-        before: Connection to the stage before.
-        behind: Connection to the stage behind.
+        sockets: Connections to the stage before and behind; none if another class sends.
     """
 
     def __init__(
@@ -35,12 +35,11 @@ class StageLink:
         number: int,
         size: int,
         num_stages: int,
-        before: socket.socket,
-        behind: socket.socket,
+        sockets: Sequence[socket.socket] = (),
     ) -> None:
         self.stage, self.rank = divmod(number, size)
         self.is_first, self.is_last = self.stage == 0, self.stage == num_stages - 1
-        self.sockets = before, behind
+        self.sockets = tuple(sockets)
         most = _SENT_BACK if self.is_last else _SENT_FOR_A_PLAN * (num_stages + 1)
         self._unsent: queue.Queue[bytes] = queue.Queue(most)
         self._sender: threading.Thread | None = None
@@ -67,6 +66,12 @@ class StageLink:
         return into
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # a process that has ended ends this one, too
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # a process that has ended ends this one, too
             while True:
-                self.sockets[1].sendall(self._unsent.get())
+                self.send_now(self._unsent.get())
+
+    def send_now(self, content: bytes) -> None:
+        """Send bytes to the stage behind; block until they are on their way."""
+        self.sockets[1].sendall(content)

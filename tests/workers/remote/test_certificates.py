@@ -13,15 +13,10 @@ import trio
 from cryptography import x509
 
 from trioserve._util.pair_socket import PairSocket, SocketFailed
+from trioserve.protocol.certificates import ENGINE_FILES, FRONT_END_FILES, WORKER_FILES
 from trioserve.protocol.errors import TrioserveError
 from trioserve.workers.remote.certificates import make_certificates
-from trioserve.workers.remote.tls import (
-    ENGINE_FILES,
-    FRONT_END_FILES,
-    WORKER_FILES,
-    engine_tls,
-    worker_tls,
-)
+from trioserve.workers.remote.tls import engine_tls, worker_tls
 
 
 def test_keys_are_private_and_certificates_last_for_years(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from trioserve import EngineConfig
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.engine.worker_start import start_message
 from trioserve.protocol import wire
+from trioserve.protocol.certificates import ENGINE_NAME
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat
 from trioserve.workers.remote import joined as joined_module
@@ -27,7 +28,7 @@ from trioserve.workers.remote.certificates import make_certificates
 from trioserve.workers.remote.joined import JoinedWorker, JoinedWorkers
 from trioserve.workers.remote.link import RemoteLink
 from trioserve.workers.remote.port import MAX_BEFORE_JOIN, WorkersPort
-from trioserve.workers.remote.tls import ENGINE_NAME, engine_tls, worker_tls
+from trioserve.workers.remote.tls import engine_tls, worker_tls
 
 CHECKSUM = "c" * 32
 JOIN = Join(

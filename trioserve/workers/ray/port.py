@@ -21,6 +21,7 @@ from trioserve._util.child_process import end_child
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.observability.logs import get_logger
+from trioserve.protocol.certificates import ENGINE_FILES, WORKER_FILES
 from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, TrioserveError
 from trioserve.workers.command import package_environment
 from trioserve.workers.process import describe_exit
@@ -38,7 +39,7 @@ from trioserve.workers.ray.messages import (
 )
 from trioserve.workers.remote.certificates import certificates
 from trioserve.workers.remote.port import WorkersPort
-from trioserve.workers.remote.tls import ENGINE_FILES, WORKER_FILES, engine_tls_of
+from trioserve.workers.remote.tls import engine_tls_of
 from trioserve.workers.supervisor import delay_after
 
 CONNECT_TIMEOUT = 120.0

@@ -39,11 +39,17 @@ class Agent(Joiner):
         device: Device in place of the engine's choice, if given.
         num_threads: Threads in place of the engine's choice, if given.
         computes: The part of each request that the worker computes.
+        num_nodes: Number of hosts that have its ranks; this is the first.
+        nodes_listen: Address and port at which the others join.
+        nodes_tls: Folder with the certificates for that.
     """
 
     device: str | None = None
     num_threads: int | None = None
     computes: WorkerRole = "both"
+    num_nodes: int = 1
+    nodes_listen: str = ""
+    nodes_tls: str = ""
 
     @property
     def role(self) -> Role:
@@ -98,6 +104,9 @@ class Agent(Joiner):
             device=device,
             cores=cores,
             num_threads=self.num_threads or start.num_threads,
+            num_nodes=self.num_nodes,
+            nodes_listen=self.nodes_listen,
+            nodes_tls=self.nodes_tls,
         )
 
     def _missing(self, start: wire.Start) -> str | None:

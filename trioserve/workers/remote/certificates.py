@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trioserve.protocol.errors import TrioserveError
-from trioserve.workers.remote.tls import (
+from trioserve.protocol.certificates import (
     AUTHORITY,
     ENGINE,
     ENGINE_NAME,
@@ -17,6 +16,7 @@ from trioserve.workers.remote.tls import (
     WORKER,
     WORKER_NAME,
 )
+from trioserve.protocol.errors import TrioserveError
 
 if TYPE_CHECKING:
     from cryptography import x509

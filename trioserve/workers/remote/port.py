@@ -21,13 +21,13 @@ import trio
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+from trioserve.protocol.certificates import FRONT_END_NAME, WORKER_NAME
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.joining import Join
 from trioserve.protocol.version import __version__
 from trioserve.workers.remote.joined import JoinedWorkers
 from trioserve.workers.remote.link import RemoteLink
 from trioserve.workers.remote.silence import FIRST_TIMEOUT
-from trioserve.workers.remote.tls import FRONT_END_NAME, WORKER_NAME
 
 MAX_JOINING = 64
 """Most connections at a time that haven't joined."""

@@ -1,9 +1,4 @@
-"""The certificates of engine, workers and front ends, and nng's TLS with them.
-
-A folder of ``trioserve worker-certificates`` has the files of all sides. An engine needs
-:data:`ENGINE_FILES` of them, a worker's host :data:`WORKER_FILES`, a front end's
-:data:`FRONT_END_FILES`.
-"""
+"""nng's TLS with the certificates of engine, workers and front ends."""
 
 from __future__ import annotations
 
@@ -12,20 +7,13 @@ from pathlib import Path
 
 import pynng
 
+from trioserve.protocol.certificates import (
+    ENGINE_FILES,
+    ENGINE_NAME,
+    FRONT_END_FILES,
+    WORKER_FILES,
+)
 from trioserve.protocol.errors import TrioserveError
-
-AUTHORITY = "ca.crt"
-ENGINE = "engine"
-WORKER = "worker"
-FRONT_END = "front-end"
-ENGINE_FILES = (AUTHORITY, f"{ENGINE}.crt", f"{ENGINE}.key")
-WORKER_FILES = (AUTHORITY, f"{WORKER}.crt", f"{WORKER}.key")
-FRONT_END_FILES = (AUTHORITY, f"{FRONT_END}.crt", f"{FRONT_END}.key")
-
-ENGINE_NAME = "engine.trioserve.internal"
-"""Name in an engine's certificate. Its host's name isn't in it, so that it may have any."""
-WORKER_NAME = "worker.trioserve.internal"
-FRONT_END_NAME = "front-end.trioserve.internal"
 
 
 def engine_tls(folder: str) -> pynng.TLSConfig:

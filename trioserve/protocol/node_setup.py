@@ -1,0 +1,24 @@
+"""The setup of a node's process, which starts the ranks of another host's worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process of a node gets as JSON, in its command line."""
+
+    node: int
+    """Its number; node 0 has rank 0."""
+    address: str
+    """Address and port of node 0."""
+    tls: str
+    """Folder with the certificates of a worker's host."""
+    model: str
+    """Path of the model on this host."""
+    checksum: str
+    """Checksum of its files."""
+    num_threads: int
+    """Threads of all its ranks; 0 for as many as there are cores."""
+    cores: list[int]
+    """Cores to which they are bound; empty for all that may be used."""
