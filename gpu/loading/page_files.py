@@ -12,19 +12,19 @@ machine that loses power may leave a damaged one.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
 import struct
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-_MAGIC = b"trioKV01"
-_HEAD = struct.Struct("<8s16s16sQ")
+_MAGIC = b"trioKV02"
+_HEAD = struct.Struct("<8s16sIQ")
 """Magic bytes, key, checksum and length of the content."""
 _SUFFIX = ".page"
 _NAME = re.compile(f"[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
@@ -131,6 +131,8 @@ class PageFiles:
         return sorted(found)
 
 
-def checksum_of(content: npt.NDArray[np.uint8]) -> bytes:
-    """Return a checksum of a page, 16 bytes."""
-    return hashlib.blake2b(content.data, digest_size=16).digest()
+def checksum_of(content: npt.NDArray[np.uint8]) -> int:
+    """Return the CRC-32 of a page. Damage is to be noticed, and a cryptographic hash takes longer
+    than many models take to compute the page.
+    """
+    return zlib.crc32(content.data)

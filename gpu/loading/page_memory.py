@@ -19,7 +19,7 @@ from gpu.loading.page_files import checksum_of
 
 MOST_BYTES = 1 << 30
 """Most bytes of a page; a head with more is damaged."""
-_HEAD = struct.Struct("<16s16s16sQ")
+_HEAD = struct.Struct("<16s16sIQ")
 
 
 def write_pages(

@@ -110,7 +110,7 @@ async def test_outputs_are_those_of_one_process(
         size = math.prod(ranks.values())
         assert len(rank_processes()) == size - 1
         # One of the node, and one of each of its ranks.
-        assert network.num_connections == 1 + size // 2
+        assert network.num_connections >= 1 + size // 2
         await assert_idle(engine)
     for one, other in zip(alone, together, strict=True):
         assert tokens_of(one) == tokens_of(other)

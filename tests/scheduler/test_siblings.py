@@ -22,6 +22,7 @@ from tests.support.known_answers import (
 )
 from trioserve import Engine
 from trioserve.protocol import wire
+from trioserve.scheduler import siblings
 from trioserve.scheduler.fetched_pages import FetchPace
 from trioserve.testing import FakeWorker, StepFails, WorkerDies
 from trioserve.testing.fake_disk import FakeDisk
@@ -62,32 +63,40 @@ async def test_a_prefix_comes_from_a_sibling(autojump_clock: Clock) -> None:
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("num_far", [1, 2])
-async def test_pages_of_other_hosts_come_over_the_links(
-    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, num_far: int
+@pytest.mark.parametrize(
+    ("at", "parts"),
+    [(["", ""], [16, 6]), (["", "far"], [8, 8, 6]), (["far", "farther"], [8, 8, 6])],
+    ids=["one-host", "two-hosts", "three-hosts"],
+)
+async def test_pages_come_in_parts(
+    autojump_clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    at: list[str],
+    parts: list[int],
 ) -> None:
-    """They come some at a time."""
-    hosts = itertools.cycle(["", "far"] if num_far == 1 else ["far", "farther"])
+    """Pages of other hosts come over the links."""
+    monkeypatch.setattr(siblings, "_IN_MEMORY", 16)
+    hosts = itertools.cycle(at)
     ready = FakeWorker.ready
     monkeypatch.setattr(FakeWorker, "ready", lambda self: ready(self, host=next(hosts)))
     calls: list[int] = []
     disk_export = FakeDisk.export_pages
 
     def count(self: FakeDisk, weights: str, pages: FakePages, arguments: Any) -> bytes:
-        assert "memory" not in arguments
+        assert ("memory" in arguments) == (not any(at))
         calls.append(len(arguments["keys"]))
         return disk_export(self, weights, pages, arguments)
 
     monkeypatch.setattr(FakeDisk, "export_pages", count)
-    make = workers(num_pages=60, num_host_pages=60)
+    make = workers(num_pages=120, num_host_pages=120)
     async with open_fake_engine(make, **OPTIONS) as engine:
         tokens = prompt(0, 90)
         for _ in range(2):
             completion = await engine.complete(tokens, max_tokens=3)
             assert list(completion.token_ids) == answer_to(tokens, 3)
-        assert completion.usage.cached_tokens == 88
-        assert calls == [8, 8, 6]
-        assert engine.statistics().scheduler.pages_imported == 22
+        assert completion.usage.cached_tokens == 4 * sum(parts)
+        assert calls == parts
+        assert engine.statistics().scheduler.pages_imported == sum(parts)
         engine.check_integrity()
 
 

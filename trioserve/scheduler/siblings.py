@@ -12,7 +12,9 @@ computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
@@ -27,8 +29,10 @@ from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import FLUSHED, Node
 
 _NO_PLAN = -1
-_AT_A_TIME = 8
+_OVER_A_LINK = 8
 """Pages that go over a link in one message."""
+_IN_MEMORY = 64
+"""Pages that are written to shared memory before the other worker reads them."""
 
 
 class LendingMemory(Protocol):
@@ -61,6 +65,10 @@ class _Export:
     """Set when they are written, or won't be."""
     is_released: trio.Event = attrs.field(init=False, factory=trio.Event)
     """Set when the memory isn't needed any more."""
+
+    def arguments(self) -> dict[str, object]:
+        """Return where another worker finds the pages."""
+        return {"memory": self.memory} if self.in_memory else {"content": self.content}
 
 
 @attrs.frozen(eq=False)
@@ -171,6 +179,8 @@ class PageLoan:
     ) -> int:
         """Have the first pages, whose keys are ``keys``, copied to ``places`` of another worker.
 
+        They go in parts: the next one is written while that worker reads one.
+
         Args:
             keys: Keys of the pages.
             places: Places in that worker's memory of the host.
@@ -183,50 +193,38 @@ class PageLoan:
         Raises:
             WorkerLost: That worker was lost.
         """
-        if is_far or self._sibling.is_far:
-            return await self._fetch_by_links(keys, places, call)
-        async with self._exported(0, keys, in_memory=True) as export:
-            if export.content is None:
-                return 0
-            arguments = _arguments(keys, places, memory=export.memory)
-            return _number(await call("import_pages", arguments), keys)
-
-    async def _fetch_by_links(
-        self, keys: Sequence[bytes], places: Sequence[int], call: WorkerCall
-    ) -> int:
+        in_memory = not (is_far or self._sibling.is_far)
+        size = _IN_MEMORY if in_memory else _OVER_A_LINK
+        parts = [slice(first, first + size) for first in range(0, len(keys), size)]
         num_fetched = 0
-        while num_fetched < len(keys):
-            part = slice(num_fetched, num_fetched + _AT_A_TIME)
-            async with self._exported(num_fetched, keys[part], in_memory=False) as export:
-                content = export.content
-            if content is None:
-                break
-            arguments = _arguments(keys[part], places[part], content=content)
-            count = _number(await call("import_pages", arguments), keys[part])
-            num_fetched += count
-            if count < len(keys[part]):
-                break
+        exports = deque([self._export(keys, parts[0], in_memory)])
+        try:
+            for part, following in itertools.zip_longest(parts, parts[1:]):
+                export = exports[0]
+                await export.is_over.wait()
+                if export.content is None:
+                    break
+                if following is not None:
+                    exports.append(self._export(keys, following, in_memory))
+                arguments = {"keys": keys[part], "places": places[part], **export.arguments()}
+                count = _number(await call("import_pages", arguments), keys[part])
+                num_fetched += count
+                if count < len(keys[part]):
+                    break
+                exports.popleft().is_released.set()
+        finally:
+            for export in exports:
+                export.is_released.set()
         return num_fetched
 
-    @contextlib.asynccontextmanager
-    async def _exported(
-        self, first: int, keys: Sequence[bytes], *, in_memory: bool
-    ) -> AsyncIterator[_Export]:
-        """Have the sibling write the pages from ``first`` on, for the block."""
-        export = _Export(self.nodes[first : first + len(keys)], keys, in_memory)
+    def _export(self, keys: Sequence[bytes], part: slice, in_memory: bool) -> _Export:
+        """Have the sibling write a part of the pages."""
+        export = _Export(self.nodes[part], keys[part], in_memory)
         if self._sibling in self._siblings.present:
             self._sibling.start_soon(self._sibling.write, export, self._siblings.make_memory)
         else:  # It was lost or removed meanwhile.
             export.is_over.set()
-        try:
-            await export.is_over.wait()
-            yield export
-        finally:
-            export.is_released.set()
-
-
-def _arguments(keys: Sequence[bytes], places: Sequence[int], **more: object) -> dict[str, object]:
-    return {"keys": keys, "places": places, **more}
+        return export
 
 
 def _number(found: object, keys: Sequence[bytes]) -> int:

@@ -146,6 +146,9 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "num_sharing": 1,
         "has_grammars": False,
         "mock": None,
+        "num_nodes": 1,
+        "nodes_listen": "",
+        "nodes_tls": "",
     }
     assert start_message(EngineConfig("m", max_lora_rank=24), Path("/m")).max_lora_rank == 0
 

@@ -16,7 +16,7 @@ from gpu.loading.page_files import PageFiles
 from gpu.loading.page_transfers import PageTransfers
 
 Content = npt.NDArray[np.uint8]
-HEAD = 48
+HEAD = 36
 SIZE = 100
 
 
