@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduler.test_prompt_pace import MACHINES, Life
 from trioserve.scheduler.decode_hold import BRIEF, BURST, EVERY, LONGEST, MOST, DecodeHold
 from trioserve.scheduler.prompt_share import PromptWork
-from trioserve.scheduler.step_time import StepLoad, StepTimeModel
+from trioserve.scheduler.step_time import FIXED, StepLoad, StepTimeModel
 from trioserve.scheduler.token_counts import Ints
 
 MODEL = StepTimeModel()
@@ -54,6 +54,19 @@ def test_a_burst_that_takes_too_long_holds_nothing() -> None:
     hold = DecodeHold()
     assert not is_due(hold, burst(1.1 * LONGEST))
     assert not is_due(hold, burst(0.6 * LONGEST, waited=0.5 * LONGEST))
+
+
+def test_prompts_that_take_less_than_a_step_hold_no_streams_from_before() -> None:
+    step, size = MODEL.coefficients[FIXED], int(BURST)
+    assert step > 0
+    streams, continued = streams_of(4), PromptWork(remaining=1, context=99, skipped=99, waited=0.5)
+    for prompts, holds in (
+        (burst(2 * step, size=size), True),
+        (burst(0.9 * step, size=size), False),
+        ([continued], False),
+    ):
+        assert DecodeHold().is_due(MODEL, prompts, streams, 0.0, BRIEF) == holds
+        assert DecodeHold().is_due(MODEL, prompts, streams, 0.0)
 
 
 def test_streams_that_ran_before_are_held_briefly() -> None:

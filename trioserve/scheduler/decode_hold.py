@@ -7,7 +7,8 @@ held meanwhile. Each stream then has one long gap instead of many middling ones.
 because the prompts have to be computed in any case, and the prompts' first tokens come sooner.
 
 Streams that ran before the burst gain nothing by a hold, and are held for :data:`BRIEF` seconds at
-most.
+most. They aren't held for prompts that take less time than a step by itself, such as requests that
+continue here with most of their tokens in the prefix cache.
 
 Holds are rare and short. In the long run at most one gap in :data:`EVERY` becomes long, and as many
 steps come between two holds of the same stream, so the 99th percentile doesn't show it. Nor is a
@@ -24,7 +25,7 @@ import attrs
 import numpy as np
 
 from trioserve.scheduler.prompt_share import PromptWork, stretch_of
-from trioserve.scheduler.step_time import StepTimeModel
+from trioserve.scheduler.step_time import FIXED, StepTimeModel
 from trioserve.scheduler.token_counts import Ints
 
 BURST = 4.0
@@ -88,11 +89,13 @@ class DecodeHold:
         if began is None:
             began, longest = now, self._longest_of(streams, now, most)
         passed = max(now - began, *(prompt.waited for prompt in prompts))
-        seconds = passed + sum(prompt.seconds(model) for prompt in prompts)
-        if seconds > longest:
+        seconds = sum(prompt.seconds(model) for prompt in prompts)
+        if passed + seconds > longest:
             return False
         if self._began is not None:
             return True
+        if most < LONGEST and seconds <= model.coefficients[FIXED]:
+            return False
         has_gaps = self._gaps >= EVERY * (len(streams) + len(prompts))
         return has_gaps and stretch_of(model, prompts) >= BURST
 

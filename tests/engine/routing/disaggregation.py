@@ -10,6 +10,7 @@ isn't in it.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -87,6 +88,8 @@ async def figures_of(
     options |= {"disaggregation": CASES[case], "num_threads": 1, "kv_offloading_bytes": 1 << 30}
     mock = MockSteps(step_seconds=STEP, token_seconds=TOKEN)
     numbers = random.Random(0)
+    # Made before, because it would hold up the event loop.
+    prompts = [prompt_of(numbers, prompt) for _ in range(math.ceil(rate * (_WARM_UP + seconds)))]
     async with (
         open_engine(model, mock=mock, **options) as engine,
         trio.open_nursery() as nursery,
@@ -95,10 +98,11 @@ async def figures_of(
         for number in range(streams):
             nursery.start_soon(stream_on, engine, number + 1, watched)
         ends = trio.current_time() + _WARM_UP + seconds
-        while trio.current_time() < ends:
+        for each in prompts:
             await trio.sleep(1 / rate)
             if case != "no prompts":
-                nursery.start_soon(ask_once, engine, prompt_of(numbers, prompt), watched)
+                nursery.start_soon(ask_once, engine, each, watched)
+        await trio.sleep_until(ends)
         nursery.cancel_scope.cancel()
     gaps = 1e3 * np.array(watched.gaps)
     ttfts = 1e3 * np.array(watched.ttfts or [np.nan])
