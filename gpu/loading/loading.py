@@ -62,7 +62,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         bind_to_cores(start.cores)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
     files = open_files(start)
-    dtype = choose_dtype(start.dtype, device, not isinstance(files.config, TransformersConfig))
+    compiled = not isinstance(files.config, TransformersConfig) and start.num_nodes == 1
+    dtype = choose_dtype(start.dtype, device, compiled)
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(
         start,

@@ -86,7 +86,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
     assert sorted(handlers) == sorted([
         *(f"trioserve/cli/{name}.py" for name in commands),
         *(f"trioserve/{name}.py" for name in others),
-        *("gpu/cpu/following.py", "gpu/cpu/rank_processes.py"),
+        *(f"gpu/cpu/{name}.py" for name in ("following", "node", "rank_processes")),
         *("gpu/models/parallel/link.py", "gpu/worker.py"),
     ])  # fmt: skip
 

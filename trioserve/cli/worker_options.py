@@ -13,7 +13,7 @@ from trioserve.protocol.errors import InvalidRequest
 
 WORKER_GROUPS = {
     "worker": OptionGroup("The worker", "workers#Other hosts"),
-    "nodes": OptionGroup("A worker of several hosts", "several-hosts#Several hosts"),
+    "nodes": OptionGroup("A worker of several hosts", "several-hosts#A worker of several hosts"),
 }
 """Groups of options, in the order of help."""
 

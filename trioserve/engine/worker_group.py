@@ -177,7 +177,7 @@ class WorkerGroup:
             CallFailed: The worker can't load the model, or Ray has no room for it.
         """
         self._check_changeable()
-        self._check_role(role)
+        self._config.check_role(role)
         if isinstance(self.port, RayPort):
             index = await self.port.start_worker(device)
             worker = next(each for each in self._workers if each.index == index)
@@ -245,7 +245,7 @@ class WorkerGroup:
         try:
             self._check_changeable()
             if joined.computes != "both":
-                self._check_role(joined.computes)
+                self._config.check_role(joined.computes)
                 worker.role = joined.computes
             with self._starting(worker):
                 await self._start_one(worker)
@@ -361,23 +361,6 @@ class WorkerGroup:
         finally:
             scheduler.pause_control.resume(_REMOVAL)
         await scheduler.pause_control.wait_finished(scheduler.core.num_arrivals)
-
-    def _check_role(self, role: WorkerRole) -> None:
-        """Refuse a role if the engine's workers can't hand pages over."""
-        if role == "both":
-            return
-        if self._config.splits_by_load:
-            raise InvalidRequest(
-                "the loads decide what each worker computes (--disaggregation auto): leave the "
-                "role out",
-                param="role",
-            )
-        if not self._config.lends_pages:
-            raise InvalidRequest(
-                f"the role {role} needs pages that are handed over: start the engine with "
-                "--kv-offloading-bytes or --disaggregation, and without several ranks",
-                param="role",
-            )
 
     def _check_changeable(self) -> None:
         """Refuse changes that a pause or an encoder makes impossible."""

@@ -6,7 +6,7 @@ import msgspec
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of a node gets as JSON, in its command line."""
+    """Setup of a node's process, which gets it as JSON in its command line."""
 
     node: int
     """Its number; node 0 has rank 0."""
