@@ -23,10 +23,10 @@ from gpu._util.upload import upload
 from gpu.attention.kv_cache import content_of, fill
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cuda.forward import ForwardPass, pack_rows
-from gpu.cuda.graphs import Capturer, Replay
+from gpu.cuda.graphs import Capturer
 from gpu.cuda.ranks import SoleRank
 from gpu.cuda.sampler import DeviceSampler
-from gpu.cuda.step import CudaStep, CudaSubmission
+from gpu.cuda.step import CudaStep, CudaSubmission, PackedStep
 from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Content, Copies, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
@@ -161,12 +161,14 @@ class CudaExecutor:
             if forward.adapters is not None and adapted:
                 forward.adapters.pack(ordered, padded_to=size)
             reports = self._queue_forward(
-                replay,
-                num_tokens=len(layout.positions),
-                adapted=adapted,
-                spans=spans,
-                pools=pools,
-                num_sampled=len(sampling),
+                PackedStep(
+                    replay=replay,
+                    num_tokens=len(layout.positions),
+                    adapted=adapted,
+                    spans=spans,
+                    pools=pools,
+                    num_sampled=len(sampling),
+                )
             )
             named = self._slot_options.named_ids(sampling)
             if named:
@@ -184,38 +186,22 @@ class CudaExecutor:
             reports=reports,
         )
 
-    def _queue_forward(
-        self,
-        replay: Replay | None,
-        *,
-        num_tokens: int,
-        adapted: bool,
-        spans: list[PromptSpan],
-        pools: list[PooledSpan],
-        num_sampled: int,
-    ) -> list[torch.Tensor]:
+    def _queue_forward(self, step: PackedStep) -> list[torch.Tensor]:
         """Queue what is packed, on all ranks; return what it reports of prompts."""
-        forward, reports = self._forward, list[torch.Tensor]()
+        forward, replay, reports = self._forward, step.replay, list[torch.Tensor]()
         with self._rank.in_step():
-            self._rank.launch(
-                forward,
-                replay,
-                num_tokens=num_tokens,
-                adapted=adapted,
-                spans=spans,
-                num_sampled=num_sampled,
-            )
+            self._rank.launch(forward, step)
             self._buffer.upload()
             self._state.copy_large()
             self._timeline.begin_forward()
             if replay is not None:
                 forward.replay(replay.kind, replay.size)
             else:
-                hidden = forward.run(num_tokens, adapted=adapted)
-                reports += self._score(spans, hidden)
-                reports += self._pool(pools, hidden)
-                if num_sampled:
-                    forward.head_of_sampled(hidden, num_sampled)
+                hidden = forward.run(step.num_tokens, adapted=step.adapted)
+                reports += self._score(step.spans, hidden)
+                reports += self._pool(step.pools, hidden)
+                if step.num_sampled:
+                    forward.head_of_sampled(hidden, step.num_sampled)
         return reports
 
     def draw(self, step: CudaStep) -> StepEnd:

@@ -7,14 +7,14 @@ what it launches, over their parts of the model and of the KV cache.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from gpu.cuda.attention_packing import StepShape
 from gpu.cuda.forward import ForwardPass
-from gpu.cuda.graphs import Replay
+from gpu.cuda.step import PackedStep
 from gpu.executor import Copies
 from gpu.lora.reading import LoraWeights
 from gpu.lora.store import AdapterStore
@@ -23,7 +23,6 @@ from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Alone, Ranks
 from gpu.models.parallel.steps import CopyPages, LoadOnRanks, UnloadOnRanks
-from gpu.sampling.prompt_logprobs import PromptSpan
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
@@ -113,16 +112,7 @@ class SoleRank:
     def copy_pages(self, copies: Copies) -> None:
         """Let the others copy pages."""
 
-    def launch(
-        self,
-        forward: ForwardPass,
-        replay: Replay | None,
-        *,
-        num_tokens: int,
-        adapted: bool,
-        spans: Sequence[PromptSpan],
-        num_sampled: int,
-    ) -> None:
+    def launch(self, forward: ForwardPass, step: PackedStep) -> None:
         """Let the others launch the step that is packed in ``forward``, before its upload."""
 
     def end_steps(self) -> None:
@@ -197,40 +187,32 @@ class CudaRank(SoleRank):
         if len(copies):
             self._send(CopyPages(copies.tobytes()))
 
-    def launch(
-        self,
-        forward: ForwardPass,
-        replay: Replay | None,
-        *,
-        num_tokens: int,
-        adapted: bool,
-        spans: Sequence[PromptSpan],
-        num_sampled: int,
-    ) -> None:
+    def launch(self, forward: ForwardPass, step: PackedStep) -> None:
         """See :meth:`SoleRank.launch`."""
-        for message in [] if self._sent is None else self._sent.take():
-            self._send(message)
-        adapters = forward.adapters if adapted else None
-        step = LaunchStep(
+        for due in [] if self._sent is None else self._sent.take():
+            self._send(due)
+        adapters = forward.adapters if step.adapted else None
+        message = LaunchStep(
             numbers=forward.buffer.packed(),
             large=[(first, numbers.tobytes()) for first, numbers in forward.state.large],
             adapters=[] if adapters is None else adapters.brought,
             num_tiles=0 if adapters is None else adapters.num_tiles,
         )
-        if replay is None:
-            step = msgspec.structs.replace(
-                step,
+        if step.replay is None:
+            message = msgspec.structs.replace(
+                message,
                 shape=forward.attention.shape,
-                num_tokens=num_tokens,
+                num_tokens=step.num_tokens,
                 scored=[
-                    (span.first_hidden, span.first_hidden + span.stop - span.start)
-                    for span in spans
+                    (each.first_hidden, each.first_hidden + each.stop - each.start)
+                    for each in step.spans
                 ],
-                num_sampled=num_sampled,
+                num_sampled=step.num_sampled,
             )
         else:
-            step = msgspec.structs.replace(step, graphs=replay.kind, size=replay.size)
-        self._send(step)
+            graphs, size = step.replay.kind, step.replay.size
+            message = msgspec.structs.replace(message, graphs=graphs, size=size)
+        self._send(message)
 
     def end_steps(self) -> None:
         """See :meth:`SoleRank.end_steps`."""

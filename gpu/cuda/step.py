@@ -19,6 +19,20 @@ from gpu.slots import Row
 
 
 @attrs.frozen(kw_only=True)
+class PackedStep:
+    """A step whose numbers are in the step buffer, and whose forward pass is to be launched."""
+
+    replay: Replay | None
+    num_tokens: int
+    adapted: bool
+    """True if rows have adapters."""
+    spans: list[PromptSpan]
+    pools: list[PooledSpan]
+    num_sampled: int
+    """Rows that sample."""
+
+
+@attrs.frozen(kw_only=True)
 class CudaStep:
     """A step with its forward pass queued.
 

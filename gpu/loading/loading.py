@@ -42,18 +42,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         ModelLoadError: the model can't be loaded or served; one line says why and what to do.
     """
     if task_of(Path(start.model)) != "generate":
-        if start.speculative is not None:
-            raise ModelLoadError("--speculative-config is for models that generate: leave it out")
-        if start.num_ranks > 1:
-            raise ModelLoadError(
-                f"{_ranks_option(start)} is for models that generate: leave it out"
-            )
-        if start.tensor_parallel_slices > 1:
-            raise ModelLoadError(
-                "--tensor-parallel-slices is for models that generate: leave it out"
-            )
-        if start.process_memory_limit:
-            raise ModelLoadError("--process-memory-limit is for models that generate: leave it out")
+        _refuse_for_encoders(start)
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
@@ -93,6 +82,17 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         adapters=loaded.adapters,
         ready=ready,
     )
+
+
+def _refuse_for_encoders(start: Start) -> None:
+    for option, is_given in (
+        ("--speculative-config", start.speculative is not None),
+        (_ranks_option(start), start.num_ranks > 1),
+        ("--tensor-parallel-slices", start.tensor_parallel_slices > 1),
+        ("--process-memory-limit", start.process_memory_limit > 0),
+    ):
+        if is_given:
+            raise ModelLoadError(f"{option} is for models that generate: leave it out")
 
 
 def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: str) -> Ready:

@@ -76,12 +76,12 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
             "_util slots sampling executor attention kernels weights lora models loading "
             "cpu.rank_processes"
         ),
-        "cpu.following": "_util models loading cpu cpu.rank_processes cuda",
+        "cpu.following": "_util weights models loading cpu cpu.rank_processes cuda",
         "models.encoder": "slots executor weights models runner loading",
         "models.transformers_models": "slots sampling executor attention lora models loading cpu",
         "mock": "slots sampling executor",
         "loading.loading": (
-            "slots weights constraints runner loading cpu cuda models.encoder "
+            "slots weights constraints runner loading cpu cpu.rank_processes cuda models.encoder "
             "models.transformers_models mock"
         ),
         "worker": "_util slots lora constraints runner loading cuda loading.loading",

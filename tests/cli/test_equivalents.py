@@ -30,8 +30,8 @@ def test_all_unknown_options_are_named_at_once(capsys: pytest.CaptureFixture[str
         "  --model-path (SGLang): use the first argument",
         "  --mem-fraction-static (SGLang): use --gpu-memory-utilization: the share of everything, "
         "weights and cache and what a step needs",
-        "  --tp-size (SGLang): use --tensor-parallel-size: several processes of a worker, on a "
-        "CPU; --enable-expert-parallel",
+        "  --tp-size (SGLang): use --tensor-parallel-size: several processes of a worker, on GPUs "
+        "one each; --enable-expert-parallel",
         "  --prot; did you mean --port?",
         "  --nonsense",
         "see trioserve serve --help",

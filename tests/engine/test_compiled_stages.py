@@ -45,34 +45,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-async def test_outputs_are_the_bits_of_one_process(
+async def test_outputs_are_the_bits_of_one_stage(
     tiny: Path, num_stages: int, more: dict[str, Any], computing: str
 ) -> None:
-    """With prompts in chunks and too few pages for all, so that sequences are preempted."""
+    """With prompts in chunks and too few pages for all, so that sequences are preempted.
+
+    Stages of two ranks give the bits of two ranks.
+    """
     options = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 24, "block_size": 4, **AUTO}
-    size = more.get("tensor_parallel_size", 1)
-    if size > 1:
-        async with open_tiny_engine(tiny, **{**options, **more, "tensor_parallel_size": 2}) as one:
-            alone = await answers(one)
-    else:
-        async with open_tiny_engine(tiny, **options) as one:
-            alone = await answers(one)
-    options = {**options, **more, "pipeline_parallel_size": num_stages}
+    options |= more
     async with open_tiny_engine(tiny, **options) as engine:
+        alone = await answers(engine)
+    async with open_tiny_engine(tiny, pipeline_parallel_size=num_stages, **options) as engine:
         assert engine.ready.computing.startswith("compiled kernels")
         assert engine.ready.computing.endswith(f"weights in BF16, {computing}")
         assert engine.ready.warning == ""
         together = await answers(engine)
         worker, ranks = await worker_of(engine), await ranks_of(engine)
-        assert len(ranks) == num_stages * size - 1
+        assert len(ranks) == num_stages * more.get("tensor_parallel_size", 1) - 1
         assert not any("torch" in libraries_of(each) for each in (worker, *ranks))
         counts = engine.statistics().scheduler
         assert counts.num_preemptions > 0
         assert bool(counts.pages_offloaded) == ("kv_offloading_bytes" in more)
         await assert_idle(engine)
-    for one_answer, other in zip(alone, together, strict=True):
-        assert tokens_of(one_answer) == tokens_of(other)
-        assert logprobs_of(one_answer) == logprobs_of(other)
+    for one, other in zip(alone, together, strict=True):
+        assert tokens_of(one) == tokens_of(other)
+        assert logprobs_of(one) == logprobs_of(other)
     assert any(map(logprobs_of, alone))
 
 

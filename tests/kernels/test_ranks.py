@@ -39,6 +39,7 @@ from tests.kernels.test_whole_model import (
     SEEDED,
     check,
     make_model,
+    preempt,
     run_ahead,
 )
 from tests.support.adjusters import ToyAdjuster, chained
@@ -147,24 +148,11 @@ def test_each_rank_builds_the_kernels_that_it_loads(llama: Path) -> None:
 
 
 def test_preempted_and_opened_again(llama: Path) -> None:
-    def preempt(server: RankServer) -> RankServer:
-        maker = server.maker
-        maker.open(0, PROMPTS[2], SEEDED)
-        maker.open(1, PROMPTS[1])
-        maker.step({0: 17, 1: 5})
-        for _ in range(3):
-            maker.step(BOTH)
-        tokens = maker.slots[0].tokens
-        maker.close(0)
-        maker.step({1: 1})
-        maker.open(3, tokens, SEEDED, prompt_length=17)
-        maker.step({3: 10, 1: 1})
-        maker.step({3: len(tokens) - 10, 1: 1})
-        for _ in range(3):
-            maker.step({3: 1, 1: 1})
+    def run(server: RankServer) -> RankServer:
+        preempt(server)
         return server
 
-    server, judge = serve_on_ranks(llama, 2, preempt), Judge(llama)
+    server, judge = serve_on_ranks(llama, 2, run), Judge(llama)
     check(judge, server, {3: 17}, SEEDED)
     check(judge, server, {1: 5})
 

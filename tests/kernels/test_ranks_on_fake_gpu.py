@@ -26,17 +26,9 @@ from tests.kernels.fake_cuda.memory import plain_torch
 from tests.kernels.flights import Flight
 from tests.kernels.serving import open_follower
 from tests.kernels.tape import TapedLoader, TapedRanks
-from tests.kernels.test_steps_on_fake_gpu import (
-    PACES,
-    PLAIN,
-    POOLED,
-    adapted,
-    adjusted,
-    restart,
-    tokens,
-)
+from tests.kernels.test_steps_on_fake_gpu import FLIGHTS, PACES, flight_of, restart, tokens
+from tests.kernels.test_whole_model import make_model
 from tests.support.thread_ranks import ThreadLink, links_of, on_ranks
-from tests.support.tiny_models import make_tiny
 from trioserve.model_files import open_model
 from trioserve.protocol.wire import StepResult
 
@@ -193,36 +185,33 @@ def run_together(flight: Flight, folder: Path) -> tuple[list[StepResult], list[R
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    return make_tiny("llama3", folder, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=["plain", "pooled", "adapted", "adjusted"])
+@pytest.fixture(scope="module", params=FLIGHTS)
 def flight(
-    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Flight:
-    if request.param == "adapted":
-        return adapted(llama, tmp_path_factory.mktemp("adapters"))
-    return {"plain": PLAIN, "pooled": POOLED, "adjusted": adjusted()}[request.param]
+    return flight_of(request.param, folder, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def together(flight: Flight, llama: Path) -> tuple[list[StepResult], list[Recorded]]:
-    return run_together(flight, llama)
+def together(flight: Flight, folder: Path) -> tuple[list[StepResult], list[Recorded]]:
+    return run_together(flight, folder)
 
 
 def test_rank_0_gives_the_same_however_far_its_queue_lags(
     flight: Flight,
-    llama: Path,
+    folder: Path,
     together: tuple[list[StepResult], list[Recorded]],
     gpu: FakeGpu,
 ) -> None:
     results, recorded = together
     ranks = QueuedRanks(gpu, 0)
-    rank = CudaRank(PlayedLink(0, []), ranks, part(llama, 0))
-    server = flight.serve(llama, gpu.loader, make_rank=lambda _: rank)
-    layers, captured = open_model(llama).native.num_layers, ranks.captured
+    rank = CudaRank(PlayedLink(0, []), ranks, part(folder, 0))
+    server = flight.serve(folder, gpu.loader, make_rank=lambda _: rank)
+    layers, captured = open_model(folder).native.num_layers, ranks.captured
     assert captured["broadcast"] == captured["all_gather"] > 0
     assert captured["all_reduce"] == captured["broadcast"] * (2 * layers + 1)
 
@@ -242,15 +231,15 @@ def test_rank_0_gives_the_same_however_far_its_queue_lags(
 
 def test_another_rank_brings_the_same_however_far_its_queue_lags(
     flight: Flight,
-    llama: Path,
+    folder: Path,
     together: tuple[list[StepResult], list[Recorded]],
     gpu: FakeGpu,
 ) -> None:
     _, recorded = together
     ranks = QueuedRanks(gpu, 1)
-    rank = CudaRank(PlayedLink(1, []), ranks, part(llama, 1))
+    rank = CudaRank(PlayedLink(1, []), ranks, part(folder, 1))
     options = {"adapters": flight.options.get("adapters", ()), "num_host_pages": 2}
-    forward, store = open_follower(llama, gpu.loader, lambda _: rank, **options)
+    forward, store = open_follower(folder, gpu.loader, lambda _: rank, **options)
 
     def run(each: PlayedLink) -> list[tuple[str, torch.Tensor]]:
         ranks.others.extend(recorded[0].brought)

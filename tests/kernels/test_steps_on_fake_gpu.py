@@ -40,6 +40,7 @@ PROMPTS = [
 # How soon the device does what it need not do yet (never, now and then, nearly at once), and if
 # the stream of the outputs does so, too.
 PACES = [(0.0, True), (0.05, True), (0.3, True), (0.6, True), (0.3, False), (1.0, False)]
+FLIGHTS = ["plain", "pooled", "adapted", "adjusted"]
 BOTH = {0: 1, 1: 1}
 ALL = dict.fromkeys(range(3), 1)
 
@@ -90,19 +91,24 @@ def adjusted() -> Flight:
     )
 
 
+def flight_of(kind: str, folder: Path, factory: pytest.TempPathFactory) -> Flight:
+    """Return one of :data:`FLIGHTS`."""
+    if kind == "adapted":
+        return adapted(folder, factory.mktemp("adapters"))
+    return {"plain": PLAIN, "pooled": POOLED, "adjusted": adjusted()}[kind]
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     return make_tiny("llama3", folder, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
 
 
-@pytest.fixture(scope="module", params=["plain", "pooled", "adapted", "adjusted"])
+@pytest.fixture(scope="module", params=FLIGHTS)
 def flight(
     request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Flight:
-    if request.param == "adapted":
-        return adapted(llama, tmp_path_factory.mktemp("adapters"))
-    return {"plain": PLAIN, "pooled": POOLED, "adjusted": adjusted()}[request.param]
+    return flight_of(request.param, llama, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -200,8 +200,8 @@ def test_a_shared_prefix(folder: Path, loader: KernelLoader, graphs: bool) -> No
     check(Judge(folder), server, {0: 66, 1: 67, 2: 68, 3: 37})
 
 
-def test_preempted_and_opened_again(llama: Path, loader: KernelLoader) -> None:
-    server = Server.of(llama, loader, graphs=True)
+def preempt(server: Planned) -> None:
+    """Close a slot among steps, and open its sequence again in another one."""
     maker = server.maker
     maker.open(0, PROMPTS[2], SEEDED)
     maker.open(1, PROMPTS[1])
@@ -216,7 +216,11 @@ def test_preempted_and_opened_again(llama: Path, loader: KernelLoader) -> None:
     maker.step({3: len(tokens) - 10, 1: 1})
     for _ in range(3):
         maker.step({3: 1, 1: 1})
-    judge = Judge(llama)
+
+
+def test_preempted_and_opened_again(llama: Path, loader: KernelLoader) -> None:
+    server, judge = Server.of(llama, loader, graphs=True), Judge(llama)
+    preempt(server)
     check(judge, server, {3: 17}, SEEDED)
     check(judge, server, {1: 5})
 

@@ -13,7 +13,6 @@ from trioserve.config.override import parse_override
 from trioserve.config.speculation import parse_speculative
 from trioserve.config.worker_group import WorkerGroupOptions
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.protocol.joining import WorkerRole
 from trioserve.protocol.machine import KERNEL_ISAS
 
 SCHEDULING_POLICIES = ("fcfs", "lpm", "priority")
@@ -371,27 +370,6 @@ class EngineConfig(WorkerGroupOptions):
     def kv_host_bytes(self) -> int:
         """Bytes of the host's memory for pages; there are some if workers hand pages over."""
         return self.kv_offloading_bytes or (HANDOVER_BYTES if self.disaggregation else 0)
-
-    def check_role(self, role: WorkerRole) -> None:
-        """Check that a worker that is added may have a role.
-
-        Raises:
-            InvalidRequest: Pages can't be handed over as it needs.
-        """
-        if role == "both":
-            return
-        if self.splits_by_load:
-            raise InvalidRequest(
-                "the loads decide what each worker computes (--disaggregation auto): leave the "
-                "role out",
-                param="role",
-            )
-        if not self.lends_pages:
-            raise InvalidRequest(
-                f"the role {role} needs pages that are handed over: start the engine with "
-                "--kv-offloading-bytes or --disaggregation, and without several ranks",
-                param="role",
-            )
 
     @property
     def serves_adapters(self) -> bool:

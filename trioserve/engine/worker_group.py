@@ -21,7 +21,7 @@ from trioserve.engine.routing.placement import Placement
 from trioserve.engine.routing.policy import Policy
 from trioserve.engine.schedulers import Schedulers
 from trioserve.engine.tasks import EngineTasks
-from trioserve.engine.worker_making import MakeJoined, makers
+from trioserve.engine.worker_making import MakeJoined, check_role, makers
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.worker_report import WorkerReport
@@ -177,7 +177,7 @@ class WorkerGroup:
             CallFailed: The worker can't load the model, or Ray has no room for it.
         """
         self._check_changeable()
-        self._config.check_role(role)
+        check_role(self._config, role)
         if isinstance(self.port, RayPort):
             index = await self.port.start_worker(device)
             worker = next(each for each in self._workers if each.index == index)
@@ -245,7 +245,7 @@ class WorkerGroup:
         try:
             self._check_changeable()
             if joined.computes != "both":
-                self._config.check_role(joined.computes)
+                check_role(self._config, joined.computes)
                 worker.role = joined.computes
             with self._starting(worker):
                 await self._start_one(worker)

@@ -8,12 +8,36 @@ from typing import TypeAlias
 from trioserve.config import EngineConfig
 from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.observability.metrics import Metrics
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.joining import WorkerRole
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.siblings import Siblings
 from trioserve.workers.page_memory import page_memory
 from trioserve.workers.remote.joined import JoinedWorker
 
 MakeJoined: TypeAlias = Callable[[int, JoinedWorker], EngineWorker]
+
+
+def check_role(config: EngineConfig, role: WorkerRole) -> None:
+    """Check that a worker that is added may have a role.
+
+    Raises:
+        InvalidRequest: Pages can't be handed over as it needs.
+    """
+    if role == "both":
+        return
+    if config.splits_by_load:
+        raise InvalidRequest(
+            "the loads decide what each worker computes (--disaggregation auto): leave the role "
+            "out",
+            param="role",
+        )
+    if not config.lends_pages:
+        raise InvalidRequest(
+            f"the role {role} needs pages that are handed over: start the engine with "
+            "--kv-offloading-bytes or --disaggregation, and without several ranks",
+            param="role",
+        )
 
 
 def makers(

@@ -139,6 +139,7 @@ void multiply_any(const Team& team, const Product& product, const bf16* x, int64
 }  // namespace
 
 size_t multiply_scratch_bytes(const Product& product, int64_t max_rows, int threads) {
+  if (product.num_segments == 0) return 0;  // another rank or stage has it
   return Prepared::bytes_for(product, max_rows) +
          thread_bytes(product, max_rows) * static_cast<size_t>(threads);
 }

@@ -66,9 +66,8 @@ class StageLink:
         return into
 
     def _send_all(self) -> None:
-        with contextlib.suppress(
-            OSError, RuntimeError
-        ):  # a process that has ended ends this one, too
+        # A process that has ended ends this one, too.
+        with contextlib.suppress(OSError, RuntimeError):
             while True:
                 self.send_now(self._unsent.get())
 

@@ -148,6 +148,18 @@ def test_whole_experts_have_the_same_bits(family: str, tmp_path: Path) -> None:
     assert_same(found[2], found[0])
 
 
+@pytest.mark.single_kernels
+def test_every_instruction_set_does_without_other_ranks_experts(
+    each_way: str, tmp_path: Path
+) -> None:
+    path = make_tiny("qwen3_moe", tmp_path, **fields_of("qwen3_moe"))
+    found = []
+    for size in (1, 2):
+        with compiled_ranks(path, size, slices=4, by_expert=True) as model:
+            found.append(logits_of(model, prompt_of(90)))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("family", sorted(EXPERT_FAMILIES))
 def test_experts_are_near_the_exact_ones(family: str, by_expert: bool, tmp_path: Path) -> None:
