@@ -6,6 +6,8 @@ which is noticed after ``--link-timeout`` seconds. Each computes with one thread
 to be the undisturbed one of an engine with one worker, to the last bit (:mod:`.streams`), so the
 compiled kernels are needed. The four workers draft tokens; the one that is compared with doesn't.
 
+With ``--apart`` a worker is lost only once all four serve, so that none is loaded meanwhile.
+
 With ``--mock`` the workers compute nothing, and a step takes 20 ms and 1 ms for each token of a
 prompt. Then no pause is longer because workers share cores.
 
@@ -81,6 +83,8 @@ class Scenario:
     mean_interval: float = 3.0
     link_timeout: float = 5.0
     seed: int = 0
+    apart: bool = False
+    """True to lose a worker only once all four serve."""
     mock: MockSteps | None = None
     """Times of workers that compute nothing, and answer to plain requests only."""
 
@@ -144,7 +148,8 @@ class Losses:
 
     async def _lose(self, way: str, followers: trio.Nursery) -> None:
         """Lose a worker that has streams; at most one other is being loaded meanwhile."""
-        while len(self._serving()) < _NUM_WORKERS - 1 or (worker := self._victim(way)) is None:
+        least = _NUM_WORKERS - (not self.scenario.apart)
+        while len(self._serving()) < least or (worker := self._victim(way)) is None:
             await trio.sleep(_LOOK_EVERY)
         self.lost[way] += 1
         followers.start_soon(self._follow, way, worker, self._streams_on(worker))
@@ -411,7 +416,8 @@ def demand_kernels() -> None:
 
 def result_name(name: str, arguments: Sequence[str] | None) -> str:
     """Return the name of a result with these arguments, or those of this program."""
-    return f"{name}_mock" if "--mock" in (sys.argv if arguments is None else arguments) else name
+    given = sys.argv if arguments is None else arguments
+    return name + "".join(f"_{each}" for each in ("mock", "apart") if f"--{each}" in given)
 
 
 def figures_of(scenario: Scenario, options: argparse.Namespace) -> Made:
@@ -426,7 +432,7 @@ def figures_of(scenario: Scenario, options: argparse.Namespace) -> Made:
 def measure(options: argparse.Namespace) -> Made:
     """Return the figures of workers that are lost."""
     given = vars(options)
-    names = ("clients", "words", "tokens", "mean_interval", "link_timeout", "seed")
+    names = ("clients", "words", "tokens", "mean_interval", "link_timeout", "seed", "apart")
     scenario = Scenario(losses=options.kills, **{name: given[name] for name in names})
     return figures_of(scenario, options)
 
@@ -436,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_script(
         *(result_name("faults_worker_kills", arguments), measure, arguments),
         **{"model": MODEL, "kills": 100, "clients": 6, "words": 60, "tokens": 96},
-        **{"mean_interval": 3.0, "link_timeout": 5.0, "seed": 0, "mock": False},
+        **{"mean_interval": 3.0, "link_timeout": 5.0, "seed": 0, "mock": False, "apart": False},
     )
 
 
