@@ -3,8 +3,7 @@
 ``python -m tests.faults.rank_faults``. The engine's only worker is several processes, its ranks.
 Each of them in turn is killed (SIGKILL), stopped (SIGSTOP) or cut off, which shuts down the socket
 between it and rank 0, or those to all others of rank 0. That is done while a step is under way.
-Every answer has to be that of one undisturbed process (:mod:`.streams`), to the last bit where the
-compiled kernels compute.
+Every answer has to be that of one undisturbed process (:mod:`.streams`), to the last bit.
 
 A fault is noticed when the engine has counted the worker as lost, and its processes have ended.
 
@@ -40,15 +39,15 @@ from tests.support.tiny_models import make_tiny
 from trioserve import Engine, open_engine
 from trioserve.text.worker_validation import MAX_WORKERS_LOST
 
-_COMPILED: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel_slices": 4}
-_TORCH: dict[str, Any] = {"dtype": "float32"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "2 ranks": {**_COMPILED, "tensor_parallel_size": 2},
-    "2 stages": {**_TORCH, "pipeline_parallel_size": 2},
-    "2 stages of 2 ranks": {**_TORCH, "pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "2 ranks": {"tensor_parallel_size": 2},
+    "2 stages": {"pipeline_parallel_size": 2},
+    "2 stages of 2 ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
 }
 """Options of workers of several processes."""
 _OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "tensor_parallel_slices": 4,
     "device": "cpu",
     "num_threads": 1,
     "num_gpu_blocks_override": 1024,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gpu.cpu.build import LibraryBuildError
-from gpu.cpu.compiled import CompiledModel, Format, read_as
+from gpu.cpu.compiled import CompiledModel
+from gpu.cpu.formats import Format, read_as
 from gpu.cpu.library import load_library
 from gpu.cpu.memory_limit import Needs, StoredModel, stored_by_torch, within_limit
 from gpu.loading.memory import kv_bytes_per_page
