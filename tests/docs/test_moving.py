@@ -14,6 +14,7 @@ from gpu.cpu.products import GGUF_KINDS
 from tests.support.doc_blocks import ROOT
 from trioserve import EngineConfig, ServerConfig
 from trioserve.cli.equivalents import equivalents
+from trioserve.cli.worker_options import WorkerOptions
 from trioserve.config.options import options_of
 from trioserve.http.api.openapi import openapi_path
 from trioserve.http.api.routes import ROUTES
@@ -25,7 +26,8 @@ PAGES = {
     "from-sglang": ("SGLang", "sglang:"),
     "from-llama-cpp": ("llama.cpp", "llamacpp:"),
 }
-FLAGS = {option.flag for cls in (EngineConfig, ServerConfig) for option in options_of(cls)}
+COMMANDS = (EngineConfig, ServerConfig, WorkerOptions)
+FLAGS = {option.flag for cls in COMMANDS for option in options_of(cls)}
 FLAGS |= {"--no-enable-prefix-caching"}
 PATHS = {openapi_path(rule) for route in ROUTES for rule in route.rules}
 METRICS = {definition.exposed_name for definition in DEFINITIONS}

@@ -9,6 +9,7 @@ import pytest
 from gpu.constraints.grammar_trial import MAX_MEMORY
 from gpu.constraints.grammar_trial import MAX_SECONDS as TRIAL_SECONDS
 from tests.support.source_files import ROOT
+from trioserve.cli.worker_options import WorkerOptions
 from trioserve.config import EngineConfig, ServerConfig
 from trioserve.config.options import options_of
 from trioserve.http.api.auth import OPEN_PATHS
@@ -119,7 +120,7 @@ def test_the_queues_bounds_are_those_of_the_options() -> None:
 
 
 def test_the_options_that_it_names_exist() -> None:
-    known = {o.flag for cls in (EngineConfig, ServerConfig) for o in options_of(cls)}
+    known = {o.flag for cls in (EngineConfig, ServerConfig, WorkerOptions) for o in options_of(cls)}
     known |= {f"--no-{flag.removeprefix('--')}" for flag in known}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE))
     assert len(named) > 15

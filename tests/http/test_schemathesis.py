@@ -131,7 +131,11 @@ def words_of(message: str) -> list[str]:
 def check(url: str, path: str, method: str, mode: GenerationMode) -> Counter[int]:
     """Count the statuses of the answers to requests of ``mode``; each has to be as described."""
     statuses: Counter[int] = Counter()
-    request_type = next(route.request for route in ROUTES if path in map(openapi_path, route.rules))
+    request_type = next(
+        route.request
+        for route in ROUTES
+        if path in map(openapi_path, route.rules) and route.method == method
+    )
 
     @SETTINGS
     @hypothesis.given(case=operation(path, method, mode).as_strategy(generation_mode=mode))

@@ -193,7 +193,7 @@ def test_a_cache_that_there_is_no_memory_for_is_told(
 
 
 def test_quantization_is_not_for_a_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.loading.loading.choose_device", lambda _: "cuda:0")
+    monkeypatch.setattr("gpu.loading.loading.choose_device", lambda *_: "cuda:0")
     monkeypatch.setattr("gpu.loading.loading.choose_dtype", lambda *_: "bfloat16")
     config = EngineConfig(str(tiny), quantization="int8")
     with pytest.raises(ModelLoadError, match="int8 is for a CPU"):
