@@ -25,7 +25,6 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim
 COMPILED: dict[str, Any] = {"dtype": "auto", "tensor_parallel_slices": 4}
 WAYS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},
-    {"pipeline_parallel_size": 2},
     {"tensor_parallel_size": 2, **COMPILED},
     {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **COMPILED},
 ]
