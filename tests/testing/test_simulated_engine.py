@@ -35,7 +35,7 @@ from trioserve.testing.simulation.draw import FIRST_CLUSTERS
 from trioserve.testing.simulation.expected import expected_outputs, ids_of
 from trioserve.testing.simulation.scenario import AdapterChange, seed_of
 
-SECONDS = 20.0
+SECONDS = 10.0
 FEWEST_SEEDS, MOST_SEEDS = 120, 1500
 """Run however slow the machine is, so that the time can't be over before anything happened; and
 however fast it is, so that it tries no life that others can't."""
