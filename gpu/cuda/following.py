@@ -23,7 +23,7 @@ from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapter_parts import adapter_of
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.link import RankLink, agreed
-from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.model_part import part_of_rank
 from gpu.models.parallel.steps import CopyPages, LoadOnRanks, UnloadOnRanks
 from gpu.sampling.prompt_logprobs import rows_in_a_slice
 from trioserve.model_files import ModelFiles, open_model
@@ -40,7 +40,7 @@ def serve_cuda(order: RankOrder, link: RankLink) -> None:
     gpu = agreed(link, lambda: open_gpu(order.device, order.num_threads))
     group = RankGroup(order.rendezvous, order.rank, size, gpu=torch.device(order.device))
     files = open_model(Path(start.model), start.model_impl)
-    part = ModelPart(files.native, order.rank, size, start.enable_expert_parallel)
+    part = part_of_rank(start, files.native, order.rank)
     follow_model(gpu, start, files, getattr(torch, order.dtype), CudaRank(link, group, part))
 
 

@@ -32,7 +32,7 @@ from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.link import agreed
-from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.model_part import part_of_rank
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
@@ -71,7 +71,7 @@ def _lead(
 ) -> tuple[Gpu, CudaRank]:
     """Start the other ranks, and return the place of this one, rank 0."""
     size = start.tensor_parallel_size
-    part = ModelPart(files.native, 0, size, start.enable_expert_parallel)
+    part = part_of_rank(start, files.native, 0)
     with open_rendezvous(start, files.checksum) as rendezvous:
         link = start_ranks(start, dtype, threads, rendezvous=rendezvous, device=device)
         gpu = agreed(link, lambda: open_gpu(device, threads))

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from trioserve.config.options import OptionGroup, option
-from trioserve.config.worker_group import WORKER_ROLES
+from trioserve.config.worker_group import HOST_AND_PORT, WORKER_ROLES
 from trioserve.protocol.devices import ANY_DEVICE
 from trioserve.protocol.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ def join_option() -> Any:
         "address of the engine's port for other hosts (its --worker-listen); this is needed",
         group="worker",
         metavar="HOST:PORT",
-        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "HOST:PORT, such as engine.lan:7000"),
+        form=(HOST_AND_PORT, "HOST:PORT, such as engine.lan:7000"),
     )
 
 
@@ -84,7 +84,6 @@ class WorkerOptions:
         low=1,
         high=1024,
     )
-
     nnodes: int = option(
         1,
         "hosts that have the worker's processes, as many each, if the engine's "
@@ -108,7 +107,7 @@ class WorkerOptions:
         "--nnodes",
         group="nodes",
         metavar="HOST:PORT",
-        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "HOST:PORT, such as first.lan:7100"),
+        form=(HOST_AND_PORT, "HOST:PORT, such as first.lan:7100"),
     )
 
     def __attrs_post_init__(self) -> None:

@@ -14,6 +14,8 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.joining import WorkerRole
 
 EXECUTOR_BACKENDS = ("mp", "ray")
+HOST_AND_PORT = r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}"
+"""Pattern of an address with a port; an IPv6 address is in brackets."""
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
 ROUTING_POLICIES = ("predicted", "round_robin", "least_loaded", "prefix")
 
@@ -106,7 +108,7 @@ class WorkerGroupOptions(ModelOptions):
         group="worker",
         page="workers#Other hosts",
         metavar="ADDRESS:PORT",
-        form=(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):\d{1,5}", "ADDRESS:PORT, such as 0.0.0.0:7000"),
+        form=(HOST_AND_PORT, "ADDRESS:PORT, such as 0.0.0.0:7000"),
     )
     worker_tls: str | None = option(
         None,
