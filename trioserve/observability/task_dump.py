@@ -9,8 +9,8 @@ are printed once, with their number. A task is one of:
 ``waiting``    for the call in the last line of its stack
 ``cancelled``  as ``waiting``, with a cancellation that it hasn't left yet
 
-Below the tree are the stacks of the process's other threads. Parts of the program may add lines to
-the top of every dump by :func:`reporting`, and have other processes log theirs.
+Below the tree are the stacks of the process's other threads, equal ones once. Parts of the program
+may add lines to the top of every dump by :func:`reporting`, and have other processes log theirs.
 """
 
 from __future__ import annotations
@@ -287,11 +287,16 @@ def _task_lines(group: list[_Node]) -> list[str]:
 
 
 def _threads() -> list[str]:
-    """Return the other threads of this process as text."""
-    lines: list[str] = []
+    """Return the other threads of this process as text, those with equal stacks together."""
+    groups: dict[tuple[Call, ...], list[int]] = {}
     for ident, frame in sorted(sys._current_frames().items()):
-        if ident != threading.get_ident() and len(lines) < MAX_LINES:
-            lines += [f"thread {ident}:", *_stack_lines(_thread_stack(frame))]
+        if ident != threading.get_ident():
+            groups.setdefault(tuple(_thread_stack(frame)), []).append(ident)
+    lines: list[str] = []
+    for stack, idents in groups.items():
+        if len(lines) < MAX_LINES:
+            number = f"{len(idents)} x " if len(idents) > 1 else ""
+            lines += [f"{number}thread {', '.join(map(str, idents))}:", *_stack_lines(stack)]
     return lines
 
 
