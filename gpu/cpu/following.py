@@ -76,7 +76,7 @@ def _serve(order: RankOrder) -> None:
     if order.device:
         from gpu.cuda.following import serve_cuda  # needs CuPy
 
-        serve_cuda(order, link)
+        serve_cuda(order, link, files)
     elif order.is_compiled:
         _serve_compiled(order, link, files)
     else:

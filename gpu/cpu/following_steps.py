@@ -15,6 +15,7 @@ from gpu.cpu.rank_weights import FollowingWeights
 from gpu.executor import Copies
 from gpu.models.parallel.link import RankLink
 from gpu.models.parallel.stage_link import StageLink
+from gpu.models.parallel.stage_times import no_times
 from gpu.models.parallel.steps import (
     Compute,
     ComputeLogits,
@@ -132,12 +133,13 @@ class FollowingSteps:
             stages.send(self._hidden)
 
     def _return_results(self, step: ReturnResults, stages: StageLink) -> None:
-        """Send what the step is for to rank 0 from the last stage; else a time to the next one."""
-        slowest = np.zeros(1, dtype=np.int64)
+        """Send what the step is for to rank 0 from the last stage; else times to the next one."""
+        took_us = no_times(stages)
         if not stages.is_first:
-            stages.receive(slowest)
+            stages.receive(took_us)
+        took_us[stages.stage] = self._took_us
         if not stages.is_last:
-            return stages.send(slowest.clip(self._took_us))
+            return stages.send(took_us)
         began = time.perf_counter_ns()
         hidden, model = self._hidden, self._rank.model
 
@@ -153,5 +155,5 @@ class FollowingSteps:
                 give_back(model.logits(hidden[start : min(start + size, stop)]))
         if step.drawn:
             give_back(model.logits(hidden, np.frombuffer(step.drawn, dtype=np.int64).copy()))
-        took_us = self._took_us + (time.perf_counter_ns() - began) // 1000
-        give_back(slowest.clip(took_us))
+        took_us[-1] = (time.perf_counter_ns() - began) // 1000
+        give_back(took_us)

@@ -37,7 +37,8 @@ from gpu.loading.draft_files import cannot_draft, open_draft_files
 from gpu.loading.loaded_model import Loaded, OnProgress
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ModelWeights, ReadWeights
-from gpu.models.parallel.stages import stages_of
+from gpu.models.parallel.stage_times import StageTimes
+from gpu.models.parallel.stages import Stage, stages_of
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
@@ -91,7 +92,7 @@ def load_on_cpu(
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
     cached = whole.cached
     slots = _slot_table(start, files, cached)
-    executor = _executor(whole, slots, files.native.hidden_size, adjuster)
+    executor = _executor(whole, slots, start, files.native, adjuster)
     if start.speculative is not None:
         drafts: DraftModelSource | None = None
         if draft_files is not None:
@@ -136,11 +137,19 @@ def _slot_table(start: Start, files: ModelFiles, cached: CachedModel) -> SlotTab
     return slots
 
 
-def _executor(whole: _Whole, slots: SlotTable, hidden_size: int, adjuster: Adjuster) -> CpuExecutor:
+def _executor(
+    whole: _Whole, slots: SlotTable, start: Start, config: ModelConfig, adjuster: Adjuster
+) -> CpuExecutor:
     model, sampler, link = whole.cached.model, whole.sampler, whole.cached.link
     if link is None or link.stages is None:
         return CpuExecutor(model, sampler, slots, adjuster)
-    return PipelinedExecutor(model, sampler, slots, link, hidden_size, adjuster)
+    times = StageTimes(_stages(start, config))
+    size = config.hidden_size
+    return PipelinedExecutor(model, sampler, slots, link, size, adjuster, times.add)
+
+
+def _stages(start: Start, config: ModelConfig) -> list[Stage]:
+    return stages_of(config, start.pipeline_parallel_size, start.pipeline_parallel_layers)
 
 
 @attrs.frozen(kw_only=True)
@@ -236,8 +245,7 @@ def _parts(start: Start, config: ModelConfig, slices: int = 0) -> str:
     """Return what the log says of stages, ranks and slices, with a comma in front, if anything."""
     found = ""
     if start.pipeline_parallel_size > 1:
-        stages = stages_of(config, start.pipeline_parallel_size)
-        layers = " + ".join(str(stage.stop - stage.first) for stage in stages)
+        layers = " + ".join(str(stage.stop - stage.first) for stage in _stages(start, config))
         found += f", stages of {layers} layers"
     if start.num_ranks > 1 or slices:
         found += f", {start.num_ranks} ranks"

@@ -15,8 +15,7 @@ import attrs
 
 from gpu.cpu.formats import read_as
 from gpu.loading.memory import DEFAULT_CACHE_BYTES, kv_bytes_per_page
-from gpu.models.parallel.model_part import ModelPart
-from gpu.models.parallel.stages import stages_of
+from gpu.models.parallel.model_part import ModelPart, part_of_rank
 from gpu.weights.expected import expected_tensors
 from gpu.weights.experts import split_experts
 from gpu.weights.gguf import hugging_face_name
@@ -63,13 +62,7 @@ class StoredModel:
             ModelLoadError: The model can't be split so.
         """
         config = self.files.native
-        num_stages, size = start.pipeline_parallel_size, start.tensor_parallel_size
-        stages = stages_of(config, num_stages) if num_stages > 1 else [None]
-        parts = [
-            ModelPart(config, rank, size, start.enable_expert_parallel, stage)
-            for stage in stages
-            for rank in range(size)
-        ]
+        parts = [part_of_rank(start, config, number) for number in range(start.num_ranks)]
         kept = self._kept()
         return [
             Needs(
@@ -155,16 +148,17 @@ def _remedy(start: Start, model: StoredModel, num_pages: int) -> str:
     sizes = range(max(fewest, 2), _MOST_RANKS + 1)
     splits = itertools.chain(
         ((f"tensor-parallel-size {n}", attrs.evolve(start, tensor_parallel_size=n)) for n in sizes),
-        (
-            (f"pipeline-parallel-size {n}", attrs.evolve(start, pipeline_parallel_size=n))
-            for n in sizes
-        ),
+        ((f"pipeline-parallel-size {n}", _with_stages(start, n)) for n in sizes),
     )
     for option, split in splits:
         with contextlib.suppress(ModelLoadError):
             if _fit(model.needs(split), num_pages, limit):
                 return f"use --{option}, or raise it"
     return "raise it, or lower --max-model-len"
+
+
+def _with_stages(start: Start, count: int) -> Start:
+    return attrs.evolve(start, pipeline_parallel_size=count, pipeline_parallel_layers=[])
 
 
 def _size(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -28,6 +28,7 @@ from gpu.cpu.scores import score_prompt
 from gpu.executor import NO_COPIES, Copies, Submission
 from gpu.models.parallel.link import RankLink
 from gpu.models.parallel.stage_link import StageLink
+from gpu.models.parallel.stage_times import no_times, with_head
 from gpu.models.parallel.steps import ReturnResults, encode_step
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drawn import DeviceTimes, Drawn
@@ -56,8 +57,8 @@ class StageResults:
     """The arrays of :func:`gpu.sampling.prompt_logprobs.prompt_piece` for each scored span."""
     logits: Floats = attrs.field(init=False)
     """[num_drawn, V]."""
-    slowest_us: int = attrs.field(init=False, default=0)
-    """Microseconds of the slowest stage."""
+    took_us: npt.NDArray[np.int64] = attrs.field(init=False)
+    """[P + 1], microseconds of each stage's layers, and of the head."""
 
     def synchronize(self) -> None:
         """Block until all has come; called by the thread that receives."""
@@ -69,7 +70,7 @@ class StageResults:
                 places = np.arange(span.first_hidden + span.stop - span.start)
                 self.scores.append(score_prompt(span, places, self._slice, self.vocab_size))
             self.logits = self._take(self.num_drawn, self.vocab_size)
-            self.slowest_us = int(self.stages.receive(np.zeros(1, dtype=np.int64))[0])
+            self.took_us = self.stages.receive(no_times(self.stages))
 
     def _slice(self, places: npt.NDArray[np.int64]) -> Floats:
         return self._take(len(places), self.vocab_size)
@@ -119,6 +120,7 @@ class PipelinedExecutor(CpuExecutor):
         link: The messages to all ranks, and the ways to the other stages.
         hidden_size: The model's.
         adjuster: As in :class:`~gpu.cpu.executor.CpuExecutor`.
+        note_times: Called with the times of each step; see :class:`StageTimes`.
     """
 
     def __init__(
@@ -129,12 +131,14 @@ class PipelinedExecutor(CpuExecutor):
         link: RankLink,
         hidden_size: int,
         adjuster: Adjuster | None = None,
+        note_times: Callable[[npt.NDArray[np.int64]], None] = lambda _: None,
     ) -> None:
         super().__init__(model, sampler, slots, adjuster)
         assert link.stages is not None
         self._link = link
         self._stages = link.stages
         self._hidden_size = hidden_size
+        self._note_times = note_times
         self._completions = Completions()
         self._steps: deque[_Step] = deque()
         """The steps that haven't been waited for."""
@@ -182,7 +186,9 @@ class PipelinedExecutor(CpuExecutor):
         )
         with self._link.in_step():
             self._link.send(encode_step(message))
-            self._stages.send(np.array([(ended - began) // 1000]))
+            took_us = no_times(self._stages)
+            took_us[0] = (ended - began) // 1000
+            self._stages.send(took_us)
         idle_us = (began - self._step_ended_ns) // 1000
         self._step_ended_ns = ended
         return _Step(
@@ -223,7 +229,9 @@ class PipelinedExecutor(CpuExecutor):
             rows = [msgspec.structs.replace(row, slot=_before(row)) for row in step.rows]
             drawn = self._sample(results.logits, rows, prompts)
         drawn.pooled = pooled
-        drawn.times = DeviceTimes(step_us=results.slowest_us, idle_us=step.idle_us)
+        self._note_times(results.took_us)
+        slowest_us = int(with_head(results.took_us).max())
+        drawn.times = DeviceTimes(step_us=slowest_us, idle_us=step.idle_us)
         return drawn
 
 

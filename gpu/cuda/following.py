@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,11 +25,11 @@ from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import part_of_rank
 from gpu.models.parallel.steps import CopyPages, LoadOnRanks, UnloadOnRanks
 from gpu.sampling.prompt_logprobs import rows_in_a_slice
-from trioserve.model_files import ModelFiles, open_model
+from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
 
 
-def serve_cuda(order: RankOrder, link: RankLink) -> None:
+def serve_cuda(order: RankOrder, link: RankLink, files: ModelFiles) -> None:
     """Load this rank's part of the model, and launch what rank 0 launches, until the worker ends.
 
     Raises:
@@ -39,7 +38,6 @@ def serve_cuda(order: RankOrder, link: RankLink) -> None:
     start, size = order.start, order.start.tensor_parallel_size
     gpu = agreed(link, lambda: open_gpu(order.device, order.num_threads))
     group = RankGroup(order.rendezvous, order.rank, size, gpu=torch.device(order.device))
-    files = open_model(Path(start.model), start.model_impl)
     part = part_of_rank(start, files.native, order.rank)
     follow_model(gpu, start, files, getattr(torch, order.dtype), CudaRank(link, group, part))
 

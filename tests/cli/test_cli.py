@@ -35,6 +35,7 @@ NEEDED = {
     "priority_api_key": {"TRIOSERVE_API_KEY": "key"},
     "kv_offloading_dir": {"TRIOSERVE_KV_OFFLOADING_BYTES": "1GiB"},
     "worker_listen": {"TRIOSERVE_WORKER_TLS": "folder"},
+    "pipeline_parallel_layers": {"TRIOSERVE_PIPELINE_PARALLEL_SIZE": "2"},
 } | {
     name: {"TRIOSERVE_SSL_CERTFILE": "certificate"}
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")

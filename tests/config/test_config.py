@@ -19,6 +19,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "kv_offloading_dir": {"kv_offloading_bytes": 1 << 30},
     "worker_listen": {"worker_tls": "folder"},
     "disaggregation": {"data_parallel_size": 2},
+    "pipeline_parallel_layers": {"pipeline_parallel_size": 2},
 } | {
     name: {"ssl_certfile": "certificate"}
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
@@ -53,6 +54,7 @@ def sample(option: Option) -> tuple[str, Any]:
             "NAME=PATH": "a=/b",
             "ADDRESS:PORT": "127.0.0.1:7000",
             "DEVICE": "cpu:0-3",
+            "N,N": "3,2",
         }
         text = texts.get(option.metavar or "", "some text")
         return text, text
@@ -126,6 +128,13 @@ def test_a_value_out_of_bounds_is_refused_with_its_limit(
     assert caught.value.param == name
     assert str(caught.value).startswith(f"{name} must be ")
     assert str(caught.value).endswith(message)
+
+
+def test_stages_need_as_many_numbers_of_layers() -> None:
+    config = EngineConfig("m", pipeline_parallel_size=3, pipeline_parallel_layers="4,10,2")
+    assert config.layers_of_stages == [4, 10, 2]
+    with pytest.raises(InvalidRequest, match="numbers for 3 stages, and --pipeline-parallel-size"):
+        EngineConfig("m", pipeline_parallel_size=2, pipeline_parallel_layers="4,10,2")
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,14 @@ async def test_a_real_model_s_outputs_are_the_bits_of_one_process() -> None:
 async def test_rounded_weights_are_the_bits_of_one_process(
     tiny: Path, quantization: str, weights: str
 ) -> None:
+    """With a split of the layers that was asked for."""
     found = []
-    for num_stages in (1, 2):
+    for num_stages, layers in ((1, None), (2, "1,2")):
         options = {**AUTO, "pipeline_parallel_size": num_stages, "quantization": quantization}
+        options["pipeline_parallel_layers"] = layers
         async with open_tiny_engine(tiny, **options) as engine:
             assert f"weights in {weights}" in engine.ready.computing
+            assert ("stages of 1 + 2 layers" in engine.ready.computing) == (num_stages == 2)
             answer = await engine.complete(prompt(2), max_tokens=8, temperature=0, logprobs=1)
             found.append((answer.token_ids, logprobs_of(answer)))
     assert found[0] == found[1]

@@ -150,6 +150,7 @@ async def assert_a_lost_stage_is_the_workers_loss(folder: Path, lost: int, **mor
     ("options", "message"),
     [
         ({"pipeline_parallel_size": 4}, "4 is more than the model's 3 layers"),
+        ({"pipeline_parallel_layers": "2,2"}, "layers has 4 layers, and the model 3"),
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 doesn't divide the model's 4"),
         (
             {"kv_offloading_bytes": 1 << 20, "kv_offloading_dir": "/tmp/pages"},

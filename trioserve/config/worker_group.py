@@ -64,6 +64,15 @@ class WorkerGroupOptions(ModelOptions):
         low=1,
         high=1024,
     )
+    pipeline_parallel_layers: str | None = option(
+        None,
+        "layers of each stage, such as 17,15; the log says what each takes",
+        unset="a split by the weights that a step reads",
+        group="worker",
+        page="pipeline-parallel#How the layers are split",
+        metavar="N,N",
+        form=(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", "a number for each stage, such as 17,15"),
+    )
     enable_expert_parallel: bool = option(
         False,
         "let each process of --tensor-parallel-size have some of the experts of a layer, rather "
@@ -160,6 +169,11 @@ class WorkerGroupOptions(ModelOptions):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def layers_of_stages(self) -> list[int]:
+        """Number of layers of each stage; empty if the worker chooses it."""
+        return [int(each) for each in (self.pipeline_parallel_layers or "").split(",") if each]
+
+    @property
     def has_ranks(self) -> bool:
         """True if a worker is several processes."""
         return self.num_ranks > 1
@@ -177,6 +191,13 @@ class WorkerGroupOptions(ModelOptions):
     def __attrs_post_init__(self) -> None:
         self._check_devices()
         self._check_roles()
+        layers = self.layers_of_stages
+        if layers and len(layers) != self.pipeline_parallel_size:
+            raise InvalidRequest(
+                f"pipeline_parallel_layers has numbers for {len(layers)} stages, and "
+                f"--pipeline-parallel-size is {self.pipeline_parallel_size}",
+                param="pipeline_parallel_layers",
+            )
         if self.uses_ray and self.worker_tls is not None:
             raise InvalidRequest(
                 "worker_tls isn't for workers of Ray, whose certificates the engine makes itself",

@@ -164,6 +164,7 @@ def start_message(
         tensor_parallel_size=config.tensor_parallel_size,
         tensor_parallel_slices=config.tensor_parallel_slices or 0,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        pipeline_parallel_layers=config.layers_of_stages,
         enable_expert_parallel=config.enable_expert_parallel,
         cpu_isa=config.cpu_isa,
         logprobs_mode=config.logprobs_mode,

@@ -72,6 +72,8 @@ class Start:
     """Number of slices of the ranks' sums; 0 if the worker chooses it."""
     pipeline_parallel_size: int = 1
     """Number of stages, which have some of the layers each."""
+    pipeline_parallel_layers: list[int] = attrs.field(factory=list)
+    """Number of layers of each stage; empty if the worker chooses it."""
     enable_expert_parallel: bool = False
     """True if a rank has some of the experts, rather than a part of each."""
     num_sharing: int = 1

@@ -183,6 +183,7 @@ def part_of_rank(start: Start, config: ModelConfig, number: int) -> ModelPart:
     stage_number, rank = divmod(number, start.tensor_parallel_size)
     stage = None
     if start.pipeline_parallel_size > 1:
-        stage = stages_of(config, start.pipeline_parallel_size)[stage_number]
+        num_stages, given = start.pipeline_parallel_size, start.pipeline_parallel_layers
+        stage = stages_of(config, num_stages, given)[stage_number]
     size, by_expert = start.tensor_parallel_size, start.enable_expert_parallel
     return ModelPart(config, rank, size, by_expert, stage)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _SENT_FOR_A_PLAN = 2
-"""Arrays that go from a stage to the next one for a plan: hidden states, and a time."""
+"""Arrays that go from a stage to the next one for a plan: hidden states, and times."""
 _SENT_BACK = 2
 """Arrays that may wait to be sent to rank 0; a slice of logits has 64 MiB."""
 
@@ -37,6 +37,7 @@ class StageLink:
         num_stages: int,
         sockets: Sequence[socket.socket] = (),
     ) -> None:
+        self.num_stages = num_stages
         self.stage, self.rank = divmod(number, size)
         self.is_first, self.is_last = self.stage == 0, self.stage == num_stages - 1
         self.sockets = tuple(sockets)

@@ -73,23 +73,36 @@ class Stage:
         return name if is_here else None
 
 
-def stages_of(config: ModelConfig, num_stages: int) -> list[Stage]:
+def stages_of(config: ModelConfig, num_stages: int, given: Sequence[int] = ()) -> list[Stage]:
     """Return the stages of a model, about equal by the weights that a step reads.
 
+    Args:
+        config: The model's shape.
+        num_stages: Number of stages.
+        given: Number of layers of each stage, where the operator has chosen it.
+
     Raises:
-        ModelLoadError: There are more stages than layers.
+        ModelLoadError: There are more stages than layers, or ``given`` are not the model's.
     """
+    if given:
+        ends = [0, *itertools.accumulate(given)]
+        if ends[-1] != config.num_layers:
+            raise ModelLoadError(
+                f"--pipeline-parallel-layers has {ends[-1]} layers, and the model "
+                f"{config.num_layers}"
+            )
+        return [Stage(config, first, stop) for first, stop in itertools.pairwise(ends)]
     if num_stages > config.num_layers:
         raise ModelLoadError(
             f"{_OPTION} {num_stages} is more than the model's {config.num_layers} layers"
         )
-    layers = [_weights_read(config, layer) for layer in range(config.num_layers)]
+    layers = [weights_read(config, layer) for layer in range(config.num_layers)]
     head = float(config.vocab_size * config.hidden_size)
-    parts = split_layers(layers, num_stages, head=head)
+    parts = split_layers(layers, [1.0] * num_stages, head=head)
     return [Stage(config, part.start, part.stop) for part in parts]
 
 
-def _weights_read(config: ModelConfig, layer: int) -> float:
+def weights_read(config: ModelConfig, layer: int) -> float:
     """Return the number of weights of a layer that a step of some rows reads."""
     read = _size(packed_shapes(config, layer))
     experts = config.experts_of(layer)
@@ -104,7 +117,7 @@ def _size(shapes: Mapping[str, PackedShape]) -> float:
 
 
 def split_layers(
-    layers: Sequence[float], num_stages: int, *, embedding: float = 0.0, head: float = 0.0
+    layers: Sequence[float], paces: Sequence[float], *, head: float = 0.0
 ) -> list[range]:
     """Split layers into stages of at least one, so that the longest stage is as short as possible.
 
@@ -112,16 +125,17 @@ def split_layers(
     its first stages.
 
     Args:
-        layers: Time of each layer, in any unit.
-        num_stages: Number of stages, at most that of the layers.
-        embedding: Time that the first stage takes besides its layers.
+        layers: Size of each layer, in any unit.
+        paces: Time that each stage takes for a layer of size 1; there are at most as many stages as
+            layers.
         head: Time that the last stage takes besides its layers.
     """
+    num_stages = len(paces)
     until = [0.0, *itertools.accumulate(layers)]
 
     def time(stage: int, first: int, stop: int) -> float:
-        added = embedding * (stage == 0) + head * (stage == num_stages - 1)
-        return until[stop] - until[first] + added
+        added = head if stage == num_stages - 1 else 0.0
+        return paces[stage] * (until[stop] - until[first]) + added
 
     def best(join: Callable[[float, float], float]) -> tuple[float, list[int]]:
         """Return the least value of all splits, joined stage by stage, and where stages end."""

@@ -119,6 +119,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         logits_processors=("m:A", "m:B"),
         enable_lora=True,
         speculative_config='{"method": "ngram", "prompt_lookup_min": 3}',
+        pipeline_parallel_layers="4,4,3",
         **options,
     )
     start = start_message(config, Path("/models/m"))
@@ -143,6 +144,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "rank_cores": [],
         "free_memory": 0,
         "link_timeout": 5.0,
+        "pipeline_parallel_layers": [4, 4, 3],
         "num_sharing": 1,
         "has_grammars": False,
         "mock": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +29,28 @@ from trioserve.model_files import ModelFiles, open_model
 from trioserve.protocol.errors import ModelLoadError
 
 TOKENS = [5, 299, 17, 0, 150, 74, 75, 76, 3, 8, 211, 149, 151, 225, 224, 226, 30, 31, 32, 33]
-costs = st.floats(0.0, 8.0)
 
 
 @given(
     layers=st.lists(st.floats(0.25, 4.0), min_size=1, max_size=9),
-    num_stages=st.integers(1, 5),
-    embedding=costs,
-    head=costs,
+    paces=st.lists(st.floats(0.25, 4.0), min_size=1, max_size=5),
+    head=st.floats(0.0, 8.0),
 )
 def test_the_longest_stage_is_as_short_as_any_split_makes_it(
-    layers: list[float], num_stages: int, embedding: float, head: float
+    layers: list[float], paces: list[float], head: float
 ) -> None:
-    num_stages = min(num_stages, len(layers))
+    paces = paces[: len(layers)]
 
     def longest(ends: tuple[int, ...]) -> float:
-        times = [sum(layers[a:b]) for a, b in itertools.pairwise((0, *ends, len(layers)))]
-        times[0] += embedding
+        sizes = [sum(layers[a:b]) for a, b in itertools.pairwise((0, *ends, len(layers)))]
+        times = list(map(operator.mul, sizes, paces))
         times[-1] += head
         return max(times)
 
-    found = split_layers(layers, num_stages, embedding=embedding, head=head)
+    found = split_layers(layers, paces, head=head)
     assert list(itertools.chain(*found)) == list(range(len(layers)))
     assert all(found)
-    every = itertools.combinations(range(1, len(layers)), num_stages - 1)
+    every = itertools.combinations(range(1, len(layers)), len(paces) - 1)
     ends = tuple(stage.stop for stage in found[:-1])
     assert longest(ends) <= min(map(longest, every)) * (1 + 1e-6)
 
@@ -70,7 +69,9 @@ def test_the_longest_stage_is_as_short_as_any_split_makes_it(
 def test_equal_layers_are_split_evenly_but_for_the_head(
     count: int, num_stages: int, head: float, sizes: list[int]
 ) -> None:
-    assert [len(part) for part in split_layers([1.0] * count, num_stages, head=head)] == sizes
+    assert [
+        len(part) for part in split_layers([1.0] * count, [1.0] * num_stages, head=head)
+    ] == sizes
 
 
 def test_experts_and_the_head_weigh_what_a_step_reads(tmp_path: Path) -> None:
@@ -80,6 +81,10 @@ def test_experts_and_the_head_weigh_what_a_step_reads(tmp_path: Path) -> None:
     assert sizes == [6, 2]
     with pytest.raises(ModelLoadError, match="size 9 is more than the model's 8 layers"):
         stages_of(files.native, 9)
+    stages = stages_of(files.native, 3, [1, 6, 1])
+    assert [(stage.first, stage.stop) for stage in stages] == [(0, 1), (1, 7), (7, 8)]
+    with pytest.raises(ModelLoadError, match="layers has 7 layers, and the model 8"):
+        stages_of(files.native, 3, [1, 5, 1])
 
 
 def load_part(files: ModelFiles, part: ModelPart, ranks: Ranks | None = None) -> Decoder:
