@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from trioserve.protocol.gc_tuning import without_gc
-from trioserve.protocol.node_setup import NodeSetup
 
 
 def examine() -> dict[str, Any]:
@@ -110,7 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
     action.add_argument(
         "--rank", action="store_true", help="compute a part of a model for the parent process"
     )
-    action.add_argument("--node", metavar="JSON", help="run ranks of another host's worker here")
+    action.add_argument(
+        "--node", action="store_true", help="run ranks of another host's worker here"
+    )
     action.add_argument("--doctor", action="store_true", help="print what there is, as JSON")
     options = parser.parse_args(arguments)
     if options.doctor:
@@ -121,10 +122,10 @@ def main(arguments: list[str] | None = None) -> None:
 
         following.run()
         return
-    if options.node is not None:
+    if options.node:
         from gpu.cpu import node
 
-        node.run(msgspec.json.decode(options.node, type=NodeSetup))
+        node.run()
         return
     with without_gc():
         from gpu import worker

@@ -90,6 +90,7 @@ def _connections(order: RankOrder) -> list[socket.socket]:
     if not order.group:
         return [socket.socket(fileno=each) for each in order.sockets]
     greeting = RankGreeting(order.rank, order.group)
+    assert order.start.nodes_tls is not None
     return [dial_rank_0(order.start.nodes_listen, order.start.nodes_tls, greeting)]
 
 

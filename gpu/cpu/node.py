@@ -23,11 +23,15 @@ EXIT_NODE_LOST = 5
 _log = logging.getLogger("gpu.worker")
 
 
-def run(setup: NodeSetup) -> None:
-    """Start the ranks that node 0 wants here, and end once it is lost; the ranks end as well."""
+def run() -> None:
+    """Start the ranks that node 0 wants here, and end once it is lost; the ranks end as well.
+
+    Standard input has a :class:`NodeSetup` as a line of JSON; the process ends with it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging()
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeSetup)
     exit_with_stdin(0)
     if setup.cores:
         os.sched_setaffinity(0, setup.cores)

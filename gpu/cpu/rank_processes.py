@@ -122,7 +122,7 @@ def start_ranks(
         sockets=[],
         dtype=dtype,
         num_threads=num_threads,
-        start=start,
+        start=attrs.evolve(start, nodes_tls=None),  # They have no use for rank 0's key.
         is_compiled=memories is not None,
         rendezvous="" if rendezvous is None else rendezvous.url,
     )

@@ -22,9 +22,11 @@ from tests.support.rank_engines import answers, logprobs_of, prompt, tokens_of
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine
 from trioserve.model_files import open_model
+from trioserve.protocol.certificates import ENGINE_FILES, WORKER_FILES
 from trioserve.protocol.node_setup import NodeSetup
 from trioserve.workers.remote.certificates import make_certificates
 from trioserve.workers.remote.node_agent import NodeAgent
+from trioserve.workers.remote.tls import read_credentials
 
 ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
 
@@ -45,7 +47,7 @@ def setup_of(address: str, tls: Path, model: Path, node: int = 1) -> NodeSetup:
     return NodeSetup(
         node=node,
         address=address,
-        tls=str(tls),
+        tls=read_credentials(str(tls), WORKER_FILES),
         model=str(model),
         checksum=open_model(model).checksum(),
         num_threads=1,
@@ -70,7 +72,8 @@ async def over_two_hosts(
     """Open an engine with one worker on two other hosts, and the network between these two."""
     listen, port = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     options = {**ENGINE_OPTIONS, "worker_tls": str(tls), "worker_listen": listen, **options}
-    nodes: dict[str, Any] = {"num_nodes": 2, "nodes_listen": port, "nodes_tls": str(tls)}
+    nodes: dict[str, Any] = {"num_nodes": 2, "nodes_listen": port}
+    nodes["nodes_tls"] = read_credentials(str(tls), ENGINE_FILES)
     async with (
         open_network(port) as network,
         joining(setup_of(network.address, tls, model)),

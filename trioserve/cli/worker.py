@@ -9,13 +9,14 @@ import trio
 from trioserve.cli.signals import SignalledProcess
 from trioserve.cli.worker_options import WorkerOptions
 from trioserve.model_files import locate, open_model, task_of
+from trioserve.protocol.certificates import ENGINE_FILES, WORKER_FILES
 from trioserve.protocol.devices import split_device
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.joining import WorkerRole
 from trioserve.protocol.node_setup import NodeSetup
 from trioserve.workers.remote.agent import LEAVE_GRACE, Agent
 from trioserve.workers.remote.node_agent import NodeAgent
-from trioserve.workers.remote.tls import worker_tls
+from trioserve.workers.remote.tls import read_credentials, worker_tls
 
 
 async def run_agent(options: WorkerOptions, model: str) -> int:
@@ -44,7 +45,7 @@ async def run_agent(options: WorkerOptions, model: str) -> int:
         computes=cast("WorkerRole", options.role),
         num_nodes=options.nnodes,
         nodes_listen=options.dist_init_addr or "",
-        nodes_tls=options.tls,
+        nodes_tls=read_credentials(options.tls, ENGINE_FILES) if options.nnodes > 1 else None,
         leaving=process.shutdown,
     )
     return await process.run(agent.run)
@@ -56,7 +57,7 @@ def _node_agent(options: WorkerOptions, path: str, checksum: str, leaving: trio.
     setup = NodeSetup(
         node=options.node_rank,
         address=options.dist_init_addr,
-        tls=options.tls,
+        tls=read_credentials(options.tls, WORKER_FILES),
         model=path,
         checksum=checksum,
         num_threads=options.num_threads or 0,

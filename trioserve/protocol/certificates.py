@@ -7,6 +7,8 @@ node of a worker of several nodes, need :data:`ENGINE_FILES` of them, a worker's
 
 from __future__ import annotations
 
+import attrs
+
 AUTHORITY = "ca.crt"
 ENGINE = "engine"
 WORKER = "worker"
@@ -19,3 +21,16 @@ ENGINE_NAME = "engine.trioserve.internal"
 """Name in an engine's certificate. Its host's name isn't in it, so that it may have any."""
 WORKER_NAME = "worker.trioserve.internal"
 FRONT_END_NAME = "front-end.trioserve.internal"
+
+
+@attrs.frozen
+class Credentials:
+    """The certificates and the key of one side, in PEM: the contents of its three files.
+
+    They aren't shown, so that the key gets into no log.
+    """
+
+    authority: str = attrs.field(repr=False)
+    """Certificate of the authority."""
+    certificate: str = attrs.field(repr=False)
+    key: str = attrs.field(repr=False)

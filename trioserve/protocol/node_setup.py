@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
+from trioserve.protocol.certificates import Credentials
+
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Setup of a node's process, which gets it as JSON in its command line."""
+    """Setup of a node's process, which gets it as a line of JSON on standard input."""
 
     node: int
     """Its number; node 0 has rank 0."""
     address: str
     """Address and port of node 0."""
-    tls: str
-    """Folder with the certificates of a worker's host."""
+    tls: Credentials
+    """Certificates of a worker's host."""
     model: str
     """Path of the model on this host."""
     checksum: str

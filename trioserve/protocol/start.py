@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from trioserve.protocol.certificates import Credentials
 from trioserve.protocol.speculation import SpeculativeConfig
 
 
@@ -92,8 +93,8 @@ class Start:
     """Number of hosts that have the ranks, as many each. This one has the first of them."""
     nodes_listen: str = ""
     """Address and port at which the other hosts join."""
-    nodes_tls: str = ""
-    """Folder with the certificates for that."""
+    nodes_tls: Credentials | None = None
+    """Certificates for that; only rank 0, or a rank of another host, has its own."""
 
     @property
     def num_ranks(self) -> int:

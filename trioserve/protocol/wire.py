@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.protocol.certificates import Credentials
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
 from trioserve.protocol.sampling import SamplerParams
@@ -328,7 +329,16 @@ Message = (
 )
 
 _CLASSES: tuple[type, ...] = get_args(Message)
-_PARTS = (OpenSlot, PromptPiece, PooledPrompt, MockSteps, SamplerParams, Grammar, SpeculativeConfig)
+_PARTS = (
+    OpenSlot,
+    PromptPiece,
+    PooledPrompt,
+    MockSteps,
+    SamplerParams,
+    Grammar,
+    SpeculativeConfig,
+    Credentials,
+)
 """The classes of the messages' fields."""
 _TAG_OF = {cls: bytes([tag]) for tag, cls in enumerate(_CLASSES)}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -7,10 +7,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import msgspec
-
-from trioserve.protocol.node_setup import NodeSetup
-
 BOUNDED_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """Sizes of torch's and oneDNN's caches of compiled matrix products. The default of 1,024, one per
 shape, takes most of a gigabyte with prompts of all lengths.
@@ -30,9 +26,13 @@ def worker_command(url: str) -> tuple[list[str], dict[str, str]]:
     return _command("--connect", url)
 
 
-def node_command(setup: NodeSetup) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of the process of a node."""
-    return _command("--node", msgspec.json.encode(setup).decode())
+def node_command() -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of the process of a node.
+
+    It gets a :class:`~trioserve.protocol.node_setup.NodeSetup` on standard input, which other users
+    can't read, as they can a command line.
+    """
+    return _command("--node")
 
 
 def _command(*arguments: str) -> tuple[list[str], dict[str, str]]:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import attrs
 import msgspec
 
 from gpu.models.parallel.link import receive_message, send_message
-from trioserve.protocol.certificates import ENGINE_FILES, ENGINE_NAME, WORKER_FILES, WORKER_NAME
+from trioserve.protocol.certificates import ENGINE_NAME, WORKER_NAME, Credentials
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.wire import Start, schema_hash
 
@@ -87,7 +87,8 @@ class Nodes:
 
     def __attrs_post_init__(self) -> None:
         start = self._start
-        self._tls = _context(start.nodes_tls, ENGINE_FILES, ssl.PROTOCOL_TLS_SERVER)
+        assert start.nodes_tls is not None
+        self._tls = _context(start.nodes_tls, ssl.PROTOCOL_TLS_SERVER)
         host, port = split_address(start.nodes_listen)
         try:
             self._listener = socket.create_server((host, port), family=family_of(host))
@@ -203,7 +204,9 @@ def answer_heartbeats(connection: ssl.SSLSocket, timeout: float) -> None:
             connection.sendall(beat)
 
 
-def join_node(address: str, tls: str, greeting: NodeGreeting) -> tuple[ssl.SSLSocket, NodeOrders]:
+def join_node(
+    address: str, tls: Credentials, greeting: NodeGreeting
+) -> tuple[ssl.SSLSocket, NodeOrders]:
     """Return the connection of a node's process to rank 0, and the orders of its ranks.
 
     Blocks until all nodes have come.
@@ -219,7 +222,7 @@ def join_node(address: str, tls: str, greeting: NodeGreeting) -> tuple[ssl.SSLSo
     return connection, orders
 
 
-def dial_rank_0(address: str, tls: str, greeting: RankGreeting) -> ssl.SSLSocket:
+def dial_rank_0(address: str, tls: Credentials, greeting: RankGreeting) -> ssl.SSLSocket:
     """Return the connection of a rank to rank 0.
 
     Raises:
@@ -228,8 +231,8 @@ def dial_rank_0(address: str, tls: str, greeting: RankGreeting) -> ssl.SSLSocket
     return _dial(address, tls, msgspec.msgpack.encode(greeting))
 
 
-def _dial(address: str, tls: str, greeting: bytes) -> ssl.SSLSocket:
-    context = _context(tls, WORKER_FILES, ssl.PROTOCOL_TLS_CLIENT)
+def _dial(address: str, tls: Credentials, greeting: bytes) -> ssl.SSLSocket:
+    context = _context(tls, ssl.PROTOCOL_TLS_CLIENT)
     connection = socket.create_connection(split_address(address), timeout=_GREETING_SECONDS)
     secured = context.wrap_socket(connection, server_hostname=ENGINE_NAME)
     send_message(secured, greeting)
@@ -248,24 +251,28 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _context(folder: str, names: tuple[str, str, str], side: int) -> ssl.SSLContext:
+def _context(own: Credentials, side: int) -> ssl.SSLContext:
     """Return the TLS of one side, which demands the other one's certificate.
 
     Raises:
-        ModelLoadError: A file is missing, or has other content.
+        ModelLoadError: They are no certificates, or the key is another one's.
     """
-    authority, certificate, key = (str(Path(folder) / name) for name in names)
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
+    # The library reads a key from a file only. This one is in memory and has no name.
+    descriptor = os.memfd_create("trioserve-certificate")
     try:
-        context.load_verify_locations(authority)
-        context.load_cert_chain(certificate, key)
+        os.write(descriptor, f"{own.certificate}\n{own.key}".encode())
+        context.load_verify_locations(cadata=own.authority)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     except OSError as error:
         raise ModelLoadError(
-            f"nodes need {', '.join(names)} in {folder} ({error}): trioserve worker-certificates "
+            f"the certificates of nodes can't be used ({error}): trioserve worker-certificates "
             "makes them"
         ) from error
+    finally:
+        os.close(descriptor)
     return context
 
 

@@ -150,7 +150,7 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "mock": None,
         "num_nodes": 1,
         "nodes_listen": "",
-        "nodes_tls": "",
+        "nodes_tls": None,
     }
     assert start_message(EngineConfig("m", max_lora_rank=24), Path("/m")).max_lora_rank == 0
 

@@ -18,6 +18,7 @@ from trioserve._util.exception_groups import sole_exception
 from trioserve._util.pair_socket import SocketFailed
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+from trioserve.protocol.certificates import Credentials
 from trioserve.protocol.devices import split_device
 from trioserve.protocol.errors import EngineError, WorkerLost
 from trioserve.protocol.joining import Join, Role, WorkerEnd, WorkerRole
@@ -41,7 +42,7 @@ class Agent(Joiner):
         computes: The part of each request that the worker computes.
         num_nodes: Number of hosts that have its ranks; this is the first.
         nodes_listen: Address and port at which the others join.
-        nodes_tls: Folder with the certificates for that.
+        nodes_tls: Certificates for that.
     """
 
     device: str | None = None
@@ -49,7 +50,7 @@ class Agent(Joiner):
     computes: WorkerRole = "both"
     num_nodes: int = 1
     nodes_listen: str = ""
-    nodes_tls: str = ""
+    nodes_tls: Credentials | None = None
 
     @property
     def role(self) -> Role:

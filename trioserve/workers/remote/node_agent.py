@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 
 import attrs
+import msgspec
 import trio
 
 from trioserve._util.child_process import end_child
@@ -48,7 +50,7 @@ class NodeAgent:
                 await self._leaving.wait()
 
     async def _run_process(self) -> None:
-        command, environment = node_command(self.setup)
+        command, environment = node_command()
         process = await trio.lowlevel.open_process(
             command,
             stdin=subprocess.PIPE,
@@ -56,9 +58,12 @@ class NodeAgent:
             env=environment,
             start_new_session=True,  # Ctrl-C in the terminal must reach only this process.
         )
+        assert process.stdin is not None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._cancel_at_leaving, nursery.cancel_scope)
+                with contextlib.suppress(trio.BrokenResourceError):  # It has ended.
+                    await process.stdin.send_all(msgspec.json.encode(self.setup) + b"\n")
                 status = await process.wait()
                 _log.info("the node's ranks have ended", status=status)
                 nursery.cancel_scope.cancel()

@@ -12,6 +12,7 @@ from trioserve.protocol.certificates import (
     ENGINE_NAME,
     FRONT_END_FILES,
     WORKER_FILES,
+    Credentials,
 )
 from trioserve.protocol.errors import TrioserveError
 
@@ -43,34 +44,42 @@ def front_end_tls(folder: str) -> pynng.TLSConfig:
     return _tls(folder, FRONT_END_FILES, worker_tls_of)
 
 
-def engine_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:
+def engine_tls_of(own: Credentials) -> pynng.TLSConfig:
     """Return what :func:`engine_tls` does, from the contents of :data:`ENGINE_FILES`."""
-    return _mutual(pynng.TLSConfig.MODE_SERVER, authority, certificate, key)
+    return _mutual(pynng.TLSConfig.MODE_SERVER, own)
 
 
-def worker_tls_of(authority: str, certificate: str, key: str) -> pynng.TLSConfig:
+def worker_tls_of(own: Credentials) -> pynng.TLSConfig:
     """Return what :func:`worker_tls` does, from the contents of :data:`WORKER_FILES`."""
-    side = pynng.TLSConfig.MODE_CLIENT
-    return _mutual(side, authority, certificate, key, server_name=ENGINE_NAME)
+    return _mutual(pynng.TLSConfig.MODE_CLIENT, own, server_name=ENGINE_NAME)
 
 
-def _mutual(side: int, authority: str, certificate: str, key: str, **more: str) -> pynng.TLSConfig:
+def _mutual(side: int, own: Credentials, **more: str) -> pynng.TLSConfig:
     """Return the configuration of one side that demands the other's certificate."""
     return pynng.TLSConfig(
         side,
-        ca_string=authority,
-        own_cert_string=certificate,
-        own_key_string=key,
+        ca_string=own.authority,
+        own_cert_string=own.certificate,
+        own_key_string=own.key,
         auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED,
         **more,
     )
 
 
+def read_credentials(folder: str, names: tuple[str, str, str]) -> Credentials:
+    """Return the contents of :data:`ENGINE_FILES`, or those of another side, in ``folder``.
+
+    Raises:
+        TrioserveError: A file is missing, or isn't text.
+    """
+    return Credentials(*(_read(Path(folder) / name) for name in names))
+
+
 def _tls(
-    folder: str, names: tuple[str, ...], make: Callable[..., pynng.TLSConfig]
+    folder: str, names: tuple[str, str, str], make: Callable[[Credentials], pynng.TLSConfig]
 ) -> pynng.TLSConfig:
     try:
-        return make(*(_read(Path(folder) / name) for name in names))
+        return make(read_credentials(folder, names))
     except pynng.NNGException as error:
         raise TrioserveError(
             f"{folder}: {', '.join(names)} are no authority's certificate, and a certificate of it "

@@ -26,10 +26,11 @@ from gpu.models.parallel.nodes import (
 from tests.support.ports import free_port
 from trioserve import EngineConfig
 from trioserve.engine.worker_start import start_message
-from trioserve.protocol.certificates import FRONT_END_FILES, WORKER_FILES
+from trioserve.protocol.certificates import ENGINE_FILES, FRONT_END_FILES, WORKER_FILES, Credentials
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.wire import schema_hash
 from trioserve.workers.remote.certificates import make_certificates
+from trioserve.workers.remote.tls import read_credentials
 
 WANTED = NodeGreeting(1, schema_hash(), "model")
 
@@ -41,6 +42,10 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def worker_of(tls: Path) -> Credentials:
+    return read_credentials(str(tls), WORKER_FILES)
+
+
 @contextlib.contextmanager
 def meeting(tls: Path) -> Iterator[str]:
     """Let rank 0 wait for node 1 and its rank, which have to come, and notice its loss."""
@@ -49,7 +54,7 @@ def meeting(tls: Path) -> Iterator[str]:
         start_message(EngineConfig("m", tensor_parallel_size=2), Path("/models/m")),
         num_nodes=2,
         nodes_listen=address,
-        nodes_tls=str(tls),
+        nodes_tls=read_credentials(str(tls), ENGINE_FILES),
         link_timeout=60.0,
     )
     lost = threading.Event()
@@ -69,11 +74,12 @@ def meeting(tls: Path) -> Iterator[str]:
 
 
 def join_as_wanted(address: str, tls: Path) -> None:
-    connection, given = join_node(address, str(tls), WANTED)
+    own = worker_of(tls)
+    connection, given = join_node(address, own, WANTED)
     assert given.orders == [b"order of 1"]
     with pytest.raises(EOFError):  # of another group
-        RankLink(1, [dial_rank_0(address, str(tls), RankGreeting(1, "older"))]).receive()
-    link = RankLink(1, [dial_rank_0(address, str(tls), RankGreeting(1, "group"))])
+        RankLink(1, [dial_rank_0(address, own, RankGreeting(1, "older"))]).receive()
+    link = RankLink(1, [dial_rank_0(address, own, RankGreeting(1, "group"))])
     assert link.receive() == b"step"
     connection.close()
 
@@ -94,7 +100,7 @@ def test_a_node_and_its_rank_join(tls: Path) -> None:
 def test_another_node_is_told_why(tls: Path, greeting: NodeGreeting, message: str) -> None:
     with meeting(tls) as address:
         with pytest.raises(NodeRefused, match=message):
-            join_node(address, str(tls), greeting)
+            join_node(address, worker_of(tls), greeting)
         join_as_wanted(address, tls)
 
 
@@ -137,12 +143,13 @@ def test_garbage_hurts_only_its_own_connection(
     assert "front-end.trioserve.internal, not for worker" in dropped[3]
 
 
-def test_missing_certificates_are_named(tmp_path: Path) -> None:
+def test_a_key_of_another_certificate_is_refused(tls: Path) -> None:
+    mixed = attrs.evolve(worker_of(tls), key=read_credentials(str(tls), ENGINE_FILES).key)
     start = attrs.evolve(
         start_message(EngineConfig("m", tensor_parallel_size=2), Path("/models/m")),
         num_nodes=2,
         nodes_listen="127.0.0.1:0",
-        nodes_tls=str(tmp_path / "none"),
+        nodes_tls=mixed,
     )
-    with pytest.raises(ModelLoadError, match=r"ca\.crt, engine\.crt, engine\.key in .*none"):
+    with pytest.raises(ModelLoadError, match=r"certificates of nodes .*mismatch"):
         Nodes(start, "model", "group", lambda: None)
