@@ -44,8 +44,8 @@ def make_compiled(
         NotCompiled: torch has to compute it.
         ModelLoadError: The model can't be split as asked for.
     """
-    if start.num_nodes > 1:
-        raise NotCompiled("the compiled kernels' ranks share the memory of one host")
+    if start.pipeline_parallel_size % start.num_nodes:
+        raise NotCompiled("the compiled kernels' ranks of a stage share the memory of one host")
     obstacle = obstacle_in(config)
     if obstacle is not None:
         raise NotCompiled(f"the compiled kernels aren't made for {obstacle}")

@@ -20,7 +20,7 @@ from gpu.cpu.rank_memory import RankMemory
 from gpu.cpu.rank_processes import RankOrder, read_order
 from gpu.loading.loaded_model import unseen
 from gpu.models.parallel.link import SECONDS_TO_END, RankLink, agreed, end_cut_off
-from gpu.models.parallel.nodes import RankGreeting, dial_rank_0
+from gpu.models.parallel.nodes import RankGreeting, dial_rank_0, purposes_of
 from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.steps import GiveCache, decode_step
 from gpu.weights.replacement import open_files
@@ -86,12 +86,13 @@ def _serve(order: RankOrder) -> None:
 
 
 def _connections(order: RankOrder) -> list[socket.socket]:
-    """Return the connection to rank 0, which may be on another host, and those to stages here."""
+    """Return the connection to rank 0, which may be on another host, and those to other stages."""
     if not order.group:
         return [socket.socket(fileno=each) for each in order.sockets]
-    greeting = RankGreeting(order.rank, order.group)
-    assert order.start.nodes_tls is not None
-    return [dial_rank_0(order.start.nodes_listen, order.start.nodes_tls, greeting)]
+    start = order.start
+    assert start.nodes_tls is not None
+    greetings = [RankGreeting(order.rank, order.group, each) for each in purposes_of(start)]
+    return [dial_rank_0(start.nodes_listen, start.nodes_tls, each) for each in greetings]
 
 
 def _serve_compiled(order: RankOrder, link: RankLink, files: ModelFiles) -> None:

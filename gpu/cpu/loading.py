@@ -193,7 +193,8 @@ def _by_kernels(
         sampler=CompiledSampler(
             library,
             config.vocab_size,
-            max(threads // start.pipeline_parallel_size, 1),  # the other stages compute meanwhile
+            # The other stages of this host compute meanwhile.
+            max(threads * start.num_nodes // start.pipeline_parallel_size, 1),
             processed_logprobs=start.logprobs_mode == "processed",
         ),
         computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"

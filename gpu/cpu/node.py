@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import msgspec
 
 from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
+from gpu.cpu.rank_memory import open_shared_file
 from gpu.cpu.rank_processes import RankOrder, start_rank
 from gpu.loading.loaded_model import choose_num_threads
 from gpu.models.parallel.nodes import NodeGreeting, NodeRefused, answer_heartbeats, join_node
@@ -45,8 +47,15 @@ def run() -> None:
         _log.warning("can't join node 0 at %s: %s", setup.address, error)
         sys.exit(EXIT_NODE_LOST)
     threads = max(choose_num_threads(setup.num_threads) // max(len(given.orders), 1), 1)
-    for order in given.orders:
-        start_rank(_for_this_host(msgspec.msgpack.decode(order, type=RankOrder), setup, threads))
+    orders = [msgspec.msgpack.decode(order, type=RankOrder) for order in given.orders]
+    with contextlib.ExitStack() as stack:
+        memories: dict[int, int] = {}
+        for order in orders:
+            stage = order.rank // order.start.tensor_parallel_size
+            if order.memory_bytes and stage not in memories:
+                memories[stage] = stack.enter_context(open_shared_file(order.memory_bytes))
+            order = attrs.evolve(order, memory=memories.get(stage, -1))
+            start_rank(_for_this_host(order, setup, threads))
     _log.info("%d ranks of %s start", len(given.orders), setup.address)
     answer_heartbeats(connection, given.link_timeout)
     _log.warning("node 0 is lost")

@@ -27,7 +27,7 @@ import attrs
 import msgspec
 
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink, connect_ranks
-from gpu.models.parallel.nodes import Nodes, family_of
+from gpu.models.parallel.nodes import Nodes, family_of, pass_on
 from trioserve.protocol.child_state import wait_ended_or_stopped
 from trioserve.protocol.wire import Start
 
@@ -54,6 +54,8 @@ class RankOrder:
     """False if torch computes."""
     memory: int = -1
     """Descriptor of the memory that the compiled kernels' ranks of a stage share, if several do."""
+    memory_bytes: int = 0
+    """Size of that memory, for the process of another node, which makes it."""
     rendezvous: str = ""
     """URL through which the ranks of torch, or of GPUs, find each other."""
     group: str = ""
@@ -94,6 +96,7 @@ def start_ranks(
     num_threads: int,
     *,
     memories: Sequence[int] | None = None,
+    memory_bytes: int = 0,
     rendezvous: Rendezvous | None = None,
     device: str = "",
 ) -> RankLink:
@@ -107,15 +110,15 @@ def start_ranks(
         num_threads: Number of threads of each.
         memories: Descriptors of what the compiled kernels' ranks share, by stage; empty if a stage
             is one rank. None if torch computes.
+        memory_bytes: Size of each, for the stages of other nodes.
         rendezvous: The place at which torch's ranks find each other; it has the other nodes.
         device: GPU of rank 0, such as ``cuda:4``; the others have those behind it. Empty for a CPU.
     """
     kind, _, first = device.partition(":")
     nodes = None if rendezvous is None else rendezvous.nodes
-    size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
-    if nodes is not None:
-        size, num_stages = start.num_ranks // start.num_nodes, 1  # Stages have other ways then.
-    own, *others = connect_ranks(num_stages, size)
+    links = connect_ranks(start.pipeline_parallel_size, start.tensor_parallel_size)
+    here = start.num_ranks // start.num_nodes
+    own, *others = links[:here]
     common = RankOrder(
         rank=0,
         parent=os.getpid(),
@@ -125,6 +128,7 @@ def start_ranks(
         start=attrs.evolve(start, nodes_tls=None),  # They have no use for rank 0's key.
         is_compiled=memories is not None,
         rendezvous="" if rendezvous is None else rendezvous.url,
+        memory_bytes=memory_bytes,
     )
     for link in others:
         order = attrs.evolve(
@@ -140,7 +144,15 @@ def start_ranks(
     if nodes is None:
         return own
     elsewhere = attrs.evolve(common, group=nodes.group)
-    return RankLink(0, [*own.sockets, *nodes.start_ranks(functools.partial(_encoded, elsewhere))])
+    connections = nodes.start_ranks(functools.partial(_encoded, elsewhere))
+    for link, (_, *outer) in zip(links[here:], connections, strict=True):
+        unused, *ways = link.sockets
+        unused.close()
+        if ways:
+            pass_on(ways[0], outer[0])
+            pass_on(outer[1], ways[1])
+    to_others = [*own.sockets[: here - 1], *(first for first, *_ in connections)]
+    return RankLink(0, to_others, own.stages)
 
 
 def _encoded(order: RankOrder, rank: int) -> bytes:

@@ -17,7 +17,7 @@ from gpu.loading.weight_swap import ReadWeights
 from gpu.lora.torch_adapters import TorchAdapters
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapters import LeadingAdapters
-from gpu.models.parallel.group import DistributedStages, RankGroup
+from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.leading import LeadingAttention, LeadingDecoder
 from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import ModelPart, part_of_rank
@@ -118,17 +118,11 @@ def lead_torch(
 
 
 def join_group(start: Start, link: RankLink, rendezvous: str) -> RankGroup | None:
-    """Return the group of a rank's stage once all ranks are there; None if it is alone.
-
-    On several hosts, ``link`` gets the ways between stages.
-    """
-    size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
-    if size == start.num_nodes == 1:
+    """Return the group of a rank's stage once all ranks are there; None if it is alone."""
+    size = start.tensor_parallel_size
+    if size == 1:
         return None
-    group = RankGroup(rendezvous, link.rank, size, num_stages)
-    if start.num_nodes > 1 < num_stages:
-        link.stages = DistributedStages(link.rank, size, num_stages)
-    return group if size > 1 else None
+    return RankGroup(rendezvous, link.rank, size, start.pipeline_parallel_size)
 
 
 def torch_exchange(model: TorchModel[Attention], dtype: str, threads: int) -> ReadWeights:

@@ -51,7 +51,8 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         bind_to_cores(start.cores)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
     files = open_files(start)
-    compiled = not isinstance(files.config, TransformersConfig) and start.num_nodes == 1
+    of_whole_stages = start.pipeline_parallel_size % start.num_nodes == 0
+    compiled = not isinstance(files.config, TransformersConfig) and of_whole_stages
     dtype = choose_dtype(start.dtype, device, compiled)
     # From here on every limit but the number of pages is set.
     start = attrs.evolve(

@@ -14,10 +14,12 @@ from tests.engine.test_pipeline_parallel import (
     assert_a_lost_stage_is_the_workers_loss,
     outputs_with_adapters,
 )
+from tests.engine.test_several_hosts import over_hosts, rank_processes
 from tests.support.engines import assert_idle, facts_of, open_tiny_engine, worker_of
 from tests.support.rank_engines import answers, logprobs_of, prompt, ranks_of, tokens_of
 from tests.support.tiny_models import make_tiny
 from trioserve import Grammar
+from trioserve.workers.remote.certificates import make_certificates
 
 try:
     load_library()
@@ -72,6 +74,31 @@ async def test_outputs_are_the_bits_of_one_stage(
         assert tokens_of(one) == tokens_of(other)
         assert logprobs_of(one) == logprobs_of(other)
     assert any(map(logprobs_of, alone))
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "ranks"),
+    [
+        (2, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        # States go from the second host to the third by way of the first.
+        (3, {"pipeline_parallel_size": 3}),
+    ],
+)
+async def test_outputs_over_several_hosts_are_the_bits_of_one_process(
+    tiny: Path, tmp_path: Path, num_hosts: int, ranks: dict[str, Any]
+) -> None:
+    make_certificates(tmp_path)
+    slices = 4 if "tensor_parallel_size" in ranks else None
+    async with open_tiny_engine(tiny, **AUTO, tensor_parallel_slices=slices) as engine:
+        alone = await answers(engine)
+    async with over_hosts(tiny, tmp_path, num_hosts, **AUTO, **ranks) as (engine, _):
+        assert engine.ready.computing.startswith("compiled kernels")
+        together = await answers(engine)
+        assert not any("torch" in libraries_of(each) for each in rank_processes())
+        await assert_idle(engine)
+    for one, other in zip(alone, together, strict=True):
+        assert tokens_of(one) == tokens_of(other)
+        assert logprobs_of(one) == logprobs_of(other)
 
 
 async def test_a_real_model_s_outputs_are_the_bits_of_one_process() -> None:

@@ -66,20 +66,21 @@ async def joining(setup: NodeSetup) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def over_two_hosts(
-    model: Path, tls: Path, **options: Any
+async def over_hosts(
+    model: Path, tls: Path, count: int = 2, **options: Any
 ) -> AsyncIterator[tuple[Engine, Network]]:
-    """Open an engine with one worker on two other hosts, and the network between these two."""
+    """Open an engine with one worker on ``count`` other hosts, and the network between these."""
     listen, port = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     options = {**ENGINE_OPTIONS, "worker_tls": str(tls), "worker_listen": listen, **options}
-    nodes: dict[str, Any] = {"num_nodes": 2, "nodes_listen": port}
+    nodes: dict[str, Any] = {"num_nodes": count, "nodes_listen": port}
     nodes["nodes_tls"] = read_credentials(str(tls), ENGINE_FILES)
-    async with (
-        open_network(port) as network,
-        joining(setup_of(network.address, tls, model)),
-        running(agent_for(listen, tls, model, **nodes)),
-        open_tiny_engine(model, **options) as engine,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        network = await stack.enter_async_context(open_network(port))
+        for node in range(1, count):
+            setup = setup_of(network.address, tls, model, node)
+            await stack.enter_async_context(joining(setup))
+        await stack.enter_async_context(running(agent_for(listen, tls, model, **nodes)))
+        engine = await stack.enter_async_context(open_tiny_engine(model, **options))
         yield engine, network
 
 
@@ -98,20 +99,27 @@ async def test_outputs_are_those_of_one_process(tiny: Path, tls: Path) -> None:
     ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     async with open_tiny_engine(tiny) as engine:
         alone = await answers(engine)
-    async with over_two_hosts(tiny, tls, **ranks) as (engine, network):
+    async with over_hosts(tiny, tls, **ranks) as (engine, network):
         together = await answers(engine)
         assert len(rank_processes()) == 3
-        assert network.num_connections >= 3  # One of the node, and one of each of its ranks.
+        assert network.num_connections >= 7  # One of the node, and three of each of its ranks.
         await assert_idle(engine)
     for one, other in zip(alone, together, strict=True):
         assert tokens_of(one) == tokens_of(other)
         assert logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["rank killed", "network silent"])
-async def test_what_is_lost_there_is_the_workers_loss(tiny: Path, tls: Path, loss: str) -> None:
-    options = {"tensor_parallel_size": 2}
-    async with over_two_hosts(tiny, tls, **options) as (engine, network):
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("rank killed", {"tensor_parallel_size": 2}),
+        ("network silent", {"pipeline_parallel_size": 2, "dtype": "auto"}),
+    ],
+)
+async def test_what_is_lost_there_is_the_workers_loss(
+    tiny: Path, tls: Path, loss: str, options: dict[str, Any]
+) -> None:
+    async with over_hosts(tiny, tls, **options) as (engine, network):
         expected = await engine.complete(prompt(1), **ASKED)
         found: list[int] = []
         async with engine.generate(prompt(1), **ASKED) as stream:

@@ -12,15 +12,10 @@ import fcntl
 import os
 import socket
 import struct
-from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
-
-from gpu.models.parallel.stage_link import StageLink
 
 _FOR_EVER = datetime.timedelta(days=3650)
 """Between two steps a rank waits for as long as no request comes. A rank that ends closes its
@@ -85,30 +80,6 @@ class RankGroup:
         """See :meth:`~gpu.models.parallel.ranks.Ranks.broadcast`."""
         dist.broadcast(x, self.stage * self.size, group=self._own)
         return x
-
-
-class DistributedStages(StageLink):
-    """The ways from stage to stage where these are on several hosts, over the same group.
-
-    Args:
-        number: As in :class:`~gpu.models.parallel.stage_link.StageLink`.
-        size: The same.
-        num_stages: The same.
-    """
-
-    def __init__(self, number: int, size: int, num_stages: int) -> None:
-        super().__init__(number, size, num_stages)
-        self._before = (number - size) % (size * num_stages)
-        self._behind = (number + size) % (size * num_stages)
-
-    def receive(self, into: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """See :meth:`~gpu.models.parallel.stage_link.StageLink.receive`."""
-        dist.recv(torch.from_numpy(into.reshape(-1).view(np.uint8)), self._before)
-        return into
-
-    def send_now(self, content: bytes) -> None:
-        """See :meth:`~gpu.models.parallel.stage_link.StageLink.send_now`."""
-        dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), self._behind)
 
 
 def _choose_interface(host: str | None) -> None:

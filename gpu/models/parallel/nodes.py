@@ -2,19 +2,22 @@
 
 Node 0 has rank 0, which listens for the others. Each of them has a process that starts its ranks
 and keeps one connection, over which both sides send heartbeats. Each of its ranks has another one,
-which is its :class:`~gpu.models.parallel.link.RankLink`. All of them end when a node is lost.
+which is its :class:`~gpu.models.parallel.link.RankLink`, and one to and from each neighbouring
+stage, which rank 0 passes on. All of them end when a node is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import attrs
 import msgspec
@@ -29,7 +32,14 @@ _GREETING_SECONDS = 10.0
 """Time in which a peer has to say what it is."""
 _LONGEST_GREETING = 4096
 _BEAT = b"."
+_PIECE = 1 << 18
 _log = logging.getLogger("gpu.worker")
+
+
+Purpose = Literal["link", "before", "behind"]
+"""The use of a rank's connection: as its link to rank 0, or for what comes from the stage before,
+or goes to the one behind it.
+"""
 
 
 class NodeGreeting(msgspec.Struct, frozen=True, tag=True):
@@ -43,11 +53,12 @@ class NodeGreeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankGreeting(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank."""
+    """The first message of each connection of a rank."""
 
     rank: int
     group: str
     """Name of the present group, from the rank's order."""
+    purpose: Purpose = "link"
 
 
 class NodeOrders(msgspec.Struct, frozen=True):
@@ -135,33 +146,35 @@ class Nodes:
             )
         return None
 
-    def start_ranks(self, order_of: Callable[[int], bytes]) -> list[socket.socket]:
-        """Have the nodes start their ranks, and return a connection to each, in their order.
+    def start_ranks(self, order_of: Callable[[int], bytes]) -> list[list[ssl.SSLSocket]]:
+        """Have the nodes start their ranks, and return the connections of each, in their order.
 
-        From here on the loss of a node is noticed.
+        They are those of :func:`purposes_of`. From here on the loss of a node is noticed.
         """
         for node, connection in self._connections.items():
             orders = NodeOrders(list(map(order_of, self.ranks_of(node))), self._start.link_timeout)
             send_message(connection, msgspec.msgpack.encode(orders))
             threading.Thread(target=self._watch, args=(node, connection), daemon=True).start()
-        links: dict[int, socket.socket] = {}
-        own = len(self.ranks_of(0))
-        while len(links) < self._start.num_ranks - own:
+        ranks = range(len(self.ranks_of(0)), self._start.num_ranks)
+        wanted = list(itertools.product(ranks, purposes_of(self._start)))
+        found: dict[tuple[int, Purpose], ssl.SSLSocket] = {}
+        while len(found) < len(wanted):
             connection, greeting = self._accept()
             if isinstance(greeting, RankGreeting) and greeting.group == self.group:
-                links[greeting.rank] = connection
+                found[greeting.rank, greeting.purpose] = connection
             else:
                 connection.close()
         self._listener.close()
-        return [links[rank] for rank in range(own, self._start.num_ranks)]
+        return [[found[rank, each] for each in purposes_of(self._start)] for rank in ranks]
 
     def _accept(self) -> tuple[ssl.SSLSocket, NodeGreeting | RankGreeting]:
         """Return the next connection with its greeting; drop others."""
         while True:
-            connection, peer = self._listener.accept()
+            plain, peer = self._listener.accept()
+            connection = plain
             try:
-                connection.settimeout(_GREETING_SECONDS)
-                secured = self._tls.wrap_socket(connection, server_side=True)
+                plain.settimeout(_GREETING_SECONDS)
+                connection = secured = self._tls.wrap_socket(plain, server_side=True)
                 _check_name(secured)
                 message = receive_message(secured, _LONGEST_GREETING)
                 greeting = _greetings.decode(message)
@@ -179,6 +192,25 @@ class Nodes:
         except (OSError, EOFError) as failure:
             _log.error("node %d of the worker is lost: %s", node, failure)
         self._on_lost()
+
+
+def purposes_of(start: Start) -> Sequence[Purpose]:
+    """Return the purposes of the connections of each rank of another node."""
+    return ("link", "before", "behind") if start.pipeline_parallel_size > 1 else ("link",)
+
+
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes on, in a thread, until one side ends; then the other one does, too."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_PIECE):
+                target.sendall(data)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def _exchange_heartbeats(connection: ssl.SSLSocket, timeout: float) -> None:

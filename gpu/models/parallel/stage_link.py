@@ -1,4 +1,4 @@
-"""The ways from stage to stage, and from the last one back to rank 0, over inherited sockets."""
+"""The ways from stage to stage, and from the last one back to rank 0, over sockets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StageLink:
         number: Number of the rank among all of the worker; those of a stage follow each other.
         size: Number of ranks of a stage.
         num_stages: Number of stages.
-        sockets: Connections to the stage before and behind; none if another class sends.
+        sockets: Connections to the stage before and behind.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StageLink:
         number: int,
         size: int,
         num_stages: int,
-        sockets: Sequence[socket.socket] = (),
+        sockets: Sequence[socket.socket],
     ) -> None:
         self.num_stages = num_stages
         self.stage, self.rank = divmod(number, size)
@@ -68,10 +68,6 @@ class StageLink:
 
     def _send_all(self) -> None:
         # A process that has ended ends this one, too.
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError):
             while True:
-                self.send_now(self._unsent.get())
-
-    def send_now(self, content: bytes) -> None:
-        """Send bytes to the stage behind; block until they are on their way."""
-        self.sockets[1].sendall(content)
+                self.sockets[1].sendall(self._unsent.get())

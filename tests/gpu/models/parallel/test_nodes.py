@@ -22,6 +22,7 @@ from gpu.models.parallel.nodes import (
     RankGreeting,
     dial_rank_0,
     join_node,
+    pass_on,
 )
 from tests.support.ports import free_port
 from trioserve import EngineConfig
@@ -62,8 +63,8 @@ def meeting(tls: Path) -> Iterator[str]:
 
     def serve() -> None:
         assert nodes.meet() == "127.0.0.1"
-        links = nodes.start_ranks(lambda rank: f"order of {rank}".encode())
-        RankLink(0, links).send(b"step")
+        ((link,),) = nodes.start_ranks(lambda rank: f"order of {rank}".encode())
+        RankLink(0, [link]).send(b"step")
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -104,6 +105,28 @@ def test_another_node_is_told_why(tls: Path, greeting: NodeGreeting, message: st
         join_as_wanted(address, tls)
 
 
+def test_what_comes_from_a_stage_is_passed_on_until_a_side_ends() -> None:
+    (first, relayed), (onward, second) = socket.socketpair(), socket.socketpair()
+    pass_on(relayed, onward)
+    sent = bytes(range(256)) * 8192
+    sender = threading.Thread(target=first.sendall, args=(sent,))
+    sender.start()
+    found = b""
+    while len(found) < len(sent):
+        found += second.recv(1 << 16)
+    sender.join(10)
+    assert found == sent
+    second.close()
+    first.settimeout(10)
+    with pytest.raises(ConnectionError):
+        send_for_ever(first)
+
+
+def send_for_ever(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"more")
+
+
 def connection_to(address: str) -> socket.socket:
     host, _, port = address.partition(":")
     return socket.create_connection((host, int(port)), timeout=10)
@@ -133,9 +156,11 @@ def test_garbage_hurts_only_its_own_connection(
             inside.sendall(len(garbage).to_bytes(8, "little") + garbage)
         with secured(address, tls, WORKER_FILES) as long:
             long.sendall((1 << 40).to_bytes(8, "little"))
-        with secured(address, tls, FRONT_END_FILES) as other, contextlib.suppress(OSError):
-            other.sendall(b"x")
-            other.recv(1)
+        with secured(address, tls, FRONT_END_FILES) as other:
+            # It is closed at once, and not left to wait.
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                other.sendall(b"x")
+                assert other.recv(1) == b""
         join_as_wanted(address, tls)
     dropped = [each for each in caplog.messages if "dropped" in each]
     assert len(dropped) == 4
