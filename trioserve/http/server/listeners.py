@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 import trio
 
+from trioserve._util.addresses import host_and_port
 from trioserve.config import ServerConfig
 from trioserve.http.server.tls import tls_context
 from trioserve.protocol.errors import TrioserveError
@@ -159,7 +160,7 @@ def _why(error: OSError) -> str:
 
 def _url(scheme: str, sock: trio.socket.SocketType) -> str:
     host, port = sock.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{host_and_port(host, port)}"
 
 
 def _listen_on_path(path: str, tls: ssl.SSLContext | None) -> OpenListeners:

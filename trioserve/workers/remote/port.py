@@ -18,6 +18,7 @@ import attrs
 import pynng
 import trio
 
+from trioserve._util.addresses import host_and_port
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
@@ -110,7 +111,7 @@ class WorkersPort:
                 f"can't listen for workers at {self.address}: {error.strerror or error} "
                 "(--worker-listen)"
             ) from error
-        self.bound = _address(listeners[0].socket.getsockname())
+        self.bound = host_and_port(*listeners[0].socket.getsockname()[:2])
         async with trio.open_nursery() as nursery:
             for listener in listeners:
                 nursery.start_soon(self._accept, listener, nursery)
@@ -296,11 +297,6 @@ async def _copy(
 
 def _peer_name(stream: trio.SocketStream) -> str:
     try:
-        return _address(stream.socket.getpeername())
+        return host_and_port(*stream.socket.getpeername()[:2])
     except OSError:
         return "unknown"
-
-
-def _address(name: tuple[str | int, ...]) -> str:
-    host, port = str(name[0]), name[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
