@@ -55,6 +55,7 @@ ALLOWED = {
     "gpu/constraints/grammar_trial.py ctypes.CDLL": "the C library, to measure memory",
     "trioserve/workers/process.py trio.lowlevel.open_process": "the worker",
     "trioserve/workers/ray/port.py trio.lowlevel.open_process": "the process that speaks with Ray",
+    "trioserve/workers/ray/actor.py socket.socket": "which port is free for a worker's nodes",
     "trioserve/workers/remote/port.py trio.open_tcp_stream": "its own socket on 127.0.0.1",
     "trioserve/front_ends/processes/process.py trio.lowlevel.open_process": "a front end",
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",

@@ -36,6 +36,10 @@ NEEDED = {
     "kv_offloading_dir": {"TRIOSERVE_KV_OFFLOADING_BYTES": "1GiB"},
     "worker_listen": {"TRIOSERVE_WORKER_TLS": "folder"},
     "pipeline_parallel_layers": {"TRIOSERVE_PIPELINE_PARALLEL_SIZE": "2"},
+    "nnodes": {
+        "TRIOSERVE_DISTRIBUTED_EXECUTOR_BACKEND": "ray",
+        "TRIOSERVE_TENSOR_PARALLEL_SIZE": "1024",
+    },
 } | {
     name: {"TRIOSERVE_SSL_CERTFILE": "certificate"}
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")

@@ -54,7 +54,6 @@ def test_an_option_of_several_servers_is_that_of_the_command_line_s(
         ("--lora-paths a=b", "--lora-paths (SGLang): use --lora-modules; see"),
         ("-tp 2", "-tp (vLLM): use --tensor-parallel-size"),
         ("-pp 2", "-pp (vLLM): use --pipeline-parallel-size"),
-        ("--nnodes 2", "--nnodes 2 (vLLM): not needed: trioserve worker --nnodes"),
         ("--max_model_len 99", "--max_model_len (vLLM): use --max-model-len"),
         ("--swap-space 4", "--swap-space 4 (vLLM): not there; pages"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill; see"),
@@ -83,19 +82,15 @@ def test_what_does_the_same_is_told(
 
 def test_options_that_change_nothing_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
-        "serve --enable-chunked-prefill --nnodes=1 --swap-space 0 m "
+        "serve --enable-chunked-prefill --swap-space 0 m "
         "--disable-log-requests --attention-backend FLASH_ATTN -fa on --port 7 "
         "--compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --enable-http2"
     )
     arguments = parse(line.split())
     assert (arguments.model, arguments.port) == ("m", "7")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == [
-        "trioserve serve: --enable-chunked-prefill changes nothing here: always so",
-        "trioserve serve: --nnodes 1 changes nothing here: trioserve worker --nnodes puts "
-        "one worker on several hosts",
-    ]
-    assert len(lines) == 9
+    assert lines[0] == "trioserve serve: --enable-chunked-prefill changes nothing here: always so"
+    assert len(lines) == 8
     assert all(" changes nothing here: " in each for each in lines)
 
 

@@ -20,6 +20,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "worker_listen": {"worker_tls": "folder"},
     "disaggregation": {"data_parallel_size": 2},
     "pipeline_parallel_layers": {"pipeline_parallel_size": 2},
+    "nnodes": {"distributed_executor_backend": "ray", "tensor_parallel_size": 322},
 } | {
     name: {"ssl_certfile": "certificate"}
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
@@ -91,7 +92,7 @@ def test_every_option_is_documented_and_its_default_is_allowed(cls: type, option
 def test_names_are_unique_and_there_are_few() -> None:
     names = [option.name for _, option in OPTIONS]
     assert len(set(names)) == len(names)
-    assert len(names) <= 97
+    assert len(names) <= 98
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,10 @@ def test_stages_need_as_many_numbers_of_layers() -> None:
     [
         ({"data_parallel_size": 0}, "data_parallel_size 0 needs workers of other hosts"),
         ({"worker_tls": "folder"}, "worker_tls isn't for workers of Ray"),
+        (
+            {"nnodes": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            "nnodes 4 doesn't divide the 6 processes of a worker",
+        ),
     ],
 )
 def test_options_that_ray_has_no_use_for_are_refused(options: dict[str, Any], message: str) -> None:
@@ -150,6 +155,11 @@ def test_options_that_ray_has_no_use_for_are_refused(options: dict[str, Any], me
     assert config.num_workers == 0
     with pytest.raises(InvalidRequest, match=message):
         EngineConfig("m", **ray, **options)
+
+
+def test_hosts_of_a_worker_that_ray_does_not_place_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"for workers of Ray .* trioserve worker"):
+        EngineConfig("m", nnodes=2, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,16 @@ class WorkerGroupOptions(ModelOptions):
         group="worker",
         page="workers#Ray",
     )
+    nnodes: int = option(
+        1,
+        "hosts that have the processes of each worker, as many each; for workers of Ray, which "
+        "chooses the hosts",
+        group="worker",
+        page="several-hosts#By Ray",
+        kind=int,
+        low=1,
+        high=1024,
+    )
     worker_listen: str | None = option(
         None,
         "address and port for other hosts, where trioserve worker and trioserve front-end join",
@@ -198,6 +208,7 @@ class WorkerGroupOptions(ModelOptions):
                 f"--pipeline-parallel-size is {self.pipeline_parallel_size}",
                 param="pipeline_parallel_layers",
             )
+        self._check_nodes()
         if self.uses_ray and self.worker_tls is not None:
             raise InvalidRequest(
                 "worker_tls isn't for workers of Ray, whose certificates the engine makes itself",
@@ -212,6 +223,20 @@ class WorkerGroupOptions(ModelOptions):
             raise InvalidRequest(
                 "data_parallel_size 0 needs workers of other hosts (--worker-listen)",
                 param="data_parallel_size",
+            )
+
+    def _check_nodes(self) -> None:
+        if self.nnodes > 1 and not self.uses_ray:
+            raise InvalidRequest(
+                "nnodes is for workers of Ray (--distributed-executor-backend ray): start others "
+                "with trioserve worker --nnodes on each host",
+                param="nnodes",
+            )
+        if self.num_ranks % self.nnodes:
+            raise InvalidRequest(
+                f"nnodes {self.nnodes} doesn't divide the {self.num_ranks} processes of a worker "
+                "(--tensor-parallel-size times --pipeline-parallel-size)",
+                param="nnodes",
             )
 
     def _check_roles(self) -> None:

@@ -16,8 +16,9 @@ import pytest
 import trio
 
 from tests.faults.stage import serve_here
-from tests.support.engines import assert_idle
+from tests.support.engines import assert_idle, open_tiny_engine
 from tests.support.other_hosts import TOKENS, ask, leave_at, told, wait_states
+from tests.support.rank_engines import prompt
 from tests.support.tiny_encoders import make_encoder
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, EngineError, ModelLoadError, open_engine
@@ -60,11 +61,15 @@ def cluster() -> Iterator[Any]:
 
 @contextlib.asynccontextmanager
 async def open_ray_engine(model: Path, **options: Any) -> AsyncIterator[Engine]:
-    """Open an engine whose workers are actors that compute nothing; none is left at the end."""
-    options = {"data_parallel_size": 2, "device": "cpu", "worker_link_timeout": 2.0, **options}
-    options |= {"distributed_executor_backend": "ray", "routing_policy": "round_robin"}
+    """Open an engine whose workers are actors; none is left at the end.
+
+    They compute nothing, if ``options`` don't say otherwise.
+    """
+    common = {"data_parallel_size": 2, "device": "cpu", "worker_link_timeout": 2.0}
+    common |= {"distributed_executor_backend": "ray", "routing_policy": "round_robin"}
+    options = {**common, "mock": MockSteps(step_seconds=0.01), **options}
     try:
-        async with open_engine(str(model), mock=MockSteps(step_seconds=0.01), **options) as engine:
+        async with open_engine(str(model), **options) as engine:
             yield engine
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(60):
@@ -86,6 +91,11 @@ def processes(word: str) -> list[psutil.Process]:
 
 def actors() -> list[psutil.Process]:
     return processes("ray::WorkerActor")
+
+
+def commands_below(actor: psutil.Process) -> str:
+    """Return the commands of the processes that an actor has started."""
+    return " ".join(word for each in actor.children() for word in each.cmdline())
 
 
 def drivers() -> list[psutil.Process]:
@@ -161,6 +171,30 @@ async def test_actors_compute_and_are_started_again(
             await trio.sleep(0.01)
         await wait_states(engine, "running", "running")
         assert await ask(engine, 8) == [*alone, *alone]
+        await assert_idle(engine)
+
+
+async def test_a_worker_of_two_hosts_answers_as_one_process(model: Path, cluster: Any) -> None:
+    """Each node has a stage. The actor of the first one is lost, so both are replaced."""
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
+    async with open_tiny_engine(model) as engine:
+        expected = (await engine.complete(prompt(1), **asked)).token_ids
+    options = {"nnodes": 2, "pipeline_parallel_size": 2, "dtype": "float32"}
+    async with open_ray_engine(
+        model, **options, data_parallel_size=1, mock=None, worker_link_timeout=20.0
+    ) as engine:
+        assert not processes("PRIVATE KEY")  # in a command line
+        first, second = sorted(actors(), key=lambda each: "--node" in commands_below(each))
+        found: list[int] = []
+        async with engine.generate(prompt(1), **asked) as stream:
+            async for delta in stream:
+                found += delta.token_ids
+                if len(found) == 10:
+                    first.kill()
+        assert found == list(expected)
+        assert not second.is_running()
+        assert len(actors()) == 2
+        assert engine.statistics().worker_restarts == 1
         await assert_idle(engine)
 
 

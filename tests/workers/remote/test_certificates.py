@@ -15,7 +15,7 @@ from cryptography import x509
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.protocol.certificates import ENGINE_FILES, FRONT_END_FILES, WORKER_FILES
 from trioserve.protocol.errors import TrioserveError
-from trioserve.workers.remote.certificates import make_certificates
+from trioserve.workers.remote.certificates import make_certificates, new_credentials
 from trioserve.workers.remote.tls import engine_tls, worker_tls
 
 
@@ -70,6 +70,10 @@ def test_files_that_can_not_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "engine.key").write_bytes(b"\xff")
     with pytest.raises(TrioserveError, match="it isn't text"):
         engine_tls(str(tmp_path))
+
+
+def test_a_key_is_not_shown() -> None:
+    assert repr(new_credentials()) == "(Credentials(), Credentials())"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from trioserve._util.child_process import end_child
 from trioserve._util.exception_groups import sole_exception
 from trioserve.config import EngineConfig
 from trioserve.observability.logs import get_logger
-from trioserve.protocol.certificates import ENGINE_FILES, WORKER_FILES
+from trioserve.protocol.certificates import Credentials
 from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, TrioserveError
 from trioserve.workers.command import package_environment
 from trioserve.workers.process import describe_exit
@@ -37,7 +37,7 @@ from trioserve.workers.ray.messages import (
     StopActor,
     to_line,
 )
-from trioserve.workers.remote.certificates import certificates
+from trioserve.workers.remote.certificates import new_credentials
 from trioserve.workers.remote.port import WorkersPort
 from trioserve.workers.remote.tls import engine_tls_of
 from trioserve.workers.supervisor import delay_after
@@ -62,13 +62,15 @@ class RayPort(WorkersPort):
     An empty :attr:`address` stands for one that the nodes of the cluster reach.
 
     Args:
-        template: What each actor is told, without its name and the port's address.
+        template: What each worker's first actor is told, without its name and the port's address.
+        node_tls: Certificates with which nodes join node 0, if workers have several.
         count: Number of workers that start with the engine.
         place_timeout: Seconds for Ray to have room for workers.
         num_gpus: GPUs of each worker, if workers have GPUs.
     """
 
     template: AgentSetup = attrs.field(repr=False)
+    node_tls: Credentials | None = attrs.field(repr=False)
     count: int
     place_timeout: float
     num_gpus: int
@@ -181,7 +183,7 @@ class RayPort(WorkersPort):
             await nursery.start(super().run)
             listening, _, port = self.bound.rpartition(":")
             engine = f"{host}:{port}" if listening in ANY_ADDRESS else self.bound
-            self.template = msgspec.structs.replace(self.template, engine=engine)
+            self.template = msgspec.structs.replace(self.template, join=engine)
             task_status.started()
         if self.is_complete:
             for name in self._wanted:
@@ -192,7 +194,11 @@ class RayPort(WorkersPort):
     def _place(self, names: list[str], timeout: float | None) -> PlaceActors:
         setups = [msgspec.structs.replace(self.template, id=name) for name in names]
         return PlaceActors(
-            setups=setups, num_sharing=self.count, timeout=timeout, num_gpus=self.num_gpus
+            setups=setups,
+            node_tls=self.node_tls,
+            num_sharing=self.count,
+            timeout=timeout,
+            num_gpus=self.num_gpus,
         )
 
     async def _send(self, command: RayCommand) -> None:
@@ -264,24 +270,26 @@ def ray_port(config: EngineConfig, fields: dict[str, Any]) -> RayPort:
             "RAY_ADDRESS is one for Ray Client: run the server on a node, and give the address of "
             "the cluster's head, as HOST:PORT"
         )
-    made = {name: data.decode() for name, data in certificates().items()}
-    authority, certificate, key = (made[name] for name in WORKER_FILES)
+    engine, worker = new_credentials()
+    # Nodes have an authority of their own, so the engine's key stays in this process.
+    node_0, node = new_credentials() if config.nnodes > 1 else (None, None)
     model = Path(config.model)
     template = AgentSetup(
         id="",
-        engine="",
-        authority=authority,
-        certificate=certificate,
-        key=key,
+        join="",
+        tls=worker,
         # An actor has another working folder.
         model=str(model.resolve()) if model.exists() else config.model,
         revision=config.revision,
         device=config.device,
         num_threads=config.num_threads,
+        num_nodes=config.nnodes,
+        nodes_tls=node_0,
     )
     return RayPort(
-        tls=engine_tls_of(*(made[name] for name in ENGINE_FILES)),
+        tls=engine_tls_of(engine),
         template=template,
+        node_tls=node,
         count=config.data_parallel_size,
         place_timeout=config.worker_start_timeout,
         num_gpus=config.tensor_parallel_size,

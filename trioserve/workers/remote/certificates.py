@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 from trioserve.protocol.certificates import (
     AUTHORITY,
     ENGINE,
+    ENGINE_FILES,
     ENGINE_NAME,
     FRONT_END,
     FRONT_END_NAME,
     WORKER,
+    WORKER_FILES,
     WORKER_NAME,
+    Credentials,
 )
 from trioserve.protocol.errors import TrioserveError
 
@@ -46,6 +49,19 @@ def make_certificates(folder: Path) -> list[Path]:
     except OSError as error:
         raise TrioserveError(f"can't write to {folder}: {error.strerror}") from error
     return [folder / name for name in made]
+
+
+def new_credentials() -> tuple[Credentials, Credentials]:
+    """Return those of an engine and of a worker, by a new authority.
+
+    Raises:
+        TrioserveError: The extra ``tls`` is missing.
+    """
+    made = {name: data.decode() for name, data in certificates().items()}
+    engine, worker = (
+        Credentials(*(made[name] for name in names)) for names in (ENGINE_FILES, WORKER_FILES)
+    )
+    return engine, worker
 
 
 def certificates() -> dict[str, bytes]:
