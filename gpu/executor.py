@@ -92,15 +92,18 @@ class Executor(Protocol):
 class PagedExecutor(Executor, Protocol):
     """An executor whose pages in host memory are written to files and read from them."""
 
-    def read_page(self, number: int) -> Content:
-        """Return the content of page ``number``, once submitted copies are done.
+    def begin_transfer(self, written: Sequence[int]) -> None:
+        """Begin a transfer of pages, in the thread of the steps; it will write pages ``written``.
 
-        Steps that don't write to this page may be computed meanwhile, by another thread.
+        Its pages are read and written by another thread, after what was submitted before this call.
+        """
+
+    def read_page(self, number: int) -> Content:
+        """Return the content of page ``number``.
+
+        Steps that don't write to this page may be computed meanwhile.
         """
         ...
 
     def write_page(self, number: int, content: Content) -> None:
         """Write what :meth:`read_page` has returned to page ``number`` in host memory; as there."""
-
-    def expect_pages(self, numbers: Sequence[int]) -> None:
-        """Note that :meth:`write_page` will write these pages, beside the steps."""

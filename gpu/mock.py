@@ -82,7 +82,7 @@ class MockExecutor:
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
 
-    def expect_pages(self, numbers: Sequence[int]) -> None:
+    def begin_transfer(self, written: Sequence[int]) -> None:
         """Do nothing."""
 
     def read_page(self, number: int) -> Content:

@@ -210,6 +210,9 @@ class CompiledModel:
         pairs = np.ascontiguousarray(copies, dtype=np.int32)
         self._library.decoder_copy_pages(self._decoder, pairs.ctypes.data, len(pairs))
 
+    def begin_transfer(self) -> None:
+        """Do nothing: all earlier steps are computed."""
+
     def read_page(self, number: int) -> Content:
         """See :meth:`gpu.cpu.model.CpuModel.read_page`."""
         content = np.empty(self._library.decoder_page_numbers(self._decoder) * 2, dtype=np.uint8)

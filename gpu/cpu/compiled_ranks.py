@@ -16,6 +16,8 @@ from gpu.cpu.step_arrays import CompiledStep
 from gpu.executor import Content, Copies
 from gpu.models.parallel.adapter_parts import SentAdapters, adapter_of
 from gpu.models.parallel.link import RankLink
+from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.pages import LeadingPages
 from gpu.models.parallel.steps import (
     ComputeRowLogits,
     ComputeRows,
@@ -33,12 +35,14 @@ from trioserve.model_files import ModelFiles
 class LeadingCompiledModel:
     """:class:`gpu.cpu.model.CpuModel` of rank 0, whose ``model`` is its part of the whole.
 
-    With several stages this is the first one, which has neither the hidden states nor their logits.
+    ``parts`` are those of all ranks. With several stages ``model`` is the first one, which has
+    neither the hidden states nor their logits.
     """
 
-    def __init__(self, model: CompiledModel, link: RankLink) -> None:
+    def __init__(self, model: CompiledModel, link: RankLink, parts: Sequence[ModelPart]) -> None:
         self._model = model
         self._link = link
+        self._pages = LeadingPages(link, parts)
         self._hidden: Numbers = np.empty((0, 0))
         """Hidden states of the last step."""
 
@@ -64,13 +68,17 @@ class LeadingCompiledModel:
             self._link.send(encode_step(CopyPages(copies.tobytes())))
             self._model.copy_pages(copies)
 
+    def begin_transfer(self) -> None:
+        """See :meth:`gpu.cpu.model.CpuModel.begin_transfer`."""
+        self._pages.begin()
+
     def read_page(self, number: int) -> Content:
-        """Refuse: a page's content is on all ranks."""
-        raise AssertionError("pages of several ranks don't leave them")
+        """See :meth:`gpu.cpu.model.CpuModel.read_page`."""
+        return self._pages.read(number, self._model)
 
     def write_page(self, number: int, content: Content) -> None:
-        """Refuse, as :meth:`read_page`."""
-        raise AssertionError("pages of several ranks don't leave them")
+        """See :meth:`gpu.cpu.model.CpuModel.write_page`."""
+        self._pages.write(number, content, self._model)
 
     def forward(
         self, rows: Sequence[Row], slots: SlotTable

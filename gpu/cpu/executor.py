@@ -99,6 +99,12 @@ class CpuExecutor:
         self._step_ended_ns = ended
         return Finished(drawn)
 
+    def begin_transfer(self, written: Sequence[int]) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.begin_transfer`."""
+        self._model.begin_transfer()
+        if self.drafter is not None:
+            self.drafter.forget_pages(written)
+
     def read_page(self, number: int) -> Content:
         """See :meth:`gpu.executor.PagedExecutor.read_page`."""
         return self._model.read_page(number)
@@ -106,11 +112,6 @@ class CpuExecutor:
     def write_page(self, number: int, content: Content) -> None:
         """See :meth:`gpu.executor.PagedExecutor.write_page`."""
         self._model.write_page(number, content)
-
-    def expect_pages(self, numbers: Sequence[int]) -> None:
-        """See :meth:`gpu.executor.PagedExecutor.expect_pages`."""
-        if self.drafter is not None:
-            self.drafter.forget_pages(numbers)
 
     def _compute(self, rows: Sequence[Row]) -> Drawn:
         if not rows:

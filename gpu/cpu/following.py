@@ -67,12 +67,13 @@ def end_with(parent: int) -> threading.Thread:
 def _serve(order: RankOrder) -> None:
     start = order.start
     files = open_files(start)
-    to_rank_0, *ways = _connections(order)
+    to_rank_0, *others = _connections(order)
+    pages, ways = others[: order.is_compiled], others[order.is_compiled :]
     stages = None
     if ways:
         size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
         stages = StageLink(order.rank, size, num_stages, ways)
-    link = RankLink(order.rank, [to_rank_0], stages)
+    link = RankLink(order.rank, [to_rank_0], stages, pages)
     if order.device:
         from gpu.cuda.following import serve_cuda  # needs CuPy
 
@@ -86,12 +87,13 @@ def _serve(order: RankOrder) -> None:
 
 
 def _connections(order: RankOrder) -> list[socket.socket]:
-    """Return the connection to rank 0, which may be on another host, and those to other stages."""
+    """Return the connections to rank 0, which may be on another host, and those to other stages."""
     if not order.group:
         return [socket.socket(fileno=each) for each in order.sockets]
     start = order.start
     assert start.nodes_tls is not None
-    greetings = [RankGreeting(order.rank, order.group, each) for each in purposes_of(start)]
+    purposes = purposes_of(start, order.is_compiled)
+    greetings = [RankGreeting(order.rank, order.group, each) for each in purposes]
     return [dial_rank_0(start.nodes_listen, start.nodes_tls, each) for each in greetings]
 
 

@@ -14,9 +14,11 @@ from gpu.cpu.model import Floats
 from gpu.cpu.rank_weights import FollowingWeights
 from gpu.executor import Copies
 from gpu.models.parallel.link import RankLink
+from gpu.models.parallel.pages import FollowingPages, PagedPart
 from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.stage_times import no_times
 from gpu.models.parallel.steps import (
+    BeginTransfer,
     Compute,
     ComputeLogits,
     ComputeRowLogits,
@@ -36,7 +38,7 @@ from gpu.weights.replacement import weights_for
 from trioserve.model_files import ModelFiles
 
 
-class ComputedModel(Protocol):
+class ComputedModel(PagedPart, Protocol):
     """The methods of :class:`gpu.cpu.model.CpuModel` that have to do with steps of other ranks."""
 
     def copy_pages(self, copies: Copies) -> None:
@@ -95,6 +97,7 @@ class FollowingSteps:
         self._vocab_size = files.native.vocab_size
         files_at = functools.partial(weights_for, files)
         self._weights = FollowingWeights(link, files_at, rank.read_weights)
+        self._pages = FollowingPages(link, lambda: rank.model)
         self._hidden: Any = None
         """Hidden states of the last step that was computed."""
         self._took_us = 0
@@ -102,6 +105,7 @@ class FollowingSteps:
 
     def follow(self) -> None:
         """Do what rank 0 does or says, step by step."""
+        self._pages.start()
         while True:
             match decode_step(self._link.receive()):
                 case Compute() | ComputeRows() as step:
@@ -120,6 +124,8 @@ class FollowingSteps:
                 case CopyPages(copies=pairs):
                     copies = np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2)
                     self._rank.model.copy_pages(copies)
+                case BeginTransfer():
+                    self._pages.begin()
 
     def compute(self, step: Compute | ComputeRows) -> None:
         """Compute this rank's part of a step; a stage gives its states to the next one."""

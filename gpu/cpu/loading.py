@@ -106,6 +106,8 @@ def load_on_cpu(
         num_host_pages=cached.num_host_pages,
         device_name=Machine().cpu_name(),
         computing=whole.computing,
+        arithmetic=whole.arithmetic,
+        pages_leave=whole.pages_leave,
         read_weights=cached.exchange(executor),
         make_weights=_weights_type(cached),
         warning=whole.warning,
@@ -159,7 +161,9 @@ class _Whole:
     cached: CachedModel
     sampler: CpuSampler
     computing: str
-    """Field of :class:`~gpu.loading.loaded_model.Loaded`."""
+    """Field of :class:`~gpu.loading.loaded_model.Loaded`, as the next two."""
+    arithmetic: str
+    pages_leave: bool = True
     warning: str = ""
     """Field of :class:`~trioserve.protocol.wire.Ready`."""
 
@@ -188,6 +192,8 @@ def _by_kernels(
         give_cache(model, start, num_pages, num_host_pages)
         cached = CachedModel(model, num_pages, num_host_pages, _exchange)
     slices = 0 if model.part is None else model.part.slices
+    arithmetic = f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
+    whole_experts = " of whole experts" if start.enable_expert_parallel else ""
     return _Whole(
         cached=cached,
         sampler=CompiledSampler(
@@ -197,8 +203,8 @@ def _by_kernels(
             max(threads * start.num_nodes // start.pipeline_parallel_size, 1),
             processed_logprobs=start.logprobs_mode == "processed",
         ),
-        computing=f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
-        + _parts(start, config, slices),
+        computing=arithmetic + _parts(start, config, slices),
+        arithmetic=arithmetic + (f", {slices} slices{whole_experts}" if slices else ""),
     )
 
 
@@ -221,6 +227,7 @@ def _by_torch(
 ) -> _Whole:
     """Return what the compiled kernels don't compute, for that ``reason``."""
     _check_torch_will_do(start, str(reason))
+    computing = f"torch ({reason})" + _parts(start, files.native)
     from gpu.cpu import torch_loading
 
     config = files.native
@@ -237,7 +244,9 @@ def _by_torch(
     return _Whole(
         cached=cached,
         sampler=torch_loading.make_sampler(start, config.vocab_size),
-        computing=f"torch ({reason})" + _parts(start, config),
+        computing=computing,
+        arithmetic=computing,
+        pages_leave=start.num_ranks == 1,
         warning=f"{_SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
     )
 
@@ -326,5 +335,7 @@ def _check_torch_will_do(start: Start, reason: str) -> None:
     if start.tensor_parallel_slices > 1:
         slices = start.tensor_parallel_slices
         raise ModelLoadError(f"--tensor-parallel-slices {slices} can't be had: {reason}")
+    if start.num_ranks > 1 and start.kv_offloading_dir:
+        raise ModelLoadError(f"--kv-offloading-dir can't be had with several ranks: {reason}")
     if start.cpu_isa != "auto":
         raise ModelLoadError(f"--cpu-isa {start.cpu_isa} can't be had: {reason}")

@@ -39,6 +39,9 @@ class CpuModel(Protocol):
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages of the KV cache, which has those behind that are on the host elsewhere."""
 
+    def begin_transfer(self) -> None:
+        """Let pages be read and written, by other threads, behind the steps before this call."""
+
     def read_page(self, number: int) -> Content:
         """Return the content of a page; steps that don't use it may be computed meanwhile."""
         ...

@@ -27,7 +27,7 @@ import attrs
 import msgspec
 
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink, connect_ranks
-from gpu.models.parallel.nodes import Nodes, family_of, pass_on
+from gpu.models.parallel.nodes import Nodes, family_of, pass_on, purposes_of
 from trioserve.protocol.child_state import wait_ended_or_stopped
 from trioserve.protocol.wire import Start
 
@@ -46,7 +46,9 @@ class RankOrder:
     parent: int
     """Process id of the worker, or of its node's process."""
     sockets: list[int]
-    """Descriptors of the socket to rank 0, and of those to the stages before and behind."""
+    """Descriptors of the sockets to rank 0, of one more if ``is_compiled``, for pages, and of those
+    to the stages before and behind.
+    """
     dtype: str
     num_threads: int
     start: Start
@@ -116,7 +118,8 @@ def start_ranks(
     """
     kind, _, first = device.partition(":")
     nodes = None if rendezvous is None else rendezvous.nodes
-    links = connect_ranks(start.pipeline_parallel_size, start.tensor_parallel_size)
+    size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
+    links = connect_ranks(num_stages, size, with_pages=memories is not None)
     here = start.num_ranks // start.num_nodes
     own, *others = links[:here]
     common = RankOrder(
@@ -144,15 +147,19 @@ def start_ranks(
     if nodes is None:
         return own
     elsewhere = attrs.evolve(common, group=nodes.group)
-    connections = nodes.start_ranks(functools.partial(_encoded, elsewhere))
-    for link, (_, *outer) in zip(links[here:], connections, strict=True):
-        unused, *ways = link.sockets
-        unused.close()
-        if ways:
-            pass_on(ways[0], outer[0])
-            pass_on(outer[1], ways[1])
-    to_others = [*own.sockets[: here - 1], *(first for first, *_ in connections)]
-    return RankLink(0, to_others, own.stages)
+    purposes = purposes_of(start, common.is_compiled)
+    connections = nodes.start_ranks(functools.partial(_encoded, elsewhere), purposes)
+    for link, outer in zip(links[here:], connections, strict=True):
+        if link.stages is not None:
+            before, behind = link.stages.sockets
+            pass_on(before, outer["before"])
+            pass_on(outer["behind"], behind)
+    return RankLink(
+        0,
+        [*own.sockets[: here - 1], *(each["link"] for each in connections)],
+        own.stages,
+        [*own.pages[: here - 1], *(each["pages"] for each in connections if "pages" in each)],
+    )
 
 
 def _encoded(order: RankOrder, rank: int) -> bytes:

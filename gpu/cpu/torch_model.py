@@ -86,6 +86,9 @@ class TorchModel(Generic[A]):
         """See :meth:`gpu.cpu.model.CpuModel.copy_pages`."""
         self._attention.copy_pages(copies)
 
+    def begin_transfer(self) -> None:
+        """Do nothing: all earlier steps are computed."""
+
     def read_page(self, number: int) -> Content:
         """See :meth:`gpu.cpu.model.CpuModel.read_page`."""
         return content_of(self._attention.page(number))

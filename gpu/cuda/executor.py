@@ -104,8 +104,8 @@ class CudaExecutor:
             self._rank.copy_pages(copies)
             self._forward.attention.copy_pages(copies)
 
-    def expect_pages(self, numbers: Sequence[int]) -> None:
-        """See :meth:`gpu.executor.PagedExecutor.expect_pages`."""
+    def begin_transfer(self, written: Sequence[int]) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.begin_transfer`."""
 
     def read_page(self, number: int) -> Content:
         """See :meth:`gpu.executor.PagedExecutor.read_page`."""

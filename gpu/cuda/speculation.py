@@ -69,9 +69,9 @@ class SpeculativeExecutor:
         self._drafter.learn(rows, drafts, drawn, time.perf_counter() - began)
         return Finished(drawn)
 
-    def expect_pages(self, numbers: Sequence[int]) -> None:
-        """See :meth:`gpu.executor.PagedExecutor.expect_pages`."""
-        self._drafter.forget_pages(numbers)
+    def begin_transfer(self, written: Sequence[int]) -> None:
+        """See :meth:`gpu.executor.PagedExecutor.begin_transfer`."""
+        self._drafter.forget_pages(written)
 
     def read_page(self, number: int) -> Content:
         """See :meth:`gpu.executor.PagedExecutor.read_page`."""

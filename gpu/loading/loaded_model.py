@@ -46,6 +46,12 @@ class Loaded:
     device_name: str
     computing: str
     """The kernels and weight formats in use, in a few words for the log."""
+    arithmetic: str = attrs.Factory(lambda self: self.computing, takes_self=True)
+    """Words for all that decides the bits of keys and values besides weights, number formats and
+    tokens. It doesn't tell processes apart that give the same bits.
+    """
+    pages_leave: bool = True
+    """True if pages in host memory may be transferred to files and to other workers."""
     read_weights: ReadWeights
     make_weights: Callable[[Callable[[Path], Any], ReadWeights], ModelWeights[Any]] = ModelWeights
     """Makes what exchanges the weights, of what opens other files and of ``read_weights``."""
@@ -76,7 +82,7 @@ class Serving:
     adapters: AdapterStore[Any] | None = None
     """The loaded adapters; None if the model can't serve any."""
     transfers: PageTransfers | None = None
-    """Transfers of pages to files; None if none are kept."""
+    """Transfers of pages to files and other workers; None if pages don't leave this one."""
     calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     """Calls that only this model answers, by name: functions of the call's arguments."""
 

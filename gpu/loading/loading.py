@@ -123,16 +123,15 @@ def _open_transfers(
 ) -> PageTransfers | None:
     """Return the transfers of pages to other workers, and to the folder that is asked for.
 
-    They go through the host's memory, so there are none without. Pages of several ranks don't leave
-    them.
+    They go through the host's memory, so there are none without.
 
     Raises:
         ModelLoadError: The folder can't be used.
     """
-    if not loaded.num_host_pages or start.num_ranks > 1:
+    if not loaded.num_host_pages or not loaded.pages_leave:
         return None
     # What decides the bits of a page, besides weights and tokens.
-    parts = (files.config, ready.computing, ready.dtype, start.kv_cache_dtype, start.page_size)
+    parts = (files.config, loaded.arithmetic, ready.dtype, start.kv_cache_dtype, start.page_size)
     transfers = PageTransfers(
         executor=loaded.executor,
         parts=parts,
@@ -203,8 +202,10 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError("--nnodes is for CPUs: leave it out, or use --device cpu")
     if size == 1:
         return
-    if start.kv_offloading_dir:
-        raise ModelLoadError(f"{option} doesn't go with --kv-offloading-dir: leave one of them out")
+    if start.kv_offloading_dir and kind != "cpu":
+        raise ModelLoadError(
+            f"{option} doesn't go with --kv-offloading-dir on a GPU: leave one of them out"
+        )
     may_draft = kind == "cpu" and start.pipeline_parallel_size == 1
     if start.speculative is not None and not may_draft:
         raise ModelLoadError(

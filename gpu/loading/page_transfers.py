@@ -78,8 +78,8 @@ class PageTransfers:
         """Note the transfer of the call ``name``, in the thread of the steps."""
         with self._idle:
             self._num_running += 1
-        if name in ("read_pages", "import_pages"):
-            self._executor.expect_pages(arguments["places"])
+        writes = name in ("read_pages", "import_pages")
+        self._executor.begin_transfer(arguments["places"] if writes else ())
 
     def export_pages(self, arguments: Mapping[str, Any]) -> bytes:
         """Write pages for another worker: to the memory that is named, or to the result.

@@ -79,6 +79,27 @@ async def test_a_new_engine_finds_what_the_last_one_wrote(
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
 
 
+async def test_stages_find_what_ranks_wrote(tmp_path: Path) -> None:
+    """A page has the same bytes and the same name whichever processes computed it."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    folder = make_tiny("llama3", tmp_path / "model", **sizes)
+    options: dict[str, Any] = {**SMALL, "dtype": "bfloat16", "kv_offloading_dir": str(tmp_path)}
+    options["tensor_parallel_slices"] = 4
+    async with open_tiny_engine(folder, **options, tensor_parallel_size=2) as engine:
+        first, found = await ask_all(engine)
+        assert found == 0
+        await until_written(engine)
+        await assert_idle(engine)
+    damage(next(tmp_path.rglob("*.page")))
+    async with open_tiny_engine(folder, **options, pipeline_parallel_size=2) as engine:
+        await until_known(engine)
+        second, found = await ask_all(engine)
+        assert found > 0
+        assert engine.statistics().scheduler.pages_read > 0
+        await assert_idle(engine)
+    assert first == second
+
+
 async def test_workers_of_one_engine_read_each_other_s_files(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SMALL, "kv_offloading_dir": str(tmp_path)}
     options |= {"data_parallel_size": 2, "routing_policy": "round_robin"}

@@ -154,7 +154,7 @@ async def assert_a_lost_stage_is_the_workers_loss(folder: Path, lost: int, **mor
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 doesn't divide the model's 4"),
         (
             {"kv_offloading_bytes": 1 << 20, "kv_offloading_dir": "/tmp/pages"},
-            "--pipeline-parallel-size 2 doesn't go with --kv-offloading-dir",
+            "--kv-offloading-dir can't be had with several ranks: the compiled kernels compute in",
         ),
         (
             {"model_impl": "transformers"},

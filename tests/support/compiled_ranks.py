@@ -58,9 +58,12 @@ def compiled_stages(
     files = open_model(path)
     config = files.native
     stages = stages_of(config, num_stages) if num_stages > 1 else [None]
+    parts = [
+        ModelPart(config, number % size, size, by_expert, stages[number // size])
+        for number in range(num_stages * size)
+    ]
     models = []
-    for number in range(num_stages * size):
-        part = ModelPart(config, number % size, size, by_expert, stages[number // size])
+    for number, part in enumerate(parts):
         chosen = choose_slices(part, slices) if size > 1 or slices else 0
         assert chosen is not None
         model = CompiledModel(
@@ -89,5 +92,6 @@ def compiled_stages(
                     memory=None if memory is None else RankMemory.of_file(memory),
                 )
     others = [FollowingCompiledModel(model) for model in models[1:]]
-    with followed(connect_ranks(num_stages, size), others, files) as link:
-        yield LeadingCompiledModel(models[0], link), link
+    links = connect_ranks(num_stages, size, with_pages=True)
+    with followed(links, others, files) as link:
+        yield LeadingCompiledModel(models[0], link, parts), link

@@ -30,20 +30,27 @@ class RankLink:
     """The connections of one rank: on rank 0 one to each of the others, on these one to rank 0.
 
     A rank may wait for a message for as long as no request comes. If the layers are split, too,
-    ``stages`` are its connections to the other stages.
+    ``stages`` are its connections to the other stages. ``pages`` are second connections to the same
+    ranks, for what pages hold; none if pages don't leave the ranks.
     """
 
     def __init__(
-        self, rank: int, sockets: Sequence[socket.socket], stages: StageLink | None = None
+        self,
+        rank: int,
+        sockets: Sequence[socket.socket],
+        stages: StageLink | None = None,
+        pages: Sequence[socket.socket] = (),
     ) -> None:
         self.rank = rank
         self.stages = stages
+        self.pages = pages
         self._sockets = sockets
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """All its sockets: those to other ranks, then those to the stages before and behind."""
-        return [*self._sockets, *(() if self.stages is None else self.stages.sockets)]
+        """All its sockets: to other ranks, for pages, and to the stages before and behind."""
+        ways = () if self.stages is None else self.stages.sockets
+        return [*self._sockets, *self.pages, *ways]
 
     def agree(self, error: str) -> None:
         """Return once all ranks have come here without an error.
@@ -108,19 +115,27 @@ class RankLink:
         return receive_message(only)
 
 
-def connect_ranks(num_stages: int, size: int) -> list[RankLink]:
-    """Return the links of all ranks of a worker, those of a stage of ``size`` side by side."""
+def connect_ranks(num_stages: int, size: int, *, with_pages: bool = False) -> list[RankLink]:
+    """Return the links of all ranks of a worker, those of a stage of ``size`` side by side.
+
+    ``with_pages`` asks for connections for pages.
+    """
     count = num_stages * size
+    stages: list[StageLink | None] = [None] * count
+    if num_stages > 1:
+        ways = [socket.socketpair() for _ in range(count)]  # from each rank to the stage behind
+        stages = [
+            StageLink(rank, size, num_stages, (ways[rank - size][1], ways[rank][0]))
+            for rank in range(count)
+        ]
+    pages = _pairs(count) if with_pages else [[] for _ in range(count)]
+    return list(map(RankLink, range(count), _pairs(count), stages, pages))
+
+
+def _pairs(count: int) -> list[list[socket.socket]]:
+    """Return the sockets of each rank, of which rank 0 has one to each of the others."""
     pairs = [socket.socketpair() for _ in range(1, count)]
-    ends = [[near for near, _ in pairs], *([far] for _, far in pairs)]
-    if num_stages == 1:
-        return list(map(RankLink, range(count), ends))
-    ways = [socket.socketpair() for _ in range(count)]  # from each rank to the stage behind
-    stages = [
-        StageLink(rank, size, num_stages, (ways[rank - size][1], ways[rank][0]))
-        for rank in range(count)
-    ]
-    return list(map(RankLink, range(count), ends, stages))
+    return [[near for near, _ in pairs], *([far] for _, far in pairs)]
 
 
 def end_cut_off() -> NoReturn:

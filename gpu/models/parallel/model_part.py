@@ -150,18 +150,28 @@ class ModelPart:
             return 0, slice(None)
         if name in _OF_VOCABULARY:
             return 0, slice(self.first_token, self.first_token + self.vocab_part)
-        heads = _OF_HEADS.fullmatch(name)
-        if heads is not None:
-            of_queries, own = heads[1] == "q", self.config()
-            every = self.whole.num_heads if of_queries else self.whole.num_kv_heads
-            count = own.num_heads if of_queries else own.num_kv_heads
-            first, size = self.rank * every // self.size, self.whole.head_dim
-            return 0, slice(first * size, (first + count) * size)
+        match = _OF_HEADS.fullmatch(name)
+        if match is not None:
+            of_queries, size = match[1] == "q", self.whole.head_dim
+            heads = self._heads(self.whole.num_heads if of_queries else self.whole.num_kv_heads)
+            return 0, slice(heads.start * size, heads.stop * size)
         if _BY_OUTPUTS.fullmatch(name):
             return 0, self._part_of(shape[0])
         if _BY_INPUTS.fullmatch(name):
             return 1, self._part_of(shape[1])
         return 0, slice(None)
+
+    def of_page(self) -> tuple[slice, slice]:
+        """Return the layers of the model, and the heads, whose keys and values this rank has."""
+        heads = self._heads(self.whole.num_kv_heads)
+        if self.stage is None:
+            return slice(0, self.whole.num_layers), heads
+        return slice(self.stage.first, self.stage.stop), heads
+
+    def _heads(self, every: int) -> slice:
+        """Return the heads of this rank, of ``every`` in the model; ranks may share one."""
+        first = self.rank * every // self.size
+        return slice(first, first + max(every // self.size, 1))
 
     def _part_of(self, count: int) -> slice:
         part = count // self.size

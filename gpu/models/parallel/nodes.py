@@ -9,7 +9,6 @@ stage, which rank 0 passes on. All of them end when a node is lost.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -36,9 +35,9 @@ _PIECE = 1 << 18
 _log = logging.getLogger("gpu.worker")
 
 
-Purpose = Literal["link", "before", "behind"]
-"""The use of a rank's connection: as its link to rank 0, or for what comes from the stage before,
-or goes to the one behind it.
+Purpose = Literal["link", "pages", "before", "behind"]
+"""The use of a rank's connection: as its link to rank 0, for the content of pages, or for what comes
+from the stage before it, or goes to the one behind.
 """
 
 
@@ -146,26 +145,27 @@ class Nodes:
             )
         return None
 
-    def start_ranks(self, order_of: Callable[[int], bytes]) -> list[list[ssl.SSLSocket]]:
+    def start_ranks(
+        self, order_of: Callable[[int], bytes], purposes: Sequence[Purpose]
+    ) -> list[dict[Purpose, ssl.SSLSocket]]:
         """Have the nodes start their ranks, and return the connections of each, in their order.
 
-        They are those of :func:`purposes_of`. From here on the loss of a node is noticed.
+        From here on the loss of a node is noticed.
         """
         for node, connection in self._connections.items():
             orders = NodeOrders(list(map(order_of, self.ranks_of(node))), self._start.link_timeout)
             send_message(connection, msgspec.msgpack.encode(orders))
             threading.Thread(target=self._watch, args=(node, connection), daemon=True).start()
         ranks = range(len(self.ranks_of(0)), self._start.num_ranks)
-        wanted = list(itertools.product(ranks, purposes_of(self._start)))
-        found: dict[tuple[int, Purpose], ssl.SSLSocket] = {}
-        while len(found) < len(wanted):
+        found: dict[int, dict[Purpose, ssl.SSLSocket]] = {rank: {} for rank in ranks}
+        while any(len(each) < len(purposes) for each in found.values()):
             connection, greeting = self._accept()
             if isinstance(greeting, RankGreeting) and greeting.group == self.group:
-                found[greeting.rank, greeting.purpose] = connection
+                found[greeting.rank][greeting.purpose] = connection
             else:
                 connection.close()
         self._listener.close()
-        return [[found[rank, each] for each in purposes_of(self._start)] for rank in ranks]
+        return list(found.values())
 
     def _accept(self) -> tuple[ssl.SSLSocket, NodeGreeting | RankGreeting]:
         """Return the next connection with its greeting; drop others."""
@@ -194,9 +194,11 @@ class Nodes:
         self._on_lost()
 
 
-def purposes_of(start: Start) -> Sequence[Purpose]:
-    """Return the purposes of the connections of each rank of another node."""
-    return ("link", "before", "behind") if start.pipeline_parallel_size > 1 else ("link",)
+def purposes_of(start: Start, is_compiled: bool) -> list[Purpose]:
+    """Return the purposes of the connections of each rank of another node, in their order."""
+    pages: list[Purpose] = ["pages"] if is_compiled else []
+    ways: list[Purpose] = ["before", "behind"] if start.pipeline_parallel_size > 1 else []
+    return ["link", *pages, *ways]
 
 
 def pass_on(source: socket.socket, target: socket.socket) -> None:

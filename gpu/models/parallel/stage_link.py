@@ -58,16 +58,25 @@ class StageLink:
         Raises:
             EOFError: It has ended.
         """
-        rest = into.reshape(-1).view(np.uint8).data
-        while rest:
-            count = self.sockets[0].recv_into(rest)
-            if not count:
-                raise EOFError("the stage before has ended")
-            rest = rest[count:]
-        return into
+        return receive_into(self.sockets[0], into)
 
     def _send_all(self) -> None:
         # A process that has ended ends this one, too.
         with contextlib.suppress(OSError):
             while True:
                 self.sockets[1].sendall(self._unsent.get())
+
+
+def receive_into(connection: socket.socket, into: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return what the other side has sent, in the memory of ``into``, which is contiguous.
+
+    Raises:
+        EOFError: It has ended.
+    """
+    rest = into.reshape(-1).view(np.uint8).data
+    while rest:
+        count = connection.recv_into(rest)
+        if not count:
+            raise EOFError("the other rank has ended")
+        rest = rest[count:]
+    return into

@@ -101,6 +101,10 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """[C, 2] int32, source and destination."""
 
 
+class BeginTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Note that pages may be transferred that all steps before this message are done with."""
+
+
 class ReadOnRanks(msgspec.Struct, frozen=True, tag=True):
     """Read other weights while steps are computed; send rank 0 an error, or an empty message."""
 
@@ -138,6 +142,7 @@ Step: TypeAlias = (
     | ComputeRows
     | ComputeRowLogits
     | CopyPages
+    | BeginTransfer
     | ReadOnRanks
     | SwapOnRanks
     | DiscardOnRanks

@@ -136,8 +136,8 @@ class Pages:
         self.contents: dict[int, Content] = {}
         self.expected: list[int] = []
 
-    def expect_pages(self, numbers: Sequence[int]) -> None:
-        self.expected += numbers
+    def begin_transfer(self, written: Sequence[int]) -> None:
+        self.expected += written
 
     def read_page(self, number: int) -> Content:
         return self.contents[number]

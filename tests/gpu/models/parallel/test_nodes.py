@@ -63,8 +63,8 @@ def meeting(tls: Path) -> Iterator[str]:
 
     def serve() -> None:
         assert nodes.meet() == "127.0.0.1"
-        ((link,),) = nodes.start_ranks(lambda rank: f"order of {rank}".encode())
-        RankLink(0, [link]).send(b"step")
+        (rank,) = nodes.start_ranks(lambda rank: f"order of {rank}".encode(), ["link"])
+        RankLink(0, [rank["link"]]).send(b"step")
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

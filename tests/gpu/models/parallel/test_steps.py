@@ -186,7 +186,7 @@ def test_stages_send_to_the_rank_of_their_number_behind_them_without_waiting() -
             assert (found == (rank - 2) % 6).all()
     for each in links[0].sockets:
         each.close()
-    with pytest.raises(EOFError, match="the stage before has ended"):
+    with pytest.raises(EOFError, match="the other rank has ended"):
         stages[2].receive(np.empty(1, dtype=np.float32))
     for link in links[1:]:
         for each in link.sockets:
