@@ -34,7 +34,7 @@ from gpu.cpu.rank_loading import lead_compiled, threads_of_rank
 from gpu.cpu.rank_weights import LeadingWeights
 from gpu.cpu.sampling import CompiledSampler
 from gpu.loading.draft_files import cannot_draft, open_draft_files
-from gpu.loading.loaded_model import Loaded, OnProgress
+from gpu.loading.loaded_model import Loaded, OnProgress, option_that_moves_pages
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ModelWeights, ReadWeights
 from gpu.models.parallel.stage_times import StageTimes
@@ -65,9 +65,7 @@ def load_on_cpu(
 
     Args:
         start: limits, all chosen but the number of pages.
-        files: of the model.
         dtype: bfloat16 or float32.
-        threads: how many compute.
         on_progress: called often, with a stage, how much of it is done and of how much.
         adjuster: says what is done to logits before a token is drawn.
 
@@ -107,7 +105,7 @@ def load_on_cpu(
         device_name=Machine().cpu_name(),
         computing=whole.computing,
         arithmetic=whole.arithmetic,
-        pages_leave=whole.pages_leave,
+        lends_pages=whole.lends_pages,
         read_weights=cached.exchange(executor),
         make_weights=_weights_type(cached),
         warning=whole.warning,
@@ -163,7 +161,7 @@ class _Whole:
     computing: str
     """Field of :class:`~gpu.loading.loaded_model.Loaded`, as the next two."""
     arithmetic: str
-    pages_leave: bool = True
+    lends_pages: bool = True
     warning: str = ""
     """Field of :class:`~trioserve.protocol.wire.Ready`."""
 
@@ -246,7 +244,7 @@ def _by_torch(
         sampler=torch_loading.make_sampler(start, config.vocab_size),
         computing=computing,
         arithmetic=computing,
-        pages_leave=start.num_ranks == 1,
+        lends_pages=start.num_ranks == 1,
         warning=f"{_SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
     )
 
@@ -335,7 +333,7 @@ def _check_torch_will_do(start: Start, reason: str) -> None:
     if start.tensor_parallel_slices > 1:
         slices = start.tensor_parallel_slices
         raise ModelLoadError(f"--tensor-parallel-slices {slices} can't be had: {reason}")
-    if start.num_ranks > 1 and start.kv_offloading_dir:
-        raise ModelLoadError(f"--kv-offloading-dir can't be had with several ranks: {reason}")
+    if start.num_ranks > 1 and (option := option_that_moves_pages(start)):
+        raise ModelLoadError(f"{option} can't be had with several ranks: {reason}")
     if start.cpu_isa != "auto":
         raise ModelLoadError(f"--cpu-isa {start.cpu_isa} can't be had: {reason}")

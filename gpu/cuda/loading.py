@@ -129,7 +129,7 @@ def load_model(
         num_host_pages=models[0].limits.num_host_pages,
         device_name=gpu.name,
         computing=f"CUDA kernels, weights in {str(dtype).removeprefix('torch.')}{ranks}",
-        pages_leave=not ranks,
+        lends_pages=not ranks,
         free_memory=free,
         read_weights=keep_weights if ranks else functools.partial(_read_again, decoders[0], dtype),
         adapters=None if loras is None else loras.store,

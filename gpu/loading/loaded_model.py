@@ -18,7 +18,7 @@ from gpu.runner import Runner
 from gpu.slots import SlotTable
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.protocol.wire import OpenSlot, Plan, Ready, from_ints
+from trioserve.protocol.wire import OpenSlot, Plan, Ready, Start, from_ints
 
 MOST_THREADS = 1024
 """Upper limit of ``--num-threads``."""
@@ -36,6 +36,13 @@ def unseen(stage: str, done: int, total: int) -> None:
     """Do nothing: an :data:`OnProgress` for loading without a report."""
 
 
+def option_that_moves_pages(start: Start) -> str:
+    """Return the option for which pages have to leave the worker; empty if none is given."""
+    if start.kv_offloading_dir:
+        return "--kv-offloading-dir"
+    return "--disaggregation" if start.hands_over else ""
+
+
 @attrs.frozen(kw_only=True)
 class Loaded:
     """A model on a device, with its KV cache."""
@@ -50,8 +57,8 @@ class Loaded:
     """Words for all that decides the bits of keys and values besides weights, number formats and
     tokens. It doesn't tell processes apart that give the same bits.
     """
-    pages_leave: bool = True
-    """True if pages in host memory may be transferred to files and to other workers."""
+    lends_pages: bool = True
+    """True if pages may be transferred to files and to other workers."""
     read_weights: ReadWeights
     make_weights: Callable[[Callable[[Path], Any], ReadWeights], ModelWeights[Any]] = ModelWeights
     """Makes what exchanges the weights, of what opens other files and of ``read_weights``."""

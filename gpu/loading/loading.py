@@ -13,7 +13,14 @@ from gpu.constraints.lazy_grammars import LazyGrammars
 from gpu.constraints.processors import Processors, load_processor, load_processors
 from gpu.cpu.rank_processes import rank_pids
 from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype
-from gpu.loading.loaded_model import Loaded, OnProgress, Serving, choose_num_threads, warm_up
+from gpu.loading.loaded_model import (
+    Loaded,
+    OnProgress,
+    Serving,
+    choose_num_threads,
+    option_that_moves_pages,
+    warm_up,
+)
 from gpu.loading.page_transfers import PageTransfers
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
@@ -110,6 +117,7 @@ def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: st
         max_num_seqs=start.max_num_seqs,
         max_num_batched_tokens=start.max_num_batched_tokens,
         num_host_pages=loaded.num_host_pages,
+        lends_pages=loaded.lends_pages,
         max_row_tokens=loaded.max_row_tokens,
         num_stages=loaded.num_stages,
         free_memory=loaded.free_memory,
@@ -128,7 +136,7 @@ def _open_transfers(
     Raises:
         ModelLoadError: The folder can't be used.
     """
-    if not loaded.num_host_pages or not loaded.pages_leave:
+    if not loaded.num_host_pages or not loaded.lends_pages:
         return None
     # What decides the bits of a page, besides weights and tokens.
     parts = (files.config, loaded.arithmetic, ready.dtype, start.kv_cache_dtype, start.page_size)
@@ -202,10 +210,8 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError("--nnodes is for CPUs: leave it out, or use --device cpu")
     if size == 1:
         return
-    if start.kv_offloading_dir and kind != "cpu":
-        raise ModelLoadError(
-            f"{option} doesn't go with --kv-offloading-dir on a GPU: leave one of them out"
-        )
+    if kind == "cuda" and (other := option_that_moves_pages(start)):
+        raise ModelLoadError(f"{option} doesn't go with {other} on a GPU: leave one of them out")
     may_draft = kind == "cpu" and start.pipeline_parallel_size == 1
     if start.speculative is not None and not may_draft:
         raise ModelLoadError(

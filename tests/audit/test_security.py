@@ -46,6 +46,7 @@ ALLOWED = {
     "gpu/cpu/rank_processes.py subprocess.Popen": "the other ranks of a worker",
     "gpu/cpu/following.py socket.socket": "the socket that a rank inherits from its worker",
     "gpu/models/parallel/link.py socket.socket": "the same, as a type",
+    "gpu/models/parallel/pages.py socket.socket": "the same, as a type",
     "gpu/models/parallel/stage_link.py socket.socket": "the same, as a type",
     "gpu/models/parallel/nodes.py socket.socket": "the same, to another host of the operator's",
     "gpu/models/parallel/nodes.py socket.create_connection": "the host that the operator names",

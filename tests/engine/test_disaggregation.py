@@ -51,6 +51,21 @@ async def test_the_bits_are_those_of_one_worker(tiny: Path, size: int) -> None:
         await assert_idle(engine)
 
 
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+async def test_pages_go_from_ranks_to_ranks(tmp_path: Path, split: str) -> None:
+    folder = make_tiny("qwen3", tmp_path, hidden_size=256, intermediate_size=256, head_dim=64)
+    options: dict[str, Any] = {"dtype": "bfloat16", "num_threads": 2, "tensor_parallel_slices": 4}
+    async with open_tiny_engine(folder, **options, block_size=4) as engine:
+        alone = await facts_of(engine, KINDS, 5, max_tokens=12)
+    async with open_tiny_engine(folder, **options, **APART, **{split: 2}) as engine:
+        assert [len(each.rank_pids) for each in engine.workers] == [1, 1]
+        assert await facts_of(engine, KINDS, 5, max_tokens=12) == alone
+        counts = engine.statistics().scheduler
+        assert counts.num_handed_over == 4
+        assert counts.pages_imported > 0
+        await assert_idle(engine)
+
+
 @pytest.mark.parametrize("role", [0, 1], ids=["prefill", "decode"])
 async def test_the_loss_of_either_worker_loses_no_request(tiny: Path, role: int) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "num_threads": 1, **APART}
@@ -92,14 +107,6 @@ async def test_the_loss_of_either_worker_loses_no_request(tiny: Path, role: int)
         (
             {"data_parallel_size": 2, "disaggregation": ("auto", "decode")},
             "disaggregation names auto among other roles",
-        ),
-        (
-            {**APART, "tensor_parallel_size": 2},
-            "disaggregation isn't for workers of several ranks",
-        ),
-        (
-            {**APART, "pipeline_parallel_size": 2},
-            "disaggregation isn't for workers of several ranks",
         ),
         (
             {**APART, "kv_offloading_bytes": None, "enable_prefix_caching": False},

@@ -154,6 +154,10 @@ async def test_a_stage_that_hangs_ends_with_its_worker(tiny: Path) -> None:
             "--kv-offloading-dir can't be had with several ranks: the compiled kernels compute in",
         ),
         (
+            {"data_parallel_size": 2, "disaggregation": ("prefill", "decode")},
+            "--disaggregation can't be had with several ranks: the compiled kernels compute in",
+        ),
+        (
             {"enable_expert_parallel": True, "tensor_parallel_size": 1},
             "--enable-expert-parallel is",
         ),

@@ -131,6 +131,28 @@ async def test_pages_of_other_weights_are_not_used(autojump_clock: Clock) -> Non
         assert engine.statistics().scheduler.pages_imported == 0
 
 
+class Keeping(FakeWorker):
+    """A worker whose pages don't leave it."""
+
+    def ready(self, **changes: Any) -> wire.Ready:
+        return super().ready(lends_pages=False, **changes)
+
+
+async def test_workers_that_keep_their_pages_are_not_asked(autojump_clock: Clock) -> None:
+    calls: list[str] = []
+    exported = {"export_pages": lambda _: calls.append("export_pages")}
+
+    def make() -> FakeWorker:
+        return Keeping(**SMALL, step_time=step_time, token=next_token, calls=exported)
+
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        for _ in range(2):
+            assert await ask(engine, 0) == 0
+        assert await ask(engine, 0) == 20
+        assert calls == []
+        engine.check_integrity()
+
+
 async def test_a_sibling_that_is_too_slow_is_not_asked(autojump_clock: Clock) -> None:
     slow = {"export_pages": 50.0}
     make = workers(call_time=lambda call: slow.get(call.name, 0.0))

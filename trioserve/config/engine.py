@@ -360,11 +360,11 @@ class EngineConfig(WorkerGroupOptions):
 
     @property
     def lends_pages(self) -> bool:
-        """True if the workers of this host lend each other pages of their prefix caches.
+        """True if the workers lend each other pages of their prefix caches, if they can.
 
-        The pages go through the host's memory. Those of several ranks don't leave them.
+        The pages go through the host's memory.
         """
-        return self.kv_host_bytes > 0 and not self.has_ranks
+        return self.kv_host_bytes > 0
 
     @property
     def kv_host_bytes(self) -> int:

@@ -184,11 +184,6 @@ class WorkerGroupOptions(ModelOptions):
         return [int(each) for each in (self.pipeline_parallel_layers or "").split(",") if each]
 
     @property
-    def has_ranks(self) -> bool:
-        """True if a worker is several processes."""
-        return self.num_ranks > 1
-
-    @property
     def splits_by_load(self) -> bool:
         """True if the workers have no roles, and their loads decide what each computes."""
         return self.disaggregation == ("auto",)
@@ -260,12 +255,6 @@ class WorkerGroupOptions(ModelOptions):
                     f"disaggregation names {role} for all workers: one has to be {others} or both",
                     param="disaggregation",
                 )
-        if roles and self.has_ranks:
-            raise InvalidRequest(
-                "disaggregation isn't for workers of several ranks (--tensor-parallel-size, "
-                "--pipeline-parallel-size), whose pages don't leave them",
-                param="disaggregation",
-            )
 
     def _check_devices(self) -> None:
         devices = self.worker_devices

@@ -84,17 +84,24 @@ class EngineWorker:
 
     async def _attach(self, link: Link, ready: wire.Ready) -> None:
         self.device = ready.device_name
+        if not ready.lends_pages:
+            self.scheduler.feeds.siblings = None
         await self.scheduler.attach(link, ready)
 
     def amend(self, start: wire.Start) -> wire.Start:
-        """Return what the next process loads: with the present weights, and for grammars as well.
+        """Return what the next process loads: with the present weights, and for its role.
 
         It loads what grammars need if one has come, because a request with one may move to it as
         soon as it serves.
         """
         core = self.scheduler.core
         had_grammars = core is not None and core.had_grammars
-        return attrs.evolve(start, weights=self.scheduler.weights.path, has_grammars=had_grammars)
+        return attrs.evolve(
+            start,
+            weights=self.scheduler.weights.path,
+            has_grammars=had_grammars,
+            hands_over=start.hands_over or self.role != "both",
+        )
 
     @property
     def index(self) -> int:

@@ -177,7 +177,7 @@ class WorkerGroup:
             CallFailed: The worker can't load the model, or Ray has no room for it.
         """
         self._check_changeable()
-        check_role(self._config, role)
+        check_role(self._config, role, loads_first=isinstance(self.port, RayPort))
         if isinstance(self.port, RayPort):
             index = await self.port.start_worker(device)
             worker = next(each for each in self._workers if each.index == index)

@@ -18,8 +18,10 @@ from trioserve.workers.remote.joined import JoinedWorker
 MakeJoined: TypeAlias = Callable[[int, JoinedWorker], EngineWorker]
 
 
-def check_role(config: EngineConfig, role: WorkerRole) -> None:
+def check_role(config: EngineConfig, role: WorkerRole, *, loads_first: bool = False) -> None:
     """Check that a worker that is added may have a role.
+
+    If it ``loads_first``, it gets the role when it has loaded the model.
 
     Raises:
         InvalidRequest: Pages can't be handed over as it needs.
@@ -35,7 +37,13 @@ def check_role(config: EngineConfig, role: WorkerRole) -> None:
     if not config.lends_pages:
         raise InvalidRequest(
             f"the role {role} needs pages that are handed over: start the engine with "
-            "--kv-offloading-bytes or --disaggregation, and without several ranks",
+            "--kv-offloading-bytes or --disaggregation",
+            param="role",
+        )
+    if loads_first and config.num_ranks > 1:
+        raise InvalidRequest(
+            f"the role {role} isn't for a worker of Ray that is added, if it has several ranks: "
+            "name roles when the engine starts (--disaggregation)",
             param="role",
         )
 

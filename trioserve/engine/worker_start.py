@@ -159,6 +159,7 @@ def start_message(
         kv_offloading_bytes=config.kv_host_bytes,
         kv_offloading_dir=config.kv_offloading_dir or "",
         kv_offloading_dir_bytes=config.kv_offloading_dir_bytes,
+        hands_over=bool(config.disaggregation),
         gpu_memory_utilization=config.gpu_memory_utilization,
         num_threads=config.num_threads or 0,
         tensor_parallel_size=config.tensor_parallel_size,

@@ -63,6 +63,8 @@ class Start:
     """Folder for pages that were offloaded; empty for none."""
     kv_offloading_dir_bytes: int = 0
     """The most bytes of pages in that folder, for one model and number format."""
+    hands_over: bool = False
+    """True if other workers have to get its pages, because each computes a part of a request."""
     max_loras: int = 0
     """The most adapters in one plan."""
     free_memory: int = 0

@@ -109,6 +109,8 @@ class Ready:
     max_num_batched_tokens: int
     num_host_pages: int = 0
     """Number of pages in the host's memory."""
+    lends_pages: bool = True
+    """True if it writes pages for other workers, and reads theirs."""
     max_row_tokens: int = 1
     """The most tokens that a row of a result brings: one, and another for each accepted draft."""
     num_stages: int = 1

@@ -36,8 +36,8 @@ _log = logging.getLogger("gpu.worker")
 
 
 Purpose = Literal["link", "pages", "before", "behind"]
-"""The use of a rank's connection: as its link to rank 0, for the content of pages, or for what comes
-from the stage before it, or goes to the one behind.
+"""The use of a rank's connection: as its link to rank 0, for the content of pages, for what comes
+from the stage before it, or for what goes to the one behind.
 """
 
 

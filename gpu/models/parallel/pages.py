@@ -119,7 +119,9 @@ class FollowingPages:
     def start(self) -> None:
         """Start the thread that answers rank 0, until that ends; none if pages don't leave."""
         for connection in self._link.pages:
-            threading.Thread(target=self._answer_all, args=(connection,), daemon=True).start()
+            threading.Thread(
+                target=self._answer_all, args=(connection,), name="pages", daemon=True
+            ).start()
 
     def _answer_all(self, connection: socket.socket) -> None:
         # Rank 0 has ended then, which ends this process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tests.support.known_answers import (
     prompt,
     step_time,
 )
-from trioserve import Engine
+from trioserve import Engine, EngineConfig
+from trioserve.engine.worker_making import check_role
+from trioserve.engine.worker_start import start_message
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_disk import FakeDisk
@@ -114,6 +117,9 @@ async def test_workers_that_are_added_have_roles(autojump_clock: Clock) -> None:
         await ask(engine, 0)
         assert (await engine.add_worker(role="prefill")).role == "prefill"
         assert (await engine.add_worker(role="decode")).role == "decode"
+        start = start_message(EngineConfig("m"), Path("/m"))
+        loaded = [each.amend(start).hands_over for each in engine.worker_group]
+        assert loaded == [False, True, True]
         await engine.remove_worker(0)
         assert engine.statistics().scheduler.num_handed_over == 0
         await ask(engine, 1)
@@ -139,6 +145,15 @@ async def test_roles_that_can_not_be_are_refused_at_run_time(
         with pytest.raises(InvalidRequest, match=message):
             await engine.add_worker(role="decode")
         assert len(engine.workers) == count
+
+
+def test_a_worker_of_several_ranks_has_its_role_when_it_loads() -> None:
+    """Only then it knows whether its pages leave it."""
+    config = EngineConfig("m", tensor_parallel_size=2, kv_offloading_bytes=1 << 20)
+    check_role(config, "decode")
+    check_role(config, "both", loads_first=True)
+    with pytest.raises(InvalidRequest, match="name roles when the engine starts"):
+        check_role(config, "decode", loads_first=True)
 
 
 async def test_a_long_prompt_holds_no_stream_up(autojump_clock: Clock) -> None:

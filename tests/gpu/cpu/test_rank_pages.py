@@ -6,6 +6,7 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,7 +166,6 @@ def test_a_page_of_another_size_is_written_nowhere(group: Group, size: int) -> N
     assert len(group.leading.read(0, group.parts[0])) == 48
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_fails_on_a_page_ends_with_its_worker(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +177,7 @@ def test_a_rank_that_fails_on_a_page_ends_with_its_worker(
         group.links[1].pages[0].shutdown(socket.SHUT_RDWR)  # as the end of its process does
         sys.exit(status)
 
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(link_module.time, "sleep", lambda _: None)
     monkeypatch.setattr(link_module.os, "_exit", end)
     monkeypatch.setattr(link_module.os, "kill", lambda _, number: sys.exit(number))
@@ -186,3 +187,6 @@ def test_a_rank_that_fails_on_a_page_ends_with_its_worker(
     with pytest.raises(SystemExit) as caught:
         group.leading.read(3, group.parts[0])
     assert (caught.value.code, ended) == (signal.SIGKILL, [EXIT_RANK_LOST])
+    for thread in threading.enumerate():
+        if thread.name == "pages":
+            thread.join(60)

@@ -147,12 +147,15 @@ def test_every_option_that_the_worker_has_reaches_it() -> None:
         "pipeline_parallel_layers": [4, 4, 3],
         "num_sharing": 1,
         "has_grammars": False,
+        "hands_over": False,
         "mock": None,
         "num_nodes": 1,
         "nodes_listen": "",
         "nodes_tls": None,
     }
     assert start_message(EngineConfig("m", max_lora_rank=24), Path("/m")).max_lora_rank == 0
+    apart = EngineConfig("m", data_parallel_size=2, disaggregation=("auto",))
+    assert start_message(apart, Path("/m")).hands_over
 
 
 class FakeTerminal(io.StringIO):
