@@ -235,6 +235,8 @@ class Worker:
     def _swap_weights(self, runner: Runner, path: str) -> None:
         if len(runner.slots):
             raise ModelLoadError("weights can't be exchanged under a sequence that is open")
+        if self._transfers is not None:
+            self._transfers.wait()  # their pages are those of the old weights
         checksum = self._all_weights.swap(path)
         if self._transfers is not None:
             self._transfers.use(checksum)

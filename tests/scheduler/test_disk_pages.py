@@ -77,6 +77,23 @@ async def test_pages_that_fell_out_of_the_host_come_back_from_the_disk(
         engine.check_integrity()
 
 
+async def test_no_page_of_the_old_weights_goes_to_files_of_the_new(autojump_clock: Clock) -> None:
+    """Pages that wait to be written when the weights are exchanged are written nowhere."""
+    disk = FakeDisk()
+    slow = {"write_pages": 0.5, "swap_weights": 2.0}
+    make = workers(disk, call_time=lambda call: slow.get(call.name, 0.0))
+    async with open_fake_engine(make, **OPTIONS) as engine:
+        for number in range(6):
+            await ask(engine, number)
+        written = engine.statistics().scheduler.pages_written
+        assert written < engine.statistics().scheduler.pages_offloaded
+        await engine.control.swap_weights("/new", "wait")
+        await trio.sleep(10)
+        assert disk.of("/new") == {}
+        assert written <= len(disk.of("")) <= written + 2
+        engine.check_integrity()
+
+
 async def test_a_request_waits_only_if_reading_is_quicker(autojump_clock: Clock) -> None:
     disk = FakeDisk()
     slow = {"read_pages": 50.0}

@@ -38,6 +38,8 @@ class Weights:
 
     async def swap(self, path: str, *, num_bytes: int = 0) -> None:
         """Serve the weights that were read; cached prefixes are cleared. No sequence may run."""
+        # From here on no page of the old weights leaves the worker, which takes them for the new.
+        self._flush_prefixes()
         await self._call("swap_weights", path, num_bytes=num_bytes)
         self.path = path
         self._flush_prefixes()

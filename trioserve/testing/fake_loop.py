@@ -52,8 +52,9 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
             case wire.Reset() as reset:
                 await late.end_transfers()
                 worker.reset(reset)
-            case wire.Call(name="delete_pages") as call:
+            case wire.Call(name="delete_pages" | "swap_weights") as call:
                 await late.end_transfers()
+                await trio.sleep(worker.seconds_for_call(call))
                 await link.send(worker.answer(call))
             case wire.Call() as call if worker.calls_in_turn:
                 await trio.sleep(worker.seconds_for_call(call))

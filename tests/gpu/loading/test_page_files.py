@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+import gpu.worker
 from gpu.executor import PagedExecutor
 from gpu.loading.page_files import PageFiles
 from gpu.loading.page_transfers import PageTransfers
+from gpu.worker import Worker
 
 Content = npt.NDArray[np.uint8]
 HEAD = 36
@@ -193,6 +197,34 @@ def test_pages_of_other_weights_are_apart(tmp_path: Path) -> None:
     assert read(transfers, [1]) == 1
     transfers.delete_all()
     assert transfers.list()["keys"] == b""
+
+
+def test_weights_are_exchanged_behind_the_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is being written is one of the old weights."""
+    monkeypatch.setattr(gpu.worker, "freeze_objects", lambda: None)
+    pages = Pages()
+    pages.contents = {1: page(1)}
+    transfers = transfers_in(tmp_path, pages)
+
+    class Weights:
+        def swap(self, path: str) -> str:
+            pages.contents[1] = page(2)  # of the new cache
+            return path
+
+    worker, nothing = Worker(cast(Any, None)), cast(Any, SimpleNamespace(slots=[]))
+    worker._transfers, worker._weights = transfers, cast(Any, Weights())
+    arguments = {"keys": [key(1)], "places": [1]}
+    transfers.begin("write_pages", arguments)
+    writing = threading.Timer(0.05, transfers.write, (arguments,))
+    writing.start()
+    worker._swap_weights(nothing, "others")
+    writing.join(60)
+    assert read(transfers, [1]) == 0
+    transfers.use("weights")
+    assert read(transfers, [1]) == 1
+    assert np.array_equal(pages.contents[1], page(1))
 
 
 def test_a_full_disk_is_told_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
