@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,7 @@ from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
 from gpu.executor import NO_COPIES, Content, Copies, Finished, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
-from gpu.sampling.drafting.drafter import Drafter
-from gpu.sampling.drafting.sources import Draft
+from gpu.sampling.drafting.drafter import DraftedStep, Drafter
 from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
@@ -82,17 +81,11 @@ class CpuExecutor:
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         began = time.perf_counter_ns()
-        if len(copies):
-            self._model.copy_pages(copies)
-            if self.drafter is not None:
-                self.drafter.copy_pages(copies)
-        drafts: Mapping[int, Draft] = {}
-        if self.drafter is not None:
-            rows, drafts = self.drafter.add_drafts(rows)
-        drawn = self._compute(rows)
+        step = self._begin(rows, copies)
+        drawn = self._compute(step.rows)
         ended = time.perf_counter_ns()
         if self.drafter is not None:
-            self.drafter.learn(rows, drafts, drawn, (ended - began) / 1e9)
+            self.drafter.learn(step, drawn, (ended - began) / 1e9)
         drawn.times = DeviceTimes(
             step_us=(ended - began) // 1000, idle_us=(began - self._step_ended_ns) // 1000
         )
@@ -112,6 +105,16 @@ class CpuExecutor:
     def write_page(self, number: int, content: Content) -> None:
         """See :meth:`gpu.executor.PagedExecutor.write_page`."""
         self._model.write_page(number, content)
+
+    def _begin(self, rows: Sequence[Row], copies: Copies, share: float = 1.0) -> DraftedStep:
+        """Copy pages, and add drafts; ``share`` is that of :meth:`Drafter.add_drafts`."""
+        if len(copies):
+            self._model.copy_pages(copies)
+        if self.drafter is None:
+            return DraftedStep(rows, {}, None)
+        if len(copies):
+            self.drafter.copy_pages(copies)
+        return self.drafter.add_drafts(rows, share=share)
 
     def _compute(self, rows: Sequence[Row]) -> Drawn:
         if not rows:
@@ -143,19 +146,30 @@ class CpuExecutor:
             ends = ends[[row.samples for row in rows]]
         if not any(row.drafts for row in sampling):
             return self._sample_all(sampling, hidden, ends, prompts)
-        stepwise = {i for i, row in enumerate(sampling) if self._adjusts(row)}
-        verification = Verification(sampling, stepwise)
-        while verification.places:
-            where = [ends[index] + depth for index, depth in verification.places]
-            verification.take(
-                self._sample_all(verification.sampling_rows, hidden, np.array(where), [])
-            )
-        drawn = verification.result()
+        drawn = self._verify(
+            sampling, ends, lambda rows, places: self._sample_all(rows, hidden, places, [])
+        )
         drawn.prompts = prompts
         return drawn
 
-    def _adjusts(self, row: Row) -> bool:
-        return self._slot_options.adjusts_slot(row.slot.number)
+    def _verify(
+        self,
+        sampling: Sequence[Row],
+        firsts: npt.NDArray[np.integer],
+        sample: Callable[[list[Row], npt.NDArray[np.integer]], Drawn],
+    ) -> Drawn:
+        """Sample after each of ``sampling``, and after its drafts as far as they are accepted.
+
+        The place of a row is that in ``firsts``; those of its drafts follow. ``sample`` is called
+        with some rows, whose slots have the tokens before the one to draw, and their places.
+        """
+        adjusts = self._slot_options.adjusts_slot
+        stepwise = {i for i, row in enumerate(sampling) if adjusts(row.slot.number)}
+        verification = Verification(sampling, stepwise)
+        while verification.places:
+            places = [firsts[index] + depth for index, depth in verification.places]
+            verification.take(sample(verification.sampling_rows, np.array(places)))
+        return verification.result()
 
     def _sample_all(
         self,

@@ -197,13 +197,16 @@ def _by_kernels(
         sampler=CompiledSampler(
             library,
             config.vocab_size,
-            # The other stages of this host compute meanwhile.
-            max(threads * start.num_nodes // start.pipeline_parallel_size, 1),
+            _threads_of_stage(start, threads),  # the other stages of this host compute meanwhile
             processed_logprobs=start.logprobs_mode == "processed",
         ),
         computing=arithmetic + _parts(start, config, slices),
         arithmetic=arithmetic + (f", {slices} slices{whole_experts}" if slices else ""),
     )
+
+
+def _threads_of_stage(start: Start, threads: int) -> int:
+    return max(threads // start.pipeline_parallel_size, 1)
 
 
 def _exchange(executor: CpuExecutor) -> ReadWeights:
@@ -271,8 +274,10 @@ def _draft_model(
 ) -> DraftModelSource:
     """Return the drafts of the model of ``files`` for the model of ``slots``, which are empty.
 
-    Of several ranks, rank 0 has the draft model alone.
+    Of several ranks, rank 0 has the draft model alone. It has the threads of a stage, because the
+    other stages compute meanwhile.
     """
+    threads = _threads_of_stage(start, threads)
     start = _draft_start(start)
     try:
         model = make_compiled(start, files.native, dtype, threads, on_progress)
@@ -301,13 +306,16 @@ def _draft_start(start: Start) -> Start:
         quantization=start.speculative.quantization,
         dtype="auto",
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        pipeline_parallel_layers=[],
         tensor_parallel_slices=1,
         enable_expert_parallel=False,
     )
 
 
 def _measure_steps(executor: CpuExecutor, slots: SlotTable, start: Start) -> StepTimes:
-    return measure_steps(executor, slots, start.page_size, start.max_num_batched_tokens)
+    max_rows = start.max_num_batched_tokens
+    return measure_steps(executor, slots, start.page_size, max_rows, reported=True)
 
 
 def refuse_cache_format(start: Start) -> None:

@@ -3,7 +3,8 @@
 A step is submitted once its first stage is computed, so the next step's may follow while the
 stages behind compute this one. What comes back is received by a thread, and the tokens are drawn
 when the step is waited for. The scheduler plans no row whose token isn't known, so a row's slot has
-all tokens before the one to draw when it is submitted.
+all tokens before the one to draw when it is submitted. Drafts are found then, and verified when the
+logits behind them are there.
 
 A plan behind a step may close a slot of that step. Whatever the options of the slot need is kept
 until the step's tokens are drawn.
@@ -11,6 +12,7 @@ until the step's tokens are drawn.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,10 +33,12 @@ from gpu.models.parallel.stage_link import StageLink
 from gpu.models.parallel.stage_times import no_times, with_head
 from gpu.models.parallel.steps import ReturnResults, encode_step
 from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.drafting.drafter import DraftedStep
+from gpu.sampling.drafting.sources import Draft
 from gpu.sampling.drawn import DeviceTimes, Drawn
 from gpu.sampling.pooled import PooledSpan
 from gpu.sampling.prompt_logprobs import PromptSpan, prompt_piece
-from gpu.slots import UNKNOWN_TOKEN, PlanError, Row, Slot, SlotTable
+from gpu.slots import UNKNOWN_TOKEN, PlanError, Row, SlotTable
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
@@ -50,7 +54,7 @@ class StageResults:
     pools: Sequence[PooledSpan]
     scored: Sequence[PromptSpan]
     num_drawn: int
-    """Number of rows that get a token."""
+    """Number of rows that get a token, and of their drafts."""
     states: list[Floats] = attrs.field(init=False, factory=list)
     """Hidden states of each pooled span, [n, E]."""
     scores: list[list[npt.NDArray[Any]]] = attrs.field(init=False, factory=list)
@@ -84,13 +88,14 @@ class _Step:
     """A step that the stages compute: the :class:`gpu.executor.Submission` of its executor."""
 
     executor: PipelinedExecutor
-    rows: list[Row]
-    """Rows that get a token."""
+    drafted: DraftedStep
     results: StageResults | None
     """None for a step without rows."""
     numbers: frozenset[int] = frozenset()
     """Numbers of the slots that have a row."""
     idle_us: int = 0
+    begun_us: int = 0
+    """Microseconds in which pages were copied and drafts were found."""
     closing: list[int] = attrs.field(factory=list)
     """Slots that a later plan has closed."""
 
@@ -109,7 +114,7 @@ class _Step:
 
 
 class PipelinedExecutor(CpuExecutor):
-    """:class:`gpu.executor.Executor` over the first stage of a model; no step has drafts.
+    """:class:`gpu.executor.Executor` over the first stage of a model.
 
     A slot that a step names is given to no other sequence before the step's result is out.
 
@@ -159,25 +164,27 @@ class PipelinedExecutor(CpuExecutor):
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`. Returns when the first stage is computed."""
         began = time.perf_counter_ns()
-        if len(copies):
-            self._model.copy_pages(copies)
-        step = _Step(executor=self, rows=[], results=None)
-        if rows:
-            step = self._compute_first_stage(rows, began)
-        self._steps.append(step)
-        self._completions.add(step.results)
-        return step
-
-    def _compute_first_stage(self, rows: Sequence[Row], began: int) -> _Step:
         for row in rows:
             if row.slot.token(row.end - 1) == UNKNOWN_TOKEN:
                 number = row.slot.number
                 raise PlanError(f"slot {number} has a row before its token is known", number)
+        # As long as other stages have nothing to compute, they don't wait for the drafts.
+        share = min((len(self._steps) + 1) / self._stages.num_stages, 1.0)
+        drafted = self._begin(rows, copies, share)
+        step = _Step(executor=self, drafted=drafted, results=None)
+        if rows:
+            step = self._compute_first_stage(drafted, began)
+        self._steps.append(step)
+        self._completions.add(step.results)
+        return step
+
+    def _compute_first_stage(self, drafted: DraftedStep, began: int) -> _Step:
+        rows, begun = drafted.rows, time.perf_counter_ns()
         _, ends = self._model.forward(rows, self._slots)
         ended = time.perf_counter_ns()
         pools = self._slot_options.pooled.spans(rows, ends)
         scored = self._slot_options.prompt_spans(rows, ends)
-        drawn = ends[[row.samples for row in rows]].astype(np.int64)
+        drawn = _places_to_draw(rows, ends)
         firsts = [(span.first_hidden, span.stop - span.start) for span in scored]
         message = ReturnResults(
             pooled=[(pool.first_hidden, pool.stop_hidden) for pool in pools],
@@ -187,13 +194,13 @@ class PipelinedExecutor(CpuExecutor):
         with self._link.in_step():
             self._link.send(encode_step(message))
             took_us = no_times(self._stages)
-            took_us[0] = (ended - began) // 1000
+            took_us[0] = (ended - begun) // 1000
             self._stages.send(took_us)
         idle_us = (began - self._step_ended_ns) // 1000
         self._step_ended_ns = ended
         return _Step(
             executor=self,
-            rows=[row for row in rows if row.samples],
+            drafted=drafted,
             results=StageResults(
                 link=self._link,
                 stages=self._stages,
@@ -205,6 +212,7 @@ class PipelinedExecutor(CpuExecutor):
             ),
             numbers=frozenset(row.slot.number for row in rows),
             idle_us=idle_us,
+            begun_us=(begun - began) // 1000,
         )
 
     def finish(self, step: Submission) -> Drawn:
@@ -213,9 +221,11 @@ class PipelinedExecutor(CpuExecutor):
         oldest = self._steps.popleft()
         assert oldest is step
         drawn = Drawn(tokens=_NO_TOKENS)
+        began = time.perf_counter_ns()
         try:
             if oldest.results is not None:
                 drawn = self._draw_results(oldest, oldest.results)
+                self._learn(oldest, oldest.results.took_us, drawn, time.perf_counter_ns() - began)
         finally:
             for number in oldest.closing:
                 super().close(number)
@@ -224,17 +234,57 @@ class PipelinedExecutor(CpuExecutor):
     def _draw_results(self, step: _Step, results: StageResults) -> Drawn:
         pooled = self._pool(results.pools, results.states)
         prompts = list(map(prompt_piece, results.scored, results.scores))
-        drawn = Drawn(tokens=_NO_TOKENS, prompts=prompts)
-        if step.rows:
-            rows = [msgspec.structs.replace(row, slot=_before(row)) for row in step.rows]
-            drawn = self._sample(results.logits, rows, prompts)
-        drawn.pooled = pooled
-        self._note_times(results.took_us)
-        slowest_us = int(with_head(results.took_us).max())
-        drawn.times = DeviceTimes(step_us=slowest_us, idle_us=step.idle_us)
+        drafts = step.drafted.drafts
+        rows = [
+            _before(row, drafts.get(i)) for i, row in enumerate(step.drafted.rows) if row.samples
+        ]
+        if drafts:
+            firsts = np.cumsum([0, *(row.drafts + 1 for row in rows)])
+            drawn = self._verify(rows, firsts, functools.partial(self._sample_at, results.logits))
+        elif rows:
+            drawn = self._sample(results.logits, rows, [])
+        else:
+            drawn = Drawn(tokens=_NO_TOKENS)
+        drawn.prompts, drawn.pooled = prompts, pooled
         return drawn
 
+    def _sample_at(self, logits: Floats, rows: list[Row], places: npt.NDArray[np.integer]) -> Drawn:
+        chosen = logits if len(places) == len(logits) else logits[places]
+        return self._sample(chosen, rows, [])
 
-def _before(row: Row) -> Slot:
-    """Return the slot of ``row`` with the tokens before the one to draw, which has a place now."""
-    return attrs.evolve(row.slot, length=row.end)
+    def _learn(
+        self, step: _Step, took_us: npt.NDArray[np.int64], drawn: Drawn, drawing_ns: int
+    ) -> None:
+        """Note the times of a step: those of its stages, and of drawing, which this process does."""
+        self._note_times(took_us)
+        self._step_ended_ns += drawing_ns  # it wasn't idle meanwhile
+        own_us = int(took_us[0]) + drawing_ns // 1000
+        slowest_us = int(with_head(took_us).max())
+        step_us = max(slowest_us, step.begun_us + own_us)
+        drawn.times = DeviceTimes(step_us=step_us, idle_us=step.idle_us)
+        if self.drafter is not None:
+            seconds = max(slowest_us, own_us) / 1e6 + (step.drafted.search_seconds or 0.0)
+            self.drafter.learn(step.drafted, drawn, seconds)
+
+
+def _places_to_draw(rows: Sequence[Row], ends: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Return the hidden states whose logits are wanted: those of ends of rows, and of drafts."""
+    places = [
+        end + depth
+        for row, end in zip(rows, ends.tolist(), strict=True)
+        if row.samples
+        for depth in range(row.drafts + 1)
+    ]
+    return np.array(places, dtype=np.int64)
+
+
+def _before(row: Row, draft: Draft | None) -> Row:
+    """Return ``row`` with its slot as it was submitted, before there was a place for its token.
+
+    The first of its drafts was overwritten then, so they get a copy of the tokens.
+    """
+    slot = attrs.evolve(row.slot, length=row.end)
+    if draft is not None:
+        tokens = np.append(slot.tokens, np.array(draft.tokens, dtype=np.int32))
+        slot = attrs.evolve(slot, buffer=tokens)
+    return msgspec.structs.replace(row, slot=slot)

@@ -61,12 +61,12 @@ class SpeculativeExecutor:
         began = time.perf_counter()
         if len(copies):
             self._drafter.copy_pages(copies)
-        rows, drafts = self._drafter.add_drafts(rows, self._max_rows - len(rows))
-        compute = self._verify if drafts else self._compute
-        drawn = compute(rows, copies)
+        step = self._drafter.add_drafts(rows, self._max_rows - len(rows))
+        compute = self._verify if step.drafts else self._compute
+        drawn = compute(step.rows, copies)
         if self._draft_model is not None:
             drawn.times = _joined([*self._draft_model.take_times(), drawn.times])
-        self._drafter.learn(rows, drafts, drawn, time.perf_counter() - began)
+        self._drafter.learn(step, drawn, time.perf_counter() - began)
         return Finished(drawn)
 
     def begin_transfer(self, written: Sequence[int]) -> None:

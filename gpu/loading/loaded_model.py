@@ -18,7 +18,7 @@ from gpu.runner import Runner
 from gpu.slots import SlotTable
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.sampling import SamplerParams
-from trioserve.protocol.wire import OpenSlot, Plan, Ready, Start, from_ints
+from trioserve.protocol.wire import OpenSlot, Plan, Ready, Start, StepResult, from_ints
 
 MOST_THREADS = 1024
 """Upper limit of ``--num-threads``."""
@@ -105,7 +105,7 @@ def choose_num_threads(asked: int) -> int:
 
 def warm_up(
     executor: Executor, slots: SlotTable, prompt_lengths: Sequence[int], page_size: int
-) -> None:
+) -> StepResult:
     """Prefill prompts and sample in one step, so that libraries are loaded and memory allocated.
 
     ``slots`` is empty afterwards.
@@ -132,7 +132,8 @@ def warm_up(
         row_slots=from_ints(range(len(opened))),
         row_counts=from_ints(prompt_lengths),
     )
-    Runner(executor, slots, max_num_batched_tokens=sum(prompt_lengths)).step(plan)
+    result = Runner(executor, slots, max_num_batched_tokens=sum(prompt_lengths)).step(plan)
     slots.clear()
     for each in opened:
         executor.close(each.slot)
+    return result

@@ -212,8 +212,7 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         return
     if kind == "cuda" and (other := option_that_moves_pages(start)):
         raise ModelLoadError(f"{option} doesn't go with {other} on a GPU: leave one of them out")
-    may_draft = kind == "cpu" and start.pipeline_parallel_size == 1
-    if start.speculative is not None and not may_draft:
+    if start.speculative is not None and kind != "cpu":
         raise ModelLoadError(
             f"{option} doesn't go with --speculative-config: leave one of them out"
         )

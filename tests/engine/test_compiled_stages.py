@@ -15,7 +15,9 @@ from tests.engine.test_pipeline_parallel import (
     outputs_with_adapters,
 )
 from tests.engine.test_several_hosts import over_hosts, rank_processes
+from tests.engine.test_speculation import SUFFIX, draft_model, open_engine, run_all
 from tests.support.engines import assert_idle, facts_of, open_tiny_engine, worker_of
+from tests.support.lora_adapters import make_adapter
 from tests.support.rank_engines import answers, logprobs_of, prompt, ranks_of, tokens_of
 from tests.support.tiny_models import make_tiny
 from trioserve import Grammar
@@ -143,6 +145,24 @@ async def test_adapters_have_the_bits_of_one_process(tmp_path: Path) -> None:
     alone, together = await outputs_with_adapters(tmp_path, **AUTO)
     assert alone == together
     assert len(set(alone)) == 6
+
+
+async def test_drafts_change_no_bit(tiny: Path, tmp_path: Path) -> None:
+    """Drafts are verified while other plans are in flight, and sequences are preempted."""
+    adapter, slices = make_adapter(tiny, tmp_path / "adapter"), {"tensor_parallel_slices": 4}
+    async with open_engine(tiny, adapter, **slices) as engine:
+        plain = await run_all(engine, together=True)
+    model = draft_model(tiny, adaptive=False)
+    for drafts, size, num_pages in ((SUFFIX, 1, 24), (model, 1, 24), (model, 2, 500)):
+        options = {"pipeline_parallel_size": 2, "tensor_parallel_size": size, **slices}
+        options |= {"speculative_config": drafts, "num_gpu_blocks_override": num_pages}
+        async with open_engine(tiny, adapter, **options) as engine:
+            assert f"{2 * size} ranks, 4 slices" in engine.ready.computing
+            assert await run_all(engine, together=True) == plain
+            counts = engine.statistics().scheduler
+            assert counts.num_accepted_drafts > 50
+            assert bool(counts.num_preemptions) == (num_pages < 500)
+            await assert_idle(engine)
 
 
 @pytest.mark.parametrize("lost", [1, 2])

@@ -74,8 +74,6 @@ beams_wanted = st.one_of(
 class CoreMachine(RuleBasedStateMachine):
     """Requests, aborts, plans, late results, failures and deaths in any order.
 
-    A worker may draft tokens or have stages, but not both.
-
     At the end every sequence has exactly the tokens of the unbatched reference, or a prefix of
     them if it was ended early. The log-probabilities of a prompt were there before any token.
     """
@@ -105,8 +103,6 @@ class CoreMachine(RuleBasedStateMachine):
         ),
     )
     def start(self, fake: FakeWorker, limits: dict[str, Any]) -> None:
-        if fake.max_row_tokens > 1:
-            fake.num_stages = 1
         self.options = limits
         self.bench = Bench.make(fake, **limits)
         self.requests: list[Request] = []

@@ -53,11 +53,22 @@ class _OpenSlot:
     sources: list[Source] = attrs.field(factory=list)
 
 
+@attrs.frozen(eq=False)
+class DraftedStep:
+    """The rows of a step with the number of their drafts, and these drafts by the row's index."""
+
+    rows: Sequence[Row]
+    drafts: Mapping[int, Draft]
+    search_seconds: float | None
+    """Seconds by which finding drafts delays steps; None if none were looked for."""
+
+
 class Drafter:
     """Drafts tokens by the method of ``config``.
 
     A slot's sources are brought up to date when drafts are asked for, so that slots without drafts
-    cost nothing. With a ``batch_source``, all drafts are its.
+    cost nothing. With a ``batch_source``, all drafts are its. Steps with other slots may get their
+    drafts before the result of a step is there.
     """
 
     def __init__(
@@ -77,8 +88,6 @@ class Drafter:
         self._first_tried = 0
         """Slot from which on others are tried next."""
         self._pause = DraftPause() if batch_source is None else DraftBudget()
-        self._search_seconds: float | None = None
-        """Time for finding the drafts of this step; None if none were looked for."""
 
     def open(self, slot: Slot) -> None:
         """Begin with a sequence; forget an earlier one in the slot."""
@@ -114,14 +123,14 @@ class Drafter:
             self._batch_source.forget_pages(numbers)
 
     def add_drafts(
-        self, rows: Sequence[Row], room: int | None = None
-    ) -> tuple[Sequence[Row], dict[int, Draft]]:
+        self, rows: Sequence[Row], room: int | None = None, share: float = 1.0
+    ) -> DraftedStep:
         """Write the drafts that a step is to verify behind the tokens of their slots.
 
-        All tokens of the slots are known. Return the rows with the number of their drafts, and the
-        drafts by the row's index: no more than ``Row.drafts`` each, and ``room`` together.
+        All tokens of the slots that may have drafts are known. Rows get no more than ``Row.drafts``
+        each, and ``room`` together. Finding them delays steps by a ``share`` of its time.
         """
-        drafts = self._propose(rows, room)
+        drafts, search_seconds = self._propose(rows, room, share)
         added: list[Row] = []
         for i, row in enumerate(rows):
             count = 0
@@ -129,35 +138,34 @@ class Drafter:
                 row.slot.draft(drafts[i].tokens)
                 count = len(drafts[i].tokens)
             added.append(msgspec.structs.replace(row, drafts=count) if row.drafts else row)
-        return added, drafts
+        return DraftedStep(added, drafts, search_seconds)
 
-    def learn(
-        self, rows: Sequence[Row], drafts: Mapping[int, Draft], drawn: Drawn, seconds: float
-    ) -> None:
+    def learn(self, step: DraftedStep, drawn: Drawn, seconds: float) -> None:
         """Note how long a step took, and how many of its drafts were accepted.
 
-        ``rows`` and ``drafts`` are those of :meth:`add_drafts`, whose time is part of ``seconds``.
+        ``step`` is that of :meth:`add_drafts`; its ``search_seconds`` are part of ``seconds``.
         """
-        num_accepted = 0
-        if drafts:
+        rows, num_accepted = step.rows, 0
+        if step.drafts:
             assert drawn.counts is not None
             sampling = [i for i, row in enumerate(rows) if row.samples]
             accepted = dict(zip(sampling, (drawn.counts - 1).tolist(), strict=True))
-            for i, draft in drafts.items():
+            for i, draft in step.drafts.items():
                 number = rows[i].slot.number
                 self._acceptance.add(number, draft, accepted[i])
                 num_accepted += accepted[i]
                 (self._accepting.add if accepted[i] else self._accepting.discard)(number)
         if rows:
-            self._note_times(rows, num_accepted, seconds)
+            self._note_times(step, num_accepted, seconds)
 
-    def _note_times(self, rows: Sequence[Row], num_accepted: int, seconds: float) -> None:
+    def _note_times(self, step: DraftedStep, num_accepted: int, seconds: float) -> None:
+        rows = step.rows
         num_tokens, num_drafts = sum(row.count for row in rows), sum(row.drafts for row in rows)
-        search = self._search_seconds or 0.0
+        search = step.search_seconds or 0.0
         if num_tokens == len(rows):
             # The time of a draft model is a part of its own in the choice of a depth.
             self._step_times.observe(num_tokens, num_drafts, seconds - search)
-        if self._search_seconds is None:
+        if step.search_seconds is None:
             return
         num_sampling = sum(row.samples for row in rows)
         without = self._step_times.seconds(num_tokens)
@@ -168,24 +176,27 @@ class Drafter:
         saved = gained + without - took
         self._pause.note(len(rows), saved, without, has_drafts=num_drafts > 0)
 
-    def _propose(self, rows: Sequence[Row], room: int | None) -> dict[int, Draft]:
-        self._search_seconds = None
+    def _propose(
+        self, rows: Sequence[Row], room: int | None, share: float
+    ) -> tuple[dict[int, Draft], float | None]:
+        """Return drafts by the row's index, and :attr:`DraftedStep.search_seconds`."""
         if self._batch_source is not None:
             self._batch_source.note_pages(rows)
         if room is not None and room <= 0:
-            return {}
+            return {}, None
         num_tokens = sum(row.count for row in rows)
         asking = [i for i, row in enumerate(rows) if row.drafts and row.slot.sampler.speculative]
         if not asking or (self._config.adaptive and self._pause.includes(num_tokens)):
-            return {}
+            return {}, None
         began = time.perf_counter()
         if self._batch_source is None:
             found = self._look_up(rows, asking, num_tokens)
         else:
-            found = self._ask(self._batch_source, rows, asking, num_tokens, room)
-        self._search_seconds = time.perf_counter() - began
+            draft_seconds = self._batch_source.seconds(len(asking)) * share
+            found = self._ask(self._batch_source, rows, asking, num_tokens, room, draft_seconds)
+        search_seconds = (time.perf_counter() - began) * share
         if not found:
-            return found
+            return found, search_seconds
         chosen = self._choose(rows, num_tokens, found, room)
         drafts: dict[int, Draft] = {}
         for (i, draft), count in zip(found.items(), chosen, strict=True):
@@ -193,7 +204,7 @@ class Drafter:
                 drafts[i] = attrs.evolve(draft, tokens=draft.tokens[:count])
             else:
                 self._acceptance.skip(rows[i].slot.number, draft)
-        return drafts
+        return drafts, search_seconds
 
     def _look_up(
         self, rows: Sequence[Row], asking: Sequence[int], num_tokens: int
@@ -237,10 +248,12 @@ class Drafter:
         asking: Sequence[int],
         num_tokens: int,
         room: int | None,
+        draft_seconds: float,
     ) -> dict[int, Draft]:
         """Return drafts of ``source`` for the rows ``asking``, as long as is worth the time.
 
-        None is longer than an even share of ``room``, rounded up.
+        None is longer than an even share of ``room``, rounded up. One more draft of each takes
+        ``draft_seconds``.
         """
         most = max((rows[i].drafts for i in asking), default=0)
         if most and room is not None:
@@ -250,9 +263,7 @@ class Drafter:
             candidates = [
                 self._probabilities(rows[i].slot, guess, min(rows[i].drafts, most)) for i in asking
             ]
-            most = choose_depth(
-                num_tokens, candidates, self._step_times.seconds, source.seconds(len(asking))
-            )
+            most = choose_depth(num_tokens, candidates, self._step_times.seconds, draft_seconds)
             if not most:
                 for i in asking:
                     self._acceptance.skip(rows[i].slot.number, guess)

@@ -49,7 +49,7 @@ def propose(drafter: Drafter, *rows: Row) -> dict[int, Draft]:
     """Open the rows' slots, and return the drafts for them."""
     for row in rows:
         drafter.open(row.slot)
-    return drafter.add_drafts(rows)[1]
+    return drafter.add_drafts(rows).drafts
 
 
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
@@ -84,7 +84,7 @@ def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyP
     rows = [make_row(0, [*range(20), 0, 1]), make_row(1, [1, 2, 1, 2])]
     for row in rows:
         drafter.open(row.slot)
-    assert [sorted(drafter.add_drafts(rows)[1]) for _ in range(4)] == [[], [], [0, 1], [0, 1]]
+    assert [sorted(drafter.add_drafts(rows).drafts) for _ in range(4)] == [[], [], [0, 1], [0, 1]]
 
 
 def test_of_a_very_long_sequence_the_last_tokens_are_indexed(
@@ -103,10 +103,10 @@ def test_drafts_that_are_never_accepted_are_given_up() -> None:
     drafter.open(row.slot)
     tried = 0
     for _ in range(100):
-        rows, drafts = drafter.add_drafts([row])
-        tried += bool(drafts)
+        step = drafter.add_drafts([row])
+        tried += bool(step.drafts)
         refused = Drawn(tokens=np.zeros(1, dtype=np.int32), counts=np.ones(1, dtype=np.int64))
-        drafter.learn(rows, drafts, refused, 1.0)
+        drafter.learn(step, refused, 1.0)
     assert 0 < tried < 60
 
 
@@ -122,13 +122,13 @@ def test_there_are_pauses_if_drafts_cost_more_than_they_save(
         drafter.open(row.slot)
     tried = 0
     for _ in range(400):
-        added, drafts = drafter.add_drafts(rows)
-        tried += bool(drafts)
+        step = drafter.add_drafts(rows)
+        tried += bool(step.drafts)
         counts = np.ones(16, dtype=np.int64)
-        counts[list(drafts)] += num_accepted
+        counts[list(step.drafts)] += num_accepted
         drawn = Drawn(tokens=np.zeros(counts.sum(), dtype=np.int32), counts=counts)
-        num_drafts = sum(row.drafts for row in added)
-        drafter.learn(added, drafts, drawn, 1.0 + num_drafts / 64)
+        num_drafts = sum(row.drafts for row in step.rows)
+        drafter.learn(step, drawn, 1.0 + num_drafts / 64)
     assert tried == expected
 
 
@@ -139,15 +139,15 @@ def test_of_many_slots_some_are_tried_and_those_that_accept_always() -> None:
         drafter.open(row.slot)
     tried = []
     for _ in range(3):
-        added, drafts = drafter.add_drafts(rows)
-        tried.append(sorted(drafts))
+        step = drafter.add_drafts(rows)
+        tried.append(sorted(step.drafts))
         counts = np.ones(20, dtype=np.int64)
-        counts[[i for i in drafts if i == 4]] = 2
+        counts[[i for i in step.drafts if i == 4]] = 2
         drawn = Drawn(tokens=np.zeros(20, dtype=np.int32), counts=counts)
-        drafter.learn(added, drafts, drawn, 1.0)
+        drafter.learn(step, drawn, 1.0)
     assert tried == [[*range(8)], [4, *range(8, 16)], [0, 1, 2, 3, 4, *range(16, 20)]]
     drafter.close(4)
-    assert len(drafter.add_drafts(rows[8:])[1]) == 8
+    assert len(drafter.add_drafts(rows[8:]).drafts) == 8
 
 
 def test_a_step_has_room_for_so_many_drafts() -> None:
@@ -155,10 +155,10 @@ def test_a_step_has_room_for_so_many_drafts() -> None:
     drafter = make_drafter()
     for row in rows:
         drafter.open(row.slot)
-    added, drafts = drafter.add_drafts(rows, 10)
-    assert [row.drafts for row in added] == [8, 2, 0]
-    assert [len(drafts[i].tokens) for i in drafts] == [8, 2]
-    assert drafter.add_drafts(rows, 0)[1] == {}
+    step = drafter.add_drafts(rows, 10)
+    assert [row.drafts for row in step.rows] == [8, 2, 0]
+    assert [len(step.drafts[i].tokens) for i in step.drafts] == [8, 2]
+    assert drafter.add_drafts(rows, 0).drafts == {}
 
 
 def predicted(*tokens: int) -> bytes:
@@ -256,11 +256,11 @@ def test_a_model_drafts_as_many_as_there_is_room_for(adaptive: bool) -> None:
     for row in rows:
         drafter.open(row.slot)
     # The share of each is three, and the first has room for one.
-    added, drafts = drafter.add_drafts(rows, 8)
+    step = drafter.add_drafts(rows, 8)
     assert source.asked == [1, 3, 3]
-    assert [row.drafts for row in added] == [len(drafts[i].tokens) for i in range(3)]
+    assert [row.drafts for row in step.rows] == [len(step.drafts[i].tokens) for i in range(3)]
     # Without room nothing is asked for, but pages are noted.
-    assert drafter.add_drafts(rows, 0)[1] == {}
+    assert drafter.add_drafts(rows, 0).drafts == {}
     assert (len(source.asked), source.num_noted) == (3, 2)
 
 
@@ -278,10 +278,10 @@ def test_the_time_of_a_draft_model_is_no_part_of_the_step_that_verifies() -> Non
     row = make_row(0, [1, 2])
     drafter.open(row.slot)
     began = time.perf_counter()
-    rows, drafts = drafter.add_drafts([row])
+    step = drafter.add_drafts([row])
     seconds = time.perf_counter() - began
     drawn = Drawn(tokens=np.zeros(9, np.int32), counts=np.full(1, 9))
-    drafter.learn(rows, drafts, drawn, seconds + 0.01)
+    drafter.learn(step, drawn, seconds + 0.01)
     assert times.seconds(1, 8) < 0.012
 
 
@@ -309,10 +309,10 @@ def test_a_draft_model_of_no_use_is_asked_for_a_bounded_time(
     monkeypatch.setattr(drafter_module.time, "perf_counter", lambda: next(clock) * 0.02)
     tried = 0
     for _ in range(1000):
-        added, drafts = drafter.add_drafts(rows)
-        tried += bool(drafts)
+        step = drafter.add_drafts(rows)
+        tried += bool(step.drafts)
         drawn = Drawn(tokens=np.zeros(8, np.int32), counts=np.ones(8, np.int64))
-        drafter.learn(added, drafts, drawn, 0.021 if drafts else 0.001)
+        drafter.learn(step, drawn, 0.021 if step.drafts else 0.001)
     assert tried == 1
 
 
@@ -323,10 +323,10 @@ def test_steps_that_ask_for_no_drafts_spend_nothing(monkeypatch: pytest.MonkeyPa
     row = make_row(0, [1, 2])
     drafter.open(row.slot)
     monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.01)
-    for step in range(3000):
-        added, drafts = drafter.add_drafts([row])
-        assert not drafts
+    for number in range(3000):
+        step = drafter.add_drafts([row])
+        assert not step.drafts
         drawn = Drawn(tokens=np.zeros(1, np.int32))
-        drafter.learn(added, drafts, drawn, 0.13 if step % 2 else 0.07)
+        drafter.learn(step, drawn, 0.13 if number % 2 else 0.07)
     monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
-    assert drafter.add_drafts([row])[1]
+    assert drafter.add_drafts([row]).drafts
