@@ -22,8 +22,10 @@ def measure(*, model: str = MODEL, seed: int = 0) -> Made:
     formats = DIMENSIONS["quantization"]
     if locate(model).suffix != ".gguf":
         formats = tuple(each for each in formats if each != "auto")
-    ranks = DIMENSIONS["ranks"] if slices_of(model) > 1 else ("1",)
-    dimensions = {**DIMENSIONS, "quantization": formats, "ranks": ranks}
+    parallel = DIMENSIONS["parallel"]
+    if slices_of(model) == 1:
+        parallel = tuple(each for each in parallel if each != "tensor")
+    dimensions = {**DIMENSIONS, "quantization": formats, "parallel": parallel}
     expected = functools.cache(lambda quantization: run(plainest(quantization), model))
     num_answers = num_different = 0
     chosen = covering(dimensions, seed)

@@ -16,7 +16,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "speculation": ("off", "suffix", "ngram", "draft_model"),
     "disturbance": ("none", "preempted", "worker killed", "paused"),
     "threads": ("1", "2"),
-    "ranks": ("1", "2"),
+    "parallel": ("none", "tensor", "pipeline"),
     "plans": ("1", "2"),
     "workers": ("1", "2"),
     "front_ends": ("1", "2"),
@@ -38,16 +38,14 @@ class Configuration:
     speculation: str = "off"
     disturbance: str = "none"
     threads: str = "1"
-    ranks: str = "1"
+    parallel: str = "none"
     plans: str = "1"
     workers: str = "1"
     front_ends: str = "1"
 
     @property
     def is_possible(self) -> bool:
-        """False if nothing could be preempted, or several ranks would draft."""
-        if self.ranks != "1" and self.speculation != "off":
-            return False
+        """False if nothing could be preempted."""
         return self.disturbance != "preempted" or self.company != "alone"
 
     def __str__(self) -> str:

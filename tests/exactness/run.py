@@ -80,7 +80,7 @@ def run(configuration: Configuration, model: str) -> list[str]:
     vocab_size = open_model(locate(model)).config.vocab_size
     asked = probes(vocab_size)
     with _serving(configuration, model) as served:
-        num_processes = int(configuration.workers) * int(configuration.ranks)
+        num_processes = int(configuration.workers) * (1 + (configuration.parallel != "none"))
         if len(served.worker_processes()) != num_processes:
             raise NotReached(f"there aren't {num_processes} processes: {configuration}")
         if configuration.cache != "cold":
@@ -168,7 +168,8 @@ def _options(configuration: Configuration, model: str) -> list[str]:
     options = {
         "--quantization": configuration.quantization,
         "--num-threads": configuration.threads,
-        "--tensor-parallel-size": configuration.ranks,
+        "--tensor-parallel-size": "2" if configuration.parallel == "tensor" else "1",
+        "--pipeline-parallel-size": "2" if configuration.parallel == "pipeline" else "1",
         "--tensor-parallel-slices": str(slices_of(model)),
         "--max-plans-in-flight": configuration.plans,
         "--data-parallel-size": configuration.workers,

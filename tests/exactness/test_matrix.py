@@ -11,8 +11,8 @@ from tests.support.kernels import isas
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import make_tiny
 
-CHOSEN = covering(DIMENSIONS, seed=84)
-"""The fewest configurations that any of the first 120 seeds gives.
+CHOSEN = covering(DIMENSIONS, seed=94)
+"""The fewest configurations that any of the first 600 seeds gives.
 
 Each takes five seconds, so every second one is thorough.
 """
@@ -39,7 +39,7 @@ def expected(models: dict[str, str]) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "configuration",
     [
-        pytest.param(each, id=str(number), marks=[pytest.mark.thorough] if number % 2 else [])
+        pytest.param(each, id=str(number), marks=[] if number % 2 else [pytest.mark.thorough])
         for number, each in enumerate(CHOSEN)
     ],
 )
@@ -63,7 +63,6 @@ def test_every_possible_pair_of_values_occurs() -> None:
         for place, one in enumerate(names)
         for other in names[place + 1 :]
     )
-    # Nothing is preempted alone, and ranks don't draft.
-    assert len(found) == possible - 1 - (len(DIMENSIONS["speculation"]) - 1)
+    assert len(found) == possible - 1  # Nothing is preempted alone.
     assert all(each.is_possible for each in CHOSEN)
     assert attrs.fields_dict(Configuration).keys() == DIMENSIONS.keys()
