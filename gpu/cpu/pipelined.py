@@ -255,7 +255,7 @@ class PipelinedExecutor(CpuExecutor):
     def _learn(
         self, step: _Step, took_us: npt.NDArray[np.int64], drawn: Drawn, drawing_ns: int
     ) -> None:
-        """Note the times of a step: those of its stages, and of drawing, which this process does."""
+        """Note the times of a step: those of its stages, and of drawing its tokens here."""
         self._note_times(took_us)
         self._step_ended_ns += drawing_ns  # it wasn't idle meanwhile
         own_us = int(took_us[0]) + drawing_ns // 1000

@@ -153,7 +153,7 @@ async def test_drafts_change_no_bit(tiny: Path, tmp_path: Path) -> None:
     async with open_engine(tiny, adapter, **slices) as engine:
         plain = await run_all(engine, together=True)
     model = draft_model(tiny, adaptive=False)
-    for drafts, size, num_pages in ((SUFFIX, 1, 24), (model, 1, 24), (model, 2, 500)):
+    for drafts, size, num_pages in ((SUFFIX, 1, 24), (model, 2, 500)):
         options = {"pipeline_parallel_size": 2, "tensor_parallel_size": size, **slices}
         options |= {"speculative_config": drafts, "num_gpu_blocks_override": num_pages}
         async with open_engine(tiny, adapter, **options) as engine:

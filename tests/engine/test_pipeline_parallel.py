@@ -164,7 +164,10 @@ async def assert_a_lost_stage_is_the_workers_loss(folder: Path, lost: int, **mor
             {"quantization": "int8"},
             "--quantization int8 can't be had: the compiled kernels compute in bfloat16 only",
         ),
-        ({"speculative_config": '{"method": "ngram"}'}, "doesn't go with --speculative-config"),
+        (
+            {"speculative_config": '{"method": "ngram"}'},
+            "--speculative-config can't be had: the compiled kernels compute in bfloat16 only",
+        ),
     ],
 )
 async def test_what_stages_do_not_serve_is_refused(
