@@ -135,6 +135,7 @@ def test_tokens_are_those_without_drafts(tiny: Path, stages: ThreadStages) -> No
         if not group:
             continue
         given = maker.accept(result)
+        assert all(given.values())
         if result.drafted:
             num_drafted += int(ints(result.drafted).sum())
             num_refused += int(ints(result.drafted).sum()) + len(given) - len(ints(result.tokens))
