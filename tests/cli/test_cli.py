@@ -69,6 +69,7 @@ def test_a_flag_gives_what_the_variable_gives(option: Any) -> None:
         text = "a=/b" if option.metavar == "NAME=PATH" else text
         text = "[::1]:7000" if option.metavar == "ADDRESS:PORT" else text
         text = "cuda:1" if option.metavar == "DEVICE" else text
+        text = "3,2" if option.metavar == "N,N" else text
         text = '{"top_k": 5}' if option.metavar == "JSON" else text
         text = '{"method": "ngram"}' if option.metavar == "OBJECT" else text
         flag = [option.flag, text]
