@@ -38,8 +38,8 @@ class DraftBudget:
     def open(self) -> None:
         """Do nothing: a sequence that begins doesn't pay for those before it."""
 
-    def includes(self, num_rows: int) -> bool:
-        """Return whether the next step, of ``num_rows`` rows, has no drafts; count it."""
+    def includes(self, num_sequences: int) -> bool:
+        """Return whether the next step has no drafts; count it."""
         due = self._spread * SPREAD
         self._spread -= due
         # What nothing was saved for isn't allowed in advance.

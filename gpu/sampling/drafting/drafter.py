@@ -186,7 +186,7 @@ class Drafter:
             return {}, None
         num_tokens = sum(row.count for row in rows)
         asking = [i for i, row in enumerate(rows) if row.drafts and row.slot.sampler.speculative]
-        if not asking or (self._config.adaptive and self._pause.includes(num_tokens)):
+        if not asking or (self._config.adaptive and self._pause.includes(len(self._slots))):
             return {}, None
         began = time.perf_counter()
         if self._batch_source is None:

@@ -26,8 +26,8 @@ class DraftPause:
     _steps_left: int = attrs.field(init=False, default=0)
     """Steps left of this pause."""
     _next_length: int = attrs.field(init=False, default=SHORTEST)
-    _num_rows: int = attrs.field(init=False, default=0)
-    """Rows of the last step outside a pause."""
+    _num_sequences: int = attrs.field(init=False, default=0)
+    """Open sequences at the last step outside a pause."""
     _num_opened: int = attrs.field(init=False, default=0)
     """Sequences that began in this pause."""
     _window_rows: int = attrs.field(init=False, default=0)
@@ -41,16 +41,17 @@ class DraftPause:
         """Note that a sequence begins."""
         self._num_opened += 1
 
-    def includes(self, num_rows: int) -> bool:
-        """Return whether the next step, of ``num_rows`` rows, belongs to a pause; count it.
+    def includes(self, num_sequences: int) -> bool:
+        """Return whether the next step belongs to a pause; ``num_sequences`` are open. Count it.
 
         A pause ends once half of its sequences have ended, or as many have begun: what was learned
         holds for few of the others.
         """
-        if 2 * num_rows <= self._num_rows or 2 * self._num_opened >= num_rows:
+        has_ended = 2 * num_sequences <= self._num_sequences
+        if has_ended or 2 * self._num_opened >= num_sequences:
             self._steps_left = 0
         if not self._steps_left:
-            self._num_rows = num_rows
+            self._num_sequences = num_sequences
             return False
         self._steps_left -= 1
         return True

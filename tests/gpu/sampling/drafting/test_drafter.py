@@ -14,6 +14,7 @@ from gpu.sampling.drafting import drafter as drafter_module
 from gpu.sampling.drafting import sources as sources_module
 from gpu.sampling.drafting.acceptance import Acceptance
 from gpu.sampling.drafting.drafter import Drafter
+from gpu.sampling.drafting.pause import SHORTEST
 from gpu.sampling.drafting.sources import AskedDraft, Draft, DraftKind
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.sampling.drawn import Drawn
@@ -130,6 +131,27 @@ def test_there_are_pauses_if_drafts_cost_more_than_they_save(
         num_drafts = sum(row.drafts for row in step.rows)
         drafter.learn(step, drawn, 1.0 + num_drafts / 64)
     assert tried == expected
+
+
+def test_a_pause_lasts_though_steps_have_other_shares_of_the_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the plans of several stages do."""
+    monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
+    drafter = Drafter(SpeculativeConfig(), StepTimes({1: 1.0, 16: 1.0, 144: 3.0}))
+    rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(16)]
+    for row in rows:
+        drafter.open(row.slot)
+    tried = []
+    for number in range(80):
+        step = drafter.add_drafts(rows[5:] if number % 2 else rows[:5])
+        count = len(step.rows)
+        drawn = Drawn(tokens=np.zeros(count, np.int32), counts=np.ones(count, np.int64))
+        drafter.learn(step, drawn, 1.0 + sum(row.drafts for row in step.rows) / 64)
+        tried.append(bool(step.drafts))
+    first = tried.index(False)
+    assert not any(tried[first : first + SHORTEST])
+    assert any(tried[first + SHORTEST :])
 
 
 def test_of_many_slots_some_are_tried_and_those_that_accept_always() -> None:
