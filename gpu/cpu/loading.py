@@ -307,6 +307,7 @@ def _draft_start(start: Start) -> Start:
         dtype="auto",
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
+        num_nodes=1,
         pipeline_parallel_layers=[],
         tensor_parallel_slices=1,
         enable_expert_parallel=False,

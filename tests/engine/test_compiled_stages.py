@@ -93,7 +93,8 @@ async def test_outputs_over_several_hosts_are_the_bits_of_one_process(
     slices = 4 if "tensor_parallel_size" in ranks else None
     async with open_tiny_engine(tiny, **AUTO, tensor_parallel_slices=slices) as engine:
         alone = await answers(engine)
-    async with over_hosts(tiny, tmp_path, num_hosts, **AUTO, **ranks) as (engine, _):
+    more = {**AUTO, **ranks, "speculative_config": SUFFIX, "kv_offloading_bytes": 1 << 20}
+    async with over_hosts(tiny, tmp_path, num_hosts, **more) as (engine, _):
         assert engine.ready.computing.startswith("compiled kernels")
         together = await answers(engine)
         assert not any("torch" in libraries_of(each) for each in rank_processes())
