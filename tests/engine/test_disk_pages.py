@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import trio
 
+from tests.engine.test_several_hosts import over_hosts
 from tests.support.engines import assert_idle, open_tiny_engine
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, EngineConfig, InvalidRequest, ModelLoadError
+from trioserve.workers.remote.certificates import make_certificates
 
 PROMPTS = [[(number * 37 + index * index) % 290 + 3 for index in range(60)] for number in range(6)]
 SMALL: dict[str, Any] = {
@@ -79,7 +82,8 @@ async def test_a_new_engine_finds_what_the_last_one_wrote(
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
 
 
-async def test_stages_find_what_ranks_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_hosts", [1, 2])
+async def test_stages_find_what_ranks_wrote(tmp_path: Path, num_hosts: int) -> None:
     """A page has the same bytes and the same name whichever processes computed it."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     folder = make_tiny("llama3", tmp_path / "model", **sizes)
@@ -91,7 +95,14 @@ async def test_stages_find_what_ranks_wrote(tmp_path: Path) -> None:
         await until_written(engine)
         await assert_idle(engine)
     damage(next(tmp_path.rglob("*.page")))
-    async with open_tiny_engine(folder, **options, pipeline_parallel_size=2) as engine:
+    options["pipeline_parallel_size"] = 2
+    async with contextlib.AsyncExitStack() as stack:
+        if num_hosts == 1:
+            engine = await stack.enter_async_context(open_tiny_engine(folder, **options))
+        else:
+            make_certificates(tls := tmp_path / "tls")
+            hosts = over_hosts(folder, tls, num_hosts, **options)
+            engine, _ = await stack.enter_async_context(hosts)
         await until_known(engine)
         second, found = await ask_all(engine)
         assert found > 0
