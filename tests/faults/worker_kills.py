@@ -416,8 +416,11 @@ def demand_kernels() -> None:
 
 def result_name(name: str, arguments: Sequence[str] | None) -> str:
     """Return the name of a result with these arguments, or those of this program."""
-    given = sys.argv if arguments is None else arguments
-    return name + "".join(f"_{each}" for each in ("mock", "apart") if f"--{each}" in given)
+    given = list(sys.argv if arguments is None else arguments)
+    name += "".join(f"_{each}" for each in ("mock", "apart") if f"--{each}" in given)
+    if "--clients" in given:
+        name += f"_{given[given.index('--clients') + 1]}_clients"
+    return name
 
 
 def figures_of(scenario: Scenario, options: argparse.Namespace) -> Made:
