@@ -146,9 +146,18 @@ def start_ranks(
             each.close()
     if nodes is None:
         return own
-    elsewhere = attrs.evolve(common, group=nodes.group)
-    purposes = purposes_of(start, common.is_compiled)
-    connections = nodes.start_ranks(functools.partial(_encoded, elsewhere), purposes)
+    return _start_on_nodes(attrs.evolve(common, group=nodes.group), links, nodes)
+
+
+def _start_on_nodes(order: RankOrder, links: Sequence[RankLink], nodes: Nodes) -> RankLink:
+    """Have other nodes start their ranks, and return the link of rank 0 to all.
+
+    ``links`` are those of all ranks, as if they were here. The ends of other nodes' ranks are
+    replaced by their connections, or passed on to these.
+    """
+    own, here = links[0], len(nodes.ranks_of(0))
+    purposes = purposes_of(order.start, order.is_compiled)
+    connections = nodes.start_ranks(functools.partial(_encoded, order), purposes)
     for link, outer in zip(links[here:], connections, strict=True):
         if link.stages is not None:
             before, behind = link.stages.sockets
