@@ -144,10 +144,13 @@ class Stream:
     """Number of times that it was moved to another worker."""
 
     @property
-    def num_tokens(self) -> list[int]:
-        """Number of tokens of each output so far, with those of the prompt."""
+    def num_tokens(self) -> int:
+        """Number of tokens that another worker has to compute: the prompt's, and those of the
+        outputs that haven't ended.
+        """
         request = self.generation.request
-        return [len(request.prompt_ids) + len(each.output_ids) for each in request.sequences]
+        running = (each for each in request.sequences if each.finish is None)
+        return len(request.prompt_ids) + sum(len(each.output_ids) for each in running)
 
 
 @attrs.define(eq=False, kw_only=True)

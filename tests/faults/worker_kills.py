@@ -12,9 +12,10 @@ With ``--mock`` the workers compute nothing, and a step takes 20 ms and 1 ms for
 prompt. Then no pause is longer because workers share cores.
 
 A pause is the gap in an output's stream around its move to another worker. Beside it stands the
-time in which a new request with as many tokens has its prompt computed under the same load: a
-straight line through the prompts of the run. Pauses are counted apart during which a worker that
-was lost before is being replaced: what its process loads takes time from all on these cores.
+time in which a new request with as many tokens as the moved one has its prompt computed under the
+same load: a straight line through the prompts of the run. Pauses are counted apart during which a
+worker that was lost before is being replaced: what its process loads takes time from all on these
+cores.
 """
 
 from __future__ import annotations
@@ -91,19 +92,19 @@ class Scenario:
 
 @attrs.frozen(kw_only=True)
 class Move:
-    """A request that left a lost worker at ``moved``, and the tokens of each output by then."""
+    """A request that left a lost worker at ``moved``, and its tokens to compute by then."""
 
     stream: Stream
     way: str
     another_loads: bool
     lost: float
     moved: float
-    num_tokens: Sequence[int]
+    num_tokens: int
 
 
 @attrs.frozen(kw_only=True)
 class Pause:
-    """The gap of one output around a move, in seconds, and the tokens to compute in it."""
+    """The gap of an output around a move, in seconds, and its request's tokens to compute in it."""
 
     way: str
     another_loads: bool
@@ -236,7 +237,7 @@ class Losses:
         found = []
         moved = {(move.stream, move.moved) for move in self.moves}
         for move in self.moves:
-            for index, times in move.stream.times.items():
+            for times in move.stream.times.values():
                 place = bisect.bisect(times, move.moved)
                 if not 0 < place < len(times):
                     continue
@@ -249,7 +250,7 @@ class Losses:
                     another_loads=move.another_loads,
                     noticed=move.moved - move.lost,
                     gap=last - first,
-                    num_tokens=move.num_tokens[index],
+                    num_tokens=move.num_tokens,
                 )
                 found.append(pause)
         return found
