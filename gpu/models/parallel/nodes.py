@@ -1,9 +1,8 @@
 """The hosts of a worker's ranks, its nodes: how they meet over TLS, and notice a lost one.
 
 Node 0 has rank 0, which listens for the others. Each of them has a process that starts its ranks
-and keeps one connection, over which both sides send heartbeats. Each of its ranks has another one,
-which is its :class:`~gpu.models.parallel.link.RankLink`, and one to and from each neighbouring
-stage, which rank 0 passes on. All of them end when a node is lost.
+and keeps one connection, over which both sides send heartbeats. Each of its ranks has one for each
+:data:`Purpose`; rank 0 passes on what stages send each other. All of them end when a node is lost.
 """
 
 from __future__ import annotations

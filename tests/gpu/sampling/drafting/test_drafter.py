@@ -111,16 +111,22 @@ def test_drafts_that_are_never_accepted_are_given_up() -> None:
     assert 0 < tried < 60
 
 
-@pytest.mark.parametrize(("num_accepted", "expected"), [(0, 80), (4, 400)])
-def test_there_are_pauses_if_drafts_cost_more_than_they_save(
-    num_accepted: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is expected of them: here all seem to be worth it."""
+def hopeful_drafter(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafter, list[Row]]:
+    """Return a drafter that expects its drafts to be accepted, and sixteen rows to draft for."""
     monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
     drafter = Drafter(SpeculativeConfig(), StepTimes({1: 1.0, 16: 1.0, 144: 3.0}))
     rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(16)]
     for row in rows:
         drafter.open(row.slot)
+    return drafter, rows
+
+
+@pytest.mark.parametrize(("num_accepted", "expected"), [(0, 80), (4, 400)])
+def test_there_are_pauses_if_drafts_cost_more_than_they_save(
+    num_accepted: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is expected of them: here all seem to be worth it."""
+    drafter, rows = hopeful_drafter(monkeypatch)
     tried = 0
     for _ in range(400):
         step = drafter.add_drafts(rows)
@@ -137,11 +143,7 @@ def test_a_pause_lasts_though_steps_have_other_shares_of_the_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the plans of several stages do."""
-    monkeypatch.setattr(Acceptance, "_estimate", lambda *_: 0.99)
-    drafter = Drafter(SpeculativeConfig(), StepTimes({1: 1.0, 16: 1.0, 144: 3.0}))
-    rows = [make_row(i, [1, 2, 3, 4, 1, 2]) for i in range(16)]
-    for row in rows:
-        drafter.open(row.slot)
+    drafter, rows = hopeful_drafter(monkeypatch)
     tried = []
     for number in range(80):
         step = drafter.add_drafts(rows[5:] if number % 2 else rows[:5])
