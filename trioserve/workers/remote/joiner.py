@@ -21,7 +21,9 @@ from trioserve.workers.remote.link import RemoteLink
 from trioserve.workers.remote.silence import FIRST_TIMEOUT
 from trioserve.workers.supervisor import delay_after
 
-FIRST_DELAY = 0.5
+FIRST_DELAY = 1.0
+"""Seconds before a process joins again: on shared cores its start would slow down those that take
+over its requests."""
 MAX_DELAY = 5.0
 """Most seconds between two attempts to join."""
 
