@@ -159,7 +159,7 @@ class Runner:
             raise PlanError(f"{total} tokens in one plan, over {self._max_num_batched_tokens}")
         submission = self._executor.submit(active, self._slots.copies(plan))
         for row in active:
-            row.slot.computed = row.end
+            row.slot.advance(row.end)
         pending = _Pending(plan.number, rows, submission)
         if not submission.deferred:
             pending.append_unknown()

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
 
@@ -62,6 +63,8 @@ class Slot:
     stopped: bool = False
     """True if no more of it is computed: its last token is a stop id, the mask allowed no token, or
     the engine dropped it."""
+    embeddings: Sequence[EmbeddingRows] = ()
+    """Embeddings in place of those of its tokens, in the order of their positions."""
     _buffer: npt.NDArray[np.int32]
     _length: int
 
@@ -102,6 +105,12 @@ class Slot:
         self._buffer[self._length] = UNKNOWN_TOKEN
         self._length += 1
         return self._length - 1
+
+    def advance(self, end: int) -> None:
+        """Note that a submitted row computes the tokens before ``end``."""
+        self.computed = end
+        if self.embeddings and end >= self.prompt_length:
+            self.embeddings = ()
 
     def _make_room(self, length: int) -> None:
         if length > len(self._buffer):
@@ -180,6 +189,7 @@ class SlotTable:
         vocab_size: int,
         num_host_pages: int = 0,
         max_row_tokens: int = 1,
+        embedding_width: int = 0,
     ) -> None:
         self.adapters: Container[int] = ()
         """Numbers of the loaded adapters."""
@@ -188,6 +198,8 @@ class SlotTable:
         self._page_size = page_size
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self.embedding_width = embedding_width
+        """Width of embeddings that stand in place of tokens; 0 if none can."""
         self.max_row_tokens = max_row_tokens
         """Most tokens that a row may bring."""
         self._slots: dict[int, Slot] = {}
@@ -285,6 +297,7 @@ class SlotTable:
             raise PlanError(f"slot {number} has adapter {opened.adapter}, which isn't here", number)
         if 0 <= opened.prompt_logprobs_from <= opened.computed:
             raise PlanError(f"slot {number} wants log-probabilities of what is computed", number)
+        self._check_embeddings(number, opened.embeddings, len(tokens))
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
             self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
@@ -298,11 +311,21 @@ class SlotTable:
             sampler=self._sharing(opened.sampler),
             adapter=opened.adapter,
             prompt_logprobs_from=opened.prompt_logprobs_from,
+            embeddings=opened.embeddings,
             buffer=buffer,
             length=len(tokens),
         )
         pages = ints(opened.pages)
         self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
+
+    def _check_embeddings(self, number: int, given: Sequence[EmbeddingRows], most: int) -> None:
+        for each in given:
+            try:
+                stop = each.start + len(each.numbers(self.embedding_width))
+            except (ValueError, KeyError):
+                raise PlanError(f"slot {number} has embeddings of another width", number) from None
+            if not 0 <= each.start < stop <= most:
+                raise PlanError(f"slot {number} has embeddings where it has no tokens", number)
 
     def _sharing(self, sampler: SamplerParams) -> SamplerParams:
         """Return ``sampler`` with equal long columns shared with the slot opened before it.

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     )
     from trioserve.protocol.grammar import Grammar
     from trioserve.protocol.sampling import SamplingParams
+    from trioserve.requests.embedded import EmbeddingsPrompt
     from trioserve.requests.generation import Completion, GenerationStream, Output, Usage
     from trioserve.requests.logprobs import PromptLogprobs
-    from trioserve.requests.request import ChatPrompt, TextPrompt, TokensPrompt
+    from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.requests.retention import Retention, RetentionRange
     from trioserve.requests.stream import Chunk, TokenLogprob
 
@@ -81,10 +82,11 @@ _HOME = {
     "GenerationStream": "requests.generation",
     "Output": "requests.generation",
     "Usage": "requests.generation",
+    "EmbeddingsPrompt": "requests.embedded",
     "PromptLogprobs": "requests.logprobs",
-    "ChatPrompt": "requests.request",
-    "TextPrompt": "requests.request",
-    "TokensPrompt": "requests.request",
+    "ChatPrompt": "requests.prompts",
+    "TextPrompt": "requests.prompts",
+    "TokensPrompt": "requests.prompts",
     "Retention": "requests.retention",
     "RetentionRange": "requests.retention",
     "Chunk": "requests.stream",
@@ -104,6 +106,7 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "Embeddings",
+    "EmbeddingsPrompt",
     "Engine",
     "EngineConfig",
     "EngineError",

@@ -22,7 +22,8 @@ from trioserve.http.server.server import serve_app
 from trioserve.protocol.gc_tuning import rare_collections
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
-from trioserve.requests.request import Prompt, Request, Times
+from trioserve.requests.prompts import Prompt
+from trioserve.requests.request import Request, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.testing.fake_engine import open_fake_engine
 

@@ -18,14 +18,8 @@ from gpu.slots import SlotTable
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.request import (
-    Request,
-    Sequence,
-    SequenceOutput,
-    TextPrompt,
-    Times,
-    TokensPrompt,
-)
+from trioserve.requests.prompts import TextPrompt, TokensPrompt
+from trioserve.requests.request import Request, Sequence, SequenceOutput, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.scheduler.core import SchedulerCore
 from trioserve.scheduler.feeds import Feeds

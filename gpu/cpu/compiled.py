@@ -248,6 +248,11 @@ class CompiledModel:
         begins with.
         """
         step, begins = self._step, self.part is None or self.part.part.is_first
+        tokens = given.tokens.ctypes.data if begins else None
+        if begins and given.embedded is not None:
+            self._library.decoder_embed(self._decoder, tokens, len(given.tokens))
+            self._states[given.embedded.places] = given.embedded.rows
+            tokens = None
         step.num_rows, step.table_stride = given.block_tables.shape
         step.query_start = given.query_start.ctypes.data
         step.context_lens = given.context_lens.ctypes.data
@@ -255,7 +260,7 @@ class CompiledModel:
         adapters = step_of(self._adapters, given.adapted) if given.adapted else None
         self._library.decoder_forward(
             self._decoder,
-            given.tokens.ctypes.data if begins else None,
+            tokens,
             self._step_pointer,
             None if adapters is None else ctypes.byref(adapters.step),
         )

@@ -23,6 +23,7 @@ from gpu.models.parallel.steps import (
     ComputeRows,
     CopyPages,
     LoadOnRanks,
+    SentEmbeddings,
     Step,
     UnloadOnRanks,
     encode_step,
@@ -167,6 +168,7 @@ def compute_rows(step: CompiledStep) -> ComputeRows:
         context_lens=step.context_lens.tobytes(),
         block_tables=step.block_tables.tobytes(),
         adapted={number: own.tobytes() for number, own in step.adapted.items()},
+        embedded=SentEmbeddings.of(step.embedded),
     )
 
 
@@ -182,4 +184,5 @@ def step_of_rows(message: ComputeRows) -> CompiledStep:
         adapted={
             number: np.frombuffer(own, dtype=np.int32) for number, own in message.adapted.items()
         },
+        embedded=None if message.embedded is None else message.embedded.received(),
     )

@@ -100,6 +100,7 @@ def declare(library: Library) -> Library:
         "decoder_page_numbers": (count, [pointer]),
         "decoder_read_page": (None, [pointer, number, pointer]),
         "decoder_write_page": (None, [pointer, number, pointer]),
+        "decoder_embed": (None, [pointer, pointer, count]),
         "decoder_forward": (
             None,
             [pointer, pointer, POINTER(DecoderStep), POINTER(AdapterStepStruct)],

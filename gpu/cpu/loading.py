@@ -130,6 +130,7 @@ def _slot_table(start: Start, files: ModelFiles, cached: CachedModel) -> SlotTab
         max_model_len=start.max_model_len,
         vocab_size=files.native.vocab_size,
         num_host_pages=cached.num_host_pages,
+        embedding_width=files.native.hidden_size,
         max_row_tokens=1 if start.speculative is None else start.speculative.max_row_tokens,
     )
     if cached.model.adapters is not None:

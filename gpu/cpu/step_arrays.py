@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.lora.groups import tokens_by_adapter
+from gpu.models.step_embeddings import StepEmbeddings, embeddings_of
 from gpu.slots import Row, SlotTable
 
 
@@ -22,6 +23,8 @@ class CompiledStep:
     block_tables: npt.NDArray[np.int32]  # [R, W]
     adapted: Mapping[int, npt.NDArray[np.int32]]
     """By the adapter's number: places of its tokens."""
+    embedded: StepEmbeddings | None
+    """Embeddings in place of those of tokens."""
 
     def last_tokens(self, rows: Sequence[Row]) -> npt.NDArray[np.integer]:
         """Return for each of ``rows`` the place of its last token before its drafts."""
@@ -62,4 +65,5 @@ class StepArrays:
             context_lens=self._context_lens[:count],
             block_tables=slots.block_tables[[row.slot.number for row in rows], :width],
             adapted=tokens_by_adapter(rows) if adapters else {},
+            embedded=embeddings_of(rows, query_start, slots.embedding_width),
         )

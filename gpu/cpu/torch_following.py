@@ -86,7 +86,8 @@ class FollowingTorchModel:
         self._attention.begin(layout_of(step))
         adapted = self._adapters.groups(step.adapted)
         if self._before is None:
-            hidden = self._decoder.forward(_tokens(step), self._attention, adapted)
+            embedded = None if step.embedded is None else step.embedded.received()
+            hidden = self._decoder.forward(_tokens(step), self._attention, adapted, embedded)
         else:
             hidden = self._decoder.go_on(self._before, self._attention, adapted)
         return hidden if self._part.is_last else raw(hidden)

@@ -17,6 +17,7 @@ from gpu.executor import Content, Copies
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TokenGroup, TorchAdapter, TorchAdapters
 from gpu.models.parallel.adapters import LeadingAdapters
+from gpu.models.step_embeddings import StepEmbeddings, embeddings_of
 from gpu.sampling.adjustments import Adjustment
 from gpu.sampling.drawn import Drawn
 from gpu.sampling.sampler import Sampler
@@ -46,7 +47,11 @@ class TorchDecoder(Protocol[A_contra]):
     """Weights and a forward pass over one kind of attention."""
 
     def forward(
-        self, tokens: torch.Tensor, attention: A_contra, adapted: Sequence[TokenGroup] = ()
+        self,
+        tokens: torch.Tensor,
+        attention: A_contra,
+        adapted: Sequence[TokenGroup] = (),
+        embedded: StepEmbeddings | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [T, E] of ``tokens`` [T]; ``attention`` has begun the step."""
         ...
@@ -110,6 +115,7 @@ class TorchModel(Generic[A]):
             torch.from_numpy(tokens.astype(np.int64)),
             self._attention,
             [] if self._adapters is None else self._adapters.groups(ordered),
+            embeddings_of(ordered, layout.query_start, slots.embedding_width),
         )
         ends = zip(ordered, layout.query_start[1:].tolist(), strict=True)
         last = {row.slot.number: end - 1 - row.drafts for row, end in ends}

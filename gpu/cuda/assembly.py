@@ -109,7 +109,8 @@ def assemble(
         appends=not limits.drafts,
     )
     if slots is None:
-        slots = _slot_table(limits, model.vocab_size)
+        width = model.config.hidden_size if rank.part is None else 0
+        slots = _slot_table(limits, model.vocab_size, width)
     if adapter_slots is not None:
         slots.adapters = adapter_slots.store
     executor = CudaExecutor(
@@ -158,13 +159,14 @@ def assemble_forward(
     )
 
 
-def _slot_table(limits: ServingLimits, vocab_size: int) -> SlotTable:
+def _slot_table(limits: ServingLimits, vocab_size: int, embedding_width: int) -> SlotTable:
     return SlotTable(
         num_pages=limits.num_pages,
         page_size=limits.page_size,
         max_model_len=limits.max_model_len,
         vocab_size=vocab_size,
         num_host_pages=limits.num_host_pages,
+        embedding_width=embedding_width,
     )
 
 

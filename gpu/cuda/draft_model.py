@@ -87,4 +87,4 @@ class CudaDraftModel:
 
 def _greedy(slot: Slot) -> Slot:
     """Return ``slot`` with nothing that it asks of the other model."""
-    return attrs.evolve(slot, sampler=_GREEDY, adapter=0, prompt_logprobs_from=-1)
+    return attrs.evolve(slot, sampler=_GREEDY, adapter=0, prompt_logprobs_from=-1, embeddings=())

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu._util.upload import upload
@@ -29,6 +30,7 @@ from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.step import CudaStep, CudaSubmission, PackedStep
 from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Content, Copies, Submission
+from gpu.models.step_embeddings import embeddings_of
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.pooled import PooledSpan
 from gpu.sampling.prompt_logprobs import PromptSpan
@@ -143,23 +145,24 @@ class CudaExecutor:
         sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, self._slots)
-        spans = self._slot_options.prompt_spans(ordered, layout.query_start[1:] - 1)
+        ends = layout.query_start[1:] - 1
+        spans = self._slot_options.prompt_spans(ordered, ends)
+        pools = self._slot_options.pooled.spans(ordered, ends)
         adjusted = self._slot_options.adjusts(sampling)
         adapted = any(row.slot.adapter for row in ordered)
-        pools = self._slot_options.pooled.spans(ordered, layout.query_start[1:] - 1)
+        embedded = embeddings_of(ordered, layout.query_start, self._slots.embedding_width)
         # A graph gives no hidden states, and no logits side by side if some rows don't sample.
-        replayable = not (spans or pools or (adjusted and len(sampling) < len(rows)))
-        forward = self._forward
+        replayable = not (spans or pools or embedded or (adjusted and len(sampling) < len(rows)))
         with torch.inference_mode():
-            replay = forward.pack_attention(layout, replayable, adapted)
-            size = 0 if replay is None else replay.size
+            replay = self._forward.pack_attention(layout, replayable, adapted)
+            size = replay.size if replay else 0
             place_of = pack_rows(self._buffer, ordered, layout, padded_to=size)
             places = np.array([place_of[row.slot.number, row.end] for row in sampling], np.int64)
             self._state.pack(ordered, self._slots, from_host)
             self._timeline.begin_step()
             self.copy_pages(copies)
-            if forward.adapters is not None and adapted:
-                forward.adapters.pack(ordered, padded_to=size)
+            if self._forward.adapters is not None and adapted:
+                self._forward.adapters.pack(ordered, padded_to=size)
             reports = self._queue_forward(
                 PackedStep(
                     replay=replay,
@@ -168,12 +171,11 @@ class CudaExecutor:
                     spans=spans,
                     pools=pools,
                     num_sampled=len(sampling),
+                    embedded=embedded,
                 )
             )
-            named = self._slot_options.named_ids(sampling)
-            if named:
-                rows_of_ids = places[list(named)]
-                reports.append(logprobs_of(forward.logits, rows_of_ids, named.values()))
+            named, of_named = self._score_named(sampling, self._forward.logits, places)
+            reports += of_named
             self._timeline.end_forward()
         return CudaStep(
             rows=sampling,
@@ -197,7 +199,7 @@ class CudaExecutor:
             if replay is not None:
                 forward.replay(replay.kind, replay.size)
             else:
-                hidden = forward.run(step.num_tokens, adapted=step.adapted)
+                hidden = forward.run(step.num_tokens, adapted=step.adapted, embedded=step.embedded)
                 reports += self._score(step.spans, hidden)
                 reports += self._pool(step.pools, hidden)
                 if step.num_sampled:
@@ -223,13 +225,10 @@ class CudaExecutor:
         The tokens before those rows are known.
         """
         rows = [step.rows[index] for index in indices]
-        named = self._slot_options.named_ids(rows)
         with torch.inference_mode():
             places = upload(step.places[indices], self._forward.logits.device)
             logits = self._forward.logits.index_select(0, places)
-            reports = []
-            if named:
-                reports.append(logprobs_of(logits, np.array(list(named)), named.values()))
+            named, reports = self._score_named(rows, logits, np.arange(len(rows)))
             self._timeline.begin_step()
             self._launch_sampler(
                 rows,
@@ -245,6 +244,18 @@ class CudaExecutor:
         """Five tensors of each span."""
         logits, vocab_size = self._forward.model.logits, self._sampler.vocab_size
         return [each for span in spans for each in score_prompt(span, hidden, logits, vocab_size)]
+
+    def _score_named(
+        self, rows: Sequence[Row], logits: torch.Tensor, places: npt.NDArray[np.int64]
+    ) -> tuple[dict[int, list[int]], list[torch.Tensor]]:
+        """Return the ids to report by index in ``rows``, and their log-probabilities, if any.
+
+        ``places`` are those of the rows' ``logits``.
+        """
+        named = self._slot_options.named_ids(rows)
+        if not named:
+            return named, []
+        return named, [logprobs_of(logits, places[list(named)], named.values())]
 
     def _pool(self, spans: list[PooledSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return a vector of each span that completes a prompt."""

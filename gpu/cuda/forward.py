@@ -22,6 +22,7 @@ from gpu.kernels import KernelLoader
 from gpu.kernels.gather_tokens import GatherTokens
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.ranks import Ranks
+from gpu.models.step_embeddings import StepEmbeddings
 from gpu.slots import Row
 
 PLAIN, SHARING, ADAPTED = "plain", "sharing", "adapted"
@@ -80,14 +81,16 @@ class ForwardPass:
         """[max_rows, V] float32: in their first rows those of the last step."""
         self._ladders = {kind: GraphLadder() for kind in (PLAIN, SHARING, ADAPTED)}
 
-    def run(self, num_tokens: int, *, adapted: bool) -> torch.Tensor:
+    def run(
+        self, num_tokens: int, *, adapted: bool, embedded: StepEmbeddings | None = None
+    ) -> torch.Tensor:
         """Return the hidden states of a step's tokens; attention is set for its launches."""
         self.state.scatter()
         tokens = self._tokens[:num_tokens]
         self._gather.launch(self.buffer["token_slots"], self.buffer["positions"], tokens)
         self._ranks.broadcast(tokens)
         updates = [self.adapters] if adapted and self.adapters is not None else []
-        return self.model.forward(tokens, self.attention, updates)
+        return self.model.forward(tokens, self.attention, updates, embedded)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of ``hidden`` [R, E], in the first R rows of :attr:`logits`."""

@@ -12,6 +12,7 @@ import torch
 from gpu.cuda.graphs import Replay
 from gpu.cuda.sampler import SamplerOutputs, top_lists
 from gpu.cuda.timeline import FinishedStep, StepEnd
+from gpu.models.step_embeddings import StepEmbeddings
 from gpu.sampling.drawn import Drawn
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
@@ -30,6 +31,7 @@ class PackedStep:
     pools: list[PooledSpan]
     num_sampled: int
     """Rows that sample."""
+    embedded: StepEmbeddings | None = None
 
 
 @attrs.frozen(kw_only=True)

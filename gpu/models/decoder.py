@@ -17,6 +17,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
+from gpu._util.upload import upload
 from gpu.attention import Attention, QkNorm
 from gpu.lora.updates import ProductUpdates
 from gpu.models.linear import Linear
@@ -25,6 +26,7 @@ from gpu.models.operations import Operations
 from gpu.models.operations.torch_ops import TorchOperations
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Alone, Ranks
+from gpu.models.step_embeddings import StepEmbeddings
 from gpu.weights.named import NamedTensors
 from gpu.weights.packed_modules import PackedShape, expert_shapes, packed_shapes
 from trioserve.model_files.config import ExpertsConfig, ModelConfig
@@ -140,14 +142,22 @@ class Decoder:
         }[match[2]]
 
     def forward(
-        self, tokens: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
+        self,
+        tokens: torch.Tensor,
+        attention: Attention,
+        adapted: Sequence[ProductUpdates] = (),
+        embedded: StepEmbeddings | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [T, E] of ``tokens`` [T] int64 after the final norm.
 
         Call ``attention.begin`` with the step's layout first. ``adapted`` add the LoRA updates of
-        the step; it is empty if no token has an adapter.
+        the step; it is empty if no token has an adapter. ``embedded`` stand in place of the tokens'
+        embeddings.
         """
-        return self.go_on(self.embed(tokens), attention, adapted)
+        residual = self.embed(tokens)
+        if embedded is not None:
+            put_embeddings(residual, embedded)
+        return self.go_on(residual, attention, adapted)
 
     def go_on(
         self, residual: torch.Tensor, attention: Attention, adapted: Sequence[ProductUpdates] = ()
@@ -205,6 +215,12 @@ class Decoder:
         elsewhere = (own < 0) | (own >= len(self._embedding))
         embedded = F.embedding(own.masked_fill(elsewhere, 0), self._embedding)
         return self._ranks.all_reduce(embedded.masked_fill(elsewhere[:, None], 0))
+
+
+def put_embeddings(residual: torch.Tensor, embedded: StepEmbeddings) -> None:
+    """Overwrite rows of ``residual`` [T, E] with embeddings, in its dtype."""
+    rows = upload(embedded.rows, residual.device).to(residual.dtype)
+    residual.index_copy_(0, upload(embedded.places, residual.device), rows)
 
 
 class _LayerBuilder:

@@ -64,7 +64,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "kernels.emulation": "_util kernels",
         "weights": "",
         "lora": "_util slots kernels weights",
-        "models": "slots executor attention kernels weights lora",
+        "models": "_util slots executor attention kernels weights lora",
         "constraints": "slots sampling",
         "runner": "slots sampling executor",
         "loading": "slots sampling executor lora constraints runner",

@@ -14,7 +14,7 @@ import transformers
 from tests.support import text_tokenizers
 from trioserve.model_files import locate, open_model
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 
 LLAMA3 = """\

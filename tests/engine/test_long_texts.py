@@ -9,7 +9,7 @@ from tokenizers import Regex, pre_tokenizers
 from tests.text.test_tokenizer import make_request, prepare, user
 from trioserve.model_files.native import Panic, panics_raised
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.requests.request import TextPrompt
+from trioserve.requests.prompts import TextPrompt
 from trioserve.testing.fake_encoder import fake_encoder_config
 from trioserve.testing.fake_engine import byte_tokenizer
 from trioserve.text import bounded_encoder, encoder_tokenizer, guarded

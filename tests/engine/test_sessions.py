@@ -17,7 +17,7 @@ from trioserve.engine.sessions.continuation import Continuation
 from trioserve.engine.sessions.session import SESSION_PRIORITY
 from trioserve.engine.sessions.turn_tree import SessionTurn, Turns
 from trioserve.protocol.errors import EngineError, InvalidRequest, RequestAborted, SessionLimit
-from trioserve.requests.request import TokensPrompt
+from trioserve.requests.prompts import TokensPrompt
 from trioserve.requests.retention import DEFAULT_PRIORITY
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine

@@ -6,6 +6,7 @@ import math
 
 import attrs
 import msgspec
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -51,6 +52,7 @@ from trioserve.protocol.errors import (
 )
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.adapters import Adapter
+from trioserve.requests.embedded import EmbeddingsPrompt
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Finish, FinishReason, Request
 from trioserve.requests.retention import Retention, RetentionRange
@@ -144,6 +146,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
         number=number,
         id="req-1",
         prompt_column=wire.from_ints(prompt_ids),
+        embedded=EmbeddingsPrompt(np.ones((20, 3), np.float16)).spans(2),
         params=params,
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,
@@ -166,7 +169,7 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
     stays = {
         *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
-        *("prompt_ids", "scheduler"),
+        *("prompt_ids", "scheduler", "cache_ids", "cache_column"),
         *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
         "beams",
         "num_moves",

@@ -18,7 +18,7 @@ from trioserve.engine.sessions.continuation import Continuation
 from trioserve.http.api.server_api import LocalServer, ServerApi
 from trioserve.protocol.errors import DeadlineExceeded, RequestAborted, SessionLimit
 from trioserve.requests.generation import GenerationStream, completion_of
-from trioserve.requests.request import ChatPrompt, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, TokensPrompt
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 

@@ -25,7 +25,7 @@ from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 
 __all__ = ["TARGETS", "check_loading"]
 

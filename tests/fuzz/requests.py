@@ -13,7 +13,7 @@ from tests.fuzz.values import JSON, NUMBERS
 from tests.support.http_stub import StubEngine, StubTokenizer, client_of
 from tests.support.tiny_models import CHAT_TEMPLATE
 from trioserve.http.api.routes import ROUTES
-from trioserve.requests.request import TextPrompt
+from trioserve.requests.prompts import TextPrompt
 
 __all__ = ["TARGETS"]
 

@@ -12,7 +12,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.values import JSON, TEXTS
 from tests.support.tiny_models import CHAT_TEMPLATE
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.template_bounds import BeyondBounds
 

@@ -28,7 +28,8 @@ from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import DeadlineExceeded, EngineError, QueueFull
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
-from trioserve.requests.request import ChatPrompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import Request, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine

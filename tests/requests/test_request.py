@@ -8,15 +8,8 @@ import pytest
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.request import (
-    TRANSITIONS,
-    FinishReason,
-    Request,
-    Sequence,
-    State,
-    Times,
-    TokensPrompt,
-)
+from trioserve.requests.prompts import TokensPrompt
+from trioserve.requests.request import TRANSITIONS, FinishReason, Request, Sequence, State, Times
 from trioserve.requests.stream import Stream, StreamBudget
 
 

@@ -20,7 +20,7 @@ from trioserve.cli.terminal import Terminal
 from trioserve.protocol.errors import ContextTooLong
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Usage
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.requests.stream import Chunk
 
 if TYPE_CHECKING:

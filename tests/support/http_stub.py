@@ -28,7 +28,8 @@ from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import ChatPrompt, Prompt, Request, TextPrompt, Times, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import Request, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob
 from trioserve.text.chat_template import ChatTemplate
 

@@ -12,7 +12,8 @@ from trioserve.observability.statistics import EngineStatistics
 from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times, TokensPrompt
+from trioserve.requests.prompts import TokensPrompt
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence, Times
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 

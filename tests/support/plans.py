@@ -24,6 +24,7 @@ from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import SlotTable
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import open_model
+from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, StepResult, from_ints, ints
 
@@ -168,6 +169,7 @@ class PlanMaker:
         shared_pages: Sequence[int] = (),
         prompt_logprobs_from: int = -1,
         adapter: int = 0,
+        embeddings: Sequence[EmbeddingRows] = (),
     ) -> None:
         """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already."""
         computed = len(shared_pages) * self._page_size
@@ -183,6 +185,7 @@ class PlanMaker:
             sampler=params,
             prompt_logprobs_from=prompt_logprobs_from,
             adapter=adapter,
+            embeddings=list(embeddings),
         )
         self._opened.append(opened)
 

@@ -12,6 +12,7 @@ import numpy as np
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.prompts import TokensPrompt
 from trioserve.requests.request import (
     Finish,
     FinishReason,
@@ -19,7 +20,6 @@ from trioserve.requests.request import (
     Sequence,
     SequenceOutput,
     Times,
-    TokensPrompt,
 )
 from trioserve.requests.stream import Stream, StreamBudget, TokenLogprob
 from trioserve.scheduler.beam_search import num_continuations

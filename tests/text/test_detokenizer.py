@@ -21,13 +21,13 @@ from trioserve.protocol.errors import (
     SlowReader,
 )
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.requests.prompts import TextPrompt
 from trioserve.requests.request import (
     Finish,
     FinishReason,
     Request,
     Sequence,
     SequenceOutput,
-    TextPrompt,
     Times,
 )
 from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob

@@ -11,7 +11,7 @@ import pytest
 from tests.cli import test_chat
 from tests.fuzz.templates import HOSTILE
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text import template_bounds
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.template_bounds import BeyondBounds

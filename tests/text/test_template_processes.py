@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from trioserve.protocol.errors import EngineError, InvalidRequest
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.text import template_processes
 from trioserve.text.chat_template import ChatTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 
 PROMPT = ChatPrompt(messages=({"role": "user", "content": "x"},))

@@ -18,15 +18,8 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.protocol.wire import from_ints
 from trioserve.requests.prompt_size import characters_of, characters_of_contents
-from trioserve.requests.request import (
-    ChatPrompt,
-    Prompt,
-    Request,
-    State,
-    TextPrompt,
-    Times,
-    TokensPrompt,
-)
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import Request, State, Times
 from trioserve.requests.request import Sequence as RequestSequence
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.chat_template import ChatTemplate

@@ -21,15 +21,8 @@ from trioserve.protocol.errors import (
 )
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.request import (
-    Finish,
-    FinishReason,
-    Request,
-    Sequence,
-    State,
-    TextPrompt,
-    Times,
-)
+from trioserve.requests.prompts import TextPrompt
+from trioserve.requests.request import Finish, FinishReason, Request, Sequence, State, Times
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine

@@ -19,7 +19,7 @@ from trioserve.load.answer import (
 )
 from trioserve.load.remote import Remote, RemoteError, RemoteEvents
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 
 if TYPE_CHECKING:
     from trioserve.engine.engine import Engine

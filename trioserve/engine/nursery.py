@@ -204,6 +204,7 @@ class Place:
             generation=model.generation,
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
+            embedding_width=ready.embedding_width,
             eos_token_ids=model.eos_token_ids,
             stream_budget=self.stream_budget(config),
             seeds=self.seeds(config),

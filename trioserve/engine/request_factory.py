@@ -10,6 +10,7 @@ import trio
 
 from trioserve.config import EngineConfig
 from trioserve.engine.validation import (
+    check_embeddings,
     check_params,
     check_prediction,
     check_prompt,
@@ -22,7 +23,8 @@ from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import NO_ADAPTER
 from trioserve.requests.options import RequestOptions
-from trioserve.requests.request import Prompt, Request, Sequence, Times, TokensPrompt
+from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in
+from trioserve.requests.request import Request, Sequence, Times
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
 
@@ -37,6 +39,7 @@ class RequestMaker:
         generation: how long outputs may be.
         max_model_len: longest sequence in tokens.
         vocab_size: of the model.
+        embedding_width: that of embeddings in a prompt; 0 if the worker takes none.
         eos_token_ids: the tokens that end a sequence by themselves.
         stream_budget: bounds the output that waits for slow readers.
         seeds: seeds requests that bring no seed.
@@ -47,6 +50,7 @@ class RequestMaker:
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     max_model_len: int
     vocab_size: int
+    embedding_width: int
     eos_token_ids: tuple[int, ...]
     stream_budget: StreamBudget
     seeds: random.Random
@@ -75,6 +79,8 @@ class RequestMaker:
             check_prediction(params.prediction, self.tokenizer)
             if self.config.speculative_config is None:
                 params = attrs.evolve(params, prediction="")  # it needn't be encoded
+        if embeddings_in(prompt):
+            check_embeddings(prompt, params, self.embedding_width)
         params = limit_output(params, self.generation.most_tokens)
         keep = max_prompt_tokens(params, self.max_model_len)
         fewest_tokens = self._fewest_tokens(prompt, keep)

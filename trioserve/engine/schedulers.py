@@ -20,6 +20,7 @@ from trioserve.observability.scheduler_statistics import SchedulerStatistics, su
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns, Floats
 from trioserve.requests.adapters import Catalogue
+from trioserve.requests.embedded import ContentIds
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
@@ -56,6 +57,7 @@ class Schedulers:
         """Held while workers are added or removed, or their weights are swapped."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
         self._on_idle: Callable[[], None] = lambda: None
+        self._contents = ContentIds()
         self._num_calls = 0
         """Number of calls to one worker."""
 
@@ -103,9 +105,19 @@ class Schedulers:
         async for first in requests:
             # Requests that came together are submitted together, so that they share a plan.
             for request in (first, *receive_waiting(requests)):
+                if request.embedded:
+                    self._name_contents(request)
                 request.scheduler = self.placement.place(request)
                 # A worker may have been attached after the grammar was checked.
                 request.scheduler.submit(request, compiles=len(self.placement.schedulers) > 1)
+
+    def _name_contents(self, request: Request) -> None:
+        """Give the embeddings of a request their ids for the prefix caches."""
+        if not self._contents.has_room(request.embedded):
+            for each in self:
+                each.pause_control.flush_prefixes()
+            self._contents.begin_anew()
+        request.name_contents(self._contents)
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent."""

@@ -14,7 +14,7 @@ from trioserve.config import EngineConfig
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.prompt_size import characters_of_contents
-from trioserve.requests.request import Prompt, TokensPrompt
+from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS, num_continuations
 from trioserve.text.stop_regex import check_stop_regex
 from trioserve.text.tokenizer import Tokenizer
@@ -155,6 +155,35 @@ def check_prediction(prediction: str, tokenizer: Tokenizer) -> None:
             f"got {len(prediction)}",
             param="prediction",
         )
+
+
+def check_embeddings(prompt: Prompt, params: SamplingParams, width: int) -> None:
+    """Refuse embeddings that the worker doesn't take, and parameters that need a prompt's tokens.
+
+    Raises:
+        InvalidRequest: ``param`` names the field.
+    """
+    if not width:
+        raise InvalidRequest(
+            "embeddings in a prompt aren't served with this model or these options",
+            param="prompt",
+        )
+    for each in embeddings_in(prompt):
+        if each.width != width:
+            raise InvalidRequest(
+                f"embeddings must have the model's hidden size, {width} columns, got {each.width}",
+                param="prompt",
+            )
+    for name, is_given in (
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+        ("repetition_penalty", params.repetition_penalty != 1.0),
+        ("truncate_prompt_tokens", params.truncate_prompt_tokens is not None),
+    ):
+        if is_given:
+            raise InvalidRequest(
+                f"{name} needs a prompt's tokens, and this one has embeddings: leave it out",
+                param=name,
+            )
 
 
 def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:

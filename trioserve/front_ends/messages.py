@@ -28,6 +28,7 @@ from trioserve.front_ends.wire_errors import ErrorMessage
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import Adapter
+from trioserve.requests.embedded import EmbeddedSpan
 from trioserve.requests.request import Finish, FinishReason, Sequence, State
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import TokenLogprob
@@ -102,6 +103,8 @@ class Submit(_Message):
     id: str
     prompt_column: bytes
     """Ids of the prompt, as they also go to the worker."""
+    embedded: list[EmbeddedSpan]
+    """Positions of the prompt with embeddings in place of tokens."""
     params: SamplingParams
     sampler: SamplerParams
     arrived: float

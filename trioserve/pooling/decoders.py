@@ -21,7 +21,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.options import RequestOptions
-from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import Prompt, TextPrompt, TokensPrompt
 
 POOLINGS: tuple[str, ...] = typing.get_args(DecoderPooling)
 

@@ -10,7 +10,7 @@ import trio
 
 from trioserve.model_files import EncoderConfig
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.requests.request import TokensPrompt
+from trioserve.requests.prompts import TokensPrompt
 from trioserve.text.encoder_tokenizer import EncodedText, EncoderTokenizer
 
 Pair = tuple[str, str]

@@ -14,7 +14,7 @@ import numpy as np
 from trioserve.pooling.results import LabelScores
 from trioserve.protocol.errors import InvalidRequest, RequestAborted
 from trioserve.requests.generation import Completion, Usage
-from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import Prompt, TextPrompt, TokensPrompt
 
 Text = str | Sequence[int]
 """A text, or the token ids of one."""

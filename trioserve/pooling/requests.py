@@ -35,7 +35,7 @@ from trioserve.protocol.errors import InvalidRequest, TrioserveError
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import Completion, Usage
 from trioserve.requests.options import RequestOptions
-from trioserve.requests.request import Prompt, TokensPrompt
+from trioserve.requests.prompts import Prompt, TokensPrompt
 
 Pair = tuple[str, str]
 Floats = npt.NDArray[np.float32]

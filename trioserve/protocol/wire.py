@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol.certificates import Credentials
+from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
 from trioserve.protocol.sampling import SamplerParams
@@ -115,6 +116,8 @@ class Ready:
     """The most tokens that a row of a result brings: one, and another for each accepted draft."""
     num_stages: int = 1
     """The number of stages, which compute a plan one after the other, each another plan."""
+    embedding_width: int = 0
+    """Width of embeddings that stand in place of tokens; 0 if the worker takes none."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
@@ -135,7 +138,8 @@ class OpenSlot:
     already have their KV in the first pages of ``pages`` (a prefix hit). ``prompt_logprobs_from``
     is the position, above ``computed``, of the first prompt token that needs a log-probability; -1
     if none does. ``adapter`` is the number of an adapter loaded by the call ``load_adapter``, 0 for
-    none.
+    none. ``embeddings`` stand in place of those of the tokens, in the order of their positions;
+    there are none for what is ``computed``.
     """
 
     slot: int
@@ -147,6 +151,7 @@ class OpenSlot:
     sampler: SamplerParams
     prompt_logprobs_from: int = -1
     adapter: int = 0
+    embeddings: list[EmbeddingRows] = attrs.field(factory=list)
 
 
 @attrs.frozen(kw_only=True)
@@ -335,6 +340,7 @@ _PARTS = (
     OpenSlot,
     PromptPiece,
     PooledPrompt,
+    EmbeddingRows,
     MockSteps,
     SamplerParams,
     Grammar,

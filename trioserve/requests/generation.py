@@ -11,16 +11,10 @@ import trio
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
+from trioserve.requests.embedded import EmbeddingsPrompt
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import (
-    ChatPrompt,
-    FinishReason,
-    Prompt,
-    Request,
-    TextPrompt,
-    Times,
-    TokensPrompt,
-)
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.request import FinishReason, Request, Times
 from trioserve.requests.stream import Chunk, TokenLogprob
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
@@ -233,7 +227,7 @@ def as_prompt(prompt: PromptLike) -> Prompt:
     Raises:
         InvalidRequest: it is empty, or a list of something else than ids or messages.
     """
-    if isinstance(prompt, (TextPrompt, TokensPrompt, ChatPrompt)):
+    if isinstance(prompt, (TextPrompt, TokensPrompt, ChatPrompt, EmbeddingsPrompt)):
         return prompt
     if isinstance(prompt, str):
         return TextPrompt(prompt)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt, embeddings_in
 
+_HASHED_BYTES = 200
+"""Bytes that are hashed in the time in which a character is encoded, 0.2 µs."""
 _MESSAGE_CHARACTERS = 20
 """Characters of a message besides its own texts: the role and the template's markers."""
 
 
 def characters_of(prompt: Prompt) -> int:
-    """Return about how many characters are rendered and encoded, a chat's tools included."""
+    """Return about how many characters are rendered and encoded, a chat's tools included.
+
+    Embeddings, which are hashed, count as characters that take as long.
+    """
     if isinstance(prompt, TokensPrompt):
         return 0
+    hashed = sum(each.embeddings.nbytes for each in embeddings_in(prompt)) // _HASHED_BYTES
+    if isinstance(prompt, EmbeddingsPrompt):
+        return hashed
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    total = _MESSAGE_CHARACTERS * len(prompt.messages)
+    total = hashed + _MESSAGE_CHARACTERS * len(prompt.messages)
     left: list[object] = [*prompt.messages, prompt.template_arguments]
     while left:
         item = left.pop()
@@ -35,7 +44,7 @@ def characters_of_contents(prompt: Prompt) -> int:
 
     A template may leave out tools and other arguments.
     """
-    if isinstance(prompt, TokensPrompt):
+    if isinstance(prompt, TokensPrompt | EmbeddingsPrompt):
         return 0
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)

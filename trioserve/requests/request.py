@@ -25,20 +25,20 @@ only list of its changes.
 from __future__ import annotations
 
 import enum
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import msgspec
 import trio
 
-from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.protocol.wire import from_ints
 from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.embedded import ContentIds, EmbeddedSpan, take_marks
 from trioserve.requests.logprobs import PromptLogprobs
+from trioserve.requests.prompts import Prompt, TokenizedPrompt, embeddings_in
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Stream, TokenLogprob
 
@@ -91,76 +91,6 @@ class Finish:
     error: Exception | None = None
     beam_logprob: float | None = None
     """Sum of the tokens' processed log-probabilities, of an output of a beam search."""
-
-
-def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"a prompt's {attribute.name} must be a string", param="prompt")
-
-
-def _as_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
-    """Return the ids as plain integers, whatever kind of integer they were."""
-    try:
-        return tuple(map(operator.index, ids))
-    except TypeError:
-        raise InvalidRequest("a prompt's token ids must be integers", param="prompt") from None
-
-
-def _as_messages(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    try:
-        return tuple(messages)
-    except TypeError:
-        raise InvalidRequest("messages must be a list of messages", param="messages") from None
-
-
-def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{attribute.name} must be a map", param=attribute.name)
-
-
-# A prompt is checked where it is made: further in, a wrong type would fail all requests.
-
-
-@attrs.frozen
-class TextPrompt:
-    """Text to be continued."""
-
-    text: str = attrs.field(validator=_check_text)
-    add_special_tokens: bool = True
-
-
-@attrs.frozen
-class TokensPrompt:
-    """Token ids to be continued."""
-
-    token_ids: tuple[int, ...] = attrs.field(converter=_as_token_ids)
-
-
-@attrs.frozen(kw_only=True)
-class ChatPrompt:
-    """A conversation, rendered by the model's chat template.
-
-    ``messages`` are the OpenAI API's: maps with ``role`` and ``content`` (a string, or a list of
-    text parts). ``template_arguments`` are handed to the template as they are.
-    """
-
-    messages: tuple[dict[str, Any], ...] = attrs.field(converter=_as_messages)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_arguments: dict[str, Any] = attrs.field(factory=dict, validator=_check_mapping)
-
-
-Prompt = TextPrompt | TokensPrompt | ChatPrompt
-
-
-class TokenizedPrompt(NamedTuple):
-    """The ids of a request's prompt, and those of the output that it predicts."""
-
-    ids: list[int]
-    column: bytes
-    """Column of those ids, as on the wire."""
-    prediction: bytes
-    """Column of the output's ids; empty if it predicts none."""
 
 
 @attrs.define
@@ -242,7 +172,11 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache when it first ran."""
 
+    embedded: list[EmbeddedSpan] = attrs.field(factory=list, repr=False)
+    """Positions of the prompt with embeddings in place of tokens."""
     _prompt_column: bytes = attrs.field(default=b"", repr=False)
+    _cache_ids: list[int] = attrs.field(init=False, factory=list, repr=False)
+    _cache_column: bytes = attrs.field(init=False, default=b"", repr=False)
 
     def prompt_column(self) -> bytes:
         """Return ``prompt_ids``, which must be there, as on the wire.
@@ -253,6 +187,20 @@ class Request:
         if not self._prompt_column:
             self._prompt_column = from_ints(self.prompt_ids)
         return self._prompt_column
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """The ids by which the prefix cache knows the prompt; tokens have their own."""
+        return self._cache_ids if self.embedded else self.prompt_ids
+
+    def cache_column(self) -> bytes:
+        """Return :attr:`cache_ids` as on the wire."""
+        return self._cache_column if self.embedded else self.prompt_column()
+
+    def name_contents(self, contents: ContentIds) -> None:
+        """Give the positions with embeddings their ids for the prefix cache."""
+        self._cache_ids = contents.named(self.prompt_ids, self.embedded)
+        self._cache_column = from_ints(self._cache_ids)
 
     @property
     def scheduler(self) -> Any:
@@ -280,7 +228,8 @@ class Request:
         They are encoded for the wire. It may run in a thread.
         """
         ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
-        return TokenizedPrompt(ids, from_ints(ids), from_ints(prediction_ids))
+        embedded = take_marks(ids, embeddings_in(self.prompt))
+        return TokenizedPrompt(ids, from_ints(ids), from_ints(prediction_ids), embedded)
 
     def tokenized(self, prompt: TokenizedPrompt) -> None:
         """Set the ids of the prompt, and of the predicted output.
@@ -288,7 +237,7 @@ class Request:
         Raises:
             QueueFull: The queue has no room for them, so the request must be rejected.
         """
-        self.prompt_ids, self._prompt_column, prediction = prompt
+        self.prompt_ids, self._prompt_column, prediction, self.embedded = prompt
         if prediction:
             for sequence in self.sequences:
                 sequence.sampler = attrs.evolve(sequence.sampler, prediction=prediction)

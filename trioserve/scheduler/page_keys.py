@@ -8,11 +8,16 @@ else a page's content depends on, such as the weights, the workers know
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 
+from trioserve.protocol.wire import ints
+from trioserve.requests.embedded import FIRST_CONTENT_ID
 from trioserve.scheduler.prefix_tree import Namespace, Node
 
 KEY_BYTES = 16
+_SALT = os.urandom(16)
+"""Part of the keys of pages with embeddings, whose ids mean the same in this process only."""
 
 
 def key_of(node: Node) -> bytes:
@@ -49,7 +54,8 @@ def _root_key(namespace: Namespace) -> bytes:
 
 
 def _next_key(parent: bytes, tokens: bytes) -> bytes:
-    return _hash(parent + tokens)
+    salt = _SALT if ints(tokens).max() >= FIRST_CONTENT_ID else b""
+    return _hash(parent + tokens + salt)
 
 
 def _hash(content: bytes) -> bytes:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
+from trioserve.requests.embedded import rows_after
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
@@ -126,19 +127,23 @@ class PlanBuilder:
     def open(self, seq_state: SequenceState) -> None:
         """Open the slot that the sequence has got."""
         sequence = seq_state.sequence
-        tokens = seq_state.known_column()
+        request = sequence.request
+        tokens = request.prompt_column() + wire.from_ints(sequence.output_ids)
+        embeddings = rows_after(request.embedded, seq_state.computed)
         self._opened_bytes += len(tokens) + len(msgspec.msgpack.encode(sequence.sampler))
+        self._opened_bytes += sum(len(each.rows) for each in embeddings)
         self._opened.append(
             wire.OpenSlot(
                 slot=seq_state.slot,
                 generation=seq_state.generation,
                 tokens=tokens,
-                prompt_length=len(sequence.request.prompt_ids),
+                prompt_length=len(request.prompt_ids),
                 computed=seq_state.computed,
                 pages=wire.from_ints(seq_state.pages),
                 sampler=sequence.sampler,
                 prompt_logprobs_from=seq_state.prompt_logprobs_from,
                 adapter=seq_state.adapter,
+                embeddings=embeddings,
             )
         )
 

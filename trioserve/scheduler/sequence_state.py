@@ -143,14 +143,17 @@ class SequenceState:
         return self.holds_slot and self.num_stays == stay
 
     def known_tokens(self) -> list[int]:
-        """Return the prompt and the output so far. Don't change it: it may be the prompt itself."""
+        """Return the prompt and the output so far. Don't change it: it may be the prompt itself.
+
+        They are the prefix cache's, so embeddings have ids, too.
+        """
         output = self.sequence.output_ids
-        prompt = self.sequence.request.prompt_ids
+        prompt = self.sequence.request.cache_ids
         return prompt + output if output else prompt
 
     def known_column(self) -> bytes:
-        """Return the known tokens as on the wire."""
-        return self.sequence.request.prompt_column() + from_ints(self.sequence.output_ids)
+        """Return :meth:`known_tokens` as a column."""
+        return self.sequence.request.cache_column() + from_ints(self.sequence.output_ids)
 
     def enter_slot(self, counts: TokenCounts, slot: int, generation: int, computed: int) -> None:
         """Begin in ``slot`` with all known tokens; the KV of ``computed`` tokens exists."""

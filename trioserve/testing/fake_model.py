@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
 from trioserve.protocol.sampling import SamplerParams
+from trioserve.requests.embedded import FIRST_CONTENT_ID
+
+EMBEDDING_WIDTH = 4
 
 TokenFunction = Callable[[list[int], SamplerParams], int]
 """Function that returns the next token from all tokens before it and the sequence's parameters.
@@ -108,6 +112,11 @@ def prompt_piece(
         top_logprobs=wire.from_floats(np.concatenate(top_logprobs)),
         ids_logprobs=wire.from_floats(np.concatenate(asked)),
     )
+
+
+def embedded_token(row: npt.NDArray[Any]) -> int:
+    """Return the token that stands for an embedding [E]: a digest, which no vocabulary has."""
+    return FIRST_CONTENT_ID + zlib.crc32(row.tobytes()) % FIRST_CONTENT_ID
 
 
 def adapter_shift(path: str) -> int:

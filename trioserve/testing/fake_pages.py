@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.testing.fake_model import digests_of
+from trioserve.protocol.wire import OpenSlot, ints
+from trioserve.requests.embedded import FIRST_CONTENT_ID
+from trioserve.testing.fake_model import EMBEDDING_WIDTH, digests_of, embedded_token
 
 Content = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]
 """Tokens and digests of a page."""
@@ -73,6 +75,19 @@ class FakePages:
 
     def _pages(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return column.reshape(-1, self._page_size)
+
+    def tokens_of(self, opened: OpenSlot) -> list[int]:
+        """Return the tokens of a sequence that begins, with those that stand for embeddings."""
+        tokens = ints(opened.tokens).copy()
+        for each in opened.embeddings:
+            found = [embedded_token(row) for row in each.numbers(EMBEDDING_WIDTH)]
+            tokens[each.start : each.start + len(found)] = found
+        places = self.places(ints(opened.pages).tolist(), opened.computed)
+        cached = self._tokens[places]
+        own = tokens[: opened.computed]
+        tokens[: opened.computed] = np.where(cached >= FIRST_CONTENT_ID, cached, own)
+        whole: list[int] = tokens.tolist()
+        return whole
 
     def check_begun(self, pages: list[int], computed: int, own: set[int]) -> None:
         """Assert that a page that a new sequence shares is full.

@@ -36,6 +36,7 @@ from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_faults import Script, StepFails, WorkerDies
 from trioserve.testing.fake_model import (
+    EMBEDDING_WIDTH,
     TokenFunction,
     adapter_shift,
     draw,
@@ -146,6 +147,7 @@ class FakeWorker:
             num_host_pages=self.num_host_pages,
             max_row_tokens=self.max_row_tokens,
             num_stages=self.num_stages,
+            embedding_width=EMBEDDING_WIDTH,
         )
         return attrs.evolve(ready, **changes)
 
@@ -204,7 +206,7 @@ class FakeWorker:
             self._pages.check_begun(_list(opened.pages), opened.computed, own)
             slot = self.slots[opened.slot] = _Slot(
                 generation=opened.generation,
-                tokens=_list(opened.tokens),
+                tokens=self._pages.tokens_of(opened),
                 prompt_length=opened.prompt_length,
                 computed=opened.computed,
                 pages=_list(opened.pages),

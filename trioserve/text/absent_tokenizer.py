@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import models
 
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.request import ChatPrompt, Prompt, TokensPrompt
+from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TokensPrompt
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.incremental import IncrementalDecoder, NoText
 from trioserve.text.tokenizer import Tokenizer
@@ -61,6 +62,8 @@ class AbsentTokenizer(Tokenizer):
         """Return the number of token ids in ``prompt``; refuse a text."""
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
+        if isinstance(prompt, EmbeddingsPrompt):
+            return len(prompt)
         raise _refusal("messages" if isinstance(prompt, ChatPrompt) else "prompt")
 
     def _template(self) -> ChatTemplate:

@@ -8,8 +8,10 @@ import tokenizers
 
 from trioserve.model_files.native import panics_raised
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
+from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.embedded_parts import ids_with_marks
 from trioserve.requests.prompt_size import characters_of_contents, characters_of_roles
-from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt, embeddings_in
 from trioserve.requests.stream import TokenLogprob
 from trioserve.text.bounded_encoder import BoundedEncoder, cut
 from trioserve.text.chat_template import ChatTemplate
@@ -144,7 +146,7 @@ class Tokenizer:
         """Return the ids of a prompt at once. The tokenizer's task gives the same ids.
 
         Args:
-            prompt: Text, token ids or a chat.
+            prompt: Text, token ids, a chat or embeddings, which have placeholders as ids.
             keep: Most tokens, those that the tokenizer adds included; None for all.
             cut_side: Side on which a longer prompt is cut, ``left`` or ``right``. Special tokens
                 that the tokenizer adds stay.
@@ -158,8 +160,22 @@ class Tokenizer:
         if isinstance(prompt, TokensPrompt):
             ids = self._checked(prompt)
             return ids if keep is None else cut(ids, keep, cut_side)
+        if isinstance(prompt, EmbeddingsPrompt):
+            return prompt.marks(0)
         text, add_special_tokens = self.text_of(prompt)
-        return self.ids_of(text, add_special_tokens, keep, cut_side, param_of(prompt))
+        if isinstance(prompt, ChatPrompt):
+            return self.ids_of_chat(text, prompt, keep, cut_side)
+        return self.ids_of(text, add_special_tokens, keep, cut_side, "prompt")
+
+    def ids_of_chat(
+        self, text: str, prompt: ChatPrompt, keep: int | None, cut_side: str
+    ) -> list[int]:
+        """Return the ids of a rendered chat; see :meth:`prompt_ids`. Embeddings have marks."""
+        if not prompt.embedded:
+            return self.ids_of(text, False, keep, cut_side, "messages")
+        return ids_with_marks(
+            text, prompt.embedded, lambda part: self.ids_of(part, False, None, "", "messages")
+        )
 
     def ids_of(
         self, text: str, add_special_tokens: bool, keep: int | None, cut_side: str, param: str
@@ -259,7 +275,8 @@ class Tokenizer:
         """
         if isinstance(prompt, TokensPrompt):
             return len(prompt.token_ids)
-        return characters_of_contents(prompt) // self.encoder.characters_per_token
+        embedded = sum(map(len, embeddings_in(prompt)))
+        return embedded + characters_of_contents(prompt) // self.encoder.characters_per_token
 
     def _decode_with_special(self, ids: Sequence[int]) -> str:
         with panics_raised():

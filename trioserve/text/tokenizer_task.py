@@ -20,7 +20,8 @@ import trio
 from trioserve._util.channels import forward, receive_waiting
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.requests.prompt_size import characters_of
-from trioserve.requests.request import ChatPrompt, Request, State, TokenizedPrompt, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokenizedPrompt, embeddings_in
+from trioserve.requests.request import Request, State
 from trioserve.text.guarded import room_to_encode
 from trioserve.text.template_bounds import BeyondBounds
 from trioserve.text.tokenizer import Tokenizer, param_of
@@ -97,16 +98,15 @@ class TokenizerTask:
     ) -> None:
         """Render a chat in another process, and encode its text in a thread."""
         keep, side = request.max_prompt_tokens, request.params.truncation_side
-        assert isinstance(request.prompt, ChatPrompt)
+        chat = request.prompt
+        assert isinstance(chat, ChatPrompt)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_ended, request, nursery.cancel_scope)
             try:
-                text = await self._tokenizer.render_in_process(
-                    request.prompt, is_cut=keep is not None
-                )
+                text = await self._tokenizer.render_in_process(chat, is_cut=keep is not None)
                 prompt = await trio.to_thread.run_sync(
                     lambda: self._encode(
-                        request, self._tokenizer.ids_of(text, False, keep, side, "messages")
+                        request, self._tokenizer.ids_of_chat(text, chat, keep, side)
                     ),
                     abandon_on_cancel=True,
                     limiter=limiter,
@@ -143,7 +143,9 @@ class TokenizerTask:
         """
         texts: dict[bool, dict[Request, str]] = {False: {}, True: {}}
         for request in requests:
-            if request.max_prompt_tokens is None and not isinstance(request.prompt, TokensPrompt):
+            if request.max_prompt_tokens is not None or embeddings_in(request.prompt):
+                continue
+            if isinstance(request.prompt, TextPrompt | ChatPrompt):
                 with contextlib.suppress(InvalidRequest, BeyondBounds):
                     text, add_special_tokens = self._tokenizer.text_of(request.prompt)
                     self._tokenizer.encoder.check_length(text, param_of(request.prompt))

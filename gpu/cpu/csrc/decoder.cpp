@@ -141,6 +141,10 @@ void Decoder::forward(const int32_t* tokens, const AttentionStep& step,
   });
 }
 
+void Decoder::embed(const int32_t* tokens, int64_t count) {
+  pool_.run([&](const Team& team) { embed(team, tokens, count); });
+}
+
 // A token's row is on one rank, which writes it.
 void Decoder::embed(const Team& team, const int32_t* tokens, int64_t count) {
   if (!ranks_) return gather_rows(team, embedding, tokens, count, residual_);

@@ -82,8 +82,12 @@ class Decoder {
   // what the next stage begins with here.
   bf16* states() { return residual_; }
 
+  // Lets the states() begin with the embeddings of `tokens`, for a forward() without tokens: other
+  // embeddings may be written over some of them before that.
+  void embed(const int32_t* tokens, int64_t count);
+
   // Computes the hidden states of `tokens`, which stand as `step` says, and fills the cache. Where `tokens`
-  // is null, another stage has computed the states() to begin with. Some of the tokens may have adapters;
+  // is null, the states() to begin with are there. Some of the tokens may have adapters;
   // `adapters` is null where none has.
   void forward(const int32_t* tokens, const AttentionStep& step, const AdapterStep* adapters);
 

@@ -156,6 +156,10 @@ void TRIOSERVE_EXPORT(decoder_write_page)(Decoder* decoder, int32_t page, const 
   decoder->write_page(page, from);
 }
 
+void TRIOSERVE_EXPORT(decoder_embed)(Decoder* decoder, const int32_t* tokens, int64_t count) {
+  decoder->embed(tokens, count);
+}
+
 void TRIOSERVE_EXPORT(decoder_forward)(Decoder* decoder, const int32_t* tokens, const AttentionStep* step,
                      const AdapterStep* adapters) {
   decoder->forward(tokens, *step, adapters);

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.attention import StepLayout
-from gpu.models.parallel.steps import Compute
+from gpu.models.parallel.steps import Compute, SentEmbeddings
+from gpu.models.step_embeddings import StepEmbeddings
 
 
 def compute(
     tokens: npt.NDArray[np.int64],
     layout: StepLayout,
     adapted: Mapping[int, npt.NDArray[np.int64]],
+    embedded: StepEmbeddings | None,
 ) -> Compute:
     """Return the message for a step.
 
@@ -22,6 +24,7 @@ def compute(
         tokens: [T], in the order of ``layout``.
         layout: Rows of the step.
         adapted: By the adapter's number, the places of its tokens.
+        embedded: Embeddings in place of those of tokens.
     """
     return Compute(
         tokens=tokens.tobytes(),
@@ -33,6 +36,7 @@ def compute(
         width=layout.block_tables.shape[1],
         num_decode_rows=layout.num_decode_rows,
         adapted={number: own.tobytes() for number, own in adapted.items()},
+        embedded=SentEmbeddings.of(embedded),
     )
 
 

@@ -15,6 +15,7 @@ from gpu.models.decoder import Decoder
 from gpu.models.parallel.layouts import compute
 from gpu.models.parallel.link import RankLink
 from gpu.models.parallel.steps import ComputeLogits, CopyPages, encode_step
+from gpu.models.step_embeddings import StepEmbeddings
 
 
 class LeadingAttention:
@@ -57,13 +58,15 @@ class LeadingDecoder:
         tokens: torch.Tensor,
         attention: LeadingAttention,
         adapted: Sequence[TokenGroup] = (),
+        embedded: StepEmbeddings | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [T, E] of ``tokens`` [T] int64, the same on all ranks."""
         assert attention.layout is not None
         places = {each.number: each.tokens.numpy() for each in adapted}
         with self._link.in_step():
-            self._link.send(encode_step(compute(tokens.numpy(), attention.layout, places)))
-            hidden = self._decoder.forward(tokens, attention.own, adapted)
+            step = compute(tokens.numpy(), attention.layout, places, embedded)
+            self._link.send(encode_step(step))
+            hidden = self._decoder.forward(tokens, attention.own, adapted, embedded)
             if self._link.stages is not None:
                 self._link.stages.send(raw(hidden))
         return hidden

@@ -7,7 +7,28 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from gpu.models.step_embeddings import StepEmbeddings
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Numbers
+
+
+class SentEmbeddings(msgspec.Struct, frozen=True):
+    """Embeddings of a step (:class:`gpu.models.step_embeddings.StepEmbeddings`), as bytes."""
+
+    places: bytes
+    rows: bytes
+
+    @classmethod
+    def of(cls, embedded: StepEmbeddings | None) -> SentEmbeddings | None:
+        """Return the message for ``embedded``."""
+        if embedded is None:
+            return None
+        return cls(embedded.places.tobytes(), embedded.rows.tobytes())
+
+    def received(self) -> StepEmbeddings:
+        """Return the embeddings, in memory of their own."""
+        places = np.frombuffer(bytearray(self.places), dtype=np.int64)
+        rows = np.frombuffer(bytearray(self.rows), dtype=np.float32)
+        return StepEmbeddings(places, rows.reshape(len(places), -1))
 
 
 class GiveCache(msgspec.Struct, frozen=True, tag=True):
@@ -33,6 +54,7 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     num_decode_rows: int
     adapted: dict[int, bytes]
     """By the adapter's number: places of its tokens, int64."""
+    embedded: SentEmbeddings | None
 
 
 class PackedNumbers(msgspec.Struct, frozen=True):
@@ -85,6 +107,7 @@ class ComputeRows(msgspec.Struct, frozen=True, tag=True):
     context_lens: bytes
     block_tables: bytes
     adapted: dict[int, bytes]
+    embedded: SentEmbeddings | None
 
 
 class ComputeRowLogits(msgspec.Struct, frozen=True, tag=True):

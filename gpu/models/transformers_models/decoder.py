@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from gpu.lora.updates import ProductUpdates
+from gpu.models.decoder import put_embeddings
+from gpu.models.step_embeddings import StepEmbeddings
 from gpu.models.transformers_models.attention import PagedLayers
 from gpu.models.transformers_models.interface import using_backend
 
@@ -50,16 +52,21 @@ class TransformersDecoder:
         tokens: torch.Tensor,
         attention: PagedLayers,
         adapted: Sequence[ProductUpdates] = (),
+        embedded: StepEmbeddings | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [T, E] of ``tokens`` [T] int64.
 
         Call ``attention.begin`` with the step's layout first. Adapters aren't supported.
+        ``embedded`` are what the class calls ``inputs_embeds``.
         """
         assert not adapted
+        given: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
+        if embedded is not None:
+            residual = self.model.get_input_embeddings()(tokens)
+            put_embeddings(residual, embedded)
+            given = {"inputs_embeds": residual[None]}
         with using_backend(attention):
-            output = self.body(
-                input_ids=tokens[None], position_ids=attention.positions[None], use_cache=False
-            )
+            output = self.body(**given, position_ids=attention.positions[None], use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 

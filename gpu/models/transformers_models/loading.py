@@ -66,6 +66,7 @@ def load_through_transformers(
         max_model_len=start.max_model_len,
         vocab_size=config.vocab_size,
         num_host_pages=num_host_pages,
+        embedding_width=decoder.model.get_input_embeddings().embedding_dim,
     )
     sampler = make_sampler(start, config.vocab_size)
     return Loaded(

@@ -18,7 +18,7 @@ from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.worker_start import start_message
 from trioserve.model_files import open_model
 from trioserve.protocol import wire
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.testing.fake_engine import byte_tokenizer
 
 HELLO = ChatPrompt(messages=({"role": "user", "content": "hello"},))

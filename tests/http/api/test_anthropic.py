@@ -18,7 +18,7 @@ from tests.support.http_stub import (
     served,
     words,
 )
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

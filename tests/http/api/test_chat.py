@@ -26,7 +26,7 @@ from tests.support.chats import (
 from tests.support.http_stub import Step, StubEngine, StubTokenizer, post, with_logprobs
 from trioserve.http.api.openai.writer import usage_reply
 from trioserve.requests.generation import Usage
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.requests.stream import Chunk, TokenLogprob
 
 

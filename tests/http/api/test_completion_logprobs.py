@@ -11,7 +11,7 @@ from trioserve.http.api.threads import num_in_entries
 from trioserve.protocol import wire
 from trioserve.requests.generation import Completion, Output, Usage
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import TextPrompt, TokensPrompt
+from trioserve.requests.prompts import TextPrompt, TokensPrompt
 from trioserve.requests.stream import TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 

@@ -27,7 +27,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import TextPrompt, TokensPrompt
+from trioserve.requests.prompts import TextPrompt, TokensPrompt
 from trioserve.requests.stream import Chunk, TokenLogprob
 
 PATH = "/v1/completions"

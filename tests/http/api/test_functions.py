@@ -19,7 +19,7 @@ from tests.support.chats import (
     refusal,
 )
 from tests.support.http_stub import post
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 ONE_CALL = CALLS[: CALLS.index("</tool_call>") + len("</tool_call>")]

@@ -21,7 +21,7 @@ from tests.support.http_stub import (
     words,
 )
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
-from trioserve.requests.request import ChatPrompt, TextPrompt
+from trioserve.requests.prompts import ChatPrompt, TextPrompt
 from trioserve.requests.stream import Chunk
 
 CHAT = "/api/chat"

@@ -21,7 +21,7 @@ from tests.support.http_stub import (
     with_logprobs,
     words,
 )
-from trioserve.requests.request import ChatPrompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import Chunk
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -18,7 +18,7 @@ from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.wire import OpenSlot
-from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import TokenLogprob
 
 ROUTES = served_routes(ServerConfig(engine=EngineConfig("m")))

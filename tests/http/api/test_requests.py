@@ -50,7 +50,6 @@ async def refusal(path: str, body: Any) -> dict[str, Any]:
         (CHAT, "chat_template", "{{ messages }}"),
         (CHAT, "add_special_tokens", True),
         (TEXT, "suffix", "end"),
-        (TEXT, "prompt_embeds", "AAAA"),
         (TEXT, "repetition_detection", {"min_count": 2}),
         (TEXT, "kv_transfer_params", {"a": 1}),
         (TEXT, "thinking_token_budget", 5),

@@ -12,7 +12,7 @@ import pytest
 from tests.support.http_stub import Call, Step, StubEngine, client_of, with_logprobs, words
 from trioserve.protocol import wire
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import TextPrompt, TokensPrompt
+from trioserve.requests.prompts import TextPrompt, TokensPrompt
 from trioserve.requests.stream import Chunk, TokenLogprob
 
 

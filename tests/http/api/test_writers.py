@@ -31,7 +31,8 @@ from trioserve.http.api.sglang.schemas import GenerateResponse, MetaInfo
 from trioserve.http.api.sglang.writer import NativeWriter
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream
-from trioserve.requests.request import ChatPrompt, Request, TextPrompt, Times
+from trioserve.requests.prompts import ChatPrompt, TextPrompt
+from trioserve.requests.request import Request, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget
 
 # A backslash, a quote and a NUL are what a prepared event could be cut at in the wrong place.

@@ -15,7 +15,7 @@ from trioserve.engine.offline.recording import Recording
 from trioserve.engine.offline.room import Room
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import Completion, PromptLike
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

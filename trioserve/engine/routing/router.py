@@ -126,7 +126,7 @@ class Router:
         if limits.enable_prefix_caching and request.sequences[0].state is not State.FINISHED:
             page_size = limits.page_size
             request.coming = self._index.add_coming(
-                namespace, page_size, request.prompt_column(), 2 * number, paths[page_size]
+                namespace, page_size, request.cache_column(), 2 * number, paths[page_size]
             )
         return worker.scheduler
 
@@ -187,7 +187,7 @@ class Router:
         self, request: Request, namespace: Namespace
     ) -> tuple[KnownPrefix, dict[int, RunPath]]:
         """Return what each worker has for the request, and its paths by the size of pages."""
-        tokens = request.prompt_column()
+        tokens = request.cache_column()
         found = np.zeros((2, 2 * len(self._loads)))
         paths = {
             page_size: self._index.find(namespace, page_size, tokens, *found)

@@ -14,7 +14,7 @@ from trioserve.engine.sessions.turn_tree import SessionTurn
 from trioserve.protocol.errors import InvalidRequest, RequestAborted
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.generation import GenerationStream, PromptLike, as_prompt
-from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
+from trioserve.requests.prompts import Prompt, TextPrompt, TokensPrompt
 
 Generation = contextlib.AbstractAsyncContextManager[GenerationStream]
 
@@ -122,7 +122,7 @@ def turn_prompt(prompt: PromptLike, prefix: Sequence[int]) -> Prompt:
         InvalidRequest: it is neither text nor token ids.
     """
     own = as_prompt(prompt)
-    if isinstance(own, ChatPrompt):
+    if not isinstance(own, TextPrompt | TokensPrompt):
         raise InvalidRequest("a turn's prompt is text or token ids", param="prompt")
     if isinstance(own, TextPrompt) and prefix:
         return attrs.evolve(own, add_special_tokens=False)

@@ -157,6 +157,7 @@ class RemoteScheduler:
                     number=self._sent.next_number,
                     id=request.id,
                     prompt_column=request.prompt_column(),
+                    embedded=request.embedded,
                     params=params,
                     sampler=attrs.evolve(request.sequences[0].sampler, grammar=None, extra_args={}),
                     arrived=self.clock.shared(request.times.arrived),

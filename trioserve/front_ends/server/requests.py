@@ -28,6 +28,7 @@ from trioserve.front_ends.server.context import ServerContext
 from trioserve.front_ends.wire_errors import ErrorMessage, fault_of
 from trioserve.protocol.errors import FrontEndLost, Paused, QueueFull
 from trioserve.protocol.wire import ints
+from trioserve.requests.prompts import TokensPrompt
 from trioserve.requests.request import (
     Finish,
     FinishReason,
@@ -36,7 +37,6 @@ from trioserve.requests.request import (
     SequenceOutput,
     State,
     Times,
-    TokensPrompt,
 )
 from trioserve.requests.stream import Stream, StreamBudget
 
@@ -273,6 +273,7 @@ class FrontEndRequests:
             default_max_tokens=message.default_max_tokens,
             prompt_ids=ints(message.prompt_column).tolist(),
             prompt_column=message.prompt_column,
+            embedded=message.embedded,
             owner=self,
             number=message.number,
             num_left=params.n,

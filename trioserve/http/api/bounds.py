@@ -13,8 +13,9 @@ from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.schema.structure import count_outside_texts
 from trioserve.http.api.threads import num_in_entries
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.embedded import EmbeddingsPrompt
 from trioserve.requests.generation import GenerationStream
-from trioserve.requests.request import TokensPrompt
+from trioserve.requests.prompts import Prompt, TokensPrompt
 from trioserve.requests.stream import Chunk
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
 
@@ -72,9 +73,9 @@ def check_batch(
             param="n",
         )
     tokens = sum(
-        len(job.prompt.token_ids) * job.params.n
+        _num_tokens(job.prompt) * job.params.n
         for job in jobs
-        if isinstance(job.prompt, TokensPrompt) and job.params.truncate_prompt_tokens is None
+        if job.params.truncate_prompt_tokens is None
     )
     max_tokens = engine.max_num_queued_tokens // shares
     if tokens > max_tokens:
@@ -83,6 +84,13 @@ def check_batch(
             f"{max_tokens} can wait (--max-num-queued-tokens)",
             param="prompt",
         )
+
+
+def _num_tokens(prompt: Prompt) -> int:
+    """Return the tokens of a prompt that isn't text."""
+    if isinstance(prompt, EmbeddingsPrompt):
+        return len(prompt)
+    return len(prompt.token_ids) if isinstance(prompt, TokensPrompt) else 0
 
 
 def check_prompt_logprobs(jobs: Sequence[PromptJob], streams: Iterable[GenerationStream]) -> None:

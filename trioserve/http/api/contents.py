@@ -14,7 +14,8 @@ import msgspec
 from trioserve.http.api.jobs import PromptJob
 from trioserve.pooling.inputs import Item
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.request import ChatPrompt, Prompt, TextPrompt
+from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt
 from trioserve.requests.stream import Chunk
 
 MAX_CHARACTERS = 2000
@@ -75,6 +76,8 @@ def _clipped(text: str, length: int) -> str:
 def _prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, TextPrompt):
         return _clipped(prompt.text, len(prompt.text))
+    if isinstance(prompt, EmbeddingsPrompt):
+        return f"embeddings of the shape {list(prompt.embeddings.shape)}"
     value: object = prompt.messages if isinstance(prompt, ChatPrompt) else prompt.token_ids
     text = msgspec.json.encode(value, enc_hook=str).decode("utf-8", "replace")
     return _clipped(text, len(text))

@@ -8,7 +8,7 @@ import attrs
 
 from trioserve.engine.sessions.continuation import Generate
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.request import Prompt
+from trioserve.requests.prompts import Prompt
 from trioserve.requests.retention import Retention
 
 

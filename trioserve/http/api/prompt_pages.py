@@ -19,7 +19,7 @@ from trioserve.http.api.generations import renamed
 from trioserve.http.api.jobs import PromptJob
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.prompt_size import characters_of
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.scheduler.cache_events import namespace_hash, prompt_hashes
 from trioserve.text.tokenizer_task import INLINE_CHARACTERS
 

@@ -40,7 +40,7 @@ from trioserve.http.api.threads import num_logprobs, run_if_long
 from trioserve.pooling.inputs import Item, as_items
 from trioserve.pooling.results import Embeddings
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.request import ChatPrompt, TextPrompt
+from trioserve.requests.prompts import ChatPrompt, TextPrompt
 
 
 class OllamaEndpoints:

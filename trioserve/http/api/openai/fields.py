@@ -12,7 +12,7 @@ from trioserve.http.api.schema.sampling_fields import SHARED_NAMES, beam_width
 from trioserve.http.api.service import Service
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.request import Prompt
+from trioserve.requests.prompts import Prompt
 
 _SAMPLING_FIELDS = (
     *SHARED_NAMES,

@@ -8,7 +8,7 @@ from trioserve.http.api.pooling.schemas import ScoreRequest, ScoreResponse
 from trioserve.http.api.service import Service
 from trioserve.pooling.labels import label_params, label_prompts, label_scores
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.request import Prompt
+from trioserve.requests.prompts import Prompt
 
 _NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items"}
 

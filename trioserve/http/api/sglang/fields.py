@@ -17,7 +17,7 @@ from trioserve.http.api.service import Service
 from trioserve.http.api.sglang.schemas import DEFAULT_NEW_TOKENS, GenerateRequest, NativeSampling
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
-from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import Prompt, TextPrompt, TokensPrompt
 
 _ANY_JSON = "$$ANY$$"
 """SGLang's word for a JSON object of any form, in place of a schema's text."""

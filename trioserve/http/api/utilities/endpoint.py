@@ -25,7 +25,7 @@ from trioserve.observability.statistics import EngineStatistics
 from trioserve.protocol.errors import DeadlineExceeded, Draining, EngineError, QueueFull, WorkerLost
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.version import __version__
-from trioserve.requests.request import TokensPrompt
+from trioserve.requests.prompts import TokensPrompt
 
 HEALTH_TIMEOUT = 20.0
 """Seconds that ``/health_generate`` waits for its token, as in SGLang."""

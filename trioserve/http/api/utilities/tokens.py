@@ -151,7 +151,10 @@ class TokenEndpoints:
         format = self._format
         if format.tokenizer.chat_template is None:
             raise InvalidRequest("the model has no chat template", param="messages")
-        return await format.tokenizer.render(chat_prompt(chat, format, tool_use(chat, format)))
+        prompt = chat_prompt(chat, format, tool_use(chat, format))
+        if prompt.embedded:
+            raise InvalidRequest("prompt_embeds parts have no tokens", param="messages")
+        return await format.tokenizer.render(prompt)
 
     async def _run(self, weight: int, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``: run here if it is short (``weight`` in characters), else

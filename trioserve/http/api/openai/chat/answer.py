@@ -16,7 +16,7 @@ from trioserve.http.api.openai.chat.schemas import (
     ToolCall,
     ToolCallDelta,
 )
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from trioserve.text.tool_parsers import (
     ArgumentsDelta,

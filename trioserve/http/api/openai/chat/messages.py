@@ -39,6 +39,20 @@ class RefusalPart(
     refusal: Annotated[Text, about("The reason of the refusal.")]
 
 
+class EmbedsPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="prompt_embeds"
+):
+    """Embeddings in place of a piece of a user's message."""
+
+    prompt_embeds: Annotated[
+        Text,
+        about(
+            "Embeddings `[tokens, hidden size]`: base64 of a safetensors file with one tensor, or "
+            "of NumPy's format."
+        ),
+    ]
+
+
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
@@ -58,7 +72,7 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Annotated[Any, hint()] = None
 
 
-Parts = Annotated[list[TextPart | RefusalPart], msgspec.Meta(max_length=MAX_PARTS)]
+Parts = Annotated[list[TextPart | RefusalPart | EmbedsPart], msgspec.Meta(max_length=MAX_PARTS)]
 _Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
 
 

@@ -15,15 +15,16 @@ from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.openai.chat.answer import ReaderOptions, hidden_tokens, opens_reasoning
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.legacy import LEGACY_WORDS
-from trioserve.http.api.openai.chat.prompt import chat_prompt
+from trioserve.http.api.openai.chat.prompt import chat_prompt, embeds_characters
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.tools import tool_use
 from trioserve.http.api.openai.fields import make_job, sampling_fields
 from trioserve.http.api.service import Service
+from trioserve.http.api.threads import LONG_BODY, run_if_long
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.structural_tags import any_lark_of
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text.reasoning import CLOSE, after_reasoning
 from trioserve.text.tool_parsers import ToolUse
 
@@ -58,7 +59,11 @@ class ChatPreparation:
         """
         try:
             use = self._tool_use(request)
-            prompt = chat_prompt(request, self.format, use)
+            prompt = await run_if_long(
+                embeds_characters(request.messages),
+                lambda: chat_prompt(request, self.format, use),
+                most=LONG_BODY,
+            )
             options = self._reader_options(request, prompt, use)
             return PreparedChat(await self._job(request, options, id), options)
         except RecursionError:

@@ -10,12 +10,20 @@ import msgspec
 
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.legacy import with_tool_calls
-from trioserve.http.api.openai.chat.messages import ChatMessage, MessageToolCall, TextPart
+from trioserve.http.api.openai.chat.messages import (
+    ChatMessage,
+    EmbedsPart,
+    MessageToolCall,
+    RefusalPart,
+    TextPart,
+)
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.thinking import SWITCHES, no_effort_arguments
 from trioserve.http.api.openai.chat.tools import instructions, template_tools
+from trioserve.http.api.prompt_embeds import decode_embeddings
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.request import ChatPrompt
+from trioserve.requests.embedded_parts import PART_TYPE
+from trioserve.requests.prompts import ChatPrompt
 from trioserve.text.tool_parsers import FAMILIES, ToolUse
 
 _OWN_FIELDS = frozenset(
@@ -30,7 +38,8 @@ def chat_prompt(
     """Return the prompt of ``request``; ``use`` tells how tools are to be used.
 
     Raises:
-        InvalidRequest: the template never reads an argument, or two fields contradict each other.
+        InvalidRequest: the template never reads an argument, two fields contradict each other, or
+            embeddings can't be read.
     """
     messages = template_messages(request.messages, format)
     arguments = _template_arguments(request, format)
@@ -48,6 +57,17 @@ def chat_prompt(
     )
 
 
+def embeds_characters(messages: Sequence[ChatMessage]) -> int:
+    """Return the characters of embeddings in base64, which take long to decode."""
+    parts = (
+        part
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+    return sum(len(part.prompt_embeds) for part in parts if isinstance(part, EmbedsPart))
+
+
 def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> list[dict[str, Any]]:
     """Return messages in the form of chat templates.
 
@@ -61,8 +81,8 @@ def template_messages(messages: Sequence[ChatMessage], format: ChatFormat) -> li
     shown: list[dict[str, Any]] = []
     names: dict[str | None, str] = {}
     results: list[str] = []
-    for message in with_tool_calls(messages):
-        fields = _template_fields(message, format)
+    for index, message in enumerate(with_tool_calls(messages)):
+        fields = _template_fields(message, format, f"messages[{index}]")
         for call in message.tool_calls or ():
             names[call.id] = call.function.name
         if message.role == "tool" and not format.knows_tools:
@@ -81,15 +101,15 @@ def _show_results(results: list[str], shown: list[dict[str, Any]]) -> None:
         results.clear()
 
 
-def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]:
+def _template_fields(message: ChatMessage, format: ChatFormat, name: str) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(message)
     fields.pop("provider_specific_fields", None)
     if message.role == "developer" and "developer" not in format.template:
         fields["role"] = "system"
     if isinstance(message.content, list):
         fields["content"] = [
-            {"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal}
-            for part in message.content
+            _template_part(part, f"{name}.content[{index}]", message.role)
+            for index, part in enumerate(message.content)
         ]
     reasoning = message.reasoning or message.reasoning_content
     if reasoning is not None:
@@ -101,6 +121,22 @@ def _template_fields(message: ChatMessage, format: ChatFormat) -> dict[str, Any]
         del fields["tool_calls"]
         fields["content"] = _with_calls(fields, message.tool_calls, format)
     return fields
+
+
+def _template_part(
+    part: TextPart | RefusalPart | EmbedsPart, name: str, role: str
+) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, RefusalPart):
+        return {"type": "text", "text": part.refusal}
+    if role != "user":
+        raise InvalidRequest(
+            f"{name}: prompt_embeds are served in messages of the role user, got {role}",
+            param=name,
+        )
+    embeddings = decode_embeddings(part.prompt_embeds, f"{name}.prompt_embeds")
+    return {"type": PART_TYPE, PART_TYPE: embeddings}
 
 
 def _with_calls(fields: dict[str, Any], calls: list[MessageToolCall], format: ChatFormat) -> str:

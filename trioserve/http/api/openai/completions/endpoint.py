@@ -27,11 +27,13 @@ from trioserve.http.api.openai.fields import (
     request_id,
     sampling_fields,
 )
+from trioserve.http.api.prompt_embeds import read_embeddings
 from trioserve.http.api.service import Service, json_response
 from trioserve.http.api.sessions.turns import as_turn
 from trioserve.http.api.threads import num_logprobs, run_if_long
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.prompts import Prompt, TextPrompt, TokensPrompt
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Output tokens of a completion that gives no limit, as in the OpenAI API."""
@@ -53,11 +55,11 @@ class CompletionEndpoints:
         service = self._service
         model = service.model(request.model)
         check_stream_options(request)
-        jobs = as_turn(service, request.session_params, self._jobs(request))
+        prompts = await _prompts(request, service)
+        jobs = as_turn(service, request.session_params, self._jobs(request, prompts))
         if request.echo and jobs[0].turn is not None:
             raise InvalidRequest("echo isn't served in a session", param="echo")
         wanted = _wanted(request, jobs[0], service)
-        prompts = [job.prompt for job in jobs]
         created = int(time.time())
         response_id = request_id("cmpl", request, service)
         if request.stream:
@@ -81,8 +83,7 @@ class CompletionEndpoints:
 
         return json_response(await run_if_long(num_logprobs(completions), answer))
 
-    def _jobs(self, request: CompletionRequest) -> list[PromptJob]:
-        prompts = _prompts(request, self._service)
+    def _jobs(self, request: CompletionRequest, prompts: list[Prompt]) -> list[PromptJob]:
         base = request_id("cmpl", request, self._service)
         ids = [base] if len(prompts) == 1 else [f"{base}-{i}" for i in range(len(prompts))]
         fields, renames = _sampling(request)
@@ -90,9 +91,16 @@ class CompletionEndpoints:
             fields["max_tokens"] = self._service.default_max_tokens(DEFAULT_COMPLETION_TOKENS)
         params = self._service.sampling(fields, renames)
         return [
-            make_job(self._service, request, prompt, id, params, renames)
+            make_job(self._service, request, prompt, id, params, _names_for(prompt, renames))
             for prompt, id in zip(prompts, ids, strict=True)
         ]
+
+
+def _names_for(prompt: Prompt, renames: dict[str, str]) -> dict[str, str]:
+    """Return ``renames`` with the field that has ``prompt``."""
+    return (
+        {**renames, "prompt": "prompt_embeds"} if isinstance(prompt, EmbeddingsPrompt) else renames
+    )
 
 
 def _sampling(request: CompletionRequest) -> tuple[dict[str, Any], dict[str, str]]:
@@ -152,9 +160,34 @@ def _wanted(request: CompletionRequest, job: PromptJob, service: Service) -> Wan
     )
 
 
-def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
-    """Return the prompts of a completion, given in any of the four forms."""
-    given = request.prompt
+async def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]:
+    """Return the prompts of a completion: first the embeddings, then those of the other forms.
+
+    Raises:
+        InvalidRequest: There is none, or one is malformed.
+    """
+    given = request.prompt_embeds
+    if not given:
+        if request.prompt is None:
+            raise InvalidRequest("prompt is missing: give it, or prompt_embeds", param="prompt")
+        return _plain_prompts(request, request.prompt, service)
+    field = "prompt_embeds"
+    if request.echo:
+        raise InvalidRequest(f"echo needs text, and {field} has none", param="echo")
+    if isinstance(given, str):
+        texts, names = [given], [field]
+    else:
+        service.check_number_of_prompts(len(given), field)
+        texts, names = given, [f"{field}[{index}]" for index in range(len(given))]
+    # Some clients always send a prompt.
+    others = _plain_prompts(request, request.prompt, service) if request.prompt else []
+    return [*await read_embeddings(texts, names), *others]
+
+
+def _plain_prompts(
+    request: CompletionRequest, given: str | list[Any], service: Service
+) -> list[Prompt]:
+    """Return the prompts of texts and token ids, given in any of the four forms."""
     special = True if request.add_special_tokens is None else request.add_special_tokens
     if isinstance(given, str):
         return [TextPrompt(given, add_special_tokens=special)]

@@ -32,9 +32,17 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     """The body of ``POST /v1/completions``."""
 
     prompt: Annotated[
-        Text | _Prompts,
+        Text | _Prompts | None,
         about("A text or a list of token ids to continue, or a list of such prompts."),
-    ]
+    ] = None
+    prompt_embeds: Annotated[
+        Text | Annotated[list[Text], msgspec.Meta(min_length=1)] | None,
+        about(
+            "Embeddings to continue in place of a prompt, `[tokens, hidden size]`: base64 of a "
+            "safetensors file with one tensor, or of NumPy's format. A list has several such "
+            "prompts. They come before those of `prompt`."
+        ),
+    ] = None
     max_tokens: Annotated[
         Count | None,
         about(
@@ -66,7 +74,6 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     ] = None
 
     suffix: Annotated[Any, only("", refusal=Refusal.SUFFIXES)] = None
-    prompt_embeds: Annotated[Any, only(refusal=Refusal.PROMPT_EMBEDDINGS)] = None
 
 
 class CompletionLogprobs(msgspec.Struct):

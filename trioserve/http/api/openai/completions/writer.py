@@ -28,7 +28,7 @@ from trioserve.http.api.openai.writer import (
 )
 from trioserve.requests.generation import Completion, Output
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import Prompt, TextPrompt, TokensPrompt
+from trioserve.requests.prompts import Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import Chunk
 from trioserve.text.tokenizer import Tokenizer
 

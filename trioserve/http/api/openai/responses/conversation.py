@@ -182,7 +182,9 @@ _ChatContent = str | Parts
 def _content(given: str | Sequence[ContentPart]) -> _ChatContent:
     if isinstance(given, str):
         return given
-    parts = [part if isinstance(part, RefusalPart) else TextPart(text=part.text) for part in given]
+    parts: Parts = [
+        part if isinstance(part, RefusalPart) else TextPart(text=part.text) for part in given
+    ]
     return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextPart) else parts
 
 

@@ -1,0 +1,35 @@
+"""Embeddings in a prompt: rows that stand in place of those of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+NumberFormat = Literal["float32", "float16", "bfloat16"]
+NUMPY_DTYPES: dict[NumberFormat, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@attrs.frozen(kw_only=True)
+class EmbeddingRows:
+    """Embeddings [n, E] from position ``start`` of a prompt on."""
+
+    start: int
+    rows: bytes
+    """[n, E], contiguous and little-endian."""
+    number_format: NumberFormat
+
+    def numbers(self, width: int) -> npt.NDArray[Any]:
+        """Return the read-only view [n, width] of the rows.
+
+        Raises:
+            ValueError: They aren't so wide.
+        """
+        return np.frombuffer(self.rows, NUMPY_DTYPES[self.number_format]).reshape(-1, width)

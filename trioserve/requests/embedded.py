@@ -1,0 +1,190 @@
+"""Embeddings in place of a prompt's tokens, and the ids by which the prefix cache knows them.
+
+A prompt's ids have :data:`PLACEHOLDER` at each position with an embedding. The prefix cache
+compares ids, so it gets others for these positions: a :class:`ContentIds` gives equal ids to equal
+contents and to no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from trioserve.protocol.embeddings import NUMPY_DTYPES, EmbeddingRows, NumberFormat
+from trioserve.protocol.errors import InvalidRequest
+
+PLACEHOLDER = 0
+"""Token at positions with an embedding; any token of the vocabulary would do."""
+FIRST_CONTENT_ID = 1 << 30
+"""The first id that is no token of any vocabulary."""
+END_OF_CONTENT_IDS = 1 << 31
+"""The end of what fits a column of int32."""
+SPAN_ROWS = 16
+"""Embeddings that are named together: prompts share their pages as far as such spans are equal."""
+MAX_KNOWN_CONTENTS = 1 << 16
+"""Contents whose ids are remembered, about 20 MiB. An older one gets new ids if it comes again."""
+
+_FORMATS = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+
+
+def _as_embeddings(given: object) -> npt.NDArray[np.generic]:
+    """Return the array [T, E] that ``given`` is, contiguous; float64 becomes float32."""
+    if hasattr(given, "detach") and hasattr(given, "float"):
+        given = given.detach().float().cpu()  # A tensor, whose bfloat16 NumPy may not know.
+    try:
+        rows = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"embeddings must be an array: {error}", param="prompt") from None
+    if rows.dtype == np.float64:
+        rows = rows.astype(np.float32)
+    if rows.dtype not in _FORMATS:
+        formats = ", ".join(_FORMATS.values())
+        raise InvalidRequest(
+            f"embeddings must be numbers in one of {formats}, not {rows.dtype}", param="prompt"
+        )
+    if rows.ndim != 2 or not rows.size:
+        raise InvalidRequest(
+            "embeddings must be an array [tokens, hidden size] with at least one row, "
+            f"not of the shape {list(rows.shape)}",
+            param="prompt",
+        )
+    return np.ascontiguousarray(rows)
+
+
+@attrs.frozen(eq=False)
+class EmbeddingsPrompt:
+    """Embeddings to be continued, in place of those of tokens.
+
+    ``embeddings`` is [T, E] in float32, float16 or bfloat16 (``ml_dtypes``), where E is the model's
+    hidden size. PyTorch's tensors are taken, too, as float32. They must be finite; the worker
+    checks that no more.
+    """
+
+    embeddings: npt.NDArray[np.generic] = attrs.field(converter=_as_embeddings)
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+    @property
+    def width(self) -> int:
+        """Number of columns, E."""
+        return int(self.embeddings.shape[1])
+
+    def marks(self, index: int) -> list[int]:
+        """Return the marks of embedding number ``index`` of a prompt, in place of ids."""
+        return [-1 - index] * len(self)
+
+    def spans(self, start: int) -> list[EmbeddedSpan]:
+        """Return the spans of a prompt in which these begin at ``start``: 1 ms for 1 MiB."""
+        kind = _FORMATS[self.embeddings.dtype]
+        return [
+            EmbeddedSpan.of(start + first, self.embeddings[first : first + SPAN_ROWS], kind)
+            for first in range(0, len(self), SPAN_ROWS)
+        ]
+
+
+@attrs.frozen(kw_only=True)
+class EmbeddedSpan:
+    """Positions of a prompt from ``start`` to before ``stop``, with embeddings."""
+
+    start: int
+    stop: int
+    digest: bytes
+    """Digest of the embeddings, 16 bytes."""
+    rows: bytes
+    """[stop - start, E], contiguous and little-endian."""
+    number_format: NumberFormat
+
+    @classmethod
+    def of(
+        cls, start: int, rows: npt.NDArray[np.generic], number_format: NumberFormat
+    ) -> EmbeddedSpan:
+        """Return the span of ``rows`` [n, E] from ``start`` on."""
+        data = rows.tobytes()
+        hashed = hashlib.blake2b(f"{number_format} {rows.shape}\0".encode(), digest_size=16)
+        hashed.update(data)
+        return cls(
+            start=start,
+            stop=start + len(rows),
+            digest=hashed.digest(),
+            rows=data,
+            number_format=number_format,
+        )
+
+    def after(self, computed: int) -> EmbeddingRows:
+        """Return the embeddings for a worker that has computed ``computed`` tokens of the prompt.
+
+        At least one position must be left.
+        """
+        skipped = max(computed - self.start, 0)
+        width = len(self.rows) // (self.stop - self.start)
+        return EmbeddingRows(
+            start=self.start + skipped,
+            rows=self.rows[skipped * width :],
+            number_format=self.number_format,
+        )
+
+
+def take_marks(ids: list[int], given: Sequence[EmbeddingsPrompt]) -> list[EmbeddedSpan]:
+    """Replace the marks of ``given`` in ``ids`` by placeholders, and return the spans there."""
+    spans: list[EmbeddedSpan] = []
+    for index, each in enumerate(given):
+        start = ids.index(-1 - index)
+        ids[start : start + len(each)] = [PLACEHOLDER] * len(each)
+        spans += each.spans(start)
+    return sorted(spans, key=lambda span: span.start)
+
+
+def rows_after(spans: Sequence[EmbeddedSpan], computed: int) -> list[EmbeddingRows]:
+    """Return the embeddings of ``spans`` behind the first ``computed`` tokens."""
+    return [span.after(computed) for span in spans if span.stop > computed]
+
+
+@attrs.define(eq=False)
+class ContentIds:
+    """The ids of embedded contents: equal for equal contents, and no token's.
+
+    All positions of a span have the same id. Prompts that agree in their ids up to a position agree
+    in their embeddings, too, since every span is in a prompt as a whole.
+
+    Args:
+        end: End of the ids. Behind it they begin anew: nothing that is cached may have one of the
+            ids before, and no request may have stayed open since the last time.
+    """
+
+    end: int = END_OF_CONTENT_IDS
+    _next: int = attrs.field(init=False, default=FIRST_CONTENT_ID)
+    _known: OrderedDict[bytes, int] = attrs.field(init=False, factory=OrderedDict)
+    """Ids by the digests of contents, that of longest ago first."""
+
+    def has_room(self, spans: Sequence[EmbeddedSpan]) -> bool:
+        """Return False if the ids have to begin anew before these spans get theirs."""
+        return self._next + len(spans) <= self.end
+
+    def begin_anew(self) -> None:
+        """Forget all contents, and give the first ids again."""
+        self._known.clear()
+        self._next = FIRST_CONTENT_ID
+
+    def named(self, prompt_ids: Sequence[int], spans: Sequence[EmbeddedSpan]) -> list[int]:
+        """Return ``prompt_ids`` with the ids of the contents of ``spans`` in their places."""
+        ids = list(prompt_ids)
+        for span in spans:
+            ids[span.start : span.stop] = [self._id_of(span.digest)] * (span.stop - span.start)
+        return ids
+
+    def _id_of(self, digest: bytes) -> int:
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+            return known
+        number = self._known[digest] = self._next
+        self._next += 1
+        if len(self._known) > MAX_KNOWN_CONTENTS:
+            self._known.popitem(last=False)
+        return number

@@ -1,0 +1,101 @@
+"""Prompts as callers give them, and as the scheduler gets them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+
+from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt
+from trioserve.requests.embedded_parts import without_embeddings
+
+
+def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"a prompt's {attribute.name} must be a string", param="prompt")
+
+
+def _as_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
+    """Return the ids as plain integers, whatever kind of integer they were."""
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError:
+        raise InvalidRequest("a prompt's token ids must be integers", param="prompt") from None
+
+
+def _as_messages(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    try:
+        return tuple(messages)
+    except TypeError:
+        raise InvalidRequest("messages must be a list of messages", param="messages") from None
+
+
+def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{attribute.name} must be a map", param=attribute.name)
+
+
+# A prompt is checked where it is made: further in, a wrong type would fail all requests.
+
+
+@attrs.frozen
+class TextPrompt:
+    """Text to be continued."""
+
+    text: str = attrs.field(validator=_check_text)
+    add_special_tokens: bool = True
+
+
+@attrs.frozen
+class TokensPrompt:
+    """Token ids to be continued."""
+
+    token_ids: tuple[int, ...] = attrs.field(converter=_as_token_ids)
+
+
+@attrs.frozen(kw_only=True)
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template.
+
+    ``messages`` are the OpenAI API's: maps with ``role`` and ``content``: a string, or a list of
+    text parts and of ``{"type": "prompt_embeds", "prompt_embeds": array}``. The template gets a
+    mark in place of such an array. ``template_arguments`` are handed to the template as they are.
+    """
+
+    messages: tuple[dict[str, Any], ...] = attrs.field(converter=_as_messages)
+    embedded: tuple[EmbeddingsPrompt, ...] = attrs.field(init=False, default=())
+    """Embeddings that were taken out of ``messages``, in their order."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_arguments: dict[str, Any] = attrs.field(factory=dict, validator=_check_mapping)
+
+    def __attrs_post_init__(self) -> None:
+        messages, embedded = without_embeddings(self.messages)
+        if embedded:
+            object.__setattr__(self, "messages", messages)
+            object.__setattr__(self, "embedded", embedded)
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbeddingsPrompt
+
+
+def embeddings_in(prompt: Prompt) -> Sequence[EmbeddingsPrompt]:
+    """Return the embeddings of a prompt, in the order of their marks."""
+    if isinstance(prompt, EmbeddingsPrompt):
+        return (prompt,)
+    return prompt.embedded if isinstance(prompt, ChatPrompt) else ()
+
+
+class TokenizedPrompt(NamedTuple):
+    """The ids of a request's prompt, and those of the output that it predicts."""
+
+    ids: list[int]
+    column: bytes
+    """Column of those ids, as on the wire."""
+    prediction: bytes
+    """Column of the output's ids; empty if it predicts none."""
+    embedded: list[EmbeddedSpan]
+    """Positions with embeddings in place of tokens."""
