@@ -5,8 +5,8 @@ exits on a Quit message, or when its standard input ends, since the parent's dea
 It ignores SIGINT and SIGTERM: service managers send them to all processes at once, and the engine
 needs its worker while it drains.
 
-Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter`` and those that transfer
-pages, in any order. All other calls are answered in order.
+Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter``, ``encode_media`` and those
+that transfer pages, in any order. All other calls are answered in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import itertools
 import logging
 import os
 import select
@@ -78,6 +77,8 @@ class Worker:
         # One thread more, so that an adapter doesn't wait for grammars.
         self._background = Background[wire.Reply](PREPARING_THREADS + 1, "background")
         self._transferring = Background[wire.Reply](2, "transfers")
+        self._beside = Background[wire.Reply](1, "beside")
+        self._calls_beside: Mapping[str, Callable[[Any], Any]] = {}
         self._constraints: Constraints | None = None
         self._weights: ModelWeights[Any] | None = None
         self._adapters: AdapterStore[Any] | None = None
@@ -88,7 +89,11 @@ class Worker:
     @property
     def busy(self) -> bool:
         """True while a background call is unfinished."""
-        return self._background.num_unfinished + self._transferring.num_unfinished > 0
+        return any(each.num_unfinished for each in self._backgrounds)
+
+    @property
+    def _backgrounds(self) -> tuple[Background[wire.Reply], ...]:
+        return self._background, self._transferring, self._beside
 
     def run(self) -> None:
         """Send Hello, load the model and serve it until a Quit message arrives."""
@@ -108,12 +113,13 @@ class Worker:
             self._weights = serving.weights
             self._adapters = serving.adapters
             self._transfers = serving.transfers
+            self._calls_beside = serving.calls_beside
             self.serve(serving.runner, serving.constraints, serving.calls)
         except QuitRequested:
             return
         finally:
-            self._background.close()
-            self._transferring.close()
+            for each in self._backgrounds:
+                each.close()
             if self._constraints is not None:
                 self._constraints.shut_down()
 
@@ -159,8 +165,8 @@ class Worker:
         idle, waiting = select.poll(), select.poll()
         for poll in (idle, waiting):
             poll.register(self._socket.recv_fd, select.POLLIN)
-            poll.register(self._background.descriptor, select.POLLIN)
-            poll.register(self._transferring.descriptor, select.POLLIN)
+            for each in self._backgrounds:
+                poll.register(each.descriptor, select.POLLIN)
         if runner.completions is not None:
             waiting.register(runner.completions, select.POLLIN)
         while True:
@@ -204,6 +210,9 @@ class Worker:
                 self._background.start(functools.partial(_reply, message, self._adapters.load))
             case wire.Call() if self._transfers and message.name in self._transfers.calls:
                 self._transfer(message, self._transfers)
+            case wire.Call() if message.name in self._calls_beside:
+                function = self._calls_beside[message.name]
+                self._beside.start(functools.partial(_reply, message, function))
             case wire.Call(name="unload_adapter") if self._adapters is not None:
                 self._send(_reply(message, self._adapters.unload))
             case wire.Call():
@@ -292,8 +301,9 @@ class Worker:
             self._send(reply)
 
     def _send_prepared(self) -> None:
-        for reply in itertools.chain(self._background.take(), self._transferring.take()):
-            self._send(reply)
+        for each in self._backgrounds:
+            for reply in each.take():
+                self._send(reply)
 
     def _send(self, message: wire.Message) -> None:
         self._socket.send(wire.encode(message))

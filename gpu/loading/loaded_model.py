@@ -90,6 +90,8 @@ class Serving:
     """The loaded adapters; None if the model can't serve any."""
     transfers: PageTransfers | None = None
     """Transfers of pages to files and other workers; None if pages don't leave this one."""
+    calls_beside: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
+    """Calls that a thread answers beside the steps, one after the other."""
     calls: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
     """Calls that only this model answers, by name: functions of the call's arguments."""
 

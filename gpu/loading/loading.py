@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -73,6 +75,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     if start.has_grammars:
         loading_grammars.start()
     constraints = _load_constraints(start, files, device, grammars)
+    calls_beside = _load_tower(start, files, device, dtype, on_progress)
     loaded = _load_on(device, start, files, dtype, on_progress, constraints)
     _run_a_prompt(loaded, start, on_progress)
     if start.has_grammars:
@@ -88,8 +91,30 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         weights=weights,
         constraints=constraints,
         adapters=loaded.adapters,
+        calls_beside=calls_beside,
         ready=ready,
     )
+
+
+def _load_tower(
+    start: Start, files: ModelFiles, device: str, dtype: str, on_progress: OnProgress
+) -> dict[str, Callable[[Any], Any]]:
+    """Return the calls of a model that reads images; none for others."""
+    if files.media is None or start.mock is not None:
+        return {}
+    import torch
+
+    from gpu.models.media.encoding import EncodeMedia
+    from gpu.models.media.tower import MediaTower
+
+    on_progress("tower", 0, 1)
+    kind = getattr(torch, dtype)
+    on_cpu = device == "cpu"
+    # A CPU computes float32 as fast as other formats, and more precisely.
+    tower = MediaTower.load(files, torch.float32 if on_cpu else kind, torch.device(device))
+    threads = choose_num_threads(start.num_threads) if on_cpu else 0
+    on_progress("tower", 1, 1)
+    return {"encode_media": EncodeMedia(tower, kind, threads)}
 
 
 def _refuse_for_encoders(start: Start) -> None:

@@ -45,6 +45,10 @@ def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
         ModelLoadError: they can't be opened, or are of another model; the message names what
             differs.
     """
+    if files.media is not None:
+        raise ModelLoadError(
+            "the weights of a model that reads images can't be exchanged: restart the server"
+        )
     if path.suffix == ".safetensors" and path.is_file():
         if isinstance(files.config, TransformersConfig):
             raise ModelLoadError(

@@ -13,6 +13,7 @@ from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.experts import split_experts, with_common_name
 from gpu.weights.reading import check_finite, read_bytes
 from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.model_files.media_config import text_tensor
 from trioserve.model_files.shards import Shard, read_shards
 from trioserve.protocol.errors import ModelLoadError
 
@@ -33,6 +34,9 @@ def load(
     expected = expected_tensors(config)
 
     def name_of(stored: str) -> str | None:
+        if files.media is not None:
+            own = text_tensor(stored)
+            return None if own is None or _is_left_out(own, config) else own
         name = f"model.{stored}" if stored.startswith(_OF_BARE_MODELS) else stored
         name = with_common_name(name)
         return None if _is_left_out(name, config) else name

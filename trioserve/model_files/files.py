@@ -15,6 +15,7 @@ from trioserve.model_files.generation_config import GenerationConfig, read_gener
 from trioserve.model_files.gguf_header import GGUFHeader, read_header
 from trioserve.model_files.jsonfile import read_object
 from trioserve.model_files.locate import default_name, known_name
+from trioserve.model_files.media_config import MediaConfig, read_media_config
 from trioserve.model_files.shards import shard_paths
 from trioserve.model_files.transformers_config import (
     TransformersConfig,
@@ -57,6 +58,8 @@ class ModelFiles:
     """Defaults of requests, recommended by the model's authors."""
     embedding: DecoderEmbedding | None = None
     """Embedding of an embedding model; None for others."""
+    media: MediaConfig | None = None
+    """Tower of a model that reads images; None for others."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
     """Parsed header of a GGUF file; None for a folder."""
     only_finite: bool = attrs.field(default=False, eq=False)
@@ -146,6 +149,7 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
         eos_token=huggingface.read_special_token(path, "eos_token"),
         generation=read_generation_config(path),
         embedding=embedding,
+        media=read_media_config(path / "config.json", values),
     )
 
 

@@ -26,6 +26,7 @@ from trioserve.model_files.config import (
 from trioserve.model_files.experts import read_experts
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_file, read_object
+from trioserve.model_files.media_config import reads_media, text_values
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.sentence_modules import MODULES
 from trioserve.model_files.shards import read_shards
@@ -75,7 +76,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
         ModelLoadError: A file is missing or damaged, or the model is unsupported.
     """
     path = folder / "config.json"
-    values = read_object(path)
+    whole = read_object(path)
+    values = text_values(path, whole)
     family = _family(path, values)
     fields = Fields(path, values, _FAMILY_DEFAULTS[family])
     _refuse_unserved(fields)
@@ -89,6 +91,9 @@ def read_folder_config(folder: Path) -> ModelConfig:
     rope_layers = _rope_layers(fields, family, num_layers)
     attention_bias = fields.flag("attention_bias") and family not in ("mistral", "mixtral")
     has_head = _has_head(folder, values)
+    is_tied = fields.flag("tie_word_embeddings")
+    if values is not whole:
+        is_tied = not _has_head_tensor(folder)
     config = ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -102,7 +107,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=fields.flag("tie_word_embeddings") or not has_head,
+        tie_word_embeddings=is_tied or not has_head,
         has_head=has_head,
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
@@ -122,6 +127,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
 def has_family(values: Mapping[str, Any]) -> bool:
     """Return True if trioserve itself implements the family in config.json."""
     architecture = architecture_of(values)
+    if reads_media(values):
+        return True
     if architecture is None:
         return values.get("model_type") in FAMILIES.values()
     return architecture in FAMILIES or architecture in _BARE_MODELS
@@ -147,7 +154,13 @@ def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
         return False
     if values.get("tie_word_embeddings") or not (folder / MODULES).exists():
         return True
-    return any("lm_head.weight" in shard.shapes for shard in read_shards(folder))
+    return _has_head_tensor(folder)
+
+
+def _has_head_tensor(folder: Path) -> bool:
+    return any(
+        name.endswith("lm_head.weight") for shard in read_shards(folder) for name in shard.shapes
+    )
 
 
 def _refuse_unserved(fields: Fields) -> None:

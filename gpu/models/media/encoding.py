@@ -1,0 +1,61 @@
+"""Answers the engine's calls for the embeddings of images."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu.models.media.tower import MediaTower
+from trioserve.protocol.embeddings import NUMPY_DTYPES, NumberFormat
+
+NICENESS = 10
+"""Niceness of the thread on a CPU: steps of streams get nine tenths of the cores that they need."""
+
+_FORMATS: dict[torch.dtype, NumberFormat] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+class EncodeMedia:
+    """The call ``encode_media``: arrays of one image to its embeddings. It runs in one thread.
+
+    Args:
+        tower: The model's tower.
+        dtype: Number format of the decoder, in which embeddings are sent.
+        num_threads: Threads that compute on a CPU; 0 on a GPU.
+    """
+
+    def __init__(self, tower: MediaTower, dtype: torch.dtype, num_threads: int) -> None:
+        self._tower = tower
+        self._dtype = dtype
+        self._num_threads = num_threads
+        self._prepared = threading.local()
+
+    def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return ``rows``, the embeddings [n, E], and their ``number_format``.
+
+        ``arguments`` has ``arrays``: names, dtypes, shapes and bytes of what the processor gave.
+        """
+        self._prepare_thread()
+        arrays = {
+            name: np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
+            for name, dtype, shape, data in arguments["arrays"]
+        }
+        embeddings = self._tower.embed(arrays).to(self._dtype).cpu().contiguous()
+        kind = _FORMATS[self._dtype]
+        raw = embeddings.view(torch.uint8).numpy()
+        assert raw.nbytes == embeddings.numel() * NUMPY_DTYPES[kind].itemsize
+        return {"rows": raw.tobytes(), "number_format": kind}
+
+    def _prepare_thread(self) -> None:
+        if self._num_threads and not hasattr(self._prepared, "done"):
+            # torch's own threads are started by this one, and inherit its niceness.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            torch.set_num_threads(self._num_threads)
+            self._prepared.done = True

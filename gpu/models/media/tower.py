@@ -1,0 +1,94 @@
+"""The tower of a model that reads images: transformers' own, without the decoder behind it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trioserve.model_files import ModelFiles
+from trioserve.protocol.errors import ModelLoadError
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class MediaTower:
+    """Tower and projector of a model, in evaluation mode.
+
+    Args:
+        model: The whole model without its decoder's layers.
+        device: Device that computes it.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        names = inspect.signature(model.model.get_image_features).parameters
+        self._names = frozenset(names) - {"self", "kwargs"}
+
+    @classmethod
+    def load(cls, files: ModelFiles, dtype: torch.dtype, device: torch.device) -> MediaTower:
+        """Return the tower in the folder of ``files``.
+
+        Raises:
+            ModelLoadError: transformers can't load it.
+        """
+        import transformers
+
+        # Each tensor of the decoder would be reported: the decoder isn't loaded by transformers.
+        logging: Any = transformers.utils.logging
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        assert files.media is not None
+        try:
+            config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
+            config.text_config.num_hidden_layers = 0
+            model_class = getattr(transformers, files.media.architecture)
+            model, report = model_class.from_pretrained(
+                files.path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises many kinds for damaged files
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise ModelLoadError(
+                f"the tower of images in {files.path} can't be loaded: {lines[0]}"
+            ) from error
+        missing = [name for name in report["missing_keys"] if not name.endswith("lm_head.weight")]
+        if missing:
+            raise ModelLoadError(f"{files.path} has no tensor {missing[0]}: fetch the model again")
+        _drop_decoder(model)
+        return cls(model.eval().to(device), device)
+
+    @torch.inference_mode()
+    def embed(self, arrays: Arrays) -> torch.Tensor:
+        """Return the embeddings [n, E] of one image, in the order of its placeholder tokens.
+
+        Args:
+            arrays: What the model's processor gives for it, by name, with a batch dimension of 1.
+        """
+        given = {name: self._tensor(array) for name, array in arrays.items() if name in self._names}
+        found = self._model.model.get_image_features(**given)
+        features = getattr(found, "pooler_output", found)
+        if isinstance(features, (list, tuple)):
+            features = torch.cat([each.flatten(0, -2) for each in features])
+        embeddings: torch.Tensor = features.flatten(0, -2)
+        return embeddings
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return tensor.to(self._model.dtype) if tensor.is_floating_point() else tensor
+
+
+def _drop_decoder(model: Any) -> None:
+    """Free what is left of the decoder: its embeddings and its head."""
+    for name in ("language_model", "text_model"):
+        if hasattr(model.model, name):
+            setattr(model.model, name, None)
+    model.lm_head = None

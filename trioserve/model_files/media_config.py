@@ -1,0 +1,97 @@
+"""Models that read images: a tower of transformers' in front of a decoder of this project.
+
+config.json has the decoder's fields in ``text_config``, and the decoder's tensors have a prefix
+that tells them from the tower's. transformers has changed the prefixes over time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trioserve.model_files.common_fields import architecture_of
+from trioserve.model_files.fields import Fields
+from trioserve.protocol.errors import ModelLoadError
+
+MEDIA_CLASSES = (
+    "Idefics3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+)
+"""Classes whose tower gives embeddings for the placeholder tokens of an image."""
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
+"""Fields of the whole model that hold for the decoder."""
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "vocab_size": 32000,
+}
+"""transformers' defaults, which files of LLaVA leave out."""
+_TEXT_PREFIXES = re.compile(
+    r"(?:language_model\.model|model\.language_model|model\.text_model|"
+    r"language_model|text_model)\.(?=embed_tokens|layers|norm)"
+)
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+
+
+@attrs.frozen(kw_only=True)
+class MediaConfig:
+    """The tower of a model that reads images."""
+
+    architecture: str
+    """Class of the whole model in transformers."""
+    image_token_id: int
+    """Token at the positions whose embeddings the tower gives."""
+
+
+def reads_media(values: Mapping[str, Any]) -> bool:
+    """Return True if config.json is that of a model with a tower."""
+    return architecture_of(values) in MEDIA_CLASSES
+
+
+def read_media_config(path: Path, values: Mapping[str, Any]) -> MediaConfig | None:
+    """Return the tower that config.json at ``path`` describes; None for a decoder alone.
+
+    Raises:
+        ModelLoadError: The token of images is missing.
+    """
+    if not reads_media(values):
+        return None
+    fields = Fields(path, dict(values), {})
+    name = "image_token_id" if values.get("image_token_id") is not None else "image_token_index"
+    architecture = architecture_of(values)
+    assert architecture is not None
+    return MediaConfig(architecture=architecture, image_token_id=fields.integer(name))
+
+
+def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the decoder: those of ``text_config``, or all of them without a tower.
+
+    Raises:
+        ModelLoadError: ``text_config`` is missing.
+    """
+    if not reads_media(values):
+        return values
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelLoadError(f"{path} has no text_config: it is damaged; fetch it again")
+    defaults = _LLAMA if text.get("model_type") == "llama" else {}
+    of_both = {name: values[name] for name in _OF_BOTH if name in values}
+    # The class of the decoder may be one of the authors', who name its type truly.
+    own = {name: value for name, value in text.items() if name != "architectures"}
+    return {**defaults, **of_both, **own}
+
+
+def text_tensor(stored: str) -> str | None:
+    """Return the decoder's name of a tensor of the whole model; None for one of the tower."""
+    if stored in _HEADS:
+        return "lm_head.weight"
+    name, count = _TEXT_PREFIXES.subn("model.", stored, count=1)
+    return name if count and _TEXT_PREFIXES.match(stored) else None
