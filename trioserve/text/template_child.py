@@ -1,22 +1,25 @@
 """The process that renders slow chat templates, with limited time and memory.
 
-It reads MessagePack from standard input and writes it to standard output; each message follows its
-length in four bytes. It reads a :class:`Setup`, then one :class:`RenderJob` after another, and
-answers each with a :class:`Rendered`. A job past the limits ends the process. So does the end of
-standard input, when the server is gone.
+It reads a :class:`Setup`, then one :class:`RenderJob` after another, and answers each with a
+:class:`Rendered`. A job past the limits ends the process. So does the end of standard input, when
+the server is gone.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import sys
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
+from trioserve._util.job_child import (
+    framed,
+    limit_memory,
+    limit_processor_time,
+    lower_priority,
+    read_message,
+)
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.chat_template import ChatTemplate
 
@@ -24,10 +27,6 @@ MAX_SECONDS = 2
 """Processor seconds for one conversation. Usual ones take less than a hundredth."""
 MAX_MEMORY = 128 << 20
 """Bytes for one conversation, the templates' text and the answer included."""
-NICENESS = 5
-"""Nice value of the process, so that the server and the worker have priority."""
-HEAD = 4
-"""Size of the length in front of a message, in bytes."""
 
 
 class Setup(msgspec.Struct, array_like=True, frozen=True):
@@ -54,30 +53,17 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True):
     param: str | None = None
 
 
-def framed(message: msgspec.Struct) -> bytes:
-    """Return ``message`` as bytes with its length.
-
-    Raises:
-        TypeError, ValueError, OverflowError, RecursionError: MessagePack can't encode it.
-    """
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEAD, "little") + body
-
-
 def main() -> None:
     """Answer the jobs on standard input."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MAX_MEMORY)
+    lower_priority()
+    limit_memory(MAX_MEMORY)
     try:
-        setup = msgspec.msgpack.decode(_read(source), type=Setup)
+        setup = msgspec.msgpack.decode(read_message(source), type=Setup)
         template = ChatTemplate(setup.source, **setup.tokens)
         while True:
-            job = msgspec.msgpack.decode(_read(source), type=RenderJob)
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + MAX_SECONDS))
+            job = msgspec.msgpack.decode(read_message(source), type=RenderJob)
+            limit_processor_time(MAX_SECONDS)
             target.write(framed(_rendered(template, job)))
             target.flush()
     except (EOFError, MemoryError, ModelLoadError):
@@ -89,17 +75,3 @@ def _rendered(template: ChatTemplate, job: RenderJob) -> Rendered:
         return Rendered(template.render(job))
     except InvalidRequest as error:
         return Rendered(error=str(error), param=error.param)
-
-
-def _read(source: IO[bytes]) -> bytes:
-    """Return the next message; raise EOFError if it is missing or incomplete."""
-    head = source.read(HEAD)
-    size = int.from_bytes(head, "little")
-    body = source.read(size)
-    if len(head) < HEAD or len(body) < size:
-        raise EOFError
-    return body
-
-
-def _limit(kind: int, value: int) -> None:
-    resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))

@@ -1,0 +1,231 @@
+"""Child processes that do one job after another, with limits, and can be killed.
+
+A process is started on demand. It is replaced if it dies, takes too long, or loses the caller that
+waits for its job. :mod:`~trioserve._util.job_child` is the child's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from trioserve._util.child_process import end_child
+from trioserve._util.job_child import HEAD
+from trioserve.protocol.errors import EngineError
+
+CHUNK = 1 << 20
+"""Most bytes that are read or encoded at once."""
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class JobLost(Exception):
+    """The process has died, or didn't answer in time; the job has no result."""
+
+
+class JobProcess:
+    """A child process, which answers each job on its standard output.
+
+    Attributes:
+        key: Kind of the jobs that it can do; the pool gives it no others.
+        memory: Descriptor of memory that the process shares, -1 without any.
+    """
+
+    def __init__(
+        self, process: trio.Process, log: Any, name: str, key: object, setup: bytes, memory: int
+    ) -> None:
+        self.key = key
+        self.memory = memory
+        self._process = process
+        self._log = log
+        self._name = name
+        self._unsent = setup
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        log: Any,
+        name: str,
+        *,
+        key: object = None,
+        setup: bytes = b"",
+        shares_memory: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> JobProcess:
+        """Start a process that calls ``main`` of a module of this package.
+
+        Args:
+            module: Full name of the module.
+            log: Logs a process that doesn't end.
+            name: Name of the process in the log.
+            key: Kind of the jobs that it can do.
+            setup: Bytes that it reads before its first job.
+            shares_memory: Let it inherit :attr:`memory`, an empty file in memory, whose descriptor
+                is its argument.
+            variables: Environment variables beside this process's own.
+
+        Raises:
+            OSError: The process can't be started.
+        """
+        # The child imports the package from the same place, whatever the environment says.
+        program = (
+            f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; main()"
+        )
+        memory = os.memfd_create(name, os.MFD_CLOEXEC) if shares_memory else -1
+        try:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-P", "-c", program, str(memory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(memory,) if shares_memory else (),
+                env={**os.environ, **(variables or {})},
+            )
+        except BaseException:
+            _close(memory)
+            raise
+        return cls(process, log, name, key, setup, memory)
+
+    async def answer(
+        self, pieces: Iterable[bytes | memoryview], *, max_bytes: int, seconds: float
+    ) -> bytearray:
+        """Send ``pieces``, and return the message that answers them.
+
+        Args:
+            pieces: A framed job, and what follows it.
+            max_bytes: Most bytes of the answer.
+            seconds: Longest time until the answer.
+
+        Raises:
+            EOFError: The process has died, or its answer is too long.
+            trio.BrokenResourceError: The process died before it read the job.
+            trio.TooSlowError: No answer came in time.
+        """
+        assert self._process.stdin is not None
+        setup, self._unsent = self._unsent, b""
+        with trio.fail_after(seconds):
+            for piece in itertools.chain((setup,), pieces):
+                await self._process.stdin.send_all(piece)
+            size = int.from_bytes(await self._receive(HEAD), "little")
+            if size > max_bytes:
+                raise EOFError
+            return await self._receive(size)
+
+    async def end(self) -> None:
+        """Kill the process and wait until it has ended."""
+        with trio.CancelScope(shield=True):
+            await end_child(self._process, self._log, self._name)
+            assert self._process.stdout is not None
+            await self._process.stdout.aclose()
+            _close(self.memory)
+            self.memory = -1
+
+    async def _receive(self, size: int) -> bytearray:
+        assert self._process.stdout is not None
+        received = bytearray()
+        while len(received) < size:
+            chunk = await self._process.stdout.receive_some(min(size - len(received), CHUNK))
+            if not chunk:
+                raise EOFError
+            received += chunk
+        return received
+
+
+class JobProcesses:
+    """A few processes, owned by the task :meth:`run`.
+
+    Args:
+        max_processes: Most processes at a time, each with one job.
+        start: Starts a process that has this key; raises OSError if it can't.
+        name: Work of the processes, as in "no process can be started to render in".
+    """
+
+    def __init__(
+        self, max_processes: int, start: Callable[[Any], Awaitable[JobProcess]], name: str
+    ) -> None:
+        self._turns = trio.CapacityLimiter(max_processes)
+        self._start = start
+        self._name = name
+        self._idle: list[JobProcess] = []
+        self._all: set[JobProcess] = set()
+        self._is_open = False
+
+    async def run(self) -> None:
+        """Allow :meth:`take` to start processes until cancelled; then end all of them."""
+        self._is_open = True
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._is_open = False
+            with trio.CancelScope(shield=True):
+                async with trio.open_nursery() as nursery:
+                    for child in self._all:
+                        nursery.start_soon(child.end)
+
+    @contextlib.asynccontextmanager
+    async def take(self, key: object) -> AsyncIterator[JobProcess]:
+        """Yield a process for one job. It is reused, unless the block fails or is cancelled.
+
+        Processes with an equal ``key`` are reused.
+
+        Raises:
+            JobLost: The process died or didn't answer in the block.
+            EngineError: No process can be started, or :meth:`run` isn't running.
+        """
+        async with self._turns:
+            child = await self._take(key)
+            is_usable = False
+            try:
+                yield child
+                is_usable = True
+            except (
+                EOFError,
+                trio.BrokenResourceError,
+                trio.ClosedResourceError,
+                trio.TooSlowError,
+            ) as error:
+                if not self._is_open:
+                    raise EngineError("the engine is closed") from None
+                raise JobLost from error
+            finally:
+                if is_usable and self._is_open:
+                    self._idle.append(child)
+                else:
+                    await self._end(child)
+
+    async def _take(self, key: object) -> JobProcess:
+        """Return an idle process of ``key``, or a new one."""
+        if self._idle:
+            child = self._idle.pop()
+            if child.key == key:
+                return child
+            await self._end(child)
+        if not self._is_open:
+            raise EngineError("the engine is closed")
+        try:
+            child = await self._start(key)
+        except OSError as error:
+            raise EngineError(f"no process can be started to {self._name} in: {error}") from error
+        self._all.add(child)
+        if not self._is_open:  # closed meanwhile
+            await self._end(child)
+            raise EngineError("the engine is closed")
+        return child
+
+    async def _end(self, child: JobProcess) -> None:
+        self._all.discard(child)
+        await child.end()
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
