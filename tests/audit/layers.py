@@ -19,6 +19,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "requests": "protocol _util config",
         "observability": "protocol _util config requests",
         "text": "protocol model_files _util config requests observability",
+        "media": "protocol _util config observability",
         "workers": "protocol model_files _util config observability",
         "scheduler": "protocol _util config requests observability workers",
         "pooling": (

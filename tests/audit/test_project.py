@@ -84,7 +84,7 @@ def test_releases_with_advisories_are_out_of_bounds(name: str, version: str, adv
 def test_hypercorn_is_pinned_exactly_and_torch_to_what_resolves_without_a_gpu() -> None:
     assert "hypercorn==0.18.0" in PROJECT["project"]["dependencies"]
     assert pins()["torch"] == "2.13.0"
-    extras = {"bench", "cuda12", "cuda13", "otel", "ray", "tls", "transformers"}
+    extras = {"bench", "cuda12", "cuda13", "media", "otel", "ray", "tls", "transformers"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
 
 
@@ -93,6 +93,7 @@ def test_every_third_party_import_is_a_dependency() -> None:
     known = {name.replace("-", "_") for name in stated} | sys.stdlib_module_names
     known |= {"trioserve", "gpu"}
     extras = {"cryptography", "cupy", "matplotlib", "opentelemetry", "ray", "transformers"}
+    extras |= {"PIL", "soundfile", "soxr"}
     known |= extras
     for path in (*modules_of("trioserve"), *modules_of("gpu")):
         names = {name.partition(".")[0] for name in imports_of(path)}

@@ -60,8 +60,11 @@ ALLOWED = {
     "trioserve/workers/remote/port.py trio.open_tcp_stream": "its own socket on 127.0.0.1",
     "trioserve/front_ends/processes/process.py trio.lowlevel.open_process": "a front end",
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
-    "trioserve/text/template_processes.py trio.lowlevel.open_process": (
-        "the processes in which templates are rendered"
+    "trioserve/_util/job_processes.py trio.lowlevel.open_process": (
+        "the processes in which templates are rendered and media are decoded"
+    ),
+    "trioserve/media/processors.py from_pretrained": (
+        "the operator's model, from its folder alone, without code of its own"
     ),
     "trioserve/http/server/listeners.py socket.socket": "what the server listens on",
     "trioserve/http/server/connections.py socket.socket": "the same listener, to accept from",

@@ -141,7 +141,7 @@ class JobProcess:
 
 
 class JobProcesses:
-    """A few processes, owned by the task :meth:`run`.
+    """A few processes, owned by the task :meth:`run` or by a caller of :meth:`open`.
 
     Args:
         max_processes: Most processes at a time, each with one job.
@@ -160,16 +160,24 @@ class JobProcesses:
         self._is_open = False
 
     async def run(self) -> None:
-        """Allow :meth:`take` to start processes until cancelled; then end all of them."""
-        self._is_open = True
+        """Open, and close when cancelled."""
+        self.open()
         try:
             await trio.sleep_forever()
         finally:
-            self._is_open = False
-            with trio.CancelScope(shield=True):
-                async with trio.open_nursery() as nursery:
-                    for child in self._all:
-                        nursery.start_soon(child.end)
+            await self.aclose()
+
+    def open(self) -> None:
+        """Allow :meth:`take` to start processes until :meth:`aclose`."""
+        self._is_open = True
+
+    async def aclose(self) -> None:
+        """End all processes. Jobs that they have are lost."""
+        self._is_open = False
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                for child in self._all:
+                    nursery.start_soon(child.end)
 
     @contextlib.asynccontextmanager
     async def take(self, key: object) -> AsyncIterator[JobProcess]:
@@ -179,7 +187,7 @@ class JobProcesses:
 
         Raises:
             JobLost: The process died or didn't answer in the block.
-            EngineError: No process can be started, or :meth:`run` isn't running.
+            EngineError: No process can be started, or they aren't open.
         """
         async with self._turns:
             child = await self._take(key)

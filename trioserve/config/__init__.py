@@ -16,6 +16,7 @@ from trioserve.config.server import ServerConfig as ServerConfig
 _TITLES = {
     "model": "Model",
     "adapters": "Adapters",
+    "media": "Media",
     "scheduling": "Scheduling",
     "memory": "Memory",
     "worker": "Worker process",

@@ -10,9 +10,15 @@ from trioserve.protocol.errors import InvalidRequest
 
 
 def parse_json_object(
-    option: str, text: str, allowed: Collection[str], example: str
+    option: str, text: str, allowed: Collection[str] | None, example: str
 ) -> dict[str, Any]:
-    """Return the fields in ``text``, which are among ``allowed``; an error shows ``example``.
+    """Return the fields in ``text``; an error shows ``example``.
+
+    Args:
+        option: Name of the option.
+        text: JSON.
+        allowed: Fields that it may have, None for any.
+        example: A value.
 
     Raises:
         InvalidRequest: The text isn't a JSON object, or has another field.
@@ -25,6 +31,8 @@ def parse_json_object(
         raise InvalidRequest(
             f"{option} must be a JSON object, as in {example}; got {text!r}", param=option
         )
+    if allowed is None:
+        return values
     unknown = sorted(set(values) - set(allowed))
     if unknown:
         raise InvalidRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from trioserve.config.media import MediaOptions
 from trioserve.config.options import option
 from trioserve.protocol.number_formats import QUANTIZATIONS
 
@@ -14,7 +15,7 @@ LOGPROBS_MODES = ("raw", "processed")
 
 
 @attrs.frozen(kw_only=True)
-class ModelOptions:
+class ModelOptions(MediaOptions):
     """Options of the model that an engine loads, its adapters and its requests' defaults."""
 
     model: str = attrs.field(kw_only=False)

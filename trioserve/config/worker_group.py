@@ -194,6 +194,7 @@ class WorkerGroupOptions(ModelOptions):
         return cast("WorkerRole", roles[index]) if index < len(roles) else "both"
 
     def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
         self._check_devices()
         self._check_roles()
         layers = self.layers_of_stages

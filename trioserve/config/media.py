@@ -1,0 +1,113 @@
+"""The options of images, audio and videos in prompts, a part of the engine's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from trioserve.config.json_object import parse_json_object
+from trioserve.config.options import option
+from trioserve.protocol.errors import InvalidRequest
+
+MEDIA_KINDS = ("image", "audio", "video")
+DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 1, "video": 1}
+"""Most parts of each kind in a prompt, where ``--limit-mm-per-prompt`` doesn't say."""
+_COUNTS = "limit_mm_per_prompt"
+_ARGUMENTS = "mm_processor_kwargs"
+
+
+@attrs.frozen(kw_only=True)
+class MediaOptions:
+    """Options of the media in prompts: their limits, and where they may come from.
+
+    Raises:
+        InvalidRequest: A value isn't allowed; ``param`` names the option.
+    """
+
+    limit_mm_per_prompt: str | None = option(
+        None,
+        "most images, audio clips and videos in a prompt: a JSON object with image, audio and "
+        'video, as in {"image": 4}; 0 refuses all of a kind',
+        unset="8 images, 1 audio clip, 1 video",
+        group="media",
+        page="media#Limits",
+        metavar="COUNTS",
+    )
+    limit_mm_bytes: int = option(
+        32 << 20,
+        "most bytes of an image, audio clip or video, as it is sent or fetched",
+        group="media",
+        page="media#Limits",
+        kind=int,
+        low=1,
+        high=1 << 40,
+        in_bytes=True,
+    )
+    limit_mm_pixels: int = option(
+        1 << 26,
+        "most pixels of an image, width times height",
+        group="media",
+        page="media#Limits",
+        kind=int,
+        low=1,
+        high=1 << 32,
+    )
+    limit_mm_seconds: float = option(
+        600.0,
+        "longest audio clip, in seconds",
+        group="media",
+        page="media#Limits",
+        kind=float,
+        above=0,
+        high=86400,
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "host whose http and https URLs are fetched for media in prompts; may be given several "
+        "times; private addresses are refused, whatever the host",
+        unset="none",
+        group="media",
+        page="media#URLs",
+        metavar="HOST",
+        repeatable=True,
+        form=(
+            r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?",
+            "a host's name or IPv4 address, such as images.example.org",
+        ),
+    )
+    mm_processor_kwargs: str | None = option(
+        None,
+        "arguments of the model's processor of media: a JSON object, as in "
+        '{"do_image_splitting": false}',
+        unset="the model's own",
+        group="media",
+        page="media#The processor",
+        metavar="ARGUMENTS",
+    )
+
+    def __attrs_post_init__(self) -> None:
+        self.most_media()
+        self.processor_arguments()
+
+    def most_media(self) -> dict[str, int]:
+        """Return the most parts of each kind in a prompt."""
+        text = self.limit_mm_per_prompt
+        given = {}
+        if text is not None:
+            given = parse_json_object(_COUNTS, text, MEDIA_KINDS, '{"image": 4}')
+        for kind, count in given.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise InvalidRequest(
+                    f"{_COUNTS}: {kind} must be an integer of at least 0, got {count!r}",
+                    param=_COUNTS,
+                )
+        return {**DEFAULT_COUNTS, **given}
+
+    def processor_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the processor, which checks their names when it is loaded."""
+        text = self.mm_processor_kwargs
+        if text is None:
+            return {}
+        return parse_json_object(_ARGUMENTS, text, None, '{"do_image_splitting": false}')

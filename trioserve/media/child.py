@@ -1,0 +1,202 @@
+"""The process that decodes media, with limited time and memory.
+
+It reads a :class:`~trioserve.media.messages.MediaSetup`, then one
+:class:`~trioserve.media.messages.MediaJob` after another, each with its payload, and answers each.
+Arrays go into the memory whose descriptor is its argument. A job past the limits ends the process.
+So does the end of standard input, when the server is gone.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import json
+import os
+import stat
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trioserve._util.job_child import (
+    framed,
+    limit_memory,
+    limit_processor_time,
+    lower_priority,
+    read_bytes,
+    read_message,
+)
+from trioserve.media.audio import DEFAULT_RATE, decode_audio
+from trioserve.media.images import decode_image, image_of_pixels, import_decoders
+from trioserve.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
+from trioserve.media.processors import Arrays, MediaProcessor, ProcessedPart
+from trioserve.media.refusals import Refused
+from trioserve.protocol.errors import ModelLoadError
+
+MAX_SECONDS = 20
+"""Processor seconds for one part. Usual ones take less than a tenth."""
+MAX_SETUP_SECONDS = 300
+"""Processor seconds until the processor of media is loaded."""
+DIGEST_BYTES = 16
+_BASE_MEMORY = 256 << 20
+_PIXEL_MEMORY = 24
+"""Bytes for a pixel: decoded, without transparency, upright, and copies in the processor."""
+_SECOND_MEMORY = 512_000
+"""Bytes for a second of audio: samples at 16 kHz, in pieces, joined, and in the processor."""
+
+
+def memory_of(setup: MediaSetup) -> int:
+    """Return the bytes that a process may take for a part."""
+    return (
+        _BASE_MEMORY
+        + 3 * setup.max_bytes
+        + _PIXEL_MEMORY * setup.max_pixels
+        + int(_SECOND_MEMORY * setup.max_seconds)
+    )
+
+
+def main() -> None:
+    """Answer the jobs on standard input."""
+    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # A library that prints must not write between the answers.
+    lower_priority()
+    limit_processor_time(MAX_SETUP_SECONDS)
+    try:
+        setup = msgspec.msgpack.decode(read_message(source), type=MediaSetup)
+        reader = PartReader(setup, int(sys.argv[1]))
+        limit_memory(memory_of(setup))
+        while True:
+            job = msgspec.msgpack.decode(read_message(source), type=MediaJob)
+            payload = read_bytes(source, job.size)
+            limit_processor_time(MAX_SECONDS)
+            target.write(framed(reader.answer(job, payload)))
+            target.flush()
+    except (EOFError, MemoryError):
+        os._exit(1)  # At once: there may be no memory for more.
+
+
+class PartReader:
+    """Reader of parts in this process.
+
+    Args:
+        setup: Limits and processor.
+        memory: Descriptor of the memory for arrays.
+    """
+
+    def __init__(self, setup: MediaSetup, memory: int) -> None:
+        self._setup = setup
+        self._memory = memory
+        self._processor: MediaProcessor | None = None
+        self._failure = ""
+        try:
+            _import_libraries()
+            if setup.processor_folder:
+                self._processor = MediaProcessor(setup.processor_folder, setup.processor_arguments)
+        except ImportError as error:
+            self._failure = f"media need the extra media (pip install trioserve[media]): {error}"
+        except ModelLoadError as error:
+            self._failure = str(error)
+
+    def answer(self, job: MediaJob, payload: bytes) -> MediaAnswer:
+        """Read a part and put its arrays into the memory.
+
+        Raises:
+            MemoryError: There isn't enough memory.
+        """
+        if self._failure or not job.kind:
+            return MediaAnswer(failure=self._failure)
+        try:
+            digest, part = self._read(job, payload)
+        except Refused as refusal:
+            return MediaAnswer(error=str(refusal))
+        return MediaAnswer(
+            digest=digest,
+            token_ids=part.token_ids,
+            num_placeholder_tokens=part.num_placeholder_tokens,
+            arrays=self._share(part.arrays),
+        )
+
+    def _read(self, job: MediaJob, payload: bytes) -> tuple[bytes, ProcessedPart]:
+        processor, setup = self._processor, self._setup
+        if job.kind == "audio":
+            data = self._file(job, payload)
+            rate = DEFAULT_RATE if processor is None else processor.sample_rate
+            samples = decode_audio(data, rate, setup.max_seconds)
+            digest = self._digest(job.kind, [rate], samples.data)
+            if processor is None:
+                return digest, ProcessedPart([], 0, {"samples": samples})
+            return digest, processor.of_audio(samples)
+        if job.encoding == "pixels":
+            image = image_of_pixels(job.mode, job.width, job.height, payload, setup.max_pixels)
+        else:
+            image = decode_image(self._file(job, payload), setup.max_pixels)
+        digest = self._digest(job.kind, image.size, image.tobytes())
+        if processor is None:
+            return digest, ProcessedPart([], 0, {"pixels": np.asarray(image)})
+        return digest, processor.of_image(image)
+
+    def _digest(self, kind: str, numbers: Any, content: bytes | memoryview) -> bytes:
+        """Return the hash of decoded content, its kind and the processor's arguments."""
+        about = json.dumps(
+            [kind, *numbers, self._setup.processor_arguments], sort_keys=True
+        ).encode()
+        found = hashlib.blake2b(len(about).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
+        found.update(about)
+        found.update(content)
+        return found.digest()
+
+    def _file(self, job: MediaJob, payload: bytes) -> bytes:
+        """Return the file that a payload stands for."""
+        if job.encoding == "base64":
+            try:
+                return binascii.a2b_base64(payload, strict_mode=True)
+            except binascii.Error as error:
+                raise Refused(f"the {job.kind} isn't valid base64: {error}") from error
+        if job.encoding == "path":
+            return _read_file(payload, job.kind, self._setup.max_bytes)
+        return payload
+
+    def _share(self, arrays: Arrays) -> list[ArrayLayout]:
+        """Write the arrays into the memory, one after another."""
+        layouts = []
+        offset = 0
+        for name, array in arrays.items():
+            left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            while left:
+                written = os.pwrite(self._memory, left, offset)
+                offset += written
+                left = left[written:]
+            layouts.append(ArrayLayout(name, array.dtype.str, array.shape))
+        return layouts
+
+
+def _import_libraries() -> None:
+    """Import the decoders, before memory is limited.
+
+    Raises:
+        ImportError: One isn't installed.
+    """
+    import soundfile  # noqa: F401
+    import soxr  # noqa: F401
+
+    import_decoders()
+
+
+def _read_file(path: bytes, kind: str, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes``."""
+    try:
+        # Opening a pipe would block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise Refused(f"the {kind} isn't a regular file")
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise Refused(f"the {kind} can't be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise Refused(
+            f"the {kind} has {found.st_size} bytes, more than --limit-mm-bytes ({max_bytes}) allows"
+        )
+    return data

@@ -1,0 +1,82 @@
+"""Messages between the server and the processes that read media."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Encoding = Literal["bytes", "base64", "path", "pixels"]
+"""Form of a job's payload: a file's bytes, its base64, its path, or decoded pixels."""
+
+
+class MediaSetup(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The limits of all jobs to come, and the processor that they use.
+
+    Attributes:
+        max_bytes: Most bytes of a file.
+        max_pixels: Most pixels of an image.
+        max_seconds: Longest audio clip, in seconds.
+        processor_folder: Folder of the model whose processor is used; empty for none.
+        processor_arguments: Arguments of the processor.
+    """
+
+    max_bytes: int
+    max_pixels: int
+    max_seconds: float
+    processor_folder: str
+    processor_arguments: dict[str, Any]
+
+
+class MediaJob(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A part to read; its payload follows the message.
+
+    Attributes:
+        kind: Kind of the part; empty asks for nothing but whether the processor works.
+        encoding: Form of the payload.
+        size: Bytes of the payload.
+        mode: Mode of decoded pixels.
+        width: Width of decoded pixels.
+        height: Height of decoded pixels.
+    """
+
+    kind: str
+    encoding: Encoding = "bytes"
+    size: int = 0
+    mode: str = ""
+    width: int = 0
+    height: int = 0
+
+
+class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
+    """An array in shared memory, in C order; arrays follow each other without gaps.
+
+    Attributes:
+        name: Name of the array.
+        dtype: NumPy's name of its numbers' format.
+        shape: Its lengths.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class MediaAnswer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The result of a job, whose arrays are in shared memory.
+
+    Attributes:
+        error: Reason for which the part is refused; empty if it isn't.
+        failure: Reason for which the processor can't be loaded; empty if it can.
+        digest: Hash of the decoded content.
+        token_ids: Tokens in place of the part.
+        num_placeholder_tokens: Number of them whose embeddings come from the arrays.
+        arrays: Arrays.
+    """
+
+    error: str = ""
+    failure: str = ""
+    digest: bytes = b""
+    token_ids: list[int] = []
+    num_placeholder_tokens: int = 0
+    arrays: list[ArrayLayout] = []

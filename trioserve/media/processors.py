@@ -1,0 +1,197 @@
+"""The model's processor of media, as transformers has it: tokens and arrays of a part.
+
+It runs in a child process, which alone imports transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trioserve.media.audio import DEFAULT_RATE, Samples
+from trioserve.media.refusals import Refused
+from trioserve.protocol.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_OPTION = "mm_processor_kwargs"
+_OF_TEXT = frozenset(
+    (
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "text_replacement_offsets",
+    )
+)
+"""Entries of a processor's result that belong to the text."""
+_OWN_ARGUMENTS = frozenset(("self", "return_tensors", "sampling_rate", "device", "raw_speech"))
+"""Arguments that only this module gives."""
+_TRIAL_SIZE = (64, 64)
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@attrs.frozen
+class ProcessedPart:
+    """The result of a processor.
+
+    Attributes:
+        token_ids: Tokens that stand for the part in a prompt.
+        num_placeholder_tokens: Number of them whose embeddings come from the arrays.
+        arrays: Arrays by name, with the processor's batch dimension of 1.
+    """
+
+    token_ids: list[int]
+    num_placeholder_tokens: int
+    arrays: Arrays
+
+
+class MediaProcessor:
+    """The processor in a model's folder. Code in the folder is never run.
+
+    Args:
+        folder: The folder.
+        arguments: Arguments for each call (``--mm-processor-kwargs``).
+
+    Raises:
+        ModelLoadError: There is no processor of media, transformers can't load it, or an argument
+            isn't one of its own.
+    """
+
+    def __init__(self, folder: str, arguments: Mapping[str, Any]) -> None:
+        self._arguments = dict(arguments)
+        try:
+            import transformers
+
+            auto: Any = transformers.AutoProcessor
+            self._processor: Any = auto.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers raises many kinds for damaged files.
+            raise ModelLoadError(
+                f"the processor of media in {folder} can't be loaded: {error}"
+            ) from error
+        self._extractor: Any = getattr(self._processor, "feature_extractor", None)
+        if self._extractor is None and hasattr(self._processor, "sampling_rate"):
+            self._extractor = self._processor
+        self.reads_images = hasattr(self._processor, "image_processor") or hasattr(
+            self._processor, "image_mean"
+        )
+        if not self.reads_images and self._extractor is None:
+            raise ModelLoadError(f"the model in {folder} has no processor of images or audio")
+        self._check_arguments()
+        self._try(folder)
+
+    @property
+    def sample_rate(self) -> int:
+        """Sample rate of audio that the processor takes, in Hz."""
+        return int(getattr(self._extractor, "sampling_rate", DEFAULT_RATE))
+
+    def of_image(self, image: Image) -> ProcessedPart:
+        """Return the result for an RGB image.
+
+        Raises:
+            Refused: The processor refuses it, or reads no images.
+        """
+        if not self.reads_images:
+            raise Refused("the model reads no images")
+        return self._call("image", {"images": [image]}, {})
+
+    def of_audio(self, samples: Samples) -> ProcessedPart:
+        """Return the result for samples of :attr:`sample_rate`.
+
+        Raises:
+            Refused: The processor refuses them, or reads no audio.
+        """
+        if self._extractor is None:
+            raise Refused("the model reads no audio")
+        rate = {"sampling_rate": self.sample_rate}
+        if getattr(self._processor, "audio_token", None) is None:
+            return self._result(
+                lambda: self._extractor(samples, return_tensors="np", **rate, **self._arguments),
+                "audio",
+            )
+        return self._call("audio", {"audio": [samples]}, rate)
+
+    def _call(self, kind: str, media: dict[str, Any], more: dict[str, Any]) -> ProcessedPart:
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        given = {**media, **more, "return_tensors": "np", **self._arguments}
+        token = getattr(self._processor, f"{kind}_token", None)
+        if tokenizer is not None and token is not None:
+            given |= {"text": token, "add_special_tokens": False}
+        return self._result(lambda: self._processor(**given), kind)
+
+    def _result(self, call: Any, kind: str) -> ProcessedPart:
+        try:
+            found = call()
+            ids = [int(each) for each in np.asarray(found.get("input_ids", ())).reshape(-1)]
+            arrays = {
+                name: np.asarray(value) for name, value in found.items() if name not in _OF_TEXT
+            }
+        except MemoryError:
+            raise
+        except Exception as error:  # Processors check their inputs in many ways.
+            raise Refused(f"the model's processor refuses the {kind}: {error}") from error
+        for name, array in arrays.items():
+            if array.dtype.kind not in "fiub":
+                raise Refused(f"the model's processor gives no numbers for {name}")
+        return ProcessedPart(ids, ids.count(self._placeholder_id(kind)), arrays)
+
+    def _placeholder_id(self, kind: str) -> int:
+        """Return the token whose embeddings come from the arrays, -1 without one."""
+        # Some families (Gemma 3) have one token in texts and another one in its expansion.
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        for owner in (tokenizer, self._processor):
+            found = getattr(owner, f"{kind}_token_id", None)
+            if found is not None:
+                return int(found)
+        return -1
+
+    def _check_arguments(self) -> None:
+        names = self._argument_names()
+        unknown = sorted(set(self._arguments) - names)
+        if unknown:
+            raise ModelLoadError(
+                f"{_OPTION} has {', '.join(unknown)}; the model's processor takes "
+                f"{', '.join(sorted(names))}"
+            )
+
+    def _argument_names(self) -> set[str]:
+        kinds = getattr(
+            getattr(self._processor, "valid_processor_kwargs", None), "__annotations__", {}
+        )
+        typed = [kinds.get(f"{kind}_kwargs") for kind in ("images", "audio")]
+        image_processor = getattr(self._processor, "image_processor", self._processor)
+        typed += [
+            getattr(each, "valid_kwargs", None) for each in (image_processor, self._extractor)
+        ]
+        names = {name for each in typed for name in getattr(each, "__annotations__", ())}
+        if self._extractor is not None:
+            names |= {
+                name
+                for name, each in inspect.signature(self._extractor.__call__).parameters.items()
+                if each.kind is not inspect.Parameter.VAR_KEYWORD
+            }
+        return names - _OWN_ARGUMENTS
+
+    def _try(self, folder: str) -> None:
+        """Process something small, so that arguments of wrong types are found at once."""
+        import PIL.Image
+
+        try:
+            if self.reads_images:
+                self.of_image(PIL.Image.new("RGB", _TRIAL_SIZE))
+            else:
+                self.of_audio(np.zeros(self.sample_rate, np.float32))
+        except Refused as error:
+            raise ModelLoadError(
+                f"the processor in {folder} fails with {_OPTION} {self._arguments}: {error}"
+            ) from error

@@ -1,0 +1,15 @@
+"""The refusal of a part in a child process. The server adds the part's name."""
+
+from __future__ import annotations
+
+_MAX_CHARACTERS = 200
+
+
+class Refused(Exception):
+    """A part that can't be read; the text says why, and follows the part's name."""
+
+
+def undecodable(kind: str, error: BaseException) -> Refused:
+    """Return the refusal of a damaged file, with the decoder's reason."""
+    reason = str(error) or type(error).__name__
+    return Refused(f"the {kind} can't be decoded: {reason[:_MAX_CHARACTERS]}")
