@@ -22,6 +22,7 @@ from trioserve.workers.socket_folder import SocketFolder
 
 OWN_MODULE = "a module of this project, by a name that stands in the source"
 GPU_LIBRARY = "CuPy, by a name that stands in the source"
+DECODER = "decodes a file of a format that is read, in a process with limits"
 OWN_TOOL = "a tool of the system or of this project, whose arguments no client sets"
 ALLOWED = {
     "trioserve/__init__.py importlib.import_module": OWN_MODULE,
@@ -63,6 +64,13 @@ ALLOWED = {
     "trioserve/_util/job_processes.py trio.lowlevel.open_process": (
         "the processes in which templates are rendered and media are decoded"
     ),
+    "trioserve/media/images.py PIL.Image": DECODER,
+    "trioserve/media/images.py PIL.Image.Image": DECODER,
+    "trioserve/media/images.py PIL.ImageOps": DECODER,
+    "trioserve/media/images.py PIL.TiffImagePlugin": DECODER,
+    "trioserve/media/images.py PIL.WebPImagePlugin": DECODER,
+    "trioserve/media/processors.py PIL.Image": DECODER,
+    "trioserve/media/processors.py PIL.Image.Image": DECODER,
     "trioserve/media/processors.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),

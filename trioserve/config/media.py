@@ -70,6 +70,7 @@ class MediaOptions:
         unset="none",
         group="media",
         page="media#URLs",
+        common=True,
         metavar="HOST",
         repeatable=True,
         form=(

@@ -94,7 +94,7 @@ class PartReader:
             if setup.processor_folder:
                 self._processor = MediaProcessor(setup.processor_folder, setup.processor_arguments)
         except ImportError as error:
-            self._failure = f"media need the extra media (pip install trioserve[media]): {error}"
+            self._failure = f"reading media needs the extra media: {error}"
         except ModelLoadError as error:
             self._failure = str(error)
 
