@@ -6,6 +6,7 @@ from tests.fuzz import (
     adapters,
     encoders,
     grammars,
+    media,
     messages,
     model_files,
     requests,
@@ -16,7 +17,7 @@ from tests.fuzz.target import Target
 
 __all__ = ["TARGETS"]
 
-_MODULES = (model_files, encoders, adapters, messages, templates, texts, requests, grammars)
+_MODULES = (model_files, encoders, adapters, messages, templates, texts, requests, grammars, media)
 TARGETS: dict[str, Target] = {
     target.name: target for module in _MODULES for target in module.TARGETS
 }

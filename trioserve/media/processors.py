@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _OPTION = "mm_processor_kwargs"
+_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of processors; without one of them, transformers would find a tokenizer at most."""
 _OF_TEXT = frozenset(
     (
         "input_ids",
@@ -66,6 +69,10 @@ class MediaProcessor:
 
     def __init__(self, folder: str, arguments: Mapping[str, Any]) -> None:
         self._arguments = dict(arguments)
+        if not any((Path(folder) / name).is_file() for name in _FILES):
+            raise ModelLoadError(
+                f"the model in {folder} reads no media: it has none of {', '.join(_FILES)}"
+            )
         try:
             import transformers
 
@@ -76,9 +83,7 @@ class MediaProcessor:
         except MemoryError:
             raise
         except Exception as error:  # transformers raises many kinds for damaged files.
-            raise ModelLoadError(
-                f"the processor of media in {folder} can't be loaded: {error}"
-            ) from error
+            raise ModelLoadError(f"the processor in {folder} can't be loaded: {error}") from error
         self._extractor: Any = getattr(self._processor, "feature_extractor", None)
         if self._extractor is None and hasattr(self._processor, "sampling_rate"):
             self._extractor = self._processor
@@ -86,7 +91,7 @@ class MediaProcessor:
             self._processor, "image_mean"
         )
         if not self.reads_images and self._extractor is None:
-            raise ModelLoadError(f"the model in {folder} has no processor of images or audio")
+            raise ModelLoadError(f"the processor in {folder} is none of images or audio")
         self._check_arguments()
         self._try(folder)
 

@@ -1,0 +1,125 @@
+"""A processor gives what transformers gives when it is called directly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.media_files import encoded, noise, tone
+from tests.support.tiny_processors import BEGINNING, idefics3, llava, tokenizer, whisper
+from trioserve.config.media import MediaOptions
+from trioserve.media.parts import AudioPart, ImagePart
+from trioserve.media.processors import MediaProcessor, ProcessedPart
+from trioserve.media.reader import open_media_reader
+from trioserve.media.refusals import Refused
+from trioserve.protocol.errors import InvalidRequest, ModelLoadError
+
+SIZES = ((40, 30), (30, 90), (7, 5))
+
+
+def check_same(part: ProcessedPart | Any, wanted: Any, first_token: int) -> None:
+    """Compare with transformers' own result, whose tokens follow the text's first one."""
+    tokens = wanted.pop("input_ids")[0].tolist()
+    assert tokens[0] == first_token
+    assert part.token_ids == tokens[1:]
+    del wanted["attention_mask"]
+    assert part.arrays.keys() == wanted.keys()
+    for name, array in part.arrays.items():
+        assert array.dtype == wanted[name].dtype
+        assert np.array_equal(array, wanted[name])
+
+
+@pytest.mark.parametrize("make", [idefics3, llava])
+def test_an_image_is_what_transformers_makes_of_it(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    direct = make(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    first = direct.tokenizer.convert_tokens_to_ids(BEGINNING)
+    place = direct.tokenizer.convert_tokens_to_ids("<image>")
+    for size in SIZES:
+        image = noise(*size)
+        part = processor.of_image(image)
+        check_same(part, dict(direct(text="<image>", images=[image], return_tensors="np")), first)
+        assert part.num_placeholder_tokens == part.token_ids.count(place) > 0
+    with pytest.raises(Refused, match="the model reads no audio"):
+        processor.of_audio(np.zeros(10, np.float32))
+
+
+def test_audio_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    direct = whisper(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    assert processor.sample_rate == 16_000
+    samples = tone(rate=16_000).astype(np.float32)
+    part = processor.of_audio(samples)
+    wanted = direct(samples, sampling_rate=16_000, return_tensors="np")
+    assert part.arrays.keys() == wanted.keys()
+    assert np.array_equal(part.arrays["input_features"], wanted["input_features"])
+    assert (part.token_ids, part.num_placeholder_tokens) == ([], 0)
+    with pytest.raises(Refused, match="the model reads no images"):
+        processor.of_image(noise())
+
+
+def test_arguments_are_passed_on_and_checked(tmp_path: Path) -> None:
+    direct = idefics3(tmp_path)
+    image = noise(40, 30)
+    arguments = {"do_image_splitting": False}
+    part = MediaProcessor(str(tmp_path), arguments).of_image(image)
+    first = direct.tokenizer.convert_tokens_to_ids(BEGINNING)
+    wanted = direct(text="<image>", images=[image], return_tensors="np", **arguments)
+    check_same(part, dict(wanted), first)
+    for given, reason in (
+        ({"nonsense": 1, "return_tensors": "pt"}, "mm_processor_kwargs has nonsense, return_ten"),
+        ({"do_image_splitting": 3}, "fails with mm_processor_kwargs .*expected bool, got int"),
+    ):
+        with pytest.raises(ModelLoadError, match=reason):
+            MediaProcessor(str(tmp_path), given)
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="reads no media: it has none of processor_config"):
+        MediaProcessor(str(tmp_path), {})
+    (tmp_path / "processor_config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="is none of images or audio"):
+        MediaProcessor(str(tmp_path), {})
+    (tmp_path / "processor_config.json").write_text("[")
+    with pytest.raises(ModelLoadError, match="can't be loaded"):
+        MediaProcessor(str(tmp_path), {})
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("open('ran', 'w'); raise SystemExit")
+    names = {"AutoProcessor": "own.Own", "AutoImageProcessor": "own.Own"}
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Own", "auto_map": names})
+    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"auto_map": names}))
+    with pytest.raises(ModelLoadError, match="can't be loaded"):
+        MediaProcessor(str(tmp_path), {})
+    assert not Path("ran").exists()
+
+
+async def test_a_child_process_runs_the_processor(tmp_path: Path) -> None:
+    direct = idefics3(tmp_path)
+    first = direct.tokenizer.convert_tokens_to_ids(BEGINNING)
+    image = noise(40, 30)
+    wanted = direct(text="<image>", images=[image], return_tensors="np")
+    async with open_media_reader(MediaOptions(), processor_folder=tmp_path) as reader:
+        for source in (image, encoded(image, "PNG")):
+            processed = await reader.read(ImagePart(source), name="images[0]")
+            check_same(processed, dict(wanted), first)
+            assert processed.num_placeholder_tokens == 20
+        with pytest.raises(InvalidRequest, match=r"^audio\[0\]: the audio has an unknown format"):
+            await reader.read(AudioPart(b"x"), name="audio[0]")
+
+
+async def test_a_processor_that_cannot_be_loaded_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="reads no media: it has none of"):
+        async with open_media_reader(MediaOptions(), processor_folder=tmp_path):
+            pass

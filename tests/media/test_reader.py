@@ -1,0 +1,304 @@
+"""Parts are read in other processes: refusals name them, and nothing else is hurt or left."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import trio
+
+from tests.support.media_files import SVG, clip, encoded, hostile_images, noise, tone
+from trioserve._util.job_processes import JobLost
+from trioserve.config.media import MediaOptions
+from trioserve.media import pool
+from trioserve.media.messages import ArrayLayout, MediaJob, MediaSetup
+from trioserve.media.parts import AudioPart, ImagePart, MediaPart
+from trioserve.media.pool import MediaProcesses, copy_arrays, num_processes
+from trioserve.media.reader import MediaReader, open_media_reader
+from trioserve.media.sources import Payload
+from trioserve.protocol.errors import EngineError, InvalidRequest
+
+NAME = "messages[0].content[1]"
+OPTIONS = MediaOptions(limit_mm_pixels=1 << 20, limit_mm_bytes=1 << 20, limit_mm_seconds=2)
+IMAGE = noise()
+PIXELS = np.asarray(IMAGE)
+
+
+def children() -> list[psutil.Process]:
+    """Return the processes that read media."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
+            if any("media.child" in argument for argument in child.cmdline()):
+                found.append(child)
+    return found
+
+
+def shared_memory() -> list[str]:
+    """Return this process's descriptors of shared memory."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if "memfd" in link]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert children() == []
+    assert shared_memory() == []
+
+
+async def check_serves(reader: MediaReader) -> None:
+    """Read an image that is as it should be."""
+    found = await reader.read(ImagePart(encoded(IMAGE, "PNG")), name=NAME)
+    assert np.array_equal(found.arrays["pixels"], PIXELS)
+
+
+async def refused(reader: MediaReader, part: MediaPart) -> str:
+    with pytest.raises(InvalidRequest) as raised:
+        await reader.read(part, name=NAME)
+    assert raised.value.param == NAME
+    name, _, reason = str(raised.value).partition(": ")
+    assert name == NAME
+    return reason
+
+
+async def test_all_sources_of_an_image_are_the_same(tmp_path: Path) -> None:
+    data = encoded(IMAGE, "PNG")
+    text = base64.b64encode(data).decode()
+    path = tmp_path / "image.jpeg"  # a name says nothing
+    path.write_bytes(data)
+    sources = (data, path, text, f"data:image/jpeg;base64,{text}", IMAGE)
+    async with open_media_reader(OPTIONS) as reader:
+        assert children() == []
+        results = [await reader.read(ImagePart(each), name=NAME) for each in sources]
+        assert len(children()) == 1
+    for found in results:
+        assert found.kind == "image"
+        assert np.array_equal(found.arrays["pixels"], PIXELS)
+        found.arrays["pixels"][0, 0] = 0  # it is the caller's own
+        assert (found.token_ids, found.num_placeholder_tokens) == ([], 0)
+    assert len({found.digest for found in results}) == 1
+
+
+async def test_a_digest_tells_contents_and_arguments_apart() -> None:
+    digests = set()
+    for options in (OPTIONS, MediaOptions(mm_processor_kwargs='{"a": 1}')):
+        async with open_media_reader(options) as reader:
+            for image in (IMAGE, IMAGE.rotate(180), noise(16, 24)):
+                digests.add((await reader.read(ImagePart(image), name=NAME)).digest)
+    assert len(digests) == 6
+    assert {len(each) for each in digests} == {16}
+
+
+async def test_audio_is_read() -> None:
+    async with open_media_reader(OPTIONS) as reader:
+        found = await reader.read(AudioPart(clip()), name=NAME)
+        assert np.abs(found.arrays["samples"] - tone(rate=16_000)).max() < 0.1
+        assert found.arrays["samples"].dtype == np.float32
+        long = await refused(reader, AudioPart(clip("FLAC", seconds=3)))
+        assert long == "the audio has 3.0 seconds, more than --limit-mm-seconds (2) allows"
+
+
+async def test_hostile_parts_are_refused_by_name_and_others_go_on(tmp_path: Path) -> None:
+    good = encoded(IMAGE, "PNG")
+    large = tmp_path / "large"
+    large.write_bytes(bytes((1 << 20) + 1))
+    os.mkfifo(tmp_path / "pipe")
+    parts = [*map(ImagePart, hostile_images().values())]
+    parts += [ImagePart(data) for data in (b"x", SVG, clip(), good[: len(good) // 2])]
+    parts += [AudioPart(data) for data in (b"x", good, clip()[:20])]
+    parts += [ImagePart(text) for text in ("AAA", "A A=", "AAAA====", "____", "data:;base64,ü==")]
+    parts += [ImagePart(path) for path in (tmp_path, tmp_path / "none", tmp_path / "pipe", large)]
+    parts += [ImagePart(Path("/dev/zero")), ImagePart("https://a.example/")]
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        (child,) = children()
+        reasons = [await refused(reader, part) for part in parts]
+        await check_serves(reader)
+        assert children() == [child]
+    assert all(reasons)
+    assert reasons[0] == (
+        "the image has 65535 x 65535 pixels, more than --limit-mm-pixels (1048576) allows"
+    )
+    assert "more than --limit-mm-bytes (1048576) allows" in reasons[-3]
+
+
+async def test_what_is_too_large_never_reaches_a_process() -> None:
+    """A data URL of 96 MiB is refused for its length."""
+    async with open_media_reader(MediaOptions()) as reader:
+        part = ImagePart("data:image/png;base64," + "A" * (96 << 20))
+        started = time.thread_time()
+        reason = await refused(reader, part)
+        assert time.thread_time() - started < 0.05
+        assert reason == (
+            "the image has 75497472 bytes, more than --limit-mm-bytes (33554432) allows"
+        )
+        assert children() == []
+
+
+async def test_the_parts_of_a_prompt_are_counted_and_keep_their_order() -> None:
+    options = MediaOptions(limit_mm_per_prompt='{"image": 3, "audio": 0}')
+    images = [noise(width) for width in (30, 20, 10, 5)]
+    parts = [(f"images[{place}]", ImagePart(each)) for place, each in enumerate(images)]
+    async with open_media_reader(options) as reader:
+        found = await reader.read_all(parts[:3])
+        assert [each.arrays["pixels"].shape[1] for each in found] == [30, 20, 10]
+        assert await reader.read_all([]) == []
+        for given, name, most in (
+            (parts, "images[3]", "image than --limit-mm-per-prompt (3)"),
+            ([("clip", AudioPart(b""))], "clip", "audio than --limit-mm-per-prompt (0)"),
+        ):
+            with pytest.raises(InvalidRequest) as raised:
+                await reader.read_all(given)
+            assert str(raised.value) == f"{name}: more parts of the kind {most} allows"
+            assert raised.value.param == name
+        bad = ("images[1]", ImagePart(b"x"))
+        with pytest.raises(InvalidRequest, match=r"^images\[1\]: the image has an unknown"):
+            await reader.read_all([parts[0], bad])
+
+
+async def test_a_dead_process_costs_its_own_part_only() -> None:
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        (child,) = children()
+        os.kill(child.pid, signal.SIGKILL)
+        reason = await refused(reader, ImagePart(IMAGE))
+        assert reason.startswith("the image takes more than 20 s or ")
+        await check_serves(reader)
+        assert children() != [child]
+
+
+async def test_a_process_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        os.kill(children()[0].pid, signal.SIGSTOP)
+        monkeypatch.setattr(pool, "MAX_WAIT", 0.2)
+        await refused(reader, ImagePart(IMAGE))
+        monkeypatch.undo()
+        await check_serves(reader)
+
+
+async def test_too_much_memory_ends_the_process() -> None:
+    setup = MediaSetup(
+        max_bytes=1, max_pixels=1, max_seconds=1, processor_folder="", processor_arguments={}
+    )
+    processes = MediaProcesses(setup)
+    large = Payload("bytes", bytes(400 << 20))
+    try:
+        with pytest.raises(JobLost):
+            await processes.read(MediaJob(kind="image", size=large.size), large)
+        answer = (await processes.read(MediaJob(kind=""), None)).answer
+        assert answer.failure == ""
+    finally:
+        await processes.aclose()
+
+
+async def test_a_cancelled_read_leaves_nothing() -> None:
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        os.kill(children()[0].pid, signal.SIGSTOP)
+        with trio.move_on_after(0.2) as scope:
+            await reader.read(ImagePart(IMAGE), name=NAME)
+        assert scope.cancelled_caught
+        assert children() == []
+        assert shared_memory() == []
+        async with trio.open_nursery() as nursery:
+            for _ in range(40):
+                nursery.start_soon(check_serves, reader)
+            while len(children()) < num_processes():
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert children() == []
+        await check_serves(reader)
+
+
+async def test_the_end_is_an_error_of_parts_that_wait() -> None:
+    errors: list[str] = []
+
+    async def read(reader: MediaReader) -> None:
+        with pytest.raises(EngineError) as raised:
+            await reader.read(ImagePart(IMAGE), name=NAME)
+        errors.append(str(raised.value))
+
+    async with trio.open_nursery() as nursery:
+        async with open_media_reader(OPTIONS) as reader:
+            await check_serves(reader)
+            os.kill(children()[0].pid, signal.SIGSTOP)
+            nursery.start_soon(read, reader)
+            await trio.testing.wait_all_tasks_blocked()
+        await read(reader)
+    assert errors == ["the engine is closed"] * 2
+
+
+class _Steps(trio.abc.Instrument):
+    """Measures the processor time of the longest step of a task."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._started = time.thread_time()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._started = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.longest = max(self.longest, time.thread_time() - self._started)
+
+
+async def test_many_images_at_once_do_not_hold_up_the_event_loop() -> None:
+    image = noise(600, 500)
+    bitmap = base64.b64encode(encoded(noise(2500, 2000), "BMP")).decode()  # 20 MB
+    parts = [ImagePart(base64.b64encode(encoded(image, "PNG")).decode())] * 31 + [ImagePart(bitmap)]
+    async with open_media_reader(MediaOptions(limit_mm_per_prompt='{"image": 32}')) as reader:
+        await check_serves(reader)
+        steps = _Steps()
+        trio.lowlevel.add_instrument(steps)
+        found = await reader.read_all([(NAME, part) for part in parts])
+        trio.lowlevel.remove_instrument(steps)
+    assert all(np.array_equal(each.arrays["pixels"], np.asarray(image)) for each in found[:31])
+    assert 0 < steps.longest < 0.02
+
+
+async def test_memory_stays_flat() -> None:
+    part = ImagePart(encoded(noise(300, 200), "PNG"))
+    async with open_media_reader(OPTIONS) as reader:
+
+        async def grow(count: int) -> int:
+            before = sum(each.memory_info().rss for each in (psutil.Process(), *children()))
+            for _ in range(count):
+                await reader.read(part, name=NAME)
+            return sum(each.memory_info().rss for each in (psutil.Process(), *children())) - before
+
+        await check_serves(reader)
+        await grow(50)
+        # What 200 images take is 36 MB of pixels.
+        assert await grow(200) < 8 << 20
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ArrayLayout("a", "<f4", (3,)),
+        ArrayLayout("a", "<f4", (5,)),
+        ArrayLayout("a", "O", (2,)),
+        ArrayLayout("a", "nonsense", (16,)),
+        ArrayLayout("a", "|u1", (-4, -4)),
+        ArrayLayout("a", "|V16", (1,)),
+    ],
+)
+def test_memory_that_is_not_what_the_answer_says_is_refused(layout: ArrayLayout) -> None:
+    for layouts in ([layout], [layout, ArrayLayout("b", "|u1", (0,))]):
+        memory = os.memfd_create("test")
+        os.pwrite(memory, bytes(16), 0)
+        with pytest.raises(EOFError):
+            copy_arrays(memory, layouts)

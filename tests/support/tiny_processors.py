@@ -1,0 +1,73 @@
+"""Processors of media with a small tokenizer, in folders as models have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+BEGINNING = "<s>"
+IDEFICS_TOKENS = (
+    *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+
+
+def tokenizer(*special_tokens: str) -> Any:
+    """Return a tokenizer of bytes that puts ``<s>`` in front of a text."""
+    import transformers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={each: id for id, each in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([BEGINNING])
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{BEGINNING} $A", special_tokens=[(BEGINNING, inner.token_to_id(BEGINNING))]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token=BEGINNING,
+        pad_token=BEGINNING,
+        additional_special_tokens=list(special_tokens),
+    )
+
+
+def idefics3(folder: Path) -> Any:
+    """Write a processor that cuts an image into tiles, and return it."""
+    import transformers
+
+    images = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+    )
+    made = transformers.Idefics3Processor(images, tokenizer(*IDEFICS_TOKENS), image_seq_len=4)
+    made.save_pretrained(folder)
+    return made
+
+
+def llava(folder: Path) -> Any:
+    """Write a processor that makes one square of an image, and return it."""
+    import transformers
+
+    images = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    )
+    made = transformers.LlavaProcessor(
+        images,
+        tokenizer("<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    made.save_pretrained(folder)
+    return made
+
+
+def whisper(folder: Path) -> Any:
+    """Write a feature extractor of audio, and return it."""
+    import transformers
+
+    made = transformers.WhisperFeatureExtractor(chunk_length=1)
+    made.save_pretrained(folder)
+    return made
