@@ -88,6 +88,16 @@ class MediaOptions:
         metavar="ARGUMENTS",
     )
 
+    mm_processor_cache_gb: float = option(
+        1.0,
+        "memory in GiB for the embeddings of images, which are kept for prompts to come",
+        group="media",
+        page="media#The cache",
+        kind=float,
+        low=0,
+        high=1 << 20,
+    )
+
     def __attrs_post_init__(self) -> None:
         self.most_media()
         self.processor_arguments()

@@ -26,6 +26,7 @@ from trioserve.model_files import (
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
+from trioserve.model_files.media_config import MediaConfig
 from trioserve.observability.logs import get_logger
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol.errors import ModelLoadError
@@ -50,6 +51,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     task: ModelTask = "generate"
+    media: MediaConfig | None = None
+    """Tower of a model that reads images."""
     encoder: TextEncoder | None = None
     """Turns texts into ids for an encoder."""
     embedding: DecoderEmbedding | None = None
@@ -125,6 +128,7 @@ class LoadedModel:
             generation=chosen_generation_config(files.generation, config),
             task="generate" if files.embedding is None else "embed",
             embedding=files.embedding,
+            media=files.media,
         )
 
 
@@ -183,7 +187,10 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
         backend = load_tokenizer_from(config.tokenizer)
     source = _chat_template(config.chat_template) or files.chat_template
     ends = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    template = None if source is None else ChatTemplate(source, **ends)
+    image_token = None
+    if files.media is not None:
+        image_token = backend.id_to_token(files.media.image_token_id)
+    template = None if source is None else ChatTemplate(source, **ends, image_token=image_token)
     return Tokenizer(backend, template, **ends)
 
 

@@ -28,11 +28,13 @@ from trioserve.engine.engine import Engine
 from trioserve.engine.engine_worker import MakeWorker
 from trioserve.engine.idle_check import AskedWorkers, IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
+from trioserve.engine.media import media_embedder, open_reader
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.engine.worker_group import WorkerGroup
 from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded, workers_port
+from trioserve.media.reader import MediaReader
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
@@ -43,7 +45,7 @@ from trioserve.protocol.errors import EngineError
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.text.detokenizer import Detokenizer
-from trioserve.text.tokenizer_task import TokenizerTask
+from trioserve.text.tokenizer_task import EmbedMedia, TokenizerTask
 from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.life import OnProgress
 from trioserve.workers.remote.port import WorkersPort
@@ -99,15 +101,19 @@ async def _open_worker(
     async with processes.ahead():
         loaded = await LoadedModel.read(config, path)
         metrics = Metrics(loaded.name, config.metrics_prefix)
-        async with run_engine(
-            config,
-            loaded,
-            processes.maker(config, metrics),
-            metrics,
-            port=await workers_port(config, path, mock),
-            asks_idle_worker=True,
-            while_loading=while_loading,
-        ) as engine:
+        async with (
+            open_reader(config, loaded, path) as media_reader,
+            run_engine(
+                config,
+                loaded,
+                processes.maker(config, metrics),
+                metrics,
+                port=await workers_port(config, path, mock),
+                media_reader=media_reader,
+                asks_idle_worker=True,
+                while_loading=while_loading,
+            ) as engine,
+        ):
             log_loaded(loaded.name, engine.ready, config.num_workers)
             loaded.log_defaults()
             yield engine
@@ -121,14 +127,15 @@ async def run_engine(
     metrics: Metrics,
     *,
     port: WorkersPort | None = None,
+    media_reader: MediaReader | None = None,
     asks_idle_worker: bool = False,
     while_loading: Callable[[], None] | None = None,
 ) -> AsyncIterator[Engine]:
     """Run an engine over any kind of workers; :func:`open_engine` makes real ones.
 
-    ``port`` is for workers of other hosts. ``asks_idle_worker`` says whether a worker with nothing
-    to do is asked if it holds nothing. ``while_loading`` is called in a thread, and done when the
-    block begins.
+    ``port`` is for workers of other hosts. ``media_reader`` reads the media in prompts.
+    ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
+    ``while_loading`` is called in a thread, and done when the block begins.
     """
     group = WorkerGroup.of(
         config,
@@ -169,6 +176,7 @@ async def run_engine(
         validation=WorkerValidation(
             schedulers, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
+        embed_media=media_embedder(config, model, media_reader, schedulers),
         asked_workers=schedulers if asks_idle_worker else None,
     ) as engine:
         schedulers.notify_idle(engine.on_none_open)
@@ -221,6 +229,7 @@ async def run_tasks(
     make_engine: Callable[..., _Engine],
     *,
     validation: WorkerValidation | None,
+    embed_media: EmbedMedia | None = None,
     asked_workers: AskedWorkers | None = None,
     output_buffer: float = math.inf,
     place: Place = Place(),
@@ -229,8 +238,9 @@ async def run_tasks(
 
     ``open_backend`` starts the tasks that the backend needs, and says what its worker can hold.
     ``make_engine`` gets the fields that are made here. ``validation`` is the task between
-    tokenizer and backend; None in a front end. ``asked_workers`` are asked if they hold nothing
-    while idle. At most ``output_buffer`` batches of outputs wait for the detokenizer.
+    tokenizer and backend; None in a front end. ``embed_media`` is None where media aren't served.
+    ``asked_workers`` are asked if they hold nothing while idle. At most ``output_buffer`` batches
+    of outputs wait for the detokenizer.
     """
     engine: _Engine | None = None
 
@@ -247,7 +257,8 @@ async def run_tasks(
     )
     detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
     async with open_tasks(on_failure) as tasks:
-        to_tokenizer, backend_inbox = _start_preparing(tasks, model, validation)
+        tokenizer = TokenizerTask(model.tokenizer, embed_media)
+        to_tokenizer, backend_inbox = _start_preparing(tasks, tokenizer, validation)
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
@@ -275,12 +286,11 @@ async def run_tasks(
 
 
 def _start_preparing(
-    tasks: EngineTasks, model: LoadedModel, validation: WorkerValidation | None
+    tasks: EngineTasks, tokenizer: TokenizerTask, validation: WorkerValidation | None
 ) -> tuple[trio.MemorySendChannel[Request], trio.MemoryReceiveChannel[Request]]:
     """Start the tasks before the back end; return the first one's channel and the back end's."""
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
-    tokenizer = TokenizerTask(model.tokenizer)
     if validation is None:
         tasks.start_soon(tokenizer.run, tokenizer_inbox, to_backend)
     else:

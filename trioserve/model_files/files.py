@@ -149,7 +149,7 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
         eos_token=huggingface.read_special_token(path, "eos_token"),
         generation=read_generation_config(path),
         embedding=embedding,
-        media=read_media_config(path / "config.json", values),
+        media=read_media_config(path / "config.json", values, config.hidden_size),
     )
 
 

@@ -47,6 +47,8 @@ class MediaConfig:
 
     architecture: str
     """Class of the whole model in transformers."""
+    width: int
+    """Width of its embeddings: the decoder's hidden size."""
     image_token_id: int
     """Token at the positions whose embeddings the tower gives."""
 
@@ -56,8 +58,10 @@ def reads_media(values: Mapping[str, Any]) -> bool:
     return architecture_of(values) in MEDIA_CLASSES
 
 
-def read_media_config(path: Path, values: Mapping[str, Any]) -> MediaConfig | None:
+def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> MediaConfig | None:
     """Return the tower that config.json at ``path`` describes; None for a decoder alone.
+
+    ``width`` is the decoder's hidden size.
 
     Raises:
         ModelLoadError: The token of images is missing.
@@ -68,7 +72,7 @@ def read_media_config(path: Path, values: Mapping[str, Any]) -> MediaConfig | No
     name = "image_token_id" if values.get("image_token_id") is not None else "image_token_index"
     architecture = architecture_of(values)
     assert architecture is not None
-    return MediaConfig(architecture=architecture, image_token_id=fields.integer(name))
+    return MediaConfig(architecture=architecture, width=width, image_token_id=fields.integer(name))
 
 
 def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:

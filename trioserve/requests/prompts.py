@@ -10,7 +10,7 @@ import attrs
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt
-from trioserve.requests.embedded_parts import without_embeddings
+from trioserve.requests.embedded_parts import OtherParts, take_out_parts
 
 
 def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -61,32 +61,38 @@ class ChatPrompt:
     """A conversation, rendered by the model's chat template.
 
     ``messages`` are the OpenAI API's: maps with ``role`` and ``content``: a string, or a list of
-    text parts and of ``{"type": "prompt_embeds", "prompt_embeds": array}``. The template gets a
-    mark in place of such an array. ``template_arguments`` are handed to the template as they are.
+    text parts, of ``{"type": "prompt_embeds", "prompt_embeds": array}``, and of media
+    (:func:`trioserve.media.content.as_media_part`). ``template_arguments`` are handed to the
+    template as they are.
     """
 
     messages: tuple[dict[str, Any], ...] = attrs.field(converter=_as_messages)
-    embedded: tuple[EmbeddingsPrompt, ...] = attrs.field(init=False, default=())
-    """Embeddings that were taken out of ``messages``, in their order."""
+    others: OtherParts = attrs.field(init=False, default=OtherParts())
+    """Parts that were taken out of ``messages``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_arguments: dict[str, Any] = attrs.field(factory=dict, validator=_check_mapping)
 
     def __attrs_post_init__(self) -> None:
-        messages, embedded = without_embeddings(self.messages)
-        if embedded:
+        messages, others = take_out_parts(self.messages)
+        if others:
             object.__setattr__(self, "messages", messages)
-            object.__setattr__(self, "embedded", embedded)
+            object.__setattr__(self, "others", others)
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbeddingsPrompt
 
 
 def embeddings_in(prompt: Prompt) -> Sequence[EmbeddingsPrompt]:
-    """Return the embeddings of a prompt, in the order of their marks."""
+    """Return the embeddings that a caller gives in a prompt, in the order of their marks."""
     if isinstance(prompt, EmbeddingsPrompt):
         return (prompt,)
-    return prompt.embedded if isinstance(prompt, ChatPrompt) else ()
+    return prompt.others.embedded if isinstance(prompt, ChatPrompt) else ()
+
+
+def media_in(prompt: Prompt) -> Sequence[tuple[str, Any]]:
+    """Return the media of a prompt: the name in the request of each, and the part itself."""
+    return prompt.others.media if isinstance(prompt, ChatPrompt) else ()
 
 
 class TokenizedPrompt(NamedTuple):

@@ -27,6 +27,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import attrs
@@ -36,7 +37,7 @@ import trio
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.protocol.wire import from_ints
 from trioserve.requests.adapters import NO_ADAPTER
-from trioserve.requests.embedded import ContentIds, EmbeddedSpan, take_marks
+from trioserve.requests.embedded import ContentIds, EmbeddedMedia, EmbeddedSpan, take_marks
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.prompts import Prompt, TokenizedPrompt, embeddings_in
 from trioserve.requests.retention import Retention
@@ -222,13 +223,18 @@ class Request:
         """True if nothing more is to be computed for it."""
         return all(sequence.state is State.FINISHED for sequence in self.sequences)
 
-    def encoded(self, prompt_ids: list[int], prediction_ids: list[int]) -> TokenizedPrompt:
+    def encoded(
+        self,
+        prompt_ids: list[int],
+        prediction_ids: list[int],
+        media: Seq[EmbeddedMedia] = (),
+    ) -> TokenizedPrompt:
         """Return the ids of the prompt, after those of the prefix, and of the predicted output.
 
-        They are encoded for the wire. It may run in a thread.
+        They are encoded for the wire. It may run in a thread. ``media`` are the prompt's.
         """
         ids = [*self.prefix_ids, *prompt_ids] if self.prefix_ids else prompt_ids
-        embedded = take_marks(ids, embeddings_in(self.prompt))
+        embedded = take_marks(ids, [*embeddings_in(self.prompt), *media])
         return TokenizedPrompt(ids, from_ints(ids), from_ints(prediction_ids), embedded)
 
     def tokenized(self, prompt: TokenizedPrompt) -> None:

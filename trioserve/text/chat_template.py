@@ -22,6 +22,8 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, measure
 from trioserve.text.template_sandbox import TemplateEnvironment
 
+MEDIA_TOKEN = "image_token"
+"""Variable with the token that stands for an image in a prompt; only some models have it."""
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 """Mark at the end of the message to be continued. Its space shows if the template trims."""
 
@@ -92,6 +94,8 @@ class ChatTemplate:
         self.takes_parts = _iterates_over_content(tree)
         """True if the template reads the parts of a content; otherwise it gets one string."""
 
+        self.media_token = self.tokens.get(MEDIA_TOKEN, "")
+        """Token that stands for an image in the text; empty for a model that reads none."""
         self._bounded = _Renderer(bounded, self.tokens, self.takes_parts)
 
     @functools.cached_property
@@ -176,11 +180,11 @@ class _Renderer:
         if content is None:
             content = ""
         if isinstance(content, (list, tuple)):
-            texts = [_part_text(part) for part in content]
+            media_token = self._tokens.get(MEDIA_TOKEN, "")
             if self._takes_parts:
-                content = [{"type": "text", "text": text} for text in texts]
+                content = [_shown_part(part, media_token) for part in content]
             else:
-                content = "\n".join(texts)
+                content = "\n".join(_part_text(part, media_token) for part in content)
         elif not isinstance(content, str):
             raise _refuse("a message's content must be a string or a list of text parts")
         printed = {**message, "content": content}
@@ -259,9 +263,20 @@ def _object_of(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _part_text(part: Any) -> str:
+def _shown_part(part: Any, media_token: str) -> dict[str, Any]:
+    text = _part_text(part, media_token)
+    return {"type": part["type"]} if _is_medium(part) else {"type": "text", "text": text}
+
+
+def _is_medium(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _part_text(part: Any, media_token: str) -> str:
     if isinstance(part, str):
         return part
+    if media_token and _is_medium(part):
+        return media_token
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
         raise _refuse(f"this model reads text only; a content part has the type {kind!r}")

@@ -8,7 +8,7 @@ import tokenizers
 
 from trioserve.model_files.native import panics_raised
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.embedded import EmbeddedMedia, EmbeddingsPrompt
 from trioserve.requests.embedded_parts import ids_with_marks
 from trioserve.requests.prompt_size import characters_of_contents, characters_of_roles
 from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt, embeddings_in
@@ -168,13 +168,22 @@ class Tokenizer:
         return self.ids_of(text, add_special_tokens, keep, cut_side, "prompt")
 
     def ids_of_chat(
-        self, text: str, prompt: ChatPrompt, keep: int | None, cut_side: str
+        self,
+        text: str,
+        prompt: ChatPrompt,
+        keep: int | None,
+        cut_side: str,
+        media: Sequence[EmbeddedMedia] = (),
     ) -> list[int]:
-        """Return the ids of a rendered chat; see :meth:`prompt_ids`. Embeddings have marks."""
-        if not prompt.embedded:
+        """Return the ids of a rendered chat; see :meth:`prompt_ids`. Other parts have marks."""
+        if not prompt.others:
             return self.ids_of(text, False, keep, cut_side, "messages")
         return ids_with_marks(
-            text, prompt.embedded, lambda part: self.ids_of(part, False, None, "", "messages")
+            text,
+            prompt.others.embedded,
+            media,
+            self._template().media_token,
+            lambda part: self.ids_of(part, False, None, "", "messages"),
         )
 
     def ids_of(

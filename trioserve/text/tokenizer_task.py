@@ -6,21 +6,29 @@ or milliseconds when the loop is busy. So short prompts are encoded in the event
 ``INLINE_CHARACTERS`` at a time. Other short ones share a thread, and a long prompt has its own
 thread, so that it delays no other. ``tokenizers`` spreads a thread's batch over the cores.
 
-A chat is rendered where it is encoded if that takes bounded time and memory. Otherwise a child task
-has another process render it (:mod:`~trioserve.text.template_processes`).
+A chat is rendered where it is encoded if that takes bounded time and memory. Otherwise, or if it
+has media, a child task has another process render it (:mod:`~trioserve.text.template_processes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import trio
 
 from trioserve._util.channels import forward, receive_waiting
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
+from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.prompt_size import characters_of
-from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokenizedPrompt, embeddings_in
+from trioserve.requests.prompts import (
+    ChatPrompt,
+    TextPrompt,
+    TokenizedPrompt,
+    embeddings_in,
+    media_in,
+)
 from trioserve.requests.request import Request, State
 from trioserve.text.guarded import room_to_encode
 from trioserve.text.template_bounds import BeyondBounds
@@ -38,11 +46,19 @@ IdsOrError = list[int] | InvalidRequest | BeyondBounds
 PromptOrError = TokenizedPrompt | InvalidRequest | BeyondBounds
 
 
-class TokenizerTask:
-    """Task that tokenizes requests with ``tokenizer``, and runs its template processes."""
+EmbedMedia = Callable[[Sequence[tuple[str, Any]]], Awaitable[list[EmbeddedMedia]]]
+"""Function that returns the embeddings of a prompt's media, given their names and parts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+
+class TokenizerTask:
+    """Task that tokenizes requests with ``tokenizer``, and runs its template processes.
+
+    ``embed_media`` gives the embeddings of media in prompts; None if they aren't served.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, embed_media: EmbedMedia | None = None) -> None:
         self._tokenizer = tokenizer
+        self._embed_media = embed_media
 
     async def run(
         self,
@@ -60,14 +76,18 @@ class TokenizerTask:
             owner.start_soon(self._tokenizer.templates.run)
             async with trio.open_nursery() as nursery:
                 async for first in requests:
-                    waiting = [first, *receive_waiting(requests)]
-                    here, groups = _sort([request for request in waiting if _start(request)])
+                    arrived = [first, *receive_waiting(requests)]
+                    started = [request for request in arrived if _start(request)]
+                    with_media = [request for request in started if media_in(request.prompt)]
+                    for request in with_media:
+                        nursery.start_soon(self._prepare_alone, request, submit, limiter)
+                    here, groups = _sort([each for each in started if each not in with_media])
                     for group in groups:
                         nursery.start_soon(self._prepare_in_thread, group, submit, limiter)
                     for request in here:
                         prompt = self._encode(request, self._ids_or_error(request))
                         if isinstance(prompt, BeyondBounds):
-                            nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                            nursery.start_soon(self._prepare_alone, request, submit, limiter)
                         else:
                             await _forward(request, prompt, submit)
             owner.cancel_scope.cancel()
@@ -86,27 +106,28 @@ class TokenizerTask:
         async with trio.open_nursery() as nursery:
             for request, prompt in zip(wanted, results, strict=True):
                 if isinstance(prompt, BeyondBounds):
-                    nursery.start_soon(self._prepare_beyond, request, submit, limiter)
+                    nursery.start_soon(self._prepare_alone, request, submit, limiter)
                 else:
                     await _forward(request, prompt, submit)
 
-    async def _prepare_beyond(
+    async def _prepare_alone(
         self,
         request: Request,
         submit: trio.MemorySendChannel[Request],
         limiter: trio.CapacityLimiter,
     ) -> None:
-        """Render a chat in another process, and encode its text in a thread."""
+        """Have a chat's media read, render it in another process, and encode it in a thread."""
         keep, side = request.max_prompt_tokens, request.params.truncation_side
         chat = request.prompt
         assert isinstance(chat, ChatPrompt)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_ended, request, nursery.cancel_scope)
             try:
+                media = await self._media_of(chat)
                 text = await self._tokenizer.render_in_process(chat, is_cut=keep is not None)
                 prompt = await trio.to_thread.run_sync(
                     lambda: self._encode(
-                        request, self._tokenizer.ids_of_chat(text, chat, keep, side)
+                        request, self._tokenizer.ids_of_chat(text, chat, keep, side, media), media
                     ),
                     abandon_on_cancel=True,
                     limiter=limiter,
@@ -117,6 +138,23 @@ class TokenizerTask:
                 await _forward(request, prompt, submit)
             nursery.cancel_scope.cancel()
 
+    async def _media_of(self, prompt: ChatPrompt) -> list[EmbeddedMedia]:
+        """Return the embeddings of a chat's media.
+
+        Raises:
+            InvalidRequest: They aren't served, or one is refused.
+            EngineError: They can't be computed.
+        """
+        given = media_in(prompt)
+        if not given:
+            return []
+        if self._embed_media is None:
+            raise InvalidRequest(
+                f"{given[0][0]}: media aren't served by this model, or not with these options",
+                param=given[0][0],
+            )
+        return await self._embed_media(given)
+
     def _encode_all(self, requests: Sequence[Request]) -> list[PromptOrError]:
         together = self._ids_of_batch(requests) if len(requests) > 1 else {}
         return [
@@ -124,7 +162,9 @@ class TokenizerTask:
             for request in requests
         ]
 
-    def _encode(self, request: Request, prompt: IdsOrError) -> PromptOrError:
+    def _encode(
+        self, request: Request, prompt: IdsOrError, media: Sequence[EmbeddedMedia] = ()
+    ) -> PromptOrError:
         """Return the prompt for the scheduler, with the output that it predicts, if any."""
         if not isinstance(prompt, list):
             return prompt
@@ -134,7 +174,7 @@ class TokenizerTask:
                 prediction = self._tokenizer.encode(text, add_special_tokens=False)
             except InvalidRequest as error:
                 return InvalidRequest(f"prediction: {error}", param="prediction")
-        return request.encoded(prompt, prediction)
+        return request.encoded(prompt, prediction, media)
 
     def _ids_of_batch(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         """Return the ids of the requests that can be encoded as one batch, on all cores.

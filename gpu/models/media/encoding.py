@@ -44,7 +44,7 @@ class EncodeMedia:
         """
         self._prepare_thread()
         arrays = {
-            name: np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
+            name: np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
             for name, dtype, shape, data in arguments["arrays"]
         }
         embeddings = self._tower.embed(arrays).to(self._dtype).cpu().contiguous()

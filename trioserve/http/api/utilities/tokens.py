@@ -152,8 +152,8 @@ class TokenEndpoints:
         if format.tokenizer.chat_template is None:
             raise InvalidRequest("the model has no chat template", param="messages")
         prompt = chat_prompt(chat, format, tool_use(chat, format))
-        if prompt.embedded:
-            raise InvalidRequest("prompt_embeds parts have no tokens", param="messages")
+        if prompt.others:
+            raise InvalidRequest("only parts of text have tokens of their own", param="messages")
         return await format.tokenizer.render(prompt)
 
     async def _run(self, weight: int, work: Callable[[], Result]) -> Result:

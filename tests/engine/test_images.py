@@ -1,0 +1,167 @@
+"""Images in prompts over tiny models: what they give is what transformers gives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+import transformers
+import trio
+
+from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model
+from trioserve import Completion, Engine, InvalidRequest
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
+TIGHT: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_batched_tokens": 16,
+}
+"""Prompts are cut in the middle of images, and there are too few pages for all."""
+TOLERANCE = 2e-4
+Content = Sequence[str | bytes | PIL.Image.Image]
+CONVERSATIONS: list[Content] = [
+    ["What is this?", image(1)],
+    [image(2, (30, 70)), "and", image(1), "differ?"],
+    ["no picture at all"],
+    [image(3), image(3), "twice"],
+]
+
+
+@pytest.fixture(scope="module", params=MEDIA_FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model("llava", tmp_path_factory.mktemp("llava"))
+
+
+def messages_of(content: Content) -> list[dict[str, Any]]:
+    parts = [
+        {"type": "text", "text": each}
+        if isinstance(each, str)
+        else {"type": "image", "image": each}
+        for each in content
+    ]
+    return [{"role": "user", "content": parts}]
+
+
+class Reference:
+    """transformers' own model and processor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor: Any = transformers.AutoProcessor.from_pretrained(folder)
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+    def check(self, content: Content, completion: Completion) -> None:
+        """Assert that the output is greedy, with log-probabilities within the tolerance."""
+        template = self.processor.tokenizer.chat_template or self.processor.chat_template
+        text = self.processor.apply_chat_template(
+            messages_of(content), chat_template=template, add_generation_prompt=True
+        )
+        images = [each for each in content if not isinstance(each, str)]
+        inputs = self.processor(
+            text=text, images=images or None, return_tensors="pt", add_special_tokens=False
+        )
+        assert list(completion.prompt_token_ids) == inputs["input_ids"][0].tolist()
+        tokens = torch.tensor([completion.token_ids])
+        count = inputs["input_ids"].shape[1]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            inputs.pop(name, None)
+        with torch.inference_mode():
+            logits = self.model(**inputs).logits[0]
+        expected = logits[count - 1 : -1].log_softmax(-1)
+        told = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
+        own = expected.gather(1, tokens[0][:, None])[:, 0]
+        expected[:, self.model.config.image_token_id] = -torch.inf
+        assert told == pytest.approx(own.tolist(), abs=TOLERANCE)
+        assert (expected.max(-1).values - own).max() < TOLERANCE
+
+
+async def answers(engine: Engine) -> list[Completion]:
+    """Return the answers to all conversations, computed together, without tokens of images."""
+    token = engine.tokenizer.token_of("<image>")
+    fields = {**GREEDY, "logit_bias": {token: -100.0}}
+    found: dict[int, Completion] = {}
+
+    async def ask(number: int) -> None:
+        found[number] = await engine.complete(messages_of(CONVERSATIONS[number]), **fields)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(len(CONVERSATIONS)):
+            nursery.start_soon(ask, number)
+    return [found[number] for number in range(len(CONVERSATIONS))]
+
+
+async def test_answers_are_those_of_transformers(folder: Path) -> None:
+    """Together, in chunks and preempted, and again with cached pages."""
+    reference = Reference(folder)
+    pages = 18 if "llava" in folder.name else 36
+    async with open_tiny_engine(folder, num_gpu_blocks_override=pages, **TIGHT) as engine:
+        for _ in range(2):
+            for content, completion in zip(CONVERSATIONS, await answers(engine), strict=True):
+                reference.check(content, completion)
+        assert engine.statistics().scheduler.num_preemptions > 0
+        await assert_idle(engine)
+
+
+async def test_compiled_kernels_give_the_same_bits_whatever_happens(llava: Path) -> None:
+    """Alone, beside others, with cached pages, and after the worker was killed."""
+    options = {"dtype": "bfloat16", "num_threads": 2, "limit_mm_per_prompt": '{"image": 2}'}
+    async with open_tiny_engine(llava, **options) as engine:
+        await assert_refused(engine)
+        alone = [
+            facts_of(await engine.complete(messages_of(content), **GREEDY))
+            for content in CONVERSATIONS
+        ]
+        process = await worker_of(engine)
+        async with engine.generate(messages_of(CONVERSATIONS[1]), **GREEDY) as stream:
+            chunks = []
+            async for chunk in stream:
+                if not chunks:
+                    os.kill(process.pid, signal.SIGKILL)
+                chunks.append(chunk)
+        tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
+        assert tokens == alone[1][0]
+        assert (await worker_of(engine)).pid != process.pid
+        engine.flush_cache()
+        found: dict[int, Any] = {}
+
+        async def ask(number: int) -> None:
+            content = messages_of(CONVERSATIONS[number % len(alone)])
+            found[number] = facts_of(await engine.complete(content, **GREEDY))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3 * len(alone)):
+                nursery.start_soon(ask, number)
+        assert [found[number] for number in range(3 * len(alone))] == alone * 3
+
+
+def facts_of(completion: Completion) -> tuple[Any, ...]:
+    logprobs = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
+    return completion.token_ids, logprobs
+
+
+async def assert_refused(engine: Engine) -> None:
+    for content, told, param in (
+        (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
+        ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
+        (["a text with <image> in it", image(1)], "which stands for an image", "messages"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            await engine.complete(messages_of(content), max_tokens=1)
+        assert told in str(refused.value)
+        assert refused.value.param == param
+    await assert_idle(engine)

@@ -1,0 +1,41 @@
+"""The media among the parts of a conversation's messages, in the forms of the APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trioserve.media.parts import AudioPart, ImagePart, MediaPart
+from trioserve.protocol.errors import InvalidRequest
+
+
+def as_media_part(part: Any, name: str) -> MediaPart:
+    """Return a content part's image or audio clip.
+
+    Args:
+        part: ``{"type": "image", "image": …}`` with an :class:`ImagePart` or what it takes, or the
+            OpenAI API's ``image_url``, ``input_audio`` or ``audio_url``.
+        name: Its place in the request, for errors.
+
+    Raises:
+        InvalidRequest: It is none of these; ``param`` is ``name``.
+    """
+    if isinstance(part, ImagePart | AudioPart):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{name}: a content part needs a type", param=name)
+    given = part.get(kind)
+    try:
+        if kind == "image" or kind == "audio":
+            if isinstance(given, ImagePart | AudioPart):
+                return given
+            return ImagePart(given) if kind == "image" else AudioPart(given)
+        if kind in ("image_url", "audio_url"):
+            url = given.get("url") if isinstance(given, Mapping) else given
+            return ImagePart(url) if kind == "image_url" else AudioPart(url)
+        if kind == "input_audio" and isinstance(given, Mapping):
+            return AudioPart(given.get("data"))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from None
+    raise InvalidRequest(f"{name}: a content part has the type {kind!r}", param=name)
