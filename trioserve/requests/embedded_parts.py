@@ -54,7 +54,7 @@ def take_out_parts(messages: Sequence[Any]) -> tuple[tuple[Any, ...], OtherParts
             embedded.append(given if is_made else EmbeddingsPrompt(given))
             return {"type": "text", "text": f"<embeds-{_SECRET}-{len(embedded) - 1}>"}
         if isinstance(kind, str) and kind in MEDIA_TYPES:
-            media.append((name, part))
+            media.append((part.get("name") or name, part))
             return {"type": MEDIA_TYPES[kind]}
         return part
 

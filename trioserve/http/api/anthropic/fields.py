@@ -9,6 +9,8 @@ import msgspec
 
 from trioserve.http.api.anthropic.schemas import (
     AnyToolChoice,
+    Base64Source,
+    ImageInput,
     InputMessage,
     MessagesPrompt,
     MessagesRequest,
@@ -29,6 +31,7 @@ from trioserve.http.api.openai.chat.messages import (
     ChosenFunction,
     ChosenTool,
     FunctionDefinition,
+    ImageUrlPart,
     MessageFunction,
     MessageToolCall,
     Parts,
@@ -128,9 +131,9 @@ def _from_others(message: InputMessage, number: int) -> list[ChatMessage]:
     if isinstance(message.content, str):
         return [ChatMessage(role=role, content=message.content)]
     messages: list[ChatMessage] = []
-    said: list[TextInput] = []
+    said: list[TextInput | ImageInput] = []
     for index, block in enumerate(message.content):
-        if isinstance(block, TextInput):
+        if isinstance(block, TextInput) or (isinstance(block, ImageInput) and role == "user"):
             said.append(block)
             continue
         if role == "system" or not isinstance(block, ToolResultInput):
@@ -182,13 +185,23 @@ def _result(block: ToolResultInput) -> ChatMessage:
     return ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
 
 
-def _content(given: str | Sequence[TextInput]) -> str | Parts:
+def _content(given: str | Sequence[TextInput | ImageInput]) -> str | Parts:
     """Return a content as one text if possible, as every template prints that."""
     if isinstance(given, str):
         return given
-    if len(given) < 2:
-        return given[0].text if given else ""
-    return [TextPart(text=block.text) for block in given]
+    parts: Parts = [
+        TextPart(text=block.text) if isinstance(block, TextInput) else _image(block)
+        for block in given
+    ]
+    if not parts:
+        return ""
+    first = parts[0]
+    return first.text if len(parts) == 1 and isinstance(first, TextPart) else parts
+
+
+def _image(block: ImageInput) -> ImageUrlPart:
+    source = block.source
+    return ImageUrlPart(image_url=source.data if isinstance(source, Base64Source) else source.url)
 
 
 def _tool(tool: ToolDefinition) -> ChatTool:

@@ -34,6 +34,34 @@ class TextInput(
     citations: Annotated[Any, only([], refusal=Refusal.DOCUMENTS)] = None
 
 
+class Base64Source(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="base64"
+):
+    """An image in the request."""
+
+    media_type: Annotated[
+        Text, about("Its format; the data is what counts, so another one does no harm.")
+    ]
+    data: Annotated[Text, about("Its base64.")]
+
+
+class UrlSource(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="url"
+):
+    """An image that the server fetches."""
+
+    url: Annotated[Text, about("URL of a host that `--allowed-media-domains` names.")]
+
+
+class ImageInput(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="image"
+):
+    """An image in a user's message."""
+
+    source: Annotated[Base64Source | UrlSource, about("The image.")]
+    cache_control: Annotated[Any, hint()] = None
+
+
 class ThinkingInput(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="thinking"
 ):
@@ -74,7 +102,7 @@ class ToolResultInput(
 
 
 Blocks = Annotated[
-    list[TextInput | ThinkingInput | ToolUseInput | ToolResultInput],
+    list[TextInput | ImageInput | ThinkingInput | ToolUseInput | ToolResultInput],
     msgspec.Meta(max_length=MAX_PARTS),
 ]
 

@@ -14,7 +14,14 @@ from trioserve.http.api.ollama.schemas import (
     OllamaToolCall,
 )
 from trioserve.http.api.openai.chat.format import ChatFormat
-from trioserve.http.api.openai.chat.messages import ChatMessage, MessageFunction, MessageToolCall
+from trioserve.http.api.openai.chat.messages import (
+    ChatMessage,
+    ImageUrlPart,
+    MessageFunction,
+    MessageToolCall,
+    Parts,
+    TextPart,
+)
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.thinking import thinking_fields
 from trioserve.http.api.openai.structured_schemas import (
@@ -80,12 +87,20 @@ def generate_request(
     request: OllamaGenerateRequest, model: str, format: ChatFormat
 ) -> ChatCompletionRequest:
     """Return ``request``, which isn't raw and means ``model``, as a chat request."""
-    messages = [ChatMessage(role="user", content=request.prompt or "")]
+    content = _content(request.prompt, request.images)
+    messages = [ChatMessage(role="user", content=content)]
     if request.system:
         messages.insert(0, ChatMessage(role="system", content=request.system))
     return ChatCompletionRequest(
         messages=messages, **_fields(request, model), **_thinking(request, format)
     )
+
+
+def _content(text: str | None, images: list[str] | None) -> str | Parts:
+    if not images:
+        return text or ""
+    parts: Parts = [ImageUrlPart(image_url=image) for image in images]
+    return [*parts, TextPart(text=text)] if text else parts
 
 
 def raw_request(request: OllamaGenerateRequest, model: str) -> ChatCompletionRequest:
@@ -142,7 +157,8 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
     numbers = itertools.count()
     waiting: list[tuple[str, str]] = []
     for message in given:
-        shown = ChatMessage(role=message.role, content=message.content or "")
+        content = _content(message.content, message.images)
+        shown = ChatMessage(role=message.role, content=content)
         if message.thinking is not None:
             shown.reasoning_content = message.thinking
         if message.tool_calls:

@@ -11,7 +11,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_TOOLS, FunctionName, Tools
+from trioserve.http.api.openai.chat.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    FunctionName,
+    Tools,
+)
 from trioserve.http.api.openai.chat.schemas import ChatLogprob
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
@@ -115,6 +121,12 @@ class OllamaToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Annotated[Literal["function"] | None, about("There is no other kind.")] = None
 
 
+Images = Annotated[
+    Annotated[list[Text], msgspec.Meta(max_length=MAX_PARTS)] | None,
+    about("Images in base64, which come before the text."),
+]
+
+
 class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
@@ -131,7 +143,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: Annotated[
         str | None, about("The call that it answers; the first open one by default.")
     ] = None
-    images: Annotated[Any, only([], refusal=Refusal.MEDIA)] = None
+    images: Images = None
 
 
 class OllamaChatRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=True):
@@ -156,7 +168,7 @@ class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=True, kw_only=T
         bool | None, about("If true, the prompt is the whole text, without a chat template.")
     ] = None
     suffix: Annotated[Any, only("", refusal=Refusal.FILLING_IN)] = None
-    images: Annotated[Any, only([], refusal=Refusal.MEDIA)] = None
+    images: Images = None
     template: Annotated[Any, only("", refusal=Refusal.TEMPLATES_AS_PROGRAMS)] = None
     context: Annotated[Any, only([], refusal=Refusal.CONTEXT_TOKENS)] = None
     width: Annotated[Any, only(0, refusal=Refusal.MEDIA)] = None

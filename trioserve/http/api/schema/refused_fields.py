@@ -14,6 +14,7 @@ import enum
 class Refusal(enum.Enum):
     """Reason of a refused field: a clause for the error and the documentation."""
 
+    FILES = "no files are stored"
     DOCUMENTS = "there are no documents to cite"
     TOOLSETS = "there are no sets of tools"
     CALLERS_BUT_THE_MODEL = "nothing but the model calls tools"
@@ -49,7 +50,7 @@ class Refusal(enum.Enum):
     PARTIAL_LOADING = "the model is loaded whole"
     CHAT_TRUNCATION = "a prompt that is too long is refused"
     CONTEXT_SHIFT = "an output ends where the context does"
-    MEDIA = "the models that are served read and write text only"
+    MEDIA = "images are parts of messages; models read and write nothing else but text"
     FILLING_IN = "outputs aren't made to fit what follows"
     TEMPLATES_AS_PROGRAMS = "a template is a program, and nothing that a client sends is executed"
     CONTEXT_TOKENS = "/api/chat takes the conversation"
@@ -94,7 +95,7 @@ class Refusal(enum.Enum):
     CHAT_HIDDEN_STATES = "they stay in the worker"
     CACHED_TOKEN_DETAILS = "usage tells the number of cached tokens"
     ROUTED_EXPERTS = "the experts that computed a token aren't reported"
-    READING_MEDIA = "the models that are served read text only"
+    READING_MEDIA = "images are read as parts of a chat's messages"
     CHOSEN_WORKERS = "the server chooses the worker of a request"
     MISSING_SPECIAL_TOKENS = "the model was trained with its special tokens"
     VECTOR_TYPES = "vectors are given as they are computed"

@@ -53,6 +53,33 @@ class EmbedsPart(
     ]
 
 
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The place of an image."""
+
+    url: Annotated[
+        Text,
+        about(
+            "A data URL, the image's base64, or an http or https URL of a host that "
+            "`--allowed-media-domains` names."
+        ),
+    ]
+    detail: Annotated[Any, hint()] = None
+
+
+class ImageUrlPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="image_url"
+):
+    """An image in a user's message."""
+
+    image_url: Annotated[ImageUrl | Text, about("The image.")]
+    uuid: Annotated[Any, hint()] = None
+
+    @property
+    def url(self) -> str:
+        """The image's URL or base64."""
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
@@ -72,7 +99,8 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Annotated[Any, hint()] = None
 
 
-Parts = Annotated[list[TextPart | RefusalPart | EmbedsPart], msgspec.Meta(max_length=MAX_PARTS)]
+Part = TextPart | RefusalPart | EmbedsPart | ImageUrlPart
+Parts = Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)]
 _Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
 
 

@@ -13,7 +13,9 @@ from trioserve.http.api.openai.chat.legacy import with_tool_calls
 from trioserve.http.api.openai.chat.messages import (
     ChatMessage,
     EmbedsPart,
+    ImageUrlPart,
     MessageToolCall,
+    Part,
     RefusalPart,
     TextPart,
 )
@@ -123,18 +125,19 @@ def _template_fields(message: ChatMessage, format: ChatFormat, name: str) -> dic
     return fields
 
 
-def _template_part(
-    part: TextPart | RefusalPart | EmbedsPart, name: str, role: str
-) -> dict[str, Any]:
+def _template_part(part: Part, name: str, role: str) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, RefusalPart):
         return {"type": "text", "text": part.refusal}
     if role != "user":
         raise InvalidRequest(
-            f"{name}: prompt_embeds are served in messages of the role user, got {role}",
+            f"{name}: {type(part).__struct_config__.tag} parts are served in messages of the role "
+            f"user, got {role}",
             param=name,
         )
+    if isinstance(part, ImageUrlPart):
+        return {"type": "image_url", "image_url": part.url, "name": name}
     embeddings = decode_embeddings(part.prompt_embeds, f"{name}.prompt_embeds")
     return {"type": PART_TYPE, PART_TYPE: embeddings}
 
@@ -164,7 +167,7 @@ def _text_of(fields: dict[str, Any]) -> str:
     content = fields.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _instruct(messages: list[dict[str, Any]], text: str) -> None:

@@ -20,8 +20,10 @@ from trioserve.http.api.openai.chat.messages import (
     ChosenFunction,
     ChosenTool,
     FunctionDefinition,
+    ImageUrlPart,
     MessageFunction,
     MessageToolCall,
+    Part,
     Parts,
     RefusalPart,
     TextPart,
@@ -32,6 +34,7 @@ from trioserve.http.api.openai.responses.items import (
     CallItem,
     CallOutputItem,
     ContentPart,
+    InputImage,
     InputItem,
     MessageItem,
     ReasoningItem,
@@ -182,10 +185,16 @@ _ChatContent = str | Parts
 def _content(given: str | Sequence[ContentPart]) -> _ChatContent:
     if isinstance(given, str):
         return given
-    parts: Parts = [
-        part if isinstance(part, RefusalPart) else TextPart(text=part.text) for part in given
-    ]
+    parts: Parts = [_chat_part(part) for part in given]
     return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextPart) else parts
+
+
+def _chat_part(part: ContentPart) -> Part:
+    if isinstance(part, RefusalPart):
+        return part
+    if isinstance(part, InputImage):
+        return ImageUrlPart(image_url=part.image_url)
+    return TextPart(text=part.text)
 
 
 def _tool(tool: FunctionTool) -> ChatTool:

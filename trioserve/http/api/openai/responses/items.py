@@ -34,6 +34,23 @@ class InputText(
     prompt_cache_breakpoint: Annotated[Any, hint()] = None
 
 
+class InputImage(
+    msgspec.Struct,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="input_image",
+):
+    """An image for the model."""
+
+    image_url: Annotated[
+        Text, about("A data URL, or a URL of a host that `--allowed-media-domains` names.")
+    ]
+    detail: Annotated[Any, hint()] = None
+    file_id: Annotated[Any, only(refusal=Refusal.FILES)] = None
+
+
 class OutputText(
     msgspec.Struct,
     forbid_unknown_fields=True,
@@ -49,7 +66,7 @@ class OutputText(
     logprobs: Annotated[Any, hint()] = None
 
 
-ContentPart = InputText | OutputText | RefusalPart
+ContentPart = InputText | InputImage | OutputText | RefusalPart
 _Content = Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)]
 
 

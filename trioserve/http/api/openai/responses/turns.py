@@ -11,6 +11,7 @@ from trioserve.http.api.openai.responses.items import (
     CallItem,
     CallOutputItem,
     ContentPart,
+    InputImage,
     InputItem,
     InputText,
     MessageItem,
@@ -113,7 +114,7 @@ def _parts(content: str | list[ContentPart], *, is_said: bool) -> list[ContentPa
 
 
 def _part(part: ContentPart) -> ContentPart:
-    if isinstance(part, RefusalPart):
+    if isinstance(part, RefusalPart | InputImage):
         return part
     return _said(part.text) if isinstance(part, OutputText) else InputText(text=part.text)
 
