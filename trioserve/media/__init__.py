@@ -2,6 +2,4 @@
 
 :class:`~trioserve.media.reader.MediaReader` reads parts (:mod:`~trioserve.media.parts`). Nothing is
 decoded in the server's own process: :mod:`~trioserve.media.child` is the program of the others.
-
-Imported by ``engine``.
 """
