@@ -135,6 +135,7 @@ class EmbeddedMedia:
                 digest=hashlib.blake2b(part, digest_size=16).digest(),
                 rows=self.rows.rows[first * width : (first + count) * width],
                 number_format=self.rows.number_format,
+                kind=self.kind,
             )
         ]
 
@@ -158,6 +159,8 @@ class EmbeddedSpan:
     rows: bytes
     """[stop - start, E], contiguous and little-endian."""
     number_format: NumberFormat
+    kind: str = ""
+    """Kind of the medium that they come from; empty if a caller gave them."""
 
     @classmethod
     def of(

@@ -32,6 +32,8 @@ class Usage:
     draft_tokens: int = 0
     """Tokens that were drafted and verified; completion_tokens doesn't count those refused."""
     accepted_draft_tokens: int = 0
+    image_tokens: int = 0
+    """Tokens of the prompt whose embeddings come from images."""
 
     def __add__(self, other: Usage) -> Usage:
         """Return the tokens of both."""
@@ -168,6 +170,9 @@ class GenerationStream:
             cached_tokens=self._request.num_cached_tokens,
             draft_tokens=sum(each.num_draft_tokens for each in self._request.sequences),
             accepted_draft_tokens=sum(each.num_accepted_drafts for each in self._request.sequences),
+            image_tokens=sum(
+                span.stop - span.start for span in self._request.embedded if span.kind == "image"
+            ),
         )
 
     def __aiter__(self) -> GenerationStream:

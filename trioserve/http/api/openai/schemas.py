@@ -240,6 +240,9 @@ class PromptTokensDetails(msgspec.Struct):
     """Parts of the prompt's tokens."""
 
     cached_tokens: Annotated[int, about("Tokens of the prompt that were in the prefix cache.")]
+    image_tokens: Annotated[
+        int | UnsetType, about("Tokens of the prompt that stand for images, if it has any.")
+    ] = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):

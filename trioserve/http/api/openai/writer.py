@@ -36,7 +36,9 @@ def usage_reply(usage: Usage, reasoning_tokens: int | None = None) -> UsageReply
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=usage.cached_tokens, image_tokens=usage.image_tokens or UNSET
+        ),
     )
     if reasoning_tokens is not None or usage.draft_tokens:
         reply.completion_tokens_details = CompletionTokensDetails(
