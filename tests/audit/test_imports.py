@@ -77,6 +77,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
     # Those that kill, and know what others kill with, and what all processes do at SIGUSR1.
     others = [
         "_util/child_process",
+        "_util/job_child",
         "front_ends/__main__",
         "front_ends/processes/process",
         "observability/signals",

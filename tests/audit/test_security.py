@@ -61,6 +61,8 @@ ALLOWED = {
     "trioserve/workers/remote/port.py trio.open_tcp_stream": "its own socket on 127.0.0.1",
     "trioserve/front_ends/processes/process.py trio.lowlevel.open_process": "a front end",
     "gpu/constraints/grammar_trial.py subprocess.Popen": "the process in which grammars are tried",
+    "trioserve/_util/job_child.py os.fork": "the same, without loading their libraries again",
+    "trioserve/_util/job_child.py socket.socket": "the socket that it inherits from the server",
     "trioserve/_util/job_processes.py trio.lowlevel.open_process": (
         "the processes in which templates are rendered and media are decoded"
     ),

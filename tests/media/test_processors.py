@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.support.media_files import encoded, noise, tone
@@ -111,6 +112,9 @@ async def test_a_child_process_runs_the_processor(tmp_path: Path) -> None:
     image = noise(40, 30)
     wanted = direct(text="<image>", images=[image], return_tensors="np")
     async with open_media_reader(MediaOptions(), processor_folder=tmp_path) as reader:
+        first_process = psutil.Process().children()[-1]
+        # Threads don't come along when a process forks.
+        assert first_process.num_threads() == 1
         for source in (image, encoded(image, "PNG")):
             processed = await reader.read(ImagePart(source), name="images[0]")
             check_same(processed, dict(wanted), first)

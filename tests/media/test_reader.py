@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from tests.support.media_files import SVG, clip, encoded, hostile_images, noise, tone
+from trioserve._util import job_server
 from trioserve._util.job_processes import JobLost
 from trioserve.config.media import MediaOptions
 from trioserve.media import pool
@@ -32,14 +33,26 @@ IMAGE = noise()
 PIXELS = np.asarray(IMAGE)
 
 
-def children() -> list[psutil.Process]:
-    """Return the processes that read media."""
+def processes() -> list[psutil.Process]:
+    """Return the process that forks, and its forks, which read media."""
     found = []
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
             if any("media.child" in argument for argument in child.cmdline()):
                 found.append(child)
     return found
+
+
+def children() -> list[psutil.Process]:
+    """Return the processes that read media."""
+    return [each for each in processes() if each.ppid() != os.getpid()]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def shared_memory() -> list[str]:
@@ -54,7 +67,7 @@ def shared_memory() -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert children() == []
+    assert processes() == []
     assert shared_memory() == []
 
 
@@ -172,11 +185,48 @@ async def test_a_dead_process_costs_its_own_part_only() -> None:
     async with open_media_reader(OPTIONS) as reader:
         await check_serves(reader)
         (child,) = children()
-        os.kill(child.pid, signal.SIGKILL)
-        reason = await refused(reader, ImagePart(IMAGE))
-        assert reason.startswith("the image takes more than 20 s or ")
+        os.kill(child.pid, signal.SIGSTOP)
+
+        async def refuse() -> None:
+            reason = await refused(reader, ImagePart(IMAGE))
+            assert reason.startswith("the image takes more than 20 s or ")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refuse)
+            await trio.testing.wait_all_tasks_blocked()
+            await check_serves(reader)
+            os.kill(child.pid, signal.SIGKILL)
         await check_serves(reader)
-        assert children() != [child]
+        assert child not in children()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_an_idle_process_that_dies_costs_nothing(is_first: bool) -> None:
+    """With the process that forks, all of its forks end."""
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        victims = processes() if is_first else children()
+        for victim in victims:
+            victim.kill()
+        while not all(map(has_ended, victims)):
+            await trio.sleep(0.01)
+        await check_serves(reader)
+        assert len(processes()) == 2
+
+
+async def test_a_first_process_that_does_not_fork_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        (first, fork) = processes()
+        os.kill(first.pid, signal.SIGSTOP)
+        fork.kill()
+        while children():
+            await trio.sleep(0.01)
+        monkeypatch.setattr(job_server, "MAX_REPLY_SECONDS", 0.2)
+        await check_serves(reader)
+        assert first not in processes()
 
 
 async def test_a_process_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +243,15 @@ async def test_too_much_memory_ends_the_process() -> None:
     setup = MediaSetup(
         max_bytes=1, max_pixels=1, max_seconds=1, processor_folder="", processor_arguments={}
     )
-    processes = MediaProcesses(setup)
+    found = MediaProcesses(setup)
     large = Payload("bytes", bytes(400 << 20))
     try:
         with pytest.raises(JobLost):
-            await processes.read(MediaJob(kind="image", size=large.size), large)
-        answer = (await processes.read(MediaJob(kind=""), None)).answer
+            await found.read(MediaJob(kind="image", size=large.size), large)
+        answer = (await found.read(MediaJob(kind=""), None)).answer
         assert answer.failure == ""
     finally:
-        await processes.aclose()
+        await found.aclose()
 
 
 async def test_a_cancelled_read_leaves_nothing() -> None:

@@ -113,13 +113,30 @@ async def test_what_takes_too_much_is_refused_and_others_go_on(what: str) -> Non
         assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
 
 
-async def test_a_process_that_is_killed_is_replaced() -> None:
+async def refuse(processes: TemplateProcesses) -> None:
+    with pytest.raises(InvalidRequest):
+        await processes.render(TEMPLATE, chat())
+
+
+async def test_an_idle_process_that_is_killed_costs_nothing() -> None:
     async with running() as processes:
         assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
         (child,) = children()
         os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(InvalidRequest):
-            await processes.render(TEMPLATE, chat())
+        while children() == [child]:
+            await trio.sleep(0.01)
+        assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
+
+
+async def test_a_process_that_is_killed_is_replaced() -> None:
+    async with running() as processes:
+        assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
+        (child,) = children()
+        os.kill(child.pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refuse, processes)
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(child.pid, signal.SIGKILL)
         assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
 
 

@@ -1,15 +1,20 @@
-"""The child's side of :mod:`~trioserve._util.job_processes`: messages and limits.
+"""The child's side of :mod:`~trioserve._util.job_processes`: messages, limits and forks.
 
 Messages are MessagePack over the standard streams; each follows its length in four bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
 import resource
+import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -17,6 +22,9 @@ NICENESS = 5
 """Nice value of the process, so that the server and the worker have priority."""
 HEAD = 4
 """Size of the length in front of a message, in bytes."""
+NUM_FORK_FDS = 3
+"""Descriptors that a new fork gets: its standard input, its standard output, its memory."""
+MAX_COMMAND_BYTES = 64
 
 
 def framed(message: msgspec.Struct) -> bytes:
@@ -70,3 +78,59 @@ def limit_processor_time(more: float) -> None:
 
 def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+
+def serve_forks(control: int, do_jobs: Callable[[IO[bytes], IO[bytes], int], object]) -> NoReturn:
+    """Fork this process whenever the server asks for it, until the server is gone.
+
+    Called while the process has a single thread. :mod:`~trioserve._util.job_server` is the server's
+    side.
+
+    Args:
+        control: Descriptor of a socket for packets. One with descriptors asks for a fork, and is
+            answered with its process id; one with a process id kills that fork.
+        do_jobs: Does a fork's jobs; called with its input, its output and its memory.
+    """
+    # Objects that all forks have stay in the memory that they share.
+    gc.freeze()
+    children: set[int] = set()
+    with socket.socket(fileno=control) as server:
+        server.send(b"ready")
+        while True:
+            command, descriptors, _, _ = socket.recv_fds(server, MAX_COMMAND_BYTES, NUM_FORK_FDS)
+            if descriptors:
+                child = os.fork()
+                if not child:
+                    _do_jobs(server, descriptors, do_jobs)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                children.add(child)
+                server.send(str(child).encode())
+            elif command:
+                _kill(int(command))
+                children.discard(int(command))
+                server.send(b"ended")
+            else:
+                break
+    for child in children:
+        _kill(child)
+    os._exit(0)
+
+
+def _do_jobs(
+    server: socket.socket,
+    descriptors: list[int],
+    do_jobs: Callable[[IO[bytes], IO[bytes], int], object],
+) -> NoReturn:
+    try:
+        server.close()
+        source, target, memory = descriptors
+        do_jobs(os.fdopen(source, "rb"), os.fdopen(target, "wb"), memory)
+    finally:
+        os._exit(1)  # At once: there may be no memory for more.
+
+
+def _kill(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -7,11 +7,13 @@ waits for its job. :mod:`~trioserve._util.job_child` is the child's side.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from trioserve.protocol.errors import EngineError
 
 CHUNK = 1 << 20
 """Most bytes that are read or encoded at once."""
+_PREFIX = "TRIOSERVE_"
+"""Beginning of the variables that set options."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,70 +34,87 @@ class JobLost(Exception):
     """The process has died, or didn't answer in time; the job has no result."""
 
 
+async def open_program(
+    module: str, *arguments: str, pass_fds: Sequence[int] = (), variables: Mapping[str, str] = {}
+) -> trio.Process:
+    """Start a process that calls ``main`` of a module of this package.
+
+    Its standard input and output are pipes. It leads a process group. Options of this server, keys
+    among them, aren't in its environment, because it works on data of strangers.
+
+    Args:
+        module: Full name of the module.
+        arguments: Command-line arguments.
+        pass_fds: Descriptors that it inherits, under the same numbers.
+        variables: Environment variables beside this process's own.
+
+    Raises:
+        OSError: The process can't be started.
+    """
+    # The child imports the package from the same place, whatever the environment says.
+    program = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; main()"
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX)}
+    return await trio.lowlevel.open_process(
+        [sys.executable, "-P", "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        env={**own, **variables},
+    )
+
+
 class JobProcess:
     """A child process, which answers each job on its standard output.
 
-    Attributes:
+    Args:
+        stdin: Stream that it reads.
+        stdout: Stream that it writes.
+        kill: Kills the process and waits until it has ended; called shielded.
         key: Kind of the jobs that it can do; the pool gives it no others.
-        memory: Descriptor of memory that the process shares, -1 without any.
+        setup: Bytes that it reads before its first job.
+        memory: Descriptor of memory that it shares, -1 without any. It is closed with the process.
     """
 
     def __init__(
-        self, process: trio.Process, log: Any, name: str, key: object, setup: bytes, memory: int
+        self,
+        stdin: trio.abc.SendStream,
+        stdout: trio.lowlevel.FdStream,
+        kill: Callable[[], Awaitable[None]],
+        *,
+        key: object = None,
+        setup: bytes = b"",
+        memory: int = -1,
     ) -> None:
         self.key = key
         self.memory = memory
-        self._process = process
-        self._log = log
-        self._name = name
+        self._stdin = stdin
+        self._stdout = stdout
+        self._kill = kill
         self._unsent = setup
 
     @classmethod
     async def start(
-        cls,
-        module: str,
-        log: Any,
-        name: str,
-        *,
-        key: object = None,
-        setup: bytes = b"",
-        shares_memory: bool = False,
-        variables: Mapping[str, str] | None = None,
+        cls, module: str, log: Any, name: str, *, key: object = None, setup: bytes = b""
     ) -> JobProcess:
-        """Start a process that calls ``main`` of a module of this package.
+        """Start a process of its own for jobs.
 
         Args:
-            module: Full name of the module.
+            module: Full name of the module, whose ``main`` is called.
             log: Logs a process that doesn't end.
             name: Name of the process in the log.
             key: Kind of the jobs that it can do.
             setup: Bytes that it reads before its first job.
-            shares_memory: Let it inherit :attr:`memory`, an empty file in memory, whose descriptor
-                is its argument.
-            variables: Environment variables beside this process's own.
 
         Raises:
             OSError: The process can't be started.
         """
-        # The child imports the package from the same place, whatever the environment says.
-        program = (
-            f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; main()"
-        )
-        memory = os.memfd_create(name, os.MFD_CLOEXEC) if shares_memory else -1
-        try:
-            process = await trio.lowlevel.open_process(
-                [sys.executable, "-P", "-c", program, str(memory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(memory,) if shares_memory else (),
-                env={**os.environ, **(variables or {})},
-            )
-        except BaseException:
-            _close(memory)
-            raise
-        return cls(process, log, name, key, setup, memory)
+        process = await open_program(module)
+        assert process.stdin is not None
+        assert isinstance(process.stdout, trio.lowlevel.FdStream)
+        kill = functools.partial(end_child, process, log, name)
+        return cls(process.stdin, process.stdout, kill, key=key, setup=setup)
 
     async def answer(
         self, pieces: Iterable[bytes | memoryview], *, max_bytes: int, seconds: float
@@ -110,30 +131,35 @@ class JobProcess:
             trio.BrokenResourceError: The process died before it read the job.
             trio.TooSlowError: No answer came in time.
         """
-        assert self._process.stdin is not None
         setup, self._unsent = self._unsent, b""
         with trio.fail_after(seconds):
             for piece in itertools.chain((setup,), pieces):
-                await self._process.stdin.send_all(piece)
+                await self._stdin.send_all(piece)
             size = int.from_bytes(await self._receive(HEAD), "little")
             if size > max_bytes:
                 raise EOFError
             return await self._receive(size)
 
+    def is_idle(self) -> bool:
+        """Return whether the process waits for a job: it has neither ended nor written anything."""
+        poll = select.poll()
+        poll.register(self._stdout.fileno(), select.POLLIN)
+        return not poll.poll(0)
+
     async def end(self) -> None:
         """Kill the process and wait until it has ended."""
         with trio.CancelScope(shield=True):
-            await end_child(self._process, self._log, self._name)
-            assert self._process.stdout is not None
-            await self._process.stdout.aclose()
-            _close(self.memory)
-            self.memory = -1
+            await self._kill()
+            await self._stdin.aclose()
+            await self._stdout.aclose()
+            if self.memory >= 0:
+                os.close(self.memory)
+                self.memory = -1
 
     async def _receive(self, size: int) -> bytearray:
-        assert self._process.stdout is not None
         received = bytearray()
         while len(received) < size:
-            chunk = await self._process.stdout.receive_some(min(size - len(received), CHUNK))
+            chunk = await self._stdout.receive_some(min(size - len(received), CHUNK))
             if not chunk:
                 raise EOFError
             received += chunk
@@ -214,7 +240,7 @@ class JobProcesses:
         """Return an idle process of ``key``, or a new one."""
         if self._idle:
             child = self._idle.pop()
-            if child.key == key:
+            if child.key == key and child.is_idle():
                 return child
             await self._end(child)
         if not self._is_open:
@@ -232,8 +258,3 @@ class JobProcesses:
     async def _end(self, child: JobProcess) -> None:
         self._all.discard(child)
         await child.end()
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)

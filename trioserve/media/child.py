@@ -1,20 +1,21 @@
-"""The process that decodes media, with limited time and memory.
+"""The processes that decode media, with limited time and memory.
 
-It reads a :class:`~trioserve.media.messages.MediaSetup`, then one
-:class:`~trioserve.media.messages.MediaJob` after another, each with its payload, and answers each.
-Arrays go into the memory whose descriptor is its argument. A job past the limits ends the process.
-So does the end of standard input, when the server is gone.
+The first one reads a :class:`~trioserve.media.messages.MediaSetup`, loads the model's processor,
+and forks. Each fork reads one :class:`~trioserve.media.messages.MediaJob` after another, each with
+its payload, and answers it. Arrays go into shared memory. A job past the limits ends its process.
 """
 
 from __future__ import annotations
 
 import binascii
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import stat
 import sys
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from trioserve._util.job_child import (
     lower_priority,
     read_bytes,
     read_message,
+    serve_forks,
 )
 from trioserve.media.audio import DEFAULT_RATE, decode_audio
 from trioserve.media.images import decode_image, image_of_pixels, import_decoders
@@ -36,8 +38,6 @@ from trioserve.protocol.errors import ModelLoadError
 
 MAX_SECONDS = 20
 """Processor seconds for one part. Usual ones take less than a tenth."""
-MAX_SETUP_SECONDS = 300
-"""Processor seconds until the processor of media is loaded."""
 DIGEST_BYTES = 16
 _BASE_MEMORY = 256 << 20
 _PIXEL_MEMORY = 24
@@ -57,23 +57,34 @@ def memory_of(setup: MediaSetup) -> int:
 
 
 def main() -> None:
-    """Answer the jobs on standard input."""
-    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # A library that prints must not write between the answers.
+    """Load what the jobs need, and fork."""
+    os.dup2(2, 1)  # Nothing reads what a library prints.
     lower_priority()
-    limit_processor_time(MAX_SETUP_SECONDS)
-    try:
-        setup = msgspec.msgpack.decode(read_message(source), type=MediaSetup)
-        reader = PartReader(setup, int(sys.argv[1]))
-        limit_memory(memory_of(setup))
+    setup = msgspec.msgpack.decode(read_message(sys.stdin.buffer), type=MediaSetup)
+    reader = PartReader(setup)
+    serve_forks(int(sys.argv[1]), functools.partial(answer_jobs, reader, memory_of(setup)))
+
+
+def answer_jobs(
+    reader: PartReader, max_memory: int, source: IO[bytes], target: IO[bytes], memory: int
+) -> None:
+    """Answer the jobs in ``source``, until it ends or a job needs too much memory.
+
+    Args:
+        reader: Reader of parts.
+        max_memory: Bytes that may be taken beyond those that were taken before.
+        source: Jobs, each with its payload.
+        target: Answers.
+        memory: Descriptor of the memory for arrays.
+    """
+    limit_memory(max_memory)
+    with contextlib.suppress(EOFError, MemoryError):
         while True:
             job = msgspec.msgpack.decode(read_message(source), type=MediaJob)
             payload = read_bytes(source, job.size)
             limit_processor_time(MAX_SECONDS)
-            target.write(framed(reader.answer(job, payload)))
+            target.write(framed(reader.answer(job, payload, memory)))
             target.flush()
-    except (EOFError, MemoryError):
-        os._exit(1)  # At once: there may be no memory for more.
 
 
 class PartReader:
@@ -81,12 +92,10 @@ class PartReader:
 
     Args:
         setup: Limits and processor.
-        memory: Descriptor of the memory for arrays.
     """
 
-    def __init__(self, setup: MediaSetup, memory: int) -> None:
+    def __init__(self, setup: MediaSetup) -> None:
         self._setup = setup
-        self._memory = memory
         self._processor: MediaProcessor | None = None
         self._failure = ""
         try:
@@ -98,8 +107,8 @@ class PartReader:
         except ModelLoadError as error:
             self._failure = str(error)
 
-    def answer(self, job: MediaJob, payload: bytes) -> MediaAnswer:
-        """Read a part and put its arrays into the memory.
+    def answer(self, job: MediaJob, payload: bytes, memory: int) -> MediaAnswer:
+        """Read a part, and put its arrays into the memory whose descriptor is given.
 
         Raises:
             MemoryError: There isn't enough memory.
@@ -114,7 +123,7 @@ class PartReader:
             digest=digest,
             token_ids=part.token_ids,
             num_placeholder_tokens=part.num_placeholder_tokens,
-            arrays=self._share(part.arrays),
+            arrays=_share(part.arrays, memory),
         )
 
     def _read(self, job: MediaJob, payload: bytes) -> tuple[bytes, ProcessedPart]:
@@ -157,18 +166,19 @@ class PartReader:
             return _read_file(payload, job.kind, self._setup.max_bytes)
         return payload
 
-    def _share(self, arrays: Arrays) -> list[ArrayLayout]:
-        """Write the arrays into the memory, one after another."""
-        layouts = []
-        offset = 0
-        for name, array in arrays.items():
-            left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            while left:
-                written = os.pwrite(self._memory, left, offset)
-                offset += written
-                left = left[written:]
-            layouts.append(ArrayLayout(name, array.dtype.str, array.shape))
-        return layouts
+
+def _share(arrays: Arrays, memory: int) -> list[ArrayLayout]:
+    """Write the arrays into the memory, one after another."""
+    layouts = []
+    offset = 0
+    for name, array in arrays.items():
+        left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        while left:
+            written = os.pwrite(memory, left, offset)
+            offset += written
+            left = left[written:]
+        layouts.append(ArrayLayout(name, array.dtype.str, array.shape))
+    return layouts
 
 
 def _import_libraries() -> None:

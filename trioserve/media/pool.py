@@ -18,12 +18,15 @@ import trio
 
 from trioserve._util.job_child import framed
 from trioserve._util.job_processes import JobProcess, JobProcesses
+from trioserve._util.job_server import JobServer
 from trioserve.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
 from trioserve.media.sources import Payload
 from trioserve.observability.logs import get_logger
 
-MAX_WAIT = 300.0
-"""Seconds to wait for an answer; long, for a process that loads a processor on a busy machine."""
+MAX_WAIT = 120.0
+"""Seconds to wait for an answer; long, for a busy machine."""
+MAX_START_SECONDS = 300.0
+"""Longest time to load the model's processor."""
 MAX_ANSWER_BYTES = 16 << 20
 """Most bytes of an answer without its arrays."""
 _VARIABLES = {
@@ -56,12 +59,18 @@ class MediaProcesses:
 
     def __init__(self, setup: MediaSetup) -> None:
         self._setup = framed(setup)
+        self._server: JobServer | None = None
+        self._starting = trio.Lock()
+        self._is_closed = False
         self._processes = JobProcesses(num_processes(), self._start, "read media")
         self._processes.open()
 
     async def aclose(self) -> None:
         """End all processes. What they read is lost."""
+        self._is_closed = True
         await self._processes.aclose()
+        if self._server is not None:
+            await self._server.end()
 
     async def read(self, job: MediaJob, payload: Payload | None) -> ReadPart:
         """Return the answer to a job. Cancelling ends the process.
@@ -83,16 +92,22 @@ class MediaProcesses:
                 raise EOFError from error
             return ReadPart(answer, await _received(process, answer.arrays))
 
-    async def _start(self, key: object) -> JobProcess:
-        return await JobProcess.start(
-            "trioserve.media.child",
-            _log,
-            "process that reads media",
-            key=key,
-            setup=self._setup,
-            shares_memory=True,
-            variables=_VARIABLES,
-        )
+    async def _start(self, _: object) -> JobProcess:
+        async with self._starting:
+            if self._server is None or self._server.is_lost:
+                self._server = await JobServer.start(
+                    "trioserve.media.child",
+                    _log,
+                    "process that reads media",
+                    setup=self._setup,
+                    seconds=MAX_START_SECONDS,
+                    variables=_VARIABLES,
+                )
+            server = self._server
+        if self._is_closed:
+            await server.end()
+            raise OSError("the reader is closed")
+        return await server.fork()
 
 
 async def _received(process: JobProcess, layouts: Sequence[ArrayLayout]) -> dict[str, Array]:
