@@ -73,7 +73,7 @@ ALLOWED = {
     "trioserve/media/images.py PIL.WebPImagePlugin": DECODER,
     "trioserve/media/processors.py PIL.Image": DECODER,
     "trioserve/media/processors.py PIL.Image.Image": DECODER,
-    "trioserve/media/processors.py from_pretrained": (
+    "trioserve/media/processor_loading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),
     "trioserve/http/server/listeners.py socket.socket": "what the server listens on",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.media_files import encoded, noise, tone
-from tests.support.tiny_processors import BEGINNING, idefics3, llava, tokenizer, whisper
+from tests.support.tiny_processors import BEGINNING, idefics3, llava, qwen2_vl, tokenizer, whisper
 from trioserve.config.media import MediaOptions
 from trioserve.media.parts import AudioPart, ImagePart
 from trioserve.media.processors import MediaProcessor, ProcessedPart
@@ -50,6 +51,22 @@ def test_an_image_is_what_transformers_makes_of_it(
         assert part.num_placeholder_tokens == part.token_ids.count(place) > 0
     with pytest.raises(Refused, match="the model reads no audio"):
         processor.of_audio(np.zeros(10, np.float32))
+
+
+def test_a_processor_of_images_and_videos_reads_images_without_torchvision(tmp_path: Path) -> None:
+    assert find_spec("torchvision") is None
+    direct = qwen2_vl(tmp_path)
+    arguments = {"size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 28 * 28}}
+    processor = MediaProcessor(str(tmp_path), arguments)
+    image = noise(130, 90)
+    part = processor.of_image(image)
+    wanted = direct([image], return_tensors="np", **arguments)
+    assert part.arrays.keys() == wanted.keys() == {"pixel_values", "image_grid_thw"}
+    for name, array in part.arrays.items():
+        assert np.array_equal(array, wanted[name])
+    count = wanted["image_grid_thw"].prod() // 4
+    assert len(part.token_ids) == part.num_placeholder_tokens == count <= 8
+    assert len(set(part.token_ids)) == 1
 
 
 def test_audio_is_what_transformers_makes_of_it(tmp_path: Path) -> None:

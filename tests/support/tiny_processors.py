@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ def llava(folder: Path) -> Any:
         num_additional_image_tokens=1,
     )
     made.save_pretrained(folder)
+    return made
+
+
+def qwen2_vl(folder: Path) -> Any:
+    """Write a processor of images and videos, and return its part for images."""
+    import transformers
+
+    tokenizer("<|image_pad|>", "<|video_pad|>").save_pretrained(folder)
+    made = transformers.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
+    )
+    made.save_pretrained(folder)
+    file = folder / "preprocessor_config.json"
+    config = {**json.loads(file.read_text()), "processor_class": "Qwen2VLProcessor"}
+    file.write_text(json.dumps(config))
     return made
 
 

@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 
 from trioserve.media.audio import DEFAULT_RATE, Samples
+from trioserve.media.processor_loading import load_processor
 from trioserve.media.refusals import Refused
 from trioserve.protocol.errors import ModelLoadError
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _OPTION = "mm_processor_kwargs"
-_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""Files of processors; without one of them, transformers would find a tokenizer at most."""
 _OF_TEXT = frozenset(
     (
         "input_ids",
@@ -69,21 +68,7 @@ class MediaProcessor:
 
     def __init__(self, folder: str, arguments: Mapping[str, Any]) -> None:
         self._arguments = dict(arguments)
-        if not any((Path(folder) / name).is_file() for name in _FILES):
-            raise ModelLoadError(
-                f"the model in {folder} reads no media: it has none of {', '.join(_FILES)}"
-            )
-        try:
-            import transformers
-
-            auto: Any = transformers.AutoProcessor
-            self._processor: Any = auto.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # transformers raises many kinds for damaged files.
-            raise ModelLoadError(f"the processor in {folder} can't be loaded: {error}") from error
+        self._processor = load_processor(Path(folder))
         self._extractor: Any = getattr(self._processor, "feature_extractor", None)
         if self._extractor is None and hasattr(self._processor, "sampling_rate"):
             self._extractor = self._processor
