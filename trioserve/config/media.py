@@ -1,4 +1,4 @@
-"""The options of images, audio and videos in prompts, a part of the engine's options."""
+"""The options of images and audio in prompts, a part of the engine's options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trioserve.config.options import option
 from trioserve.protocol.errors import InvalidRequest
 
 MEDIA_KINDS = ("image", "audio", "video")
-DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 1, "video": 1}
+DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 1, "video": 0}
 """Most parts of each kind in a prompt, where ``--limit-mm-per-prompt`` doesn't say."""
 _COUNTS = "limit_mm_per_prompt"
 _ARGUMENTS = "mm_processor_kwargs"
@@ -28,16 +28,16 @@ class MediaOptions:
 
     limit_mm_per_prompt: str | None = option(
         None,
-        "most images, audio clips and videos in a prompt: a JSON object with image, audio and "
-        'video, as in {"image": 4}; 0 refuses all of a kind',
-        unset="8 images, 1 audio clip, 1 video",
+        "most images and audio clips in a prompt: a JSON object with image and audio, as in "
+        '{"image": 4}; 0 refuses all of a kind; video is taken, and no videos are read',
+        unset="8 images, 1 audio clip",
         group="media",
         page="media#Limits",
         metavar="COUNTS",
     )
     limit_mm_bytes: int = option(
         32 << 20,
-        "most bytes of an image, audio clip or video, as it is sent or fetched",
+        "most bytes of an image or audio clip, as it is sent or fetched",
         group="media",
         page="media#Limits",
         kind=int,
