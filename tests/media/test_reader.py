@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from tests.support.media_files import SVG, clip, encoded, hostile_images, noise, tone
+from tests.support.process_ends import wait_ended
 from trioserve._util import job_server
 from trioserve._util.job_processes import JobLost
 from trioserve.config.media import MediaOptions
@@ -46,13 +47,6 @@ def processes() -> list[psutil.Process]:
 def children() -> list[psutil.Process]:
     """Return the processes that read media."""
     return [each for each in processes() if each.ppid() != os.getpid()]
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def shared_memory() -> list[str]:
@@ -147,6 +141,15 @@ async def test_hostile_parts_are_refused_by_name_and_others_go_on(tmp_path: Path
     assert "more than --limit-mm-bytes (1048576) allows" in reasons[-3]
 
 
+async def test_a_process_has_no_keys_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIOSERVE_API_KEY", "a key")
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        for each in processes():
+            assert "PATH" in each.environ()
+            assert "TRIOSERVE_API_KEY" not in each.environ()
+
+
 async def test_what_is_too_large_never_reaches_a_process() -> None:
     """A data URL of 96 MiB is refused for its length."""
     async with open_media_reader(MediaOptions()) as reader:
@@ -208,8 +211,7 @@ async def test_an_idle_process_that_dies_costs_nothing(is_first: bool) -> None:
         victims = processes() if is_first else children()
         for victim in victims:
             victim.kill()
-        while not all(map(has_ended, victims)):
-            await trio.sleep(0.01)
+        await wait_ended(*victims)
         await check_serves(reader)
         assert len(processes()) == 2
 
@@ -222,8 +224,7 @@ async def test_a_first_process_that_does_not_fork_is_replaced(
         (first, fork) = processes()
         os.kill(first.pid, signal.SIGSTOP)
         fork.kill()
-        while children():
-            await trio.sleep(0.01)
+        await wait_ended(fork)
         monkeypatch.setattr(job_server, "MAX_REPLY_SECONDS", 0.2)
         await check_serves(reader)
         assert first not in processes()

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import trio
 
+from tests.support.process_ends import wait_ended
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.requests.prompts import ChatPrompt
 from trioserve.testing.fake_engine import open_fake_engine
@@ -123,8 +124,7 @@ async def test_an_idle_process_that_is_killed_costs_nothing() -> None:
         assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
         (child,) = children()
         os.kill(child.pid, signal.SIGKILL)
-        while children() == [child]:
-            await trio.sleep(0.01)
+        await wait_ended(child)
         assert await processes.render(TEMPLATE, chat()) == "<s>hi!"
 
 
