@@ -115,7 +115,7 @@ class CompiledModel:
 
     def wants(self, name: str) -> bool:
         """Return False for a tensor of the model of which nothing is in this part."""
-        return self.part is None or self.part.part.name_of(name) is not None
+        return self.part is None or self.part.part.has(name)
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Take all weights of the model, each packed as soon as those are there that it is computed

@@ -85,7 +85,7 @@ def cut_weights(
     """
     for name, weight in weights:
         own_name = part.name_of(name)
-        if own_name is not None and part.has(name):
+        if own_name is not None:
             dim, own = part.cut(name, weight.shape)
             yield own_name, weight if own == slice(None) else _cut(weight, dim, own)
 

@@ -75,7 +75,7 @@ class StoredModel:
     def _bytes_of(self, part: ModelPart, kept: Mapping[str, float]) -> Iterator[float]:
         """Yield the bytes of each tensor of which ``part`` has a piece."""
         for name, shape in expected_tensors(part.whole).items():
-            if part.name_of(name) is not None and part.has(name):
+            if part.has(name):
                 dim, own = part.cut(name, shape)
                 count = math.prod(shape) // shape[dim] * len(range(*own.indices(shape[dim])))
                 yield count * (kept.get(name) or self._bytes_of_number(name, part))

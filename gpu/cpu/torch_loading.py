@@ -52,7 +52,7 @@ def load_decoder(
         files,
         getattr(torch, dtype),
         of_weights(on_progress),
-        lambda name: part is None or part.name_of(name) is not None,
+        lambda name: part is None or part.has(name),
     )
     return build_model(files.native, weights, part=part, ranks=ranks)
 

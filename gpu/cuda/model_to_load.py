@@ -60,10 +60,12 @@ class ModelToLoad:
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights."""
-        part = self.rank.part
-        shapes = expected_tensors(self.config).items()
-        own = (shape for name, shape in shapes if part is None or part.has(name))
-        return sum(map(math.prod, own)) * self.dtype.itemsize
+        part, shapes = self.rank.part, expected_tensors(self.config)
+        names = [*shapes]
+        if part is not None:
+            own = map(part.name_of, expected_tensors(part.whole))
+            names = [name for name in own if name is not None]
+        return sum(math.prod(shapes[name]) for name in names) * self.dtype.itemsize
 
     @property
     def max_decode_rows(self) -> int:
@@ -127,11 +129,18 @@ class ModelToLoad:
                 mlp_sizes=self.config.mlp_sizes,
                 dtype=self.dtype,
             )
+        part = self.rank.part
+        weights = load_weights(
+            self.files,
+            self.dtype,
+            of_weights(on_progress),
+            lambda name: part is None or part.has(name),
+        )
         return build_model(
             self.files.native,
-            load_weights(self.files, self.dtype, of_weights(on_progress)),
+            weights,
             operations,
-            self.rank.part,
+            part,
             self.rank.ranks,
             loader.device,
         )

@@ -91,6 +91,9 @@ class ModelPart:
 
     def name_of(self, name: str) -> str | None:
         """Return the name in this part of a tensor of the model; None if none of it is there."""
+        expert = _OF_EXPERT.fullmatch(name)
+        if expert is not None and not self.has_expert(int(expert[1])):
+            return None
         return name if self.stage is None else self.stage.name_of(name)
 
     @property
@@ -122,8 +125,7 @@ class ModelPart:
 
     def has(self, name: str) -> bool:
         """Return True if this rank has the tensor ``name``, whole or in part."""
-        expert = _OF_EXPERT.fullmatch(name)
-        return expert is None or self.has_expert(int(expert[1]))
+        return self.name_of(name) is not None
 
     def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's piece of the tensor ``name``, in memory of its own if it is smaller.
