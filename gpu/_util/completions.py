@@ -38,10 +38,14 @@ class Completions:
 
     def _watch(self) -> None:
         while True:
-            event = self._queue.get()
-            try:
-                if event is not None:
-                    event.synchronize()
-            except RuntimeError:
-                pass  # the user of the event synchronizes again, which raises the error
+            self._wait_for_next()
             os.eventfd_write(self.descriptor, 1)
+
+    def _wait_for_next(self) -> None:
+        """Wait for the next event; what it holds is free before the one behind it comes."""
+        event = self._queue.get()
+        try:
+            if event is not None:
+                event.synchronize()
+        except RuntimeError:
+            pass  # the user of the event synchronizes again, which raises the error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu.attention import StepLayout
 from gpu.slots import Row, SlotTable
@@ -30,3 +31,15 @@ def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
         block_tables=slots.block_tables[numbers, :width],
         num_decode_rows=int((counts == 1).sum()),
     )
+
+
+def ends_of(
+    rows: Sequence[Row], ordered: Sequence[Row], layout: StepLayout
+) -> npt.NDArray[np.int64]:
+    """Return for each of ``rows`` the place of its last token in a step, before its drafts.
+
+    ``ordered`` are the same rows in the order of ``layout``.
+    """
+    ends = zip(ordered, layout.query_start[1:].tolist(), strict=True)
+    last = {row.slot.number: end - 1 - row.drafts for row, end in ends}
+    return np.array([last[row.slot.number] for row in rows])

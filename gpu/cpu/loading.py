@@ -37,8 +37,8 @@ from gpu.loading.draft_files import cannot_draft, open_draft_files
 from gpu.loading.loaded_model import Loaded, OnProgress, option_that_moves_pages
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ModelWeights, ReadWeights
+from gpu.models.parallel.model_part import parts_in_words, stages_of_worker
 from gpu.models.parallel.stage_times import StageTimes
-from gpu.models.parallel.stages import Stage, stages_of
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
@@ -144,13 +144,9 @@ def _executor(
     model, sampler, link = whole.cached.model, whole.sampler, whole.cached.link
     if link is None or link.stages is None:
         return CpuExecutor(model, sampler, slots, adjuster)
-    times = StageTimes(_stages(start, config))
+    times = StageTimes(stages_of_worker(start, config))
     size = config.hidden_size
     return PipelinedExecutor(model, sampler, slots, link, size, adjuster, times.add)
-
-
-def _stages(start: Start, config: ModelConfig) -> list[Stage]:
-    return stages_of(config, start.pipeline_parallel_size, start.pipeline_parallel_layers)
 
 
 @attrs.frozen(kw_only=True)
@@ -201,7 +197,7 @@ def _by_kernels(
             _threads_of_stage(start, threads),  # the other stages of this host compute meanwhile
             processed_logprobs=start.logprobs_mode == "processed",
         ),
-        computing=arithmetic + _parts(start, config, slices),
+        computing=arithmetic + parts_in_words(start, config, slices),
         arithmetic=arithmetic + (f", {slices} slices{whole_experts}" if slices else ""),
     )
 
@@ -229,7 +225,7 @@ def _by_torch(
 ) -> _Whole:
     """Return what the compiled kernels don't compute, for that ``reason``."""
     _check_torch_will_do(start, str(reason))
-    computing = f"torch ({reason})" + _parts(start, files.native)
+    computing = f"torch ({reason})" + parts_in_words(start, files.native)
     from gpu.cpu import torch_loading
 
     config = files.native
@@ -251,17 +247,6 @@ def _by_torch(
         lends_pages=start.num_ranks == 1,
         warning=f"{_SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
     )
-
-
-def _parts(start: Start, config: ModelConfig, slices: int = 0) -> str:
-    """Return what the log says of stages, ranks and slices, with a comma in front, if anything."""
-    found = ""
-    if start.pipeline_parallel_size > 1:
-        layers = " + ".join(str(stage.stop - stage.first) for stage in _stages(start, config))
-        found += f", stages of {layers} layers"
-    if start.num_ranks > 1 or slices:
-        found += f", {start.num_ranks} ranks"
-    return found + (f", {slices} slices" if slices else "")
 
 
 def _draft_model(

@@ -11,7 +11,7 @@ import torch
 
 from gpu.attention import StepLayout
 from gpu.attention.kv_cache import content_of, fill
-from gpu.attention.layout import in_layout_order, step_layout
+from gpu.attention.layout import ends_of, in_layout_order, step_layout
 from gpu.cpu.model import Floats
 from gpu.executor import Content, Copies
 from gpu.lora.store import AdapterStore
@@ -117,9 +117,7 @@ class TorchModel(Generic[A]):
             [] if self._adapters is None else self._adapters.groups(ordered),
             embeddings_of(ordered, layout.query_start, slots.embedding_width),
         )
-        ends = zip(ordered, layout.query_start[1:].tolist(), strict=True)
-        last = {row.slot.number: end - 1 - row.drafts for row, end in ends}
-        return hidden, np.array([last[row.slot.number] for row in rows])
+        return hidden, ends_of(rows, ordered, layout)
 
     def floats(self, hidden: torch.Tensor) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.floats`."""

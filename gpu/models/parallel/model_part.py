@@ -195,7 +195,26 @@ def part_of_rank(start: Start, config: ModelConfig, number: int) -> ModelPart:
     stage_number, rank = divmod(number, start.tensor_parallel_size)
     stage = None
     if start.pipeline_parallel_size > 1:
-        num_stages, given = start.pipeline_parallel_size, start.pipeline_parallel_layers
-        stage = stages_of(config, num_stages, given)[stage_number]
+        stage = stages_of_worker(start, config)[stage_number]
     size, by_expert = start.tensor_parallel_size, start.enable_expert_parallel
     return ModelPart(config, rank, size, by_expert, stage)
+
+
+def stages_of_worker(start: Start, config: ModelConfig) -> list[Stage]:
+    """Return the stages of a worker.
+
+    Raises:
+        ModelLoadError: The model can't be split as ``start`` says.
+    """
+    return stages_of(config, start.pipeline_parallel_size, start.pipeline_parallel_layers)
+
+
+def parts_in_words(start: Start, config: ModelConfig, slices: int = 0) -> str:
+    """Return what the log says of stages, ranks and slices, with a comma in front, if anything."""
+    found = ""
+    if start.pipeline_parallel_size > 1:
+        stages = stages_of_worker(start, config)
+        found += f", stages of {' + '.join(str(each.stop - each.first) for each in stages)} layers"
+    if start.num_ranks > 1 or slices:
+        found += f", {start.num_ranks} ranks"
+    return found + (f", {slices} slices" if slices else "")

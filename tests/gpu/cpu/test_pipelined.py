@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import attrs
 import pytest
 
 from gpu.cpu.executor import CpuExecutor
-from gpu.cpu.following_steps import FollowingSteps
 from gpu.cpu.model import CpuModel
+from gpu.cpu.stage_steps import StageSteps
 from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.lora.reading import read_adapter
 from gpu.lora.torch_adapters import TorchAdapters
@@ -107,10 +107,11 @@ class Life:
 class Schedule:
     """Plans at random, in which no row comes before the token that it needs is known."""
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, depth: int, pages: Mapping[str, int] = PAGES) -> None:
         self._rng = random.Random(seed)
         self._depth = depth
-        self._maker = PlanMaker(_never, page_size=PAGES["page_size"], num_pages=PAGES["num_pages"])
+        self._pages = pages
+        self._maker = PlanMaker(_never, page_size=pages["page_size"], num_pages=pages["num_pages"])
         self._lives: list[Life] = []
         self._next_slot = 0
 
@@ -133,9 +134,9 @@ class Schedule:
             elif life.drawn_in <= number - self._depth:
                 rows[life.slot], life.drawn_in = 1, number
         if rng.random() < 0.2:
-            host = PAGES["num_pages"] + rng.randrange(PAGES["num_host_pages"])
+            host = self._maker.num_pages + rng.randrange(self._pages["num_host_pages"])
             page = self._maker.free[0]  # that no sequence has
-            self._maker.copies += [(rng.randrange(PAGES["num_pages"]), host), (host, page)]
+            self._maker.copies += [(rng.randrange(self._maker.num_pages), host), (host, page)]
         return self._maker.plan(dict(sorted(rows.items(), key=lambda row: row[1] > 1)))
 
     def _open(self) -> None:
@@ -241,13 +242,13 @@ def test_a_step_is_submitted_before_the_last_stage_has_computed_it(
     """So the first stage computes the next plan meanwhile; the result comes by the descriptor."""
 
     may_go = threading.Event()
-    original: Callable[..., None] = FollowingSteps.compute
+    original: Callable[..., None] = StageSteps.compute
 
-    def compute(self: FollowingSteps, step: Any) -> None:
+    def compute(self: StageSteps, step: Any) -> None:
         assert may_go.wait(60)
         original(self, step)
 
-    monkeypatch.setattr(FollowingSteps, "compute", compute)
+    monkeypatch.setattr(StageSteps, "compute", compute)
     with ThreadStages.open(tiny, 2, compiled=is_compiled, **PAGES) as stages:
         runner = Runner(stages.executor, stages.slots, max_num_batched_tokens=256)
         maker = PlanMaker(_never)
