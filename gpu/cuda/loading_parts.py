@@ -165,6 +165,7 @@ def _with_pages(
         max_tokens=start.max_num_batched_tokens,
     )
     page_bytes = sum(each.page_bytes(device) for each in models)
+    of_ranks = sum(each.page_bytes_of_ranks(device) for each in models)
     num_pages, num_host_pages = rank.agreed(
         lambda: (
             choose_num_gpu_pages(
@@ -172,11 +173,10 @@ def _with_pages(
                 memory,
                 in_use=in_use,
                 bytes_per_page=page_bytes,
+                bytes_of_ranks=of_ranks,
                 max_model_len=start.max_model_len,
             ),
-            choose_num_host_pages(
-                start, page_bytes * start.tensor_parallel_size, Machine().memory()[1]
-            ),
+            choose_num_host_pages(start, of_ranks, Machine().memory()[1]),
         )
     )
     num_pages, num_host_pages = rank.least(num_pages), rank.least(num_host_pages)

@@ -85,6 +85,14 @@ class ModelToLoad:
         """Return the bytes of a page of its KV cache."""
         return bytes_per_page(cache_shape(self.config, self.limits, self.dtype, device))
 
+    def page_bytes_of_ranks(self, device: torch.device) -> int:
+        """Return the bytes of a page on all ranks together."""
+        part = self.rank.part
+        if part is None:
+            return self.page_bytes(device)
+        config = attrs.evolve(self.config, num_layers=part.whole.num_layers)
+        return part.size * bytes_per_page(cache_shape(config, self.limits, self.dtype, device))
+
     def graph_bytes(self, activations: int) -> int:
         """Return the bytes of its CUDA graphs, for steps that allocate ``activations`` bytes."""
         num_rows = self.max_decode_rows

@@ -114,7 +114,13 @@ class GpuMemory:
 
 
 def choose_num_gpu_pages(
-    start: Start, memory: GpuMemory, *, in_use: int, bytes_per_page: int, max_model_len: int
+    start: Start,
+    memory: GpuMemory,
+    *,
+    in_use: int,
+    bytes_per_page: int,
+    bytes_of_ranks: int,
+    max_model_len: int,
 ) -> int:
     """Return the number of KV pages on a GPU.
 
@@ -125,6 +131,7 @@ def choose_num_gpu_pages(
     Args:
         in_use: bytes of weights, CUDA graphs and the activations of the largest step.
         bytes_per_page: those of one rank.
+        bytes_of_ranks: those of a page on all ranks together.
 
     Raises:
         ModelLoadError: it doesn't.
@@ -133,9 +140,8 @@ def choose_num_gpu_pages(
         return start.num_pages
     needed = -(-max_model_len // start.page_size)
     if start.kv_cache_memory_bytes:
-        of_ranks = bytes_per_page * start.tensor_parallel_size
-        pages = start.kv_cache_memory_bytes // of_ranks
-        remedy = f"raise --kv-cache-memory-bytes to {needed * of_ranks}"
+        pages = start.kv_cache_memory_bytes // bytes_of_ranks
+        remedy = f"raise --kv-cache-memory-bytes to {needed * bytes_of_ranks}"
     else:
         pages = max(memory.budget - in_use, 0) // bytes_per_page
         remedy = f"raise --gpu-memory-utilization above {memory.utilization:g}"

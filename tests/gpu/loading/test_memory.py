@@ -76,8 +76,7 @@ class TestGpu:
         [
             ({}, 30_000),
             ({"num_pages": 3}, 3),
-            ({"kv_cache_memory_bytes": 50_000_999}, 50_000),
-            ({"kv_cache_memory_bytes": 50_000_999, "tensor_parallel_size": 2}, 25_000),
+            ({"kv_cache_memory_bytes": 50_000_999}, 25_000),
         ],
     )
     def test_the_cache_gets_what_is_left_or_what_was_asked_for(
@@ -85,7 +84,12 @@ class TestGpu:
     ) -> None:
         memory = GpuMemory(total=100_000_000, free=100_000_000, utilization=0.9)
         chosen = choose_num_gpu_pages(
-            start(**asked), memory, in_use=60_000_000, bytes_per_page=1000, max_model_len=512
+            start(**asked),
+            memory,
+            in_use=60_000_000,
+            bytes_per_page=1000,
+            bytes_of_ranks=2000,
+            max_model_len=512,
         )
         assert chosen == pages
 
@@ -99,7 +103,7 @@ class TestGpu:
             ),
             ({}, 200_000, "has room for 0 tokens"),
             ({"kv_cache_dtype": "fp8"}, 89_900, "--gpu-memory-utilization above 0.9"),
-            ({"kv_cache_memory_bytes": 999}, 0, "raise --kv-cache-memory-bytes to 2500"),
+            ({"kv_cache_memory_bytes": 999}, 0, "raise --kv-cache-memory-bytes to 5000"),
         ],
     )
     def test_a_cache_too_small_for_one_sequence_is_refused_in_one_line(
@@ -108,7 +112,12 @@ class TestGpu:
         memory = GpuMemory(total=100_000, free=100_000, utilization=0.9)
         with pytest.raises(ModelLoadError, match=advice) as error:
             choose_num_gpu_pages(
-                start(**changes), memory, in_use=in_use, bytes_per_page=100, max_model_len=100
+                start(**changes),
+                memory,
+                in_use=in_use,
+                bytes_per_page=100,
+                bytes_of_ranks=200,
+                max_model_len=100,
             )
         assert "one sequence may have 100: lower --max-model-len or " in str(error.value)
         assert ("fp8" in str(error.value)) == (not changes)
