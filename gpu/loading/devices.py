@@ -40,10 +40,12 @@ def choose_device(name: str, num_gpus: int = 1) -> str:
         first, count = int(number or torch.cuda.current_device()), torch.cuda.device_count()
         last = first + num_gpus - 1
         if last >= count:
-            needs = "a GPU" if num_gpus == 1 else f"{num_gpus} GPUs (--tensor-parallel-size)"
+            needs = "a GPU of its own"
+            if num_gpus > 1:
+                options = "--tensor-parallel-size times --pipeline-parallel-size"
+                needs = f"{num_gpus} GPUs ({options}) of its own"
             raise ModelLoadError(
-                f"each worker needs {needs} of its own, and there is no cuda:{last}: there are "
-                f"{count} GPUs"
+                f"each worker needs {needs}, and there is no cuda:{last}: there are {count} GPUs"
             )
         torch.cuda.set_device(first)
         return f"cuda:{first}"

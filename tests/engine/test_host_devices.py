@@ -85,6 +85,11 @@ def test_a_worker_of_several_ranks_has_gpus_in_a_row() -> None:
     assert taken(devices("cuda:4", "cuda:2", num_gpus=2), 0, 1) == ["cuda:4", "cuda:2"]
 
 
+def test_a_stage_of_a_worker_has_gpus_of_its_own() -> None:
+    config = EngineConfig("m", pipeline_parallel_size=2, tensor_parallel_size=2)
+    assert taken(HostDevices.of(config, Machine()), 0, 1) == ["auto:0", "auto:4"]
+
+
 def test_workers_on_a_cpu_have_shares_of_its_cores() -> None:
     for default in ("cpu", "auto"):
         host = devices(default=default)
@@ -106,6 +111,14 @@ def test_workers_on_a_cpu_have_shares_of_its_cores() -> None:
         (
             {"worker_devices": ("cuda:0", "cpu", "cuda:1"), "tensor_parallel_size": 2},
             "worker_devices has cuda:0 and cuda:1, and a worker has 2 GPUs",
+        ),
+        (
+            {
+                "worker_devices": ("cuda:0", "cuda:3"),
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
+            },
+            "worker_devices has cuda:0 and cuda:3, and a worker has 4 GPUs",
         ),
         (
             {"worker_devices": ("cuda:0", "cuda:1"), "data_parallel_size": 3},

@@ -277,10 +277,11 @@ class WorkerGroupOptions(ModelOptions):
                     f"worker_devices has cuda:{one} twice: a GPU has one worker",
                     param="worker_devices",
                 )
-            if abs(one - other) < self.tensor_parallel_size:
+            if abs(one - other) < self.num_ranks:
                 raise InvalidRequest(
                     f"worker_devices has cuda:{one} and cuda:{other}, and a worker has "
-                    f"{self.tensor_parallel_size} GPUs from its own on (--tensor-parallel-size)",
+                    f"{self.num_ranks} GPUs from its own on (--tensor-parallel-size times "
+                    "--pipeline-parallel-size)",
                     param="worker_devices",
                 )
         for device in devices:

@@ -61,7 +61,7 @@ class HostDevices:
         shares = share_among_ranks(
             machine.nodes(), max(config.num_workers, 1), config.num_ranks, machine.cores()
         )
-        return cls(config.worker_devices, config.device, shares, config.tensor_parallel_size)
+        return cls(config.worker_devices, config.device, shares, config.num_ranks)
 
     def take(self, index: int, device: str | None = None) -> WorkerDevice:
         """Return the device of worker ``index``, which has it from now on.

@@ -292,6 +292,6 @@ def ray_port(config: EngineConfig, fields: dict[str, Any]) -> RayPort:
         node_tls=node,
         count=config.data_parallel_size,
         place_timeout=config.worker_start_timeout,
-        num_gpus=config.tensor_parallel_size,
+        num_gpus=config.num_ranks,
         **fields,
     )
