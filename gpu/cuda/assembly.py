@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import attrs
 import torch
 
@@ -14,12 +17,14 @@ from gpu.cuda.executor import CudaExecutor
 from gpu.cuda.forward import ForwardPass
 from gpu.cuda.ranks import SoleRank
 from gpu.cuda.sampler import DeviceSampler
+from gpu.cuda.stage_forward import StageForward
 from gpu.cuda.state import DeviceState
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.cuda.timeline import Timeline
 from gpu.kernels import KernelLoader
 from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
+from gpu.models.parallel.model_part import ModelPart
 from gpu.models.rope import cos_sin_table
 from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
@@ -61,14 +66,21 @@ def cache_shape(
 
 
 def attention_limits(
-    config: ModelConfig, limits: ServingLimits, num_multiprocessors: int
+    config: ModelConfig,
+    limits: ServingLimits,
+    num_multiprocessors: int,
+    part: ModelPart | None = None,
 ) -> AttentionLimits:
-    """Return what the limits mean for attention on a device with so many multiprocessors."""
+    """Return what the limits mean for attention on a device with so many multiprocessors.
+
+    ``config`` is that of a ``part`` of a model, or of the whole. A step is packed once for all
+    stages, so each of them has the windows of all layers.
+    """
     return AttentionLimits(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        windows=config.windows,
+        windows=config.windows if part is None else part.whole.windows,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
@@ -110,7 +122,7 @@ def assemble(
     )
     if slots is None:
         width = model.config.hidden_size if rank.part is None else 0
-        slots = _slot_table(limits, model.vocab_size, width)
+        slots = slot_table(limits, model.vocab_size, width)
     if adapter_slots is not None:
         slots.adapters = adapter_slots.store
     executor = CudaExecutor(
@@ -133,7 +145,8 @@ def assemble_forward(
     """
     config = model.config
     max_rows, max_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    of_attention = attention_limits(config, limits, loader.num_multiprocessors)
+    part = rank.part
+    of_attention = attention_limits(config, limits, loader.num_multiprocessors, part)
     buffer = _step_buffer(loader, limits, of_attention, adapter_slots)
     state = DeviceState(
         loader,
@@ -146,20 +159,25 @@ def assemble_forward(
     adapters = None
     if adapter_slots is not None:
         adapters = CudaAdapters(loader, buffer, adapter_slots, config)
-    return ForwardPass(
+    stage = None if part is None else part.stage
+    make: Callable[..., ForwardPass] = ForwardPass
+    if stage is not None:
+        make = functools.partial(StageForward, stage=stage)
+    return make(
         loader,
         model=model,
         attention=attention,
         state=state,
         buffer=buffer,
         ranks=rank.ranks,
-        max_rows=max_rows,
+        max_rows=max_rows if stage is None else 0,
         max_tokens=max_tokens,
         adapters=adapters,
     )
 
 
-def _slot_table(limits: ServingLimits, vocab_size: int, embedding_width: int) -> SlotTable:
+def slot_table(limits: ServingLimits, vocab_size: int, embedding_width: int = 0) -> SlotTable:
+    """Return the slots of an executor with ``limits``."""
     return SlotTable(
         num_pages=limits.num_pages,
         page_size=limits.page_size,

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from gpu._util.upload import upload
+from gpu.cpu.model import Floats
 from gpu.cpu.rank_processes import RankOrder
+from gpu.cpu.stage_steps import ModelHead, StageSteps
 from gpu.cuda.assembly import ServingLimits, assemble_forward
 from gpu.cuda.device import Gpu
 from gpu.cuda.forward import ForwardPass
-from gpu.cuda.loading_parts import capture, load_parts, make_adapter_slots, open_gpu
+from gpu.cuda.loading_parts import (
+    capture,
+    join_group,
+    load_parts,
+    make_adapter_slots,
+    open_gpu,
+)
 from gpu.cuda.model_to_load import explaining
 from gpu.cuda.ranks import CudaRank, EndSteps, LaunchStep, decode_rank_step
+from gpu.cuda.stage_forward import StageForward
 from gpu.loading.loaded_model import unseen
 from gpu.loading.memory import cache_doesnt_fit
 from gpu.lora.adapter_slots import AdapterSlots, PackedAdapter
 from gpu.lora.store import AdapterStore
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.adapter_parts import adapter_of
-from gpu.models.parallel.group import RankGroup
+from gpu.models.parallel.leading import raw
 from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import part_of_rank
-from gpu.models.parallel.steps import CopyPages, LoadOnRanks, UnloadOnRanks
+from gpu.models.parallel.steps import CopyPages, LoadOnRanks, ReturnResults, UnloadOnRanks
 from gpu.sampling.prompt_logprobs import rows_in_a_slice
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
@@ -35,9 +47,9 @@ def serve_cuda(order: RankOrder, link: RankLink, files: ModelFiles) -> None:
     Raises:
         ModelLoadError: A rank can't load its part.
     """
-    start, size = order.start, order.start.tensor_parallel_size
+    start = order.start
     gpu = agreed(link, lambda: open_gpu(order.device, order.num_threads))
-    group = RankGroup(order.rendezvous, order.rank, size, gpu=torch.device(order.device))
+    group = join_group(start, order.rank, order.rendezvous, order.device)
     part = part_of_rank(start, files.native, order.rank)
     follow_model(gpu, start, files, getattr(torch, order.dtype), CudaRank(link, group, part))
 
@@ -45,7 +57,10 @@ def serve_cuda(order: RankOrder, link: RankLink, files: ModelFiles) -> None:
 def follow_model(
     gpu: Gpu, start: Start, files: ModelFiles, dtype: torch.dtype, rank: CudaRank
 ) -> None:
-    """Do on another rank what :func:`gpu.cuda.loading.load_model` does, and then each step."""
+    """Load the part of another rank than rank 0, then launch each step, until rank 0 ends.
+
+    See :func:`gpu.cuda.loading.load_model` and :func:`gpu.cuda.stage_loading.load_stages`.
+    """
 
     def prepare(
         model: Decoder, limits: ServingLimits, lengths: Sequence[int]
@@ -73,10 +88,20 @@ def follow(
     link: RankLink, forward: ForwardPass, adapters: AdapterStore[PackedAdapter] | None = None
 ) -> None:
     """Launch what rank 0 launches, step by step, until it ends the steps of a measurement."""
+    stage = None
+    if isinstance(forward, StageForward):
+        own = FollowingCudaStage(forward)
+        stage = StageSteps(link.stages, own, forward.model.vocab_size)
     while True:
         match decode_rank_step(link.receive()):
             case LaunchStep() as step:
-                launch(forward, step)
+                if stage is None:
+                    launch(forward, step)
+                else:
+                    stage.compute(step)
+            case ReturnResults() as results:
+                assert stage is not None
+                stage.return_results(results)
             case CopyPages(copies=pairs):
                 copies = np.frombuffer(pairs, dtype=np.int32).reshape(-1, 2)
                 forward.attention.copy_pages(copies)
@@ -90,8 +115,65 @@ def follow(
                 return
 
 
+class FollowingCudaStage:
+    """:class:`gpu.cpu.stage_steps.StageModel` of one stage."""
+
+    def __init__(self, forward: StageForward) -> None:
+        self._forward = forward
+        self._before: torch.Tensor | None = None
+        """States in the host's memory that the next step begins with; None on the first stage."""
+
+    @property
+    def model(self) -> ModelHead:
+        """See :attr:`gpu.cpu.stage_steps.StageModel.model`."""
+        return self
+
+    def states_before(self, step: LaunchStep) -> npt.NDArray[Any]:
+        """See :meth:`gpu.cpu.stage_steps.StageModel.states_before`."""
+        model = self._forward.model
+        self._before = torch.empty(step.num_tokens, model.config.hidden_size, dtype=model.dtype)
+        return raw(self._before)
+
+    def compute(self, step: LaunchStep) -> Any:
+        """See :meth:`gpu.cpu.stage_steps.StageModel.compute`; block until it is computed."""
+        forward = self._forward
+        if self._before is not None:
+            forward.begin_with(self._before)
+        launch_layers(forward, step)
+        if not forward.stage.is_last:
+            return forward.sent_states(step.num_tokens)
+        if forward.model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # so that the time is that of the layers
+        return forward.states(step.num_tokens)
+
+    def floats(self, hidden: torch.Tensor) -> Floats:
+        """See :meth:`gpu.cpu.model.CpuModel.floats`."""
+        floats: Floats = hidden.float().cpu().numpy()
+        return floats
+
+    def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.integer] | None = None) -> Floats:
+        """See :meth:`gpu.cpu.model.CpuModel.logits`."""
+        if rows is not None:
+            hidden = hidden.index_select(0, upload(rows, hidden.device))
+        logits: Floats = self._forward.model.logits(hidden).cpu().numpy()
+        return logits
+
+
 def launch(forward: ForwardPass, step: LaunchStep) -> None:
     """Launch a step as rank 0 does: see :meth:`gpu.cuda.executor.CudaExecutor.begin`."""
+    hidden = launch_layers(forward, step)
+    if hidden is None:
+        return
+    size = rows_in_a_slice(forward.model.vocab_size)
+    for first, stop in step.scored:
+        for start in range(first, stop, size):
+            forward.model.logits(hidden[start : min(start + size, stop)])
+    if step.num_sampled:
+        forward.head_of_sampled(hidden, step.num_sampled)
+
+
+def launch_layers(forward: ForwardPass, step: LaunchStep) -> torch.Tensor | None:
+    """Launch a step as far as its hidden states, and return these; None if it is a graph."""
     forward.buffer.fill(step.numbers)
     forward.state.large += [
         (first, np.frombuffer(numbers, dtype=np.int32).copy()) for first, numbers in step.large
@@ -103,12 +185,6 @@ def launch(forward: ForwardPass, step: LaunchStep) -> None:
     forward.state.copy_large()
     if step.shape is None:
         forward.replay(step.graphs, step.size)
-        return
+        return None
     forward.attention.prepare(step.shape)
-    hidden = forward.run(step.num_tokens, adapted=bool(step.adapters))
-    size = rows_in_a_slice(forward.model.vocab_size)
-    for first, stop in step.scored:
-        for start in range(first, stop, size):
-            forward.model.logits(hidden[start : min(start + size, stop)])
-    if step.num_sampled:
-        forward.head_of_sampled(hidden, step.num_sampled)
+    return forward.run(step.num_tokens, adapted=bool(step.adapters))

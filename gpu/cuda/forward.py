@@ -40,7 +40,8 @@ _EMPTY_LAYOUT = StepLayout(
 class ForwardPass:
     """The launches from the input tokens of a step to its logits.
 
-    The parts share one device and one step buffer, which has the regions of all of them.
+    The parts share one device and one step buffer, which has the regions of all of them. Logits are
+    those of at most ``max_rows`` rows.
     """
 
     @staticmethod
@@ -89,8 +90,11 @@ class ForwardPass:
         tokens = self._tokens[:num_tokens]
         self._gather.launch(self.buffer["token_slots"], self.buffer["positions"], tokens)
         self._ranks.broadcast(tokens)
-        updates = [self.adapters] if adapted and self.adapters is not None else []
-        return self.model.forward(tokens, self.attention, updates, embedded)
+        return self.model.forward(tokens, self.attention, self.updates(adapted), embedded)
+
+    def updates(self, adapted: bool) -> list[CudaAdapters]:
+        """Return the updates of a step's adapters; none if it isn't ``adapted``."""
+        return [self.adapters] if adapted and self.adapters is not None else []
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of ``hidden`` [R, E], in the first R rows of :attr:`logits`."""
@@ -168,6 +172,12 @@ class ForwardPass:
         return self.head(self.run(size, adapted=kind == ADAPTED))
 
 
+def pack_tokens(buffer: StepBuffer, layout: StepLayout, *, padded_to: int) -> None:
+    """Pack the token gathers; those of a graph are ``padded_to`` more than 0 tokens."""
+    token_slots = np.repeat(layout.slots, np.diff(layout.query_start))
+    buffer.put("token_slots", token_slots, padded_to=padded_to, fill=-1)
+
+
 def pack_rows(
     buffer: StepBuffer, ordered: Sequence[Row], layout: StepLayout, *, padded_to: int
 ) -> dict[tuple[int, int], int]:
@@ -179,7 +189,7 @@ def pack_rows(
     put, size = buffer.put, padded_to
     samples = np.array([row.samples for row in ordered], dtype=bool)
     numbers, lengths, last = layout.slots, layout.context_lens, layout.query_start[1:] - 1
-    put("token_slots", np.repeat(numbers, np.diff(layout.query_start)), padded_to=size, fill=-1)
+    pack_tokens(buffer, layout, padded_to=size)
     if size:
         numbers = np.where(samples, numbers, -1)
     else:

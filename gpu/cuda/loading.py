@@ -7,15 +7,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gpu.cpu.rank_loading import threads_of_rank
 from gpu.cpu.rank_processes import open_rendezvous, start_ranks
 from gpu.cuda.assembly import ServingLimits, assemble
 from gpu.cuda.device import Gpu
 from gpu.cuda.draft_model import CudaDraftModel
 from gpu.cuda.executor import CudaExecutor
-from gpu.cuda.loading_parts import capture, load_parts, make_adapter_slots, open_gpu
+from gpu.cuda.loading_parts import (
+    capture,
+    join_group,
+    load_parts,
+    make_adapter_slots,
+    open_gpu,
+)
 from gpu.cuda.model_to_load import ModelToLoad, explaining
 from gpu.cuda.ranks import CudaRank, SoleRank
 from gpu.cuda.speculation import SpeculativeExecutor
+from gpu.cuda.stage_loading import load_stages, make_host_sampler
 from gpu.executor import PagedExecutor
 from gpu.loading.loaded_model import (
     Loaded,
@@ -30,9 +38,8 @@ from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import keep_weights
 from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
-from gpu.models.parallel.group import RankGroup
 from gpu.models.parallel.link import agreed
-from gpu.models.parallel.model_part import part_of_rank
+from gpu.models.parallel.model_part import part_of_rank, parts_in_words
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.draft_model import DraftModelSource
 from gpu.sampling.drafting.drafter import Drafter
@@ -54,15 +61,19 @@ def load_on_gpu(
 
     With several ranks each of the others has one of the devices behind it.
     """
-    size = start.tensor_parallel_size
-    threads = max(choose_num_threads(start.num_threads) // size, 1)
-    if size == 1:
-        gpu, rank = open_gpu(device, threads), None
+    threads = threads_of_rank(start, choose_num_threads(start.num_threads))
+    torch_dtype = getattr(torch, dtype)
+    if start.num_ranks == 1:
+        gpu = open_gpu(device, threads)
+        return load_model(gpu, start, files, torch_dtype, on_progress, adjuster)
+    gpu, rank = _lead(start, files, dtype, device, threads)
+    common = (gpu, start, files, torch_dtype, on_progress, adjuster, rank)
+    if start.pipeline_parallel_size == 1:
+        loaded = load_model(*common)
     else:
-        gpu, rank = _lead(start, files, dtype, device, threads)
-    loaded = load_model(gpu, start, files, getattr(torch, dtype), on_progress, adjuster, rank)
-    if rank is not None:
-        rank.serves = True
+        sampler = make_host_sampler(start, files.native.vocab_size, threads, on_progress)
+        loaded = load_stages(*common, sampler)
+    rank.serves = True
     return loaded
 
 
@@ -70,12 +81,11 @@ def _lead(
     start: Start, files: ModelFiles, dtype: str, device: str, threads: int
 ) -> tuple[Gpu, CudaRank]:
     """Start the other ranks, and return the place of this one, rank 0."""
-    size = start.tensor_parallel_size
     part = part_of_rank(start, files.native, 0)
     with open_rendezvous(start, files.checksum) as rendezvous:
         link = start_ranks(start, dtype, threads, rendezvous=rendezvous, device=device)
         gpu = agreed(link, lambda: open_gpu(device, threads))
-        group = RankGroup(rendezvous.url, 0, size, gpu=torch.device(device))
+        group = join_group(start, 0, rendezvous.url, device)
     return gpu, CudaRank(link, group, part)
 
 
@@ -121,7 +131,7 @@ def load_model(
     )
     if not start.enforce_eager:
         capture(gpu, models, executors, on_progress)
-    ranks = "" if rank.part is None else f", {rank.part.size} ranks"
+    ranks = parts_in_words(start, files.native)
     return Loaded(
         executor=_drafting(start, models, executors, slots),
         slots=slots,

@@ -36,6 +36,8 @@ from gpu.loading.memory import (
 )
 from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
+from gpu.models.parallel.group import RankGroup
+from gpu.models.parallel.ranks import Alone, Ranks
 from gpu.sampling.drafting.draft_model import MAX_CAUGHT_UP
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.errors import ModelLoadError
@@ -65,6 +67,18 @@ def open_gpu(device: str, threads: int) -> Gpu:
         return CudaDevice(torch.device(device))
     except KernelBuildError as error:
         raise ModelLoadError(f"the GPU can't be used: {error}") from error
+
+
+def join_group(start: Start, number: int, rendezvous: str, device: str) -> Ranks:
+    """Return the ranks of the stage of rank ``number``, whose GPU is ``device``.
+
+    Block until all ranks of the worker are there, if a stage has several.
+    """
+    size = start.tensor_parallel_size
+    if size == 1:
+        return Alone()
+    gpu = torch.device(device)
+    return RankGroup(rendezvous, number, size, start.pipeline_parallel_size, gpu=gpu)
 
 
 def load_parts(

@@ -118,12 +118,14 @@ class ModelToLoad:
                 head_dim=config.head_dim,
                 page_size=limits.page_size,
             )
-            may_share = attention_limits(config, limits, loader.num_multiprocessors).may_share
+            of_attention = attention_limits(
+                config, limits, loader.num_multiprocessors, self.rank.part
+            )
             return model_kernels(
                 config,
                 dtype=self.dtype,
                 cache_dtype=shape.dtype,
-                may_share=may_share,
+                may_share=of_attention.may_share,
                 serves_adapters=self.serves_adapters,
                 vocab_size=self.files.native.vocab_size if self.rank.draws else None,
             )

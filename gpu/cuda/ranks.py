@@ -22,7 +22,7 @@ from gpu.models.parallel.adapter_parts import SentAdapters, adapter_part
 from gpu.models.parallel.link import RankLink, agreed
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.parallel.ranks import Alone, Ranks
-from gpu.models.parallel.steps import CopyPages, LoadOnRanks, UnloadOnRanks
+from gpu.models.parallel.steps import CopyPages, LoadOnRanks, ReturnResults, UnloadOnRanks
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.errors import ModelLoadError
 
@@ -47,6 +47,7 @@ class LaunchStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     shape: StepShape | None = None
     """Launches of attention, if there are no graphs."""
     num_tokens: int = 0
+    """Tokens of the step, without padding."""
     scored: list[tuple[int, int]] = []
     """Hidden states whose logits are computed in slices: the first, and the one behind the last."""
     num_sampled: int = 0
@@ -57,7 +58,9 @@ class EndSteps(msgspec.Struct, frozen=True, tag=True):
     """End the steps with which memory is measured."""
 
 
-RankStep: TypeAlias = LaunchStep | EndSteps | CopyPages | LoadOnRanks | UnloadOnRanks
+RankStep: TypeAlias = (
+    LaunchStep | EndSteps | CopyPages | LoadOnRanks | UnloadOnRanks | ReturnResults
+)
 _decoder = msgspec.msgpack.Decoder(RankStep)
 
 
@@ -75,8 +78,13 @@ class SoleRank:
     ranks: Ranks = Alone()
 
     @property
+    def leads(self) -> bool:
+        """True if the rank is rank 0, which packs the steps."""
+        return True
+
+    @property
     def draws(self) -> bool:
-        """True if the rank draws tokens."""
+        """True if the rank draws tokens on its GPU."""
         return True
 
     def agreed(self, load: Callable[[], T]) -> T:
@@ -133,9 +141,14 @@ class CudaRank(SoleRank):
         self._sent: SentAdapters[Any] | None = None
 
     @property
-    def draws(self) -> bool:
-        """See :attr:`SoleRank.draws`."""
+    def leads(self) -> bool:
+        """See :attr:`SoleRank.leads`."""
         return self.link.rank == 0
+
+    @property
+    def draws(self) -> bool:
+        """See :attr:`SoleRank.draws`; with several stages, rank 0 draws on the host."""
+        return self.leads and self.part.stage is None
 
     def agreed(self, load: Callable[[], T]) -> T:
         """See :meth:`SoleRank.agreed`."""
@@ -150,8 +163,8 @@ class CudaRank(SoleRank):
         numbers = self.link.exchange(number)
         if len(set(numbers)) > 1:
             raise ModelLoadError(
-                f"the GPUs of a worker must be alike (--tensor-parallel-size {len(numbers)}), and "
-                f"these have {', '.join(map(str, numbers))} {what}"
+                f"the {len(numbers)} GPUs of a worker must be alike, and these have "
+                f"{', '.join(map(str, numbers))} {what}"
             )
 
     def adapter_store(
@@ -162,7 +175,7 @@ class CudaRank(SoleRank):
         def pack_part(adapter: LoraWeights) -> T:
             return pack(adapter_part(adapter, self.part))
 
-        if not self.draws:
+        if not self.leads:
             return AdapterStore(self.part.whole, max_rank, pack_part)
         sent = SentAdapters(self.part.whole, max_rank, pack_part)
         self._sent = sent
@@ -178,7 +191,7 @@ class CudaRank(SoleRank):
         try:
             yield
         except ModelLoadError as error:
-            if self.draws:
+            if self.leads:
                 raise  # the engine is told, and ends all ranks
             raise RuntimeError(str(error)) from error  # rank 0, which waits, ends with this process
 
@@ -197,12 +210,12 @@ class CudaRank(SoleRank):
             large=[(first, numbers.tobytes()) for first, numbers in forward.state.large],
             adapters=[] if adapters is None else adapters.brought,
             num_tiles=0 if adapters is None else adapters.num_tiles,
+            num_tokens=step.num_tokens,
         )
         if step.replay is None:
             message = msgspec.structs.replace(
                 message,
                 shape=forward.attention.shape,
-                num_tokens=step.num_tokens,
                 scored=[
                     (each.first_hidden, each.first_hidden + each.stop - each.start)
                     for each in step.spans

@@ -27,9 +27,9 @@ class PackedStep:
     num_tokens: int
     adapted: bool
     """True if rows have adapters."""
-    spans: list[PromptSpan]
-    pools: list[PooledSpan]
-    num_sampled: int
+    spans: list[PromptSpan] = attrs.field(factory=list)
+    pools: list[PooledSpan] = attrs.field(factory=list)
+    num_sampled: int = 0
     """Rows that sample."""
     embedded: StepEmbeddings | None = None
 

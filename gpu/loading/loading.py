@@ -55,7 +55,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
         return load_encoder_to_serve(start, on_progress)
-    device = choose_device(start.device, start.tensor_parallel_size)
+    device = choose_device(start.device, start.num_ranks)
     if device == "cpu":
         bind_to_cores(start.cores)
     kind = "mock" if start.mock is not None else device.partition(":")[0]
@@ -214,10 +214,9 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
     size, slices = start.num_ranks, start.tensor_parallel_slices
     of_slices = size == 1 or (kind == "cuda" and slices > 1)
     option = f"--tensor-parallel-slices {slices}" if of_slices else _ranks_option(start)
-    on_cpu = of_slices or start.pipeline_parallel_size > 1
-    own = kind in (("cpu",) if on_cpu else ("cpu", "cuda"))
+    own = kind in (("cpu",) if of_slices else ("cpu", "cuda"))
     if max(size, slices) > 1 and not (own and isinstance(files.config, ModelConfig)):
-        where = " on a CPU" if on_cpu else ""
+        where = " on a CPU" if of_slices else ""
         raise ModelLoadError(f"{option} is for models of this server's own decoders{where}")
     if start.process_memory_limit and not (kind == "cpu" and isinstance(files.config, ModelConfig)):
         raise ModelLoadError(
@@ -242,9 +241,12 @@ def _refuse_with_ranks(start: Start, kind: str, files: ModelFiles) -> None:
         raise ModelLoadError(
             f"{option} doesn't go with --speculative-config: leave one of them out"
         )
-    if kind == "cuda" and start.deterministic:  # NCCL's order depends on the size of the batch
+    of_sums = start.tensor_parallel_size
+    if kind == "cuda" and start.deterministic and of_sums > 1:
+        # NCCL's order depends on the size of the batch.
         raise ModelLoadError(
-            f"{option} doesn't go with --deterministic on a GPU: leave one of them out"
+            f"--tensor-parallel-size {of_sums} doesn't go with --deterministic on a GPU: leave "
+            "one of them out"
         )
 
 

@@ -64,7 +64,9 @@ class PackedAdapter:
                 end += sum(piece.numel() for piece in own)
                 pieces += own
         words = torch.from_numpy(entries.view(np.int64).reshape(len(entries), -1))
-        return cls(pinned(torch.cat(pieces), device), pinned(words, device))
+        # A stage may have no layer with updates.
+        numbers = torch.cat(pieces) if pieces else torch.zeros(1, dtype=dtype)
+        return cls(pinned(numbers, device), pinned(words, device))
 
 
 def _a(update: LowRankUpdate) -> torch.Tensor:

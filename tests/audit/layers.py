@@ -74,7 +74,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
             "_util slots sampling executor attention weights lora models loading cpu.rank_processes"
         ),
         "cuda": (
-            "_util slots sampling executor attention kernels weights lora models loading "
+            "_util slots sampling executor attention kernels weights lora models loading cpu "
             "cpu.rank_processes"
         ),
         "cpu.following": "_util weights models loading cpu cpu.rank_processes cuda",

@@ -158,7 +158,7 @@ async def assert_a_lost_stage_is_the_workers_loss(folder: Path, lost: int, **mor
         ),
         (
             {"model_impl": "transformers"},
-            "--pipeline-parallel-size 2 is for models of this server's own decoders on a CPU",
+            "--pipeline-parallel-size 2 is for models of this server's own decoders$",
         ),
         (
             {"quantization": "int8"},

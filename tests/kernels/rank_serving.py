@@ -10,14 +10,17 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from gpu.cpu.torch_model import TorchSampler
 from gpu.cuda.following import follow_model
 from gpu.cuda.loading import load_model
 from gpu.cuda.ranks import CudaRank
+from gpu.cuda.stage_loading import load_stages
 from gpu.loading.loaded_model import Loaded, unseen
-from gpu.models.parallel.model_part import ModelPart
+from gpu.models.parallel.model_part import part_of_rank
 from gpu.models.parallel.ranks import Ranks
 from gpu.runner import Runner
 from gpu.sampling.adjustments import Adjuster
+from gpu.sampling.sampler import Sampler
 from tests.kernels.tape import TapedRanks
 from tests.kernels.test_cuda_loading import FakeGpu, start
 from tests.support.plans import PlanMaker
@@ -54,33 +57,42 @@ def serve_on_ranks(
     *,
     gpus: Sequence[FakeGpu] = (),
     adjuster: Adjuster | None = None,
+    sampler: Sampler | None = None,
     **changes: Any,
 ) -> T:
-    """Load a model on ``size`` ranks with options as ``changes`` say; return what ``use`` returns.
+    """Load a model with options as ``changes`` say; return what ``use`` returns.
 
-    ``use`` is called in the thread of rank 0, while the others follow.
+    There are ``size`` ranks, or as many in each stage if ``changes`` ask for stages. ``use`` is
+    called in the thread of rank 0, while the others follow. Stages draw by ``sampler``.
     """
     files = open_model(folder)
-    gpus = gpus or [FakeGpu() for _ in range(size)]
     options = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "num_pages": NUM_PAGES, **changes}
     message = start(folder, tensor_parallel_size=size, **options)
-    links = links_of(size)
-
+    num_stages = message.pipeline_parallel_size
+    gpus = gpus or [FakeGpu() for _ in range(message.num_ranks)]
+    links = links_of(size, num_stages)
     found: list[T] = []
+
+    def lead(gpu: FakeGpu, rank: CudaRank) -> Loaded:
+        common = (gpu, message, files, torch.bfloat16, unseen, adjuster, rank)
+        if num_stages == 1:
+            return load_model(*common)
+        drawing = sampler or Sampler(files.native.vocab_size, "cpu")
+        return load_stages(*common, TorchSampler(drawing))
 
     def run(number: int, ranks: Ranks) -> None:
         gpu = gpus[number]
-        part = ModelPart(files.native, number, size, message.enable_expert_parallel)
+        part = part_of_rank(message, files.native, number)
         rank = CudaRank(links[number], TapedRanks(ranks, gpu.loader), part)
         try:
             if number:
                 with contextlib.suppress(EOFError):
                     follow_model(gpu, message, files, torch.bfloat16, rank)
             else:
-                loaded = load_model(gpu, message, files, torch.bfloat16, unseen, adjuster, rank)
+                loaded = lead(gpu, rank)
                 found.append(use(RankServer.of(loaded, gpus, message.max_num_batched_tokens)))
         finally:
             links[number].close()
 
-    on_ranks(size, run)
+    on_ranks(size, run, num_stages)
     return found[0]

@@ -35,7 +35,7 @@ from tests.support.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model
 from trioserve.protocol.sampling import SamplerParams
 
-__all__ = ["Judge", "MakeRank", "Planned", "Server", "open_follower"]
+__all__ = ["Judge", "MakeRank", "Planned", "Server", "open_follower", "serving_limits"]
 
 PAGE_SIZE = 16
 NUM_PAGES = 64
@@ -87,7 +87,7 @@ class Server:
         model = _decoder(folder, taped, dtype, rank)
         timeline, capturer = _timeline_and_capturer(taped)
         adapter_slots = _adapter_slots(folder, model, adapters, rank)
-        serving = _limits(max_num_seqs=max_num_seqs, **limits)
+        serving = serving_limits(max_num_seqs=max_num_seqs, **limits)
         executor, slots = assemble(
             taped, model, serving, timeline, adjuster, adapter_slots, rank=rank
         )
@@ -193,7 +193,7 @@ def open_follower(
     """
     taped = TapedLoader(loader)
     rank = make_rank(taped)
-    model, serving = _decoder(folder, taped, torch.bfloat16, rank), _limits(**limits)
+    model, serving = _decoder(folder, taped, torch.bfloat16, rank), serving_limits(**limits)
     slots = _adapter_slots(folder, model, adapters, rank)
     forward = assemble_forward(taped, model, serving, rank, slots)
     _, capturer = _timeline_and_capturer(taped)
@@ -201,7 +201,8 @@ def open_follower(
     return forward, None if slots is None else slots.store
 
 
-def _limits(**limits: Any) -> ServingLimits:
+def serving_limits(**limits: Any) -> ServingLimits:
+    """Return the limits of a small model."""
     fields: dict[str, Any] = {
         "max_model_len": 256,
         "max_num_seqs": 4,
@@ -224,7 +225,7 @@ def _adapter_slots(
     if not adapters:
         return None
     slots = AdapterSlots(model.config, 64, model.dtype, model.device, 2, rank.adapter_store)
-    for number, path in enumerate(adapters if rank.draws else (), 1):
+    for number, path in enumerate(adapters if rank.leads else (), 1):
         slots.store.put(number, read_adapter(path, open_model(folder).config, 64))
     return slots
 

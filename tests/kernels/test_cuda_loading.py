@@ -297,7 +297,6 @@ def test_a_draft_model_in_fewer_bits_is_refused(
     ("options", "line"),
     [
         ({"tensor_parallel_slices": 4}, "--tensor-parallel-slices 4 is for .* on a CPU$"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is for .* on a CPU$"),
         ({"deterministic": True}, "2 doesn't go with --deterministic on a GPU"),
         ({"kv_offloading_dir": "/tmp/pages"}, "2 doesn't go with --kv-offloading-dir on a GPU"),
         ({"hands_over": True}, "2 doesn't go with --disaggregation on a GPU"),

@@ -23,7 +23,7 @@ from tests.support.source_files import ROOT
 
 SECONDS = 100
 Processes: TypeAlias = tuple["subprocess.Popen[str]", list[psutil.Process]]
-Load: TypeAlias = Callable[[int], AbstractContextManager[Processes]]
+Load: TypeAlias = Callable[..., AbstractContextManager[Processes]]
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def load(llama: Path, request: pytest.FixtureRequest) -> Load:
-    """Load the model on so many ranks; yield the process of rank 0, and the others."""
+    """Load the model on so many ranks and stages; yield the process of rank 0, and the others."""
     on_gpu = request.config.getoption("--kernels-on") == "gpu"
 
     @contextmanager
-    def loaded(size: int) -> Iterator[Processes]:
-        if on_gpu and _num_gpus() < size:
+    def loaded(size: int, num_stages: int = 1) -> Iterator[Processes]:
+        if on_gpu and _num_gpus() < size * num_stages:
             pytest.skip("one device: not run")
-        how = [] if on_gpu else ["--emulated"]
+        how, counts = [] if on_gpu else ["--emulated"], map(str, (size, num_stages))
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", rank_process.COMMAND, *how, str(llama), str(size)],
+            [sys.executable, "-P", "-m", rank_process.COMMAND, *how, str(llama), *counts],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -66,10 +66,12 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_they_give_the_tokens_of_the_whole_model(llama: Path, load: Load, size: int) -> None:
-    with load(size) as (process, others):
-        assert len(others) == size - 1
+@pytest.mark.parametrize(("size", "num_stages"), [(1, 1), (2, 1), (1, 2)])
+def test_they_give_the_tokens_of_the_whole_model(
+    llama: Path, load: Load, size: int, num_stages: int
+) -> None:
+    with load(size, num_stages) as (process, others):
+        assert len(others) == size * num_stages - 1
         found, _ = process.communicate("go\n", timeout=SECONDS)
         assert process.returncode == 0
         assert psutil.wait_procs(others, timeout=SECONDS)[1] == []

@@ -376,7 +376,9 @@ def test_gpus_of_a_worker_are_alike(llama: Path) -> None:
             return 7
 
     gpus = [FakeGpu(), FakeGpu(loader=TapedLoader(Larger()))]
-    with pytest.raises(ModelLoadError, match=r"must be alike .* have 4, 7 multiprocessors"):
+    with pytest.raises(
+        ModelLoadError, match=r"2 GPUs .* alike, and these have 4, 7 multiprocessors"
+    ):
         serve_on_ranks(llama, 2, lambda server: server, gpus=gpus)
 
 

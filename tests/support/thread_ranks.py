@@ -12,7 +12,7 @@ from typing import TypeVar
 import attrs
 import torch
 
-from gpu.models.parallel.link import RankLink
+from gpu.models.parallel.link import RankLink, connect_ranks
 from gpu.models.parallel.ranks import Ranks
 
 __all__ = ["ThreadLink", "links_of", "on_ranks"]
@@ -60,31 +60,36 @@ class ThreadLink(RankLink):
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        yield
+        try:
+            yield
+        except EOFError as error:
+            raise RuntimeError("another rank has ended") from error
 
     def close(self) -> None:
         """End the waiting of the others."""
-        for each in self._sockets:
+        for each in self.sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # also that of a thread of this rank
             each.close()
 
 
-def links_of(size: int) -> list[ThreadLink]:
-    """Return the links of ``size`` ranks, by their numbers."""
-    pairs = [socket.socketpair() for _ in range(size - 1)]
-    leading = ThreadLink(0, [own for own, _ in pairs])
-    return [leading, *(ThreadLink(rank, [pair[1]]) for rank, pair in enumerate(pairs, 1))]
+def links_of(size: int, num_stages: int = 1) -> list[ThreadLink]:
+    """Return the links of all ranks by their numbers, ``size`` in each stage."""
+    links = connect_ranks(num_stages, size)
+    return [ThreadLink(each.rank, each._sockets, each.stages) for each in links]
 
 
-def on_ranks(size: int, compute: Callable[[int, Ranks], T]) -> list[T]:
-    """Return what ``compute`` returns on each of ``size`` ranks; it gets its number."""
-    meeting = _Meeting(threading.Barrier(size))
+def on_ranks(size: int, compute: Callable[[int, Ranks], T], num_stages: int = 1) -> list[T]:
+    """Return what ``compute`` returns on each rank, ``size`` in each stage; it gets its number."""
+    meetings = [_Meeting(threading.Barrier(size)) for _ in range(num_stages)]
 
-    def run(rank: int) -> T:
+    def run(number: int) -> T:
+        stage, rank = divmod(number, size)
         try:
-            return compute(rank, _ThreadRank(rank, meeting))
+            return compute(number, _ThreadRank(rank, meetings[stage]))
         except BaseException:
-            meeting.barrier.abort()  # or the others wait for it
+            meetings[stage].barrier.abort()  # or the others wait for it
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
+    with ThreadPoolExecutor(size * num_stages) as pool:
+        return list(pool.map(run, range(size * num_stages)))

@@ -57,7 +57,8 @@ class WorkerGroupOptions(ModelOptions):
     )
     pipeline_parallel_size: int = option(
         1,
-        "stages of each worker, which have some of the layers each; on a CPU",
+        "stages of each worker, which have some of the layers each; on GPUs one for each process "
+        "of --tensor-parallel-size",
         group="worker",
         page="pipeline-parallel#Pipeline parallel",
         kind=int,

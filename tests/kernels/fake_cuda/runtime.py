@@ -34,6 +34,9 @@ def install_runtime(
         def __hash__(self) -> int:
             return hash(self.queued.handle)
 
+        def synchronize(self) -> None:
+            queue.drain_stream(self.queued, "cudaStreamSynchronize")
+
     class FakeEvent:
         def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
             self._timed = enable_timing
