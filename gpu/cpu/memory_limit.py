@@ -15,7 +15,7 @@ import attrs
 
 from gpu.cpu.formats import read_as
 from gpu.loading.memory import DEFAULT_CACHE_BYTES, kv_bytes_per_page
-from gpu.models.parallel.model_part import ModelPart, part_of_rank
+from gpu.models.parallel.model_part import ModelPart, parts_of_worker
 from gpu.weights.expected import expected_tensors
 from gpu.weights.experts import split_experts
 from gpu.weights.gguf import hugging_face_name
@@ -61,15 +61,13 @@ class StoredModel:
         Raises:
             ModelLoadError: The model can't be split so.
         """
-        config = self.files.native
-        parts = [part_of_rank(start, config, number) for number in range(start.num_ranks)]
         kept = self._kept()
         return [
             Needs(
                 math.ceil(sum(self._bytes_of(part, kept))),
                 kv_bytes_per_page(part.config(), start.page_size, self.number_bytes),
             )
-            for part in parts
+            for part in parts_of_worker(start, self.files.native)
         ]
 
     def _bytes_of(self, part: ModelPart, kept: Mapping[str, float]) -> Iterator[float]:

@@ -13,7 +13,7 @@ from gpu.cpu.rank_memory import RankMemory, open_shared_file
 from gpu.cpu.rank_processes import open_rendezvous, start_ranks
 from gpu.loading.loaded_model import OnProgress
 from gpu.models.parallel.link import agreed
-from gpu.models.parallel.model_part import part_of_rank
+from gpu.models.parallel.model_part import parts_of_worker
 from gpu.models.parallel.steps import GiveCache, encode_step
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.wire import Start
@@ -61,7 +61,6 @@ def lead_compiled(
     num_pages, num_host_pages = choose_cpu_pages(start, of_page)
     link.send(encode_step(GiveCache(num_pages, num_host_pages)))
     agreed(link, lambda: give_cache(model, start, num_pages, num_host_pages, memory))
-    parts = [part_of_rank(start, files.native, rank) for rank in range(start.num_ranks)]
-    leading = LeadingCompiledModel(model, link, parts)
+    leading = LeadingCompiledModel(model, link, parts_of_worker(start, files.native))
     read = leading.read_weights
     return CachedModel(leading, num_pages, num_host_pages, lambda _: read, link)

@@ -186,18 +186,24 @@ class ModelPart:
         return own
 
 
-def part_of_rank(start: Start, config: ModelConfig, number: int) -> ModelPart:
-    """Return the part of rank ``number`` of a worker, in which those of a stage follow each other.
+def parts_of_worker(start: Start, config: ModelConfig) -> list[ModelPart]:
+    """Return the part of each rank of a worker, in which those of a stage follow each other.
 
     Raises:
         ModelLoadError: The model can't be split as ``start`` says.
     """
-    stage_number, rank = divmod(number, start.tensor_parallel_size)
-    stage = None
+    stages: Sequence[Stage | None] = [None]
     if start.pipeline_parallel_size > 1:
-        stage = stages_of_worker(start, config)[stage_number]
+        stages = stages_of_worker(start, config)
     size, by_expert = start.tensor_parallel_size, start.enable_expert_parallel
-    return ModelPart(config, rank, size, by_expert, stage)
+    return [
+        ModelPart(config, rank, size, by_expert, stage) for stage in stages for rank in range(size)
+    ]
+
+
+def part_of_rank(start: Start, config: ModelConfig, number: int) -> ModelPart:
+    """Return the part of rank ``number``; see :func:`parts_of_worker`."""
+    return parts_of_worker(start, config)[number]
 
 
 def stages_of_worker(start: Start, config: ModelConfig) -> list[Stage]:
