@@ -10,7 +10,7 @@ from gpu.cpu.compiled import CompiledModel
 from gpu.cpu.compiled_loading import give_cache, load_compiled
 from gpu.cpu.compiled_ranks import LeadingCompiledModel
 from gpu.cpu.rank_memory import RankMemory, open_shared_file
-from gpu.cpu.rank_processes import open_rendezvous, start_ranks
+from gpu.cpu.rank_processes import Rendezvous, meet_nodes, start_ranks
 from gpu.loading.loaded_model import OnProgress
 from gpu.models.parallel.link import agreed
 from gpu.models.parallel.model_part import parts_of_worker
@@ -47,14 +47,11 @@ def lead_compiled(
             here = range(start.pipeline_parallel_size // start.num_nodes)
             memories = [stack.enter_context(open_shared_file(size)) for _ in here]
         memory = RankMemory.of_file(memories[0]) if memories else None
-        rendezvous = None
-        if start.num_nodes > 1:
-            rendezvous = stack.enter_context(open_rendezvous(start, files.checksum))
         link = start_ranks(
             *(start, dtype, model.threads),
             memories=memories,
             memory_bytes=size,
-            rendezvous=rendezvous,
+            rendezvous=Rendezvous(nodes=meet_nodes(start, files.checksum)),
         )
     agreed(link, lambda: load_compiled(model, files, on_progress))
     of_page = bytes_per_page(start, files.native, dtype) + draft_bytes

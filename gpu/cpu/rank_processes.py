@@ -28,6 +28,7 @@ import msgspec
 
 from gpu.models.parallel.link import EXIT_RANK_LOST, RankLink, connect_ranks
 from gpu.models.parallel.nodes import Nodes, family_of, pass_on, purposes_of
+from trioserve.protocol.addresses import host_and_port
 from trioserve.protocol.child_state import wait_ended_or_stopped
 from trioserve.protocol.wire import Start
 
@@ -99,7 +100,7 @@ def start_ranks(
     *,
     memories: Sequence[int] | None = None,
     memory_bytes: int = 0,
-    rendezvous: Rendezvous | None = None,
+    rendezvous: Rendezvous,
     device: str = "",
 ) -> RankLink:
     """Start the other ranks of the worker of ``start``, and return the link of rank 0.
@@ -113,11 +114,10 @@ def start_ranks(
         memories: Descriptors of what the compiled kernels' ranks share, by stage; empty if a stage
             is one rank. None if torch computes.
         memory_bytes: Size of each, for the stages of other nodes.
-        rendezvous: The place at which torch's ranks find each other; it has the other nodes.
+        rendezvous: The place at which the ranks find each other; it has the other nodes.
         device: GPU of rank 0, such as ``cuda:4``; the others have those behind it. Empty for a CPU.
     """
     kind, _, first = device.partition(":")
-    nodes = None if rendezvous is None else rendezvous.nodes
     size, num_stages = start.tensor_parallel_size, start.pipeline_parallel_size
     links = connect_ranks(num_stages, size, with_pages=memories is not None)
     here = start.num_ranks // start.num_nodes
@@ -130,7 +130,7 @@ def start_ranks(
         num_threads=num_threads,
         start=attrs.evolve(start, nodes_tls=None),  # They have no use for rank 0's key.
         is_compiled=memories is not None,
-        rendezvous="" if rendezvous is None else rendezvous.url,
+        rendezvous=rendezvous.url,
         memory_bytes=memory_bytes,
     )
     for link in others:
@@ -141,12 +141,13 @@ def start_ranks(
             memory=memories[link.rank // start.tensor_parallel_size] if memories else -1,
             device=f"{kind}:{int(first) + link.rank}" if device else "",
         )
-        start_rank(order, None if rendezvous is None else rendezvous.folder)
+        start_rank(order, rendezvous.folder)
         for each in link.sockets:
             each.close()
-    if nodes is None:
+    if rendezvous.nodes is None:
         return own
-    return _start_on_nodes(attrs.evolve(common, group=nodes.group), links, nodes)
+    order = attrs.evolve(common, group=rendezvous.nodes.group)
+    return _start_on_nodes(order, links, rendezvous.nodes)
 
 
 def _start_on_nodes(order: RankOrder, links: Sequence[RankLink], nodes: Nodes) -> RankLink:
@@ -177,19 +178,18 @@ def _encoded(order: RankOrder, rank: int) -> bytes:
 
 @attrs.frozen
 class Rendezvous:
-    """The place at which torch's ranks find each other."""
+    """The place at which the ranks of a worker find each other."""
 
-    url: str
-    """As ``torch.distributed`` has it."""
+    url: str = ""
+    """As ``torch.distributed`` has it; the compiled kernels' ranks need none."""
     folder: Path | None = None
-    """Folder to be removed once they have; None if they are on several hosts."""
+    """Folder to be removed once they have; None if there is none."""
     nodes: Nodes | None = None
     """The other hosts."""
 
 
-@contextlib.contextmanager
-def open_rendezvous(start: Start, checksum: Callable[[], str]) -> Iterator[Rendezvous]:
-    """Have a place at which the ranks find each other; block until all nodes have come.
+def meet_nodes(start: Start, checksum: Callable[[], str]) -> Nodes | None:
+    """Return the other nodes of a worker once all have come; None if it is on one.
 
     Args:
         start: What all ranks load.
@@ -198,13 +198,22 @@ def open_rendezvous(start: Start, checksum: Callable[[], str]) -> Iterator[Rende
     Raises:
         ModelLoadError: The nodes can't meet here.
     """
-    if start.num_nodes > 1:
-        nodes = Nodes(start, checksum(), secrets.token_hex(16), _end_worker)
-        address = nodes.meet()
+    if start.num_nodes == 1:
+        return None
+    nodes = Nodes(start, checksum(), secrets.token_hex(16), _end_worker)
+    nodes.meet()
+    return nodes
+
+
+@contextlib.contextmanager
+def open_rendezvous(start: Start, checksum: Callable[[], str]) -> Iterator[Rendezvous]:
+    """Have a place at which torch's ranks find each other; see :func:`meet_nodes`."""
+    nodes = meet_nodes(start, checksum)
+    if nodes is not None:
+        address = nodes.address()
         with socket.create_server((address, 0), family=family_of(address)) as free:
             port = free.getsockname()[1]
-        host = f"[{address}]" if ":" in address else address
-        yield Rendezvous(f"tcp://{host}:{port}", nodes=nodes)
+        yield Rendezvous(f"tcp://{host_and_port(address, port)}", nodes=nodes)
         return
     with tempfile.TemporaryDirectory(prefix="trioserve-ranks-") as name:
         folder = Path(name).resolve()

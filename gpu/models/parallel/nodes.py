@@ -111,8 +111,13 @@ class Nodes:
         each = self._start.num_ranks // self._start.num_nodes
         return range(node * each, (node + 1) * each)
 
-    def meet(self) -> str:
-        """Block until a process of each node has come, and return this host's address for them."""
+    def address(self) -> str:
+        """Return this host's address for the others, once they have come."""
+        address: str = next(iter(self._connections.values())).getsockname()[0]
+        return address
+
+    def meet(self) -> None:
+        """Block until a process of each node has come."""
         _log.info(
             "waiting for %d more nodes at %s", self._start.num_nodes - 1, self._start.nodes_listen
         )
@@ -129,8 +134,6 @@ class Nodes:
                 with contextlib.suppress(OSError), connection:
                     reply = NodeOrders([], self._start.link_timeout, error)
                     send_message(connection, msgspec.msgpack.encode(reply))
-        address: str = next(iter(self._connections.values())).getsockname()[0]
-        return address
 
     def _obstacle(self, greeting: NodeGreeting) -> str | None:
         if not 0 < greeting.node < self._start.num_nodes:

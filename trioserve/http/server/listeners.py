@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 import attrs
 import trio
 
-from trioserve._util.addresses import host_and_port
 from trioserve.config import ServerConfig
 from trioserve.http.server.tls import tls_context
+from trioserve.protocol.addresses import host_and_port
 from trioserve.protocol.errors import TrioserveError
 
 BACKLOG = 2048

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import trio
 
-from trioserve._util.addresses import host_and_port
 from trioserve.model_files import locate, open_model
 from trioserve.observability.logs import setup_logging
+from trioserve.protocol.addresses import host_and_port
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.node_setup import NodeSetup
 from trioserve.workers.ray.messages import AgentSetup

@@ -18,10 +18,10 @@ import attrs
 import pynng
 import trio
 
-from trioserve._util.addresses import host_and_port
 from trioserve._util.pair_socket import PairSocket, SocketFailed
 from trioserve.observability.logs import get_logger
 from trioserve.protocol import wire
+from trioserve.protocol.addresses import host_and_port
 from trioserve.protocol.certificates import FRONT_END_NAME, WORKER_NAME
 from trioserve.protocol.errors import TrioserveError
 from trioserve.protocol.joining import Join
