@@ -94,7 +94,7 @@ def test_every_option_is_documented_and_its_default_is_allowed(cls: type, option
 def test_names_are_unique_and_there_are_few() -> None:
     names = [option.name for _, option in OPTIONS]
     assert len(set(names)) == len(names)
-    assert len(names) <= 105
+    assert len(names) <= 107
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from trioserve import (
     QueueFull,
 )
 from trioserve.front_ends.client import server_api as shared
-from trioserve.front_ends.server import peers
+from trioserve.front_ends.server import peers, requests
 from trioserve.front_ends.server.requests import MAX_UNTAKEN
 from trioserve.http.api.auth import Caller, Keys
 from trioserve.http.api.errors import KeyLimit
@@ -39,6 +39,7 @@ from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_engine import open_fake_engine, run_fake_worker
 
 PROMPT = "a prompt that fills a page or two, and then some more"
+TENSORS: dict[str, Any] = {"return_hidden_states": "all", "return_generation_logits": True}
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 20},
     "several": {"n": 3, "max_tokens": 9},
@@ -48,6 +49,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "prompt alone": {"max_tokens": 0, "prompt_logprobs": 1, "prompt_logprobs_start": 40},
     "stop string": {"max_tokens": 200, "stop": ["\n", "e"], "include_stop_str_in_output": True},
     "stop id": {"max_tokens": 200, "stop_token_ids": list(range(0, 256, 9))},
+    "tensors": {"n": 2, "max_tokens": 9, **TENSORS},
+    "tensors of a prompt": {"max_tokens": 0, "return_context_logits": True},
+    "tensors and a stop string": {"max_tokens": 200, "stop": ["\n", "e"], **TENSORS},
     "allowed": {"max_tokens": 8, "allowed_token_ids": [65, 66, 67]},
     "grammar": {"max_tokens": 8, "grammar": Grammar("regex", "[a-z]+")},
 }
@@ -66,6 +70,10 @@ def shown(completion: Completion) -> dict[str, Any]:
         if logprobs is None
         else logprobs.entries(list(completion.prompt_token_ids)),
         "outputs": completion.outputs,
+        "tensors": [
+            {name: (rows.shape, rows.tobytes()) for name, rows in each.items()}
+            for each in (completion.tensors, *(output.tensors for output in completion.outputs))
+        ],
         "usage": completion.usage,
     }
 
@@ -83,6 +91,20 @@ async def test_the_answers_are_those_of_one_process(tmp_path: Path) -> None:
                 cached = given.pop("usage").cached_tokens
                 assert given == {k: v for k, v in expected[name].items() if k != "usage"}, name
                 assert cached <= len(PROMPT)
+        await server.wait_nothing_held()
+
+
+async def test_rows_of_tensors_go_before_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MAX_ROW_BYTES", 1)
+    params = {"n": 3, "max_tokens": 20, "seed": 1, **TENSORS}
+    async with open_fake_engine() as engine:
+        expected = await engine.complete(PROMPT, **params)
+    async with open_server(tmp_path) as server:
+        given = await server.front_ends[0].engine.complete(PROMPT, **params)
+        assert shown(given)["tensors"] == shown(expected)["tensors"]
+        assert all(len(each.tensors["hidden_states"]) == 20 for each in given.outputs)
         await server.wait_nothing_held()
 
 

@@ -29,6 +29,7 @@ from trioserve.front_ends.messages import (
     StepRow,
     StepUpdate,
     Submit,
+    TensorRows,
     decode_from_engine,
     decode_from_front_end,
     encode,
@@ -111,6 +112,7 @@ def test_an_update_survives(
     scheduled: list[tuple[int, float, int]],
 ) -> None:
     piece = wire.PromptPiece(slot=0, start=1, logprobs=b"1234", ranks=b"5678")
+    rows = wire.TensorPiece(slot=0, name="hidden_states", start=3, rows=b"1234")
     update = SchedulerUpdate(
         queue=queue,
         admitted=admitted,
@@ -118,6 +120,7 @@ def test_an_update_survives(
         moves=moves,
         scheduled=scheduled,
         prompts=[Prompt(7, 1, 2, (3, 4), [piece])],
+        tensors=[TensorRows(7, 1, rows)],
         step=step,
     )
     assert decode_from_engine(encode(update)) == update
@@ -170,7 +173,8 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
         *("prompt", "stream", "times", "traceparent", "tracestate", "max_prompt_tokens"),
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
         *("prompt_ids", "scheduler", "cache_ids", "cache_column"),
-        *("prompt_logprobs", "vector", "num_cached_tokens", "prefix_ids", "spare_sequences"),
+        *("prompt_logprobs", "tensors", "vector"),
+        *("num_cached_tokens", "prefix_ids", "spare_sequences"),
         "beams",
         "num_moves",
         *("num_cached_when_placed", "coming", "hands_over"),

@@ -161,6 +161,7 @@ async def _open_front_end(
             dialed,
             handlers,
             clock=SharedClock.now(),
+            ready=engine_server.ready,
             on_drain=lambda: None,
             on_stop=lambda: None,
             alive_interval=interval_of(config.engine),

@@ -30,9 +30,11 @@ from trioserve.testing.fake_model import (
     TokenFunction,
     beam_logprobs,
     draw,
+    fake_logprobs,
     hashed_token,
     prompt_piece,
 )
+from trioserve.testing.fake_reports import HIDDEN_SIZE, fake_state
 
 __all__ = [
     "ABORT",
@@ -45,6 +47,7 @@ __all__ = [
     "reference",
     "reference_beams",
     "reference_logprobs",
+    "reference_tensors",
     "sometimes_nothing",
     "worker",
 ]
@@ -91,7 +94,8 @@ def make_request(
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             logprob_token_ids=list(params.logprob_token_ids),
             allowed_token_ids=list(params.allowed_token_ids or ()),
-            speculative=params.speculative,
+            speculative=params.speculative and not params.returned_tensors,
+            generation_logits=params.return_generation_logits,
         )
         if params.beam_width:
             count = num_continuations(params, sampler)
@@ -112,6 +116,8 @@ def make_limits(worker: FakeWorker, **changes: Any) -> SchedulerLimits:
         num_host_pages=worker.num_host_pages,
         max_row_tokens=worker.max_row_tokens,
         num_stages=worker.num_stages,
+        hidden_size=HIDDEN_SIZE,
+        max_output_tensor_bytes=1 << 20,
         max_plans_in_flight=1,
         enable_prefix_caching=True,
         scheduling_policy="fcfs",
@@ -190,6 +196,21 @@ def reference_logprobs(worker: FakeWorker, request: Request) -> list[TokenLogpro
     if wanted.start < len(tokens):
         whole.add(prompt_piece(0, tokens, wanted.start, len(tokens), sampler, worker.vocab_size))
     return whole.entries(tokens)
+
+
+def reference_tensors(worker: FakeWorker, sequence: Sequence) -> dict[str, Any]:
+    """Return the output tensors that ``sequence`` could have, those of the prompt included."""
+    prompt, output = sequence.request.prompt_ids, sequence.output_ids
+    tokens, first = prompt + output, len(prompt) - 1
+    contexts = [tokens[: place + 1] for place in range(max(len(tokens) - 1, len(prompt)))]
+    states = np.array([fake_state(context) for context in contexts])
+    logits = np.array([fake_logprobs(context, worker.vocab_size) for context in contexts])
+    return {
+        "prompt_hidden_states": states[: len(prompt)],
+        "context_logits": logits[: len(prompt)],
+        "hidden_states": states[first:],
+        "generation_logits": logits[first:][: len(output)],
+    }
 
 
 def sometimes_nothing(vocab_size: int, seed: int) -> TokenFunction:

@@ -258,6 +258,17 @@ class EngineConfig(WorkerGroupOptions):
         in_bytes=True,
     )
 
+    max_output_tensor_bytes: int = option(
+        64 << 20,
+        "most bytes of hidden states and logits that a request may ask for, at most 128MiB",
+        group="memory",
+        page="output-tensors#The bound",
+        kind=int,
+        low=0,
+        high=128 << 20,
+        in_bytes=True,
+    )
+
     num_threads: int | None = option(
         None,
         "threads that each worker computes with on a CPU",

@@ -232,7 +232,9 @@ def sampler_params(
         grammar=params.grammar,
         extra_args=params.extra_args,
         logits_processors=list(params.logits_processors),
-        speculative=params.speculative,
+        # Each token of an output tensor's row comes with a step of its own.
+        speculative=params.speculative and not params.returned_tensors,
+        generation_logits=params.return_generation_logits,
         draft_scope=draft_scope,
     )
     return _for_beams(params, sampler) if params.beam_width else sampler

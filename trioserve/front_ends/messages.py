@@ -265,6 +265,14 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     pieces: list[wire.PromptPiece]
 
 
+class TensorRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of the output tensors of request ``number``, which its output ``index`` gave."""
+
+    number: int
+    index: int
+    piece: wire.TensorPiece
+
+
 class SchedulerUpdate(_Message):
     """All news for a front end, in the order in which it is to be taken.
 
@@ -280,6 +288,8 @@ class SchedulerUpdate(_Message):
     """Sequences and the places of their new states in :data:`STATES`."""
     scheduled: list[tuple[int, float, int]]
     prompts: list[Prompt]
+    tensors: list[TensorRows]
+    """Rows that are there with the tokens of ``step``, or of an update behind this one."""
     step: StepUpdate | None
 
 

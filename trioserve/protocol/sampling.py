@@ -102,6 +102,15 @@ def _as_logprob_token_ids(value: Any) -> tuple[int, ...]:
     return as_ids("logprob_token_ids", value, most=MAX_LOGPROB_TOKEN_IDS)
 
 
+def _as_returned_states(value: Any) -> str:
+    """Convert to ``last``, ``all`` or, for none, an empty string."""
+    if isinstance(value, bool):
+        return "all" if value else ""
+    if value not in ("", "last", "all"):
+        raise refuse("return_hidden_states", value, 'true, false, "last" or "all"')
+    return str(value)
+
+
 def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
     return None if value is None else as_id_set("allowed_token_ids", value)
 
@@ -248,6 +257,14 @@ class SamplingParams:
         converter=_as_logprob_token_ids,
     )
     """Tokens to report the log-probabilities of at each position that reports any."""
+    return_hidden_states: str = attrs.field(default="", converter=_as_returned_states)
+    """Hidden states to return (:mod:`trioserve.requests.tensors`): ``last`` for those that tokens
+    were drawn from, ``all`` or True for those of the prompt as well.
+    """
+    return_context_logits: bool = attrs.field(default=False, validator=boolean)
+    """True to return the raw logits behind each token of the prompt."""
+    return_generation_logits: bool = attrs.field(default=False, validator=boolean)
+    """True to return the raw logits that each token was drawn from."""
     allowed_token_ids: tuple[int, ...] | None = attrs.field(
         default=None,
         converter=_as_allowed_token_ids,
@@ -286,6 +303,8 @@ class SamplingParams:
             raise refuse("n", self.n, f"at most beam_width ({self.beam_width})")
         if self.beam_width and self.stop_regex:
             raise refuse("stop_regex", list(self.stop_regex), "left out with beam_width")
+        for name in self.returned_tensors if self.beam_width else ():
+            raise refuse(name, getattr(self, name), "left out with beam_width")
         if self.top_p == 0.0:
             raise refuse("top_p", self.top_p, "a number above 0 and up to 1")
         if self.allowed_token_ids == ():
@@ -308,6 +327,12 @@ class SamplingParams:
                 list(self.logprob_token_ids),
                 "left out where no log-probabilities are asked for",
             )
+
+    @property
+    def returned_tensors(self) -> tuple[str, ...]:
+        """The fields that ask for hidden states or logits."""
+        names = ("return_hidden_states", "return_context_logits", "return_generation_logits")
+        return tuple(name for name in names if getattr(self, name))
 
 
 @attrs.frozen(kw_only=True)
@@ -349,6 +374,8 @@ class SamplerParams:
     """Recent outputs of requests with the same scope are drafted from."""
     prediction: bytes = b""
     """Tokens that the output may repeat: an int32 column, in their order."""
+    generation_logits: bool = False
+    """True to return the logits that each token is drawn from."""
     pooling: str = ""
     """Pooling of the prompt's hidden states: ``last`` or ``mean``; empty for none."""
 

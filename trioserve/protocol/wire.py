@@ -30,6 +30,9 @@ from trioserve.protocol.certificates import Credentials
 from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
+from trioserve.protocol.reports import PooledPrompt as PooledPrompt
+from trioserve.protocol.reports import PromptPiece as PromptPiece
+from trioserve.protocol.reports import TensorPiece as TensorPiece
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.speculation import SpeculativeConfig
 from trioserve.protocol.start import MockSteps as MockSteps
@@ -118,6 +121,8 @@ class Ready:
     """The number of stages, which compute a plan one after the other, each another plan."""
     embedding_width: int = 0
     """Width of embeddings that stand in place of tokens; 0 if the worker takes none."""
+    hidden_size: int = 0
+    """The numbers of a hidden state; 0 if it returns no hidden states and no logits."""
     free_memory: int = 0
     """Bytes of the GPU's memory that were free before anything was loaded; 0 on a CPU."""
     pid: int = 0
@@ -137,9 +142,11 @@ class OpenSlot:
     ``tokens`` is an int32 column: the prompt and the output so far. The first ``computed`` of them
     already have their KV in the first pages of ``pages`` (a prefix hit). ``prompt_logprobs_from``
     is the position, above ``computed``, of the first prompt token that needs a log-probability; -1
-    if none does. ``adapter`` is the number of an adapter loaded by the call ``load_adapter``, 0 for
-    none. ``embeddings`` stand in place of those of the tokens, in the order of their positions;
-    there are none for what is ``computed``.
+    if none does. ``states_from`` is the position, not below ``computed``, of the first token whose
+    hidden state is returned, and ``context_logits_from`` that of the first prompt token whose
+    logits are; -1 for none. ``adapter`` is the number of an adapter loaded by the call
+    ``load_adapter``, 0 for none. ``embeddings`` stand in place of those of the tokens, in the order
+    of their positions; there are none for what is ``computed``.
     """
 
     slot: int
@@ -150,6 +157,8 @@ class OpenSlot:
     pages: bytes
     sampler: SamplerParams
     prompt_logprobs_from: int = -1
+    states_from: int = -1
+    context_logits_from: int = -1
     adapter: int = 0
     embeddings: list[EmbeddingRows] = attrs.field(factory=list)
 
@@ -186,33 +195,6 @@ class Plan:
 
 
 @attrs.frozen(kw_only=True)
-class PromptPiece:
-    """The raw log-probabilities of the P prompt tokens that a row computed, from ``start`` on.
-
-    ``logprobs`` is float32 [P], ``ranks`` int32 [P] (1 for the most probable token). With K of the
-    slot's ``prompt_logprobs`` (or the whole vocabulary, if it is smaller) and M of its
-    ``logprob_token_ids``: ``top_ids`` int32 and ``top_logprobs`` float32 [P, K], most probable
-    first; ``ids_logprobs`` float32 [P, M].
-    """
-
-    slot: int
-    start: int
-    logprobs: bytes
-    ranks: bytes
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-    ids_logprobs: bytes = b""
-
-
-@attrs.frozen(kw_only=True)
-class PooledPrompt:
-    """The pooled hidden states of a slot's prompt: ``vector`` is float32 [E]."""
-
-    slot: int
-    vector: bytes
-
-
-@attrs.frozen(kw_only=True)
 class StepResult:
     """Worker to engine: the results of a plan, in ragged columns.
 
@@ -227,7 +209,8 @@ class StepResult:
     means that none could be drawn, and is the last of its row: the logits hold NaN, or the
     request's masks leave no token. ``drafted`` has for each row how many drafts it verified, and is
     empty if none did. ``prompts`` has a piece for each row that computed prompt tokens with
-    log-probabilities, ``pooled`` a vector for each row that completed a prompt to be pooled.
+    log-probabilities, ``pooled`` a vector for each row that completed a prompt to be pooled,
+    ``tensors`` a piece of each name for each row that computed such hidden states or logits.
 
     Times are microseconds: in ``step_us`` the device ran kernels of this step, in ``gap_us`` of the
     step it ran none, ``idle_us`` lie between the last step's end and this one's start, and the
@@ -248,6 +231,7 @@ class StepResult:
     drafted: bytes = b""
     prompts: list[PromptPiece] = attrs.field(factory=list)
     pooled: list[PooledPrompt] = attrs.field(factory=list)
+    tensors: list[TensorPiece] = attrs.field(factory=list)
     step_us: int = 0
     gap_us: int = 0
     idle_us: int = 0
@@ -341,6 +325,7 @@ _PARTS = (
     PromptPiece,
     PooledPrompt,
     EmbeddingRows,
+    TensorPiece,
     MockSteps,
     SamplerParams,
     Grammar,

@@ -10,12 +10,14 @@ import attrs
 import trio
 
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.reports import CONTEXT_LOGITS, GENERATION_LOGITS, HIDDEN_STATES
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.embedded import EmbeddingsPrompt
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.request import FinishReason, Request, Times
 from trioserve.requests.stream import Chunk, TokenLogprob
+from trioserve.requests.tensors import PROMPT_STATES, Arrays, Floats
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -57,6 +59,18 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None
     beam_logprob: float | None = None
     """The sum of the log-probabilities of a beam's tokens."""
+    tensors: Arrays = attrs.field(factory=dict, eq=False)
+    """Its arrays of :mod:`trioserve.requests.tensors`, by name, where asked for."""
+
+    @property
+    def hidden_states(self) -> Floats | None:
+        """The hidden states [G, E] that its tokens were drawn from, where asked for."""
+        return self.tensors.get(HIDDEN_STATES)
+
+    @property
+    def generation_logits(self) -> Floats | None:
+        """The raw logits [G, V] that its tokens were drawn from, where asked for."""
+        return self.tensors.get(GENERATION_LOGITS)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -85,6 +99,18 @@ class Completion:
     prompt_logprobs: PromptLogprobs | None
     outputs: tuple[Output, ...]
     usage: Usage
+    tensors: Arrays = attrs.field(factory=dict, eq=False)
+    """The prompt's arrays of :mod:`trioserve.requests.tensors`, by name, where asked for."""
+
+    @property
+    def prompt_hidden_states(self) -> Floats | None:
+        """The hidden states [P, E] of the prompt's tokens, where asked for."""
+        return self.tensors.get(PROMPT_STATES)
+
+    @property
+    def context_logits(self) -> Floats | None:
+        """The raw logits [P, V] behind the prompt's tokens, where asked for."""
+        return self.tensors.get(CONTEXT_LOGITS)
 
     @property
     def text(self) -> str:
@@ -160,6 +186,20 @@ class GenerationStream:
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Log-probabilities of the prompt, where asked for: complete once a chunk was read."""
         return self._request.prompt_logprobs
+
+    @property
+    def prompt_tensors(self) -> Arrays:
+        """Hidden states and logits of the prompt, by name: complete once a chunk was read."""
+        tensors = self._request.tensors
+        return {} if tensors is None else tensors.of_prompt()
+
+    def output_tensors(self, index: int, num_tokens: int) -> Arrays:
+        """Return the hidden states and logits of output ``index``, by name.
+
+        They are complete once its last chunk was read; it has ``num_tokens`` tokens.
+        """
+        tensors = self._request.tensors
+        return {} if tensors is None else tensors.of_output(index, num_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -276,21 +316,24 @@ def completion_of(stream: GenerationStream, chunks: Iterable[Chunk]) -> Completi
         request_id=stream.request_id,
         prompt_token_ids=tuple(stream.prompt_token_ids),
         prompt_logprobs=stream.prompt_logprobs,
-        outputs=tuple(_output(index, own) for index, own in sorted(by_index.items())),
+        outputs=tuple(_output(stream, index, own) for index, own in sorted(by_index.items())),
         usage=stream.usage,
+        tensors=stream.prompt_tensors,
     )
 
 
-def _output(index: int, chunks: list[Chunk]) -> Output:
+def _output(stream: GenerationStream, index: int, chunks: list[Chunk]) -> Output:
     last = chunks[-1]
     assert last.finish_reason is not None
     logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
     return Output(
         index=index,
         text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        token_ids=token_ids,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in chunks) else None,
         beam_logprob=last.beam_logprob,
+        tensors=stream.output_tensors(index, len(token_ids)),
     )

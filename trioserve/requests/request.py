@@ -35,13 +35,14 @@ import msgspec
 import trio
 
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.protocol.wire import from_ints
+from trioserve.protocol.wire import TensorPiece, from_ints
 from trioserve.requests.adapters import NO_ADAPTER
 from trioserve.requests.embedded import ContentIds, EmbeddedMedia, EmbeddedSpan, take_marks
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.prompts import Prompt, TokenizedPrompt, embeddings_in
 from trioserve.requests.retention import Retention
 from trioserve.requests.stream import Stream, TokenLogprob
+from trioserve.requests.tensors import RequestTensors
 
 MAX_HISTORY = 32
 """States that a sequence remembers of the time since it first lost its slot."""
@@ -168,6 +169,8 @@ class Request:
     rejection: Exception | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """The prompt's log-probabilities so far, if wanted: complete before the first chunk."""
+    tensors: RequestTensors | None = None
+    """The hidden states and logits so far, if wanted."""
     vector: bytes = b""
     """The pooled hidden states of the prompt, a float32 column, where asked for."""
     num_cached_tokens: int = 0
@@ -249,6 +252,11 @@ class Request:
                 sequence.sampler = attrs.evolve(sequence.sampler, prediction=prediction)
         if self.on_tokenized is not None:
             self.on_tokenized()
+
+    def take_rows(self, index: int, piece: TensorPiece) -> None:
+        """Take rows of the output tensors, which output ``index`` gave."""
+        assert self.tensors is not None
+        self.tensors.add(index, piece)
 
     def admit(self) -> None:
         """Let the caller go on: the request is in the queue. Idempotent."""

@@ -37,6 +37,7 @@ from trioserve.scheduler.limits import (
     check_beams,
     prompt_logprobs_for,
     resolve_max_tokens,
+    tensors_for,
 )
 from trioserve.scheduler.plan_builder import InFlight
 from trioserve.scheduler.planning import Planner
@@ -82,6 +83,7 @@ class SchedulerCore(SchedulerState):
         check_beams(self.limits, request)
         max_tokens = resolve_max_tokens(self.limits, request)
         request.prompt_logprobs = prompt_logprobs_for(self.limits, request)
+        request.tensors = tensors_for(self.limits, request, max_tokens)
         self.num_arrivals += 1
         request.times.queued = now
         if request.params.beam_width:
@@ -150,6 +152,8 @@ class SchedulerCore(SchedulerState):
         sampled_before = self.counters.num_tokens_sampled
         for logprobs, piece in results.pieces:
             logprobs.add(piece)
+        for sequence, rows in results.tensors:
+            sequence.request.take_rows(sequence.index, rows)
         outputs = self._results.take(plan, results, now)
         if self._observer is not None and plan.num_tokens:
             num_sampled = self.counters.num_tokens_sampled - sampled_before

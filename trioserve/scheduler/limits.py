@@ -9,6 +9,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Request
+from trioserve.requests.tensors import RequestTensors, check_size, tensor_bytes
 
 DEFAULT_CPU_LORAS = 32
 MAX_PROMPT_LOGPROBS = 1 << 20
@@ -32,6 +33,9 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     scheduling_policy: str
     capacity_policy: str
+    hidden_size: int = 0
+    """Numbers of a hidden state; 0 if the worker returns no hidden states and no logits."""
+    max_output_tensor_bytes: int = 0
     num_host_pages: int = 0
     has_disk: bool = False
     """True if the worker keeps pages on disk."""
@@ -59,6 +63,8 @@ class SchedulerLimits:
             max_num_batched_tokens=ready.max_num_batched_tokens,
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
+            hidden_size=ready.hidden_size,
+            max_output_tensor_bytes=config.max_output_tensor_bytes,
             page_size=ready.page_size,
             num_pages=ready.num_pages,
             num_host_pages=ready.num_host_pages,
@@ -182,3 +188,23 @@ def prompt_logprobs_for(limits: SchedulerLimits, request: Request) -> PromptLogp
             param="prompt_logprobs",
         )
     return found
+
+
+def tensors_for(
+    limits: SchedulerLimits, request: Request, max_tokens: int
+) -> RequestTensors | None:
+    """Return the record of the request's output tensors; None if it asks for none.
+
+    Raises:
+        InvalidRequest: The worker returns none, or they are too large.
+    """
+    params, num_prompt = request.params, len(request.prompt_ids)
+    if not params.returned_tensors:
+        return None
+    if not limits.hidden_size:
+        name = params.returned_tensors[0]
+        raise InvalidRequest(f"{name} isn't served: this worker returns no arrays", param=name)
+    widths = {"hidden_size": limits.hidden_size, "vocab_size": limits.vocab_size}
+    sizes = tensor_bytes(params, num_prompt, max_tokens, **widths)
+    num_bytes = check_size(sizes, limits.max_output_tensor_bytes)
+    return RequestTensors.of(params, num_prompt, **widths, num_bytes=num_bytes)

@@ -20,7 +20,7 @@ from trioserve.scheduler.page_lending import Lending
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.scheduler.prefix_tree import Namespace, Node, PrefixMatch
-from trioserve.scheduler.sequence_group import first_logprob
+from trioserve.scheduler.sequence_group import first_logprob, missing_rows
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, Running, SequenceState
 from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.step_time import StepTimeModel
@@ -61,7 +61,8 @@ class Memory:
         """Return the cached pages that the sequence could begin with in plan ``plan``.
 
         The prefix ends early enough for the tokens that must be computed: the one before the first
-        log-probability still to come, or all tokens if the prompt's mean is wanted.
+        log-probability still to come, that of the first row of output tensors, or all tokens if the
+        prompt's mean is wanted.
         """
         if seq_state.namespace is None or seq_state.sequence.sampler.pooling == "mean":
             return PrefixMatch()
@@ -131,6 +132,7 @@ class Memory:
         seq_state.enter_slot(self.counts, slot, generation, computed)
         self.counts.room[slot] = len(seq_state.pages) * self.limits.page_size
         seq_state.prompt_logprobs_from = first_logprob(seq_state.sequence)
+        seq_state.missing_rows = missing_rows(seq_state.sequence)
 
     def change_slot(self, seq_state: SequenceState) -> None:
         """Move the sequence, which no plan in flight names, to a slot that is opened anew."""
@@ -292,5 +294,8 @@ class Memory:
 
 def _most_cached(sequence: Sequence) -> int:
     """Return the number of tokens that needn't be computed at most."""
+    most, first_row = sequence.num_tokens - 1, missing_rows(sequence).first
+    if first_row is not None:
+        most = min(most, first_row)
     first = first_logprob(sequence)
-    return sequence.num_tokens - 1 if first == NO_LOGPROBS else first - 1
+    return most if first == NO_LOGPROBS else min(most, first - 1)

@@ -142,6 +142,8 @@ class PlanBuilder:
                 pages=wire.from_ints(seq_state.pages),
                 sampler=sequence.sampler,
                 prompt_logprobs_from=seq_state.prompt_logprobs_from,
+                states_from=seq_state.missing_rows.states_from,
+                context_logits_from=seq_state.missing_rows.context_logits_from,
                 adapter=seq_state.adapter,
                 embeddings=embeddings,
             )

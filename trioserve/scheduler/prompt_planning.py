@@ -15,6 +15,7 @@ from trioserve.scheduler.prefix_tree import PrefixMatch
 from trioserve.scheduler.prompt_share import PromptWork, response_ratio, tokens_alone, tokens_beside
 from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.state import SchedulerState, has_room
+from trioserve.scheduler.tensor_pieces import has_room_for_rows
 
 MAX_PENDING = 8
 """Sequences that one plan may skip because their prefix is being computed."""
@@ -153,7 +154,8 @@ class PromptPlanner:
         A sequence is skipped if its prefix is being computed: a later plan can give it those pages
         instead of computing them again. So is one whose pages are fetched. A preempted
         sequence is skipped until the worker certainly has its grammar. A sequence that waits for an
-        adapter stops only others with an adapter.
+        adapter stops only others with an adapter, and one that waits for the room for its output
+        tensors stops only others with any.
         """
         if not admissions.adapters.admits(seq_state.adapter):
             return
@@ -168,6 +170,10 @@ class PromptPlanner:
             return
         if self._state.memory.waits_for_pages(seq_state, match, self._state.step_times):
             return
+        if seq_state.sequence.request.tensors is not None:
+            admissions.rows_are_over |= not has_room_for_rows(seq_state, self._state.running)
+            if admissions.rows_are_over:
+                return
         if not self._state.memory.fits(seq_state, match, self._state.running.slots):
             admissions.is_over = True
             return
@@ -248,5 +254,7 @@ class Admissions:
     now: float
     num_pending: int = 0
     """Sequences that were skipped because their prefix is being computed."""
+    rows_are_over: bool = False
+    """True if this plan admits no more sequences with output tensors."""
     is_over: bool = False
     """True if this plan admits no more."""

@@ -10,10 +10,11 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.sampling import NAN_LOGITS, SamplingParams
 from trioserve.requests.logprobs import PromptLogprobs
-from trioserve.requests.request import State
+from trioserve.requests.request import Sequence, State
 from trioserve.requests.stream import TokenLogprob
 from trioserve.scheduler.beam_search import Continuations
 from trioserve.scheduler.plan_builder import InFlight
+from trioserve.scheduler.tensor_pieces import check_tensors
 from trioserve.scheduler.token_counts import Ints
 
 
@@ -27,6 +28,8 @@ class Results:
     """Log-probabilities of prompts, and the records that collect them."""
     vectors: dict[int, bytes]
     """Pooled vector of a prompt, by slot."""
+    tensors: list[tuple[Sequence, wire.TensorPiece]]
+    """Rows of output tensors, and the sequences that gave them."""
     drafted: Ints | None
     """Draft tokens that each row verified; None if none did."""
     _message: wire.StepResult
@@ -86,8 +89,9 @@ class Results:
             _check_logprobs(message, len(tokens), vocab_size)
         pieces = _check_pieces(message, plan, vocab_size) if plan.pieces or message.prompts else []
         vectors = _check_vectors(message, plan)
+        tensors = check_tensors(message, plan)
         drafted = _check_drafted(message, plan) if message.drafted else None
-        return cls(offsets, tokens, pieces, vectors, drafted, message)
+        return cls(offsets, tokens, pieces, vectors, tensors, drafted, message)
 
     def row(self, index: int) -> list[int]:
         """Return the tokens that row ``index`` gave."""

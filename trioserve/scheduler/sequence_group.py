@@ -9,8 +9,8 @@ Every sequence that has to wait passes :meth:`SequenceGroups.enter`, which decid
 it back. So after the loss of a worker, with all pages gone, sequences are held back once more
 unless the leader has an output by then. If the leader ends early, the next sequence leads.
 
-Only the leader reports the log-probabilities of the prompt. Its row comes in an earlier plan than
-any row of the others, so they are complete before the first output of any.
+Only the leader reports the log-probabilities, hidden states and logits of the prompt. Its row comes
+in an earlier plan than any row of the others, so they are complete before the first output of any.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import attrs
 
 from trioserve.requests.request import Request, Sequence, State
+from trioserve.requests.tensors import NOTHING_MISSING, MissingRows
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceQueue, SequenceState
 
 
@@ -44,6 +45,14 @@ def first_logprob(sequence: Sequence) -> int:
     if wanted is None or wanted.stop >= len(request.prompt_ids):
         return NO_LOGPROBS
     return wanted.stop if leader_of(request) is sequence else NO_LOGPROBS
+
+
+def missing_rows(sequence: Sequence) -> MissingRows:
+    """Return the output tensors' rows that ``sequence`` has to give next."""
+    tensors = sequence.request.tensors
+    if tensors is None:
+        return NOTHING_MISSING
+    return tensors.missing(sequence.index, leads=leader_of(sequence.request) is sequence)
 
 
 @attrs.define(eq=False, repr=False)

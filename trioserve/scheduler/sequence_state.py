@@ -11,6 +11,7 @@ import numpy as np
 
 from trioserve.protocol.wire import from_ints
 from trioserve.requests.request import Sequence
+from trioserve.requests.tensors import NOTHING_MISSING, MissingRows
 from trioserve.scheduler.cache_events import adapter_word
 from trioserve.scheduler.limits import SchedulerLimits
 from trioserve.scheduler.policy import NO_TURN, Order, queue_order
@@ -76,6 +77,8 @@ class SequenceState:
     """Last plan that named its previous slot."""
     prompt_logprobs_from: int = NO_LOGPROBS
     """Position of the first prompt token with a log-probability in the slot's rows."""
+    missing_rows: MissingRows = NOTHING_MISSING
+    """First positions with rows of output tensors in the slot's rows."""
 
     @classmethod
     def of(cls, sequence: Sequence, limits: SchedulerLimits, arrival: int) -> SequenceState:
@@ -165,6 +168,7 @@ class SequenceState:
             limit=self.limit,
             plain=params.logprobs is None
             and params.n == 1
+            and sequence.request.tensors is None
             and not params.beam_width
             and sequence.max_tokens > 0,
             stop_ids=sequence.sampler.stop_ids,
@@ -234,6 +238,7 @@ class SequenceState:
         self.cursor = None
         self.namespace = self.own_namespace
         self.prompt_logprobs_from = NO_LOGPROBS
+        self.missing_rows = NOTHING_MISSING
         self.asked_elsewhere = False
 
 

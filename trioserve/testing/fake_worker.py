@@ -32,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
-from trioserve.protocol.sampling import SamplerParams
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_faults import Script, StepFails, WorkerDies
 from trioserve.testing.fake_model import (
@@ -43,29 +42,13 @@ from trioserve.testing.fake_model import (
     fake_logprob,
     fake_logprobs,
     hashed_token,
-    prompt_piece,
     top_logprobs,
 )
 from trioserve.testing.fake_pages import FakePages
+from trioserve.testing.fake_reports import HIDDEN_SIZE, FakeReport, FakeSlot
 
 Accepted = Callable[[list[int]], int]
 """Function that returns the number of drafted tokens accepted after a context."""
-
-
-@attrs.define(eq=False, kw_only=True)
-class _Slot:
-    generation: int
-    tokens: list[int]
-    prompt_length: int
-    computed: int
-    pages: list[int]
-    sampler: SamplerParams
-    adapter: int
-    prompt_logprobs_from: int
-    sum_of_tokens: int = 0
-    """Sum of the computed tokens of a pooled prompt."""
-    stopped: bool = False
-    """True once it sampled a stop id, had no token to sample, or was dropped."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -119,7 +102,7 @@ class FakeWorker:
     num_steps: int = attrs.field(init=False, default=0)
     weights: str = attrs.field(init=False, default="")
     """Name of the weights, which pages depend on, and tokens don't."""
-    slots: dict[int, _Slot] = attrs.field(init=False, factory=dict)
+    slots: dict[int, FakeSlot] = attrs.field(init=False, factory=dict)
     adapters: dict[int, str] = attrs.field(init=False, factory=dict)
     """Folders of the loaded adapters, by number."""
     _next_plan: int = attrs.field(init=False, default=1)
@@ -148,6 +131,7 @@ class FakeWorker:
             max_row_tokens=self.max_row_tokens,
             num_stages=self.num_stages,
             embedding_width=EMBEDDING_WIDTH,
+            hidden_size=HIDDEN_SIZE,
         )
         return attrs.evolve(ready, **changes)
 
@@ -186,15 +170,19 @@ class FakeWorker:
         assert sum(count for _, count in rows) <= self.max_num_batched_tokens, "too many tokens"
         longer = [count > 1 for _, count in rows]
         assert longer == sorted(longer), "rows of one token don't come first"
-        pieces = [piece for slot, count in rows if (piece := self._piece(slot, count)) is not None]
-        pooled = [each for slot, count in rows if (each := self._pool(slot, count)) is not None]
         computing = [(self.slots[slot], count) for slot, count in rows]
+        reports = [FakeReport.of(self.slots[slot], slot, n, self.vocab_size) for slot, n in rows]
         drafted = [max(each.computed + n - len(each.tokens), 0) for each, n in computing]
         given = [self._compute(slot, count) for slot, count in computing]
         self.num_steps += 1
-        result = self._result(plan, given, pieces)
-        column = wire.from_ints(drafted) if any(drafted) else b""
-        return attrs.evolve(result, pooled=pooled, drafted=column)
+        result = self._result(plan, given)
+        return attrs.evolve(
+            result,
+            drafted=wire.from_ints(drafted) if any(drafted) else b"",
+            prompts=[each.prompt for each in reports if each.prompt is not None],
+            pooled=[each.pooled for each in reports if each.pooled is not None],
+            tensors=[piece for each in reports for piece in each.tensors],
+        )
 
     def _apply(self, plan: wire.Plan) -> None:
         own = set(_list(plan.copies)[1::2])
@@ -204,7 +192,7 @@ class FakeWorker:
             assert 0 <= opened.slot < self.max_num_seqs, f"there is no slot {opened.slot}"
             assert opened.slot not in self.slots, f"slot {opened.slot} is opened twice"
             self._pages.check_begun(_list(opened.pages), opened.computed, own)
-            slot = self.slots[opened.slot] = _Slot(
+            slot = self.slots[opened.slot] = FakeSlot(
                 generation=opened.generation,
                 tokens=self._pages.tokens_of(opened),
                 prompt_length=opened.prompt_length,
@@ -213,6 +201,8 @@ class FakeWorker:
                 sampler=opened.sampler,
                 adapter=opened.adapter,
                 prompt_logprobs_from=opened.prompt_logprobs_from,
+                states_from=opened.states_from,
+                context_logits_from=opened.context_logits_from,
             )
             assert slot.adapter == 0 or slot.adapter in self.adapters, "there is no such adapter"
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
@@ -220,6 +210,8 @@ class FakeWorker:
             if slot.prompt_logprobs_from != -1:
                 assert opened.sampler.prompt_logprobs >= 0, "no row asked for log-probabilities"
                 assert slot.computed < slot.prompt_logprobs_from < slot.prompt_length
+            for first in (slot.states_from, slot.context_logits_from):
+                assert first == -1 or first >= slot.computed, "rows are wanted of cached tokens"
         for number, slot in self.slots.items():
             last = self._dropped.get((number, slot.generation), plan.number)
             slot.stopped |= last < plan.number
@@ -231,7 +223,7 @@ class FakeWorker:
             self.slots[number].pages.append(page)
         self._pages.copy(wire.ints(plan.copies).reshape(-1, 2))
 
-    def _compute(self, slot: _Slot, count: int) -> list[int]:
+    def _compute(self, slot: FakeSlot, count: int) -> list[int]:
         """Compute the next ``count`` tokens of ``slot``, and sample after its last one.
 
         Tokens past those that the slot holds are drafted. Sampling goes on while they are accepted.
@@ -257,7 +249,7 @@ class FakeWorker:
             given += self._advance(slot, slot.computed + 1)
         return given
 
-    def _advance(self, slot: _Slot, stop: int) -> list[int]:
+    def _advance(self, slot: FakeSlot, stop: int) -> list[int]:
         """Compute the tokens of ``slot`` before ``stop``; sample the next one if these are all."""
         start = slot.computed
         places = self._pages.places(slot.pages, stop)
@@ -276,34 +268,7 @@ class FakeWorker:
         slot.stopped = slot.stopped or token < 0 or slot.sampler.is_stop(token, num_output)
         return [token]
 
-    def _piece(self, number: int, count: int) -> wire.PromptPiece | None:
-        """Return the log-probabilities of prompt tokens in a row of ``count`` tokens."""
-        slot = self.slots[number]
-        if slot.prompt_logprobs_from == -1:
-            return None
-        start = max(slot.prompt_logprobs_from, slot.computed + 1)
-        stop = min(slot.computed + count + 1, slot.prompt_length)
-        if start >= stop:
-            return None
-        return prompt_piece(number, slot.tokens, start, stop, slot.sampler, self.vocab_size)
-
-    def _pool(self, number: int, count: int) -> wire.PooledPrompt | None:
-        """Return the pooled vector of a prompt if a row of ``count`` tokens completes the prompt.
-
-        The vector is the mean of the tokens, or the last one, in place of hidden states.
-        """
-        slot = self.slots[number]
-        stop = slot.computed + count
-        if not slot.sampler.pooling or stop > slot.prompt_length:
-            return None
-        slot.sum_of_tokens += sum(slot.tokens[slot.computed : stop])
-        if stop < slot.prompt_length:
-            return None
-        mean = slot.sum_of_tokens / slot.prompt_length
-        value = mean if slot.sampler.pooling == "mean" else slot.tokens[stop - 1]
-        return wire.PooledPrompt(slot=number, vector=wire.from_floats([value, 1.0]))
-
-    def _check_pages_written(self, slot: _Slot, start: int, stop: int) -> None:
+    def _check_pages_written(self, slot: FakeSlot, start: int, stop: int) -> None:
         written = set(slot.pages[start // self.page_size : -(-stop // self.page_size)])
         assert all(0 <= page < self.num_pages for page in slot.pages), "there is no such page"
         assert len(slot.pages) * self.page_size >= stop, "a sequence runs past its pages"
@@ -311,9 +276,7 @@ class FakeWorker:
             if other is not slot:
                 assert written.isdisjoint(other.pages), "a page of another sequence is written"
 
-    def _result(
-        self, plan: wire.Plan, given: list[list[int]], pieces: list[wire.PromptPiece]
-    ) -> wire.StepResult:
+    def _result(self, plan: wire.Plan, given: list[list[int]]) -> wire.StepResult:
         slots = [self.slots[number] for number in _list(plan.row_slots)]
         logprobs: list[float] = []
         top: list[list[tuple[int, float]]] = []
@@ -337,7 +300,6 @@ class FakeWorker:
             top_logprobs=wire.from_floats([logprob for ids in top for _, logprob in ids]),
             ids_offsets=_offsets(asked) if any(map(len, asked)) else b"",
             ids_logprobs=wire.from_floats(np.concatenate(asked)) if asked else b"",
-            prompts=pieces,
             step_us=round(self.seconds_for(plan) * 1e6),
         )
 
@@ -349,7 +311,7 @@ class FakeWorker:
         """Return the duration of ``call``, in seconds."""
         return self.call_time(call) if callable(self.call_time) else self.call_time
 
-    def _origin(self, slot: _Slot) -> np.uint64:
+    def _origin(self, slot: FakeSlot) -> np.uint64:
         """Return the initial digest of a sequence, which depends on weights and adapter."""
         return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
 

@@ -118,6 +118,7 @@ class StartedFrontEnd:
             self.socket,
             handlers,
             clock=self.clock,
+            ready=start.ready,
             on_drain=self.shutdown.set,
             on_stop=self.serving.cancel,
             alive_interval=interval_of(config.engine),

@@ -18,8 +18,10 @@ from trioserve.front_ends.messages import (
 )
 from trioserve.front_ends.wire_errors import error_of
 from trioserve.protocol.errors import RequestAborted
+from trioserve.protocol.wire import Ready
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
+from trioserve.requests.tensors import RequestTensors
 
 
 class SentRequests:
@@ -27,16 +29,20 @@ class SentRequests:
 
     Args:
         clock: translates the times of messages.
+        ready: has the shapes of output tensors.
     """
 
-    def __init__(self, clock: SharedClock) -> None:
+    def __init__(self, clock: SharedClock, ready: Ready) -> None:
         self._clock = clock
+        self._ready = ready
         self.next_number = 0
         """The number of the next request's first sequence; the others follow it."""
         self._requests: dict[int, Request] = {}
         """Requests that have been neither admitted nor rejected, by number."""
         self._sequences: dict[int, Sequence] = {}
         """Sequences that haven't ended, by number."""
+        self._with_tensors: dict[int, Request] = {}
+        """Requests with output tensors and sequences that haven't ended, by number."""
         self._numbers: dict[Sequence, int] = {}
         """The numbers of those sequences."""
 
@@ -61,6 +67,14 @@ class SentRequests:
         number = self.next_number
         self.next_number += len(request.sequences)
         self._requests[number] = request
+        request.tensors = RequestTensors.of(
+            request.params,
+            len(request.prompt_ids),
+            hidden_size=self._ready.hidden_size,
+            vocab_size=self._ready.vocab_size,
+        )
+        if request.tensors is not None:
+            self._with_tensors[number] = request
         ended = []
         for sequence in request.sequences:
             if sequence.state is not State.FINISHED:
@@ -91,6 +105,10 @@ class SentRequests:
         number = self._numbers.pop(sequence, None)
         if number is not None:
             del self._sequences[number]
+            first = number - sequence.index
+            others = range(first, first + len(sequence.request.sequences))
+            if first in self._with_tensors and not any(each in self._sequences for each in others):
+                del self._with_tensors[first]
         return number
 
     # ---- what is told of them
@@ -117,6 +135,9 @@ class SentRequests:
                 request.num_cached_tokens = num_cached
         for prompt in update.prompts:
             self._take_prompt(prompt)
+        for rows in update.tensors:
+            if rows.number in self._with_tensors:
+                self._with_tensors[rows.number].take_rows(rows.index, rows.piece)
         return None if update.step is None else self._outputs_of(update.step)
 
     def _admit(self, number: int, queued: float) -> None:

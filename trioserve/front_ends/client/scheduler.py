@@ -46,6 +46,7 @@ from trioserve.front_ends.wire_errors import error_of
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.grammar import Grammar
+from trioserve.protocol.wire import Ready
 from trioserve.requests.adapters import Catalogue
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 
@@ -60,6 +61,7 @@ class RemoteScheduler:
         socket: connected to it.
         handlers: answer that process's calls of this one.
         clock: translates that process's times.
+        ready: tells what its workers are.
         on_drain: called when no new requests are to be admitted any more.
         on_stop: called when this process is to leave.
         alive_interval: seconds between two signs of life; infinity for none.
@@ -71,6 +73,7 @@ class RemoteScheduler:
         handlers: Handlers,
         *,
         clock: SharedClock,
+        ready: Ready,
         on_drain: Callable[[], None],
         on_stop: Callable[[], None],
         alive_interval: float = math.inf,
@@ -92,7 +95,7 @@ class RemoteScheduler:
         """Sequences to be aborted over there, once the outbox is empty."""
         self._work = trio.Event()
         """There may be something to send."""
-        self._sent = SentRequests(clock)
+        self._sent = SentRequests(clock, ready)
         self._queue_load = (0, 0)
         self.state = EngineState(
             attached=True,

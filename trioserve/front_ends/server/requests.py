@@ -8,6 +8,7 @@ and is bounded, because admitted requests are bounded and end.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import attrs
@@ -21,13 +22,14 @@ from trioserve.front_ends.messages import (
     StepRow,
     StepUpdate,
     Submit,
+    TensorRows,
     packed,
     plain_entries,
 )
 from trioserve.front_ends.server.context import ServerContext
 from trioserve.front_ends.wire_errors import ErrorMessage, fault_of
 from trioserve.protocol.errors import FrontEndLost, Paused, QueueFull
-from trioserve.protocol.wire import ints
+from trioserve.protocol.wire import MAX_MESSAGE_BYTES, TensorPiece, ints
 from trioserve.requests.prompts import TokensPrompt
 from trioserve.requests.request import (
     Finish,
@@ -44,6 +46,10 @@ MAX_UNTAKEN = 3
 """Updates on their way to a front end: one in work, the next one, and one that is taken but not
 acknowledged (:data:`~trioserve.front_ends.client.scheduler.TAKEN_TOGETHER`)."""
 
+MAX_ROW_BYTES = MAX_MESSAGE_BYTES // 4
+"""Bytes of output tensors after which no further rows are put into an update. The rows of one piece
+may have twice as many."""
+
 _NO_PROMPT = TokensPrompt(())
 """The prompt of every request here, because only its ids come."""
 _PLACES = {state: place for place, state in enumerate(STATES)}
@@ -59,6 +65,13 @@ class HostedRequest(Request):
     """Sequences for which the front end hasn't been sent an end."""
     owes_prompt: bool
     """True if the prompt's log-probabilities are wanted and haven't been sent."""
+
+    def take_rows(self, index: int, piece: TensorPiece) -> None:
+        """Take rows of the output tensors, and hand them to the front end."""
+        super().take_rows(index, piece)
+        assert self.tensors is not None
+        self.tensors.forget_rows()
+        self.owner.note_rows(self, index, piece)
 
     def admit(self) -> None:
         """Note that the request is in the queue, or was rejected. Idempotent."""
@@ -110,6 +123,8 @@ class FrontEndRequests:
         self._moves: list[tuple[int, int]] = []
         self._scheduled: list[HostedSequence] = []
         self._prompts: list[Prompt] = []
+        self._tensors: deque[TensorRows] = deque()
+        """Rows that haven't been sent."""
         self._steps: list[StepUpdate] = []
         """Steps that haven't been sent."""
         self.num_untaken = 0
@@ -190,6 +205,11 @@ class FrontEndRequests:
             Prompt(number, logprobs.start, logprobs.num_top, logprobs.token_ids, pieces)
         )
 
+    def note_rows(self, request: HostedRequest, index: int, piece: TensorPiece) -> None:
+        """Note rows of output tensors that came in the present step."""
+        if request in self.requests:
+            self._tensors.append(TensorRows(request.number, index, piece))
+
     def end_step(self, time: float) -> None:
         """Finish the present step; ``time`` is as messages have it."""
         if not self.numbers and not self._rows:
@@ -215,10 +235,13 @@ class FrontEndRequests:
         schedulers = self._context.schedulers
         queue = (schedulers.num_waiting, schedulers.num_waiting_tokens)
         step: StepUpdate | None = None
+        tensors: list[TensorRows] = []
         if self._steps and self.num_untaken < MAX_UNTAKEN:
-            step, self._steps = merged(self._steps), []
-            self.num_untaken += 1
-        has_news = self._admitted or self._rejected or self._moves or step is not None
+            tensors = self._take_tensors()
+            if not self._tensors:  # No token comes before its rows.
+                step, self._steps = merged(self._steps), []
+                self.num_untaken += 1
+        has_news = self._admitted or self._rejected or self._moves or tensors or step is not None
         if not has_news and queue == self._reported_queue:
             return None
         self._reported_queue = queue
@@ -229,11 +252,21 @@ class FrontEndRequests:
             moves=self._moves,
             scheduled=[self._times_of(each) for each in self._scheduled],
             prompts=self._prompts,
+            tensors=tensors,
             step=step,
         )
         self._admitted, self._rejected, self._moves, self._scheduled = [], [], [], []
         self._prompts = []
         return update
+
+    def _take_tensors(self) -> list[TensorRows]:
+        """Return the oldest rows that haven't been sent, as many as a message has room for."""
+        taken: list[TensorRows] = []
+        num_bytes = 0
+        while self._tensors and num_bytes < MAX_ROW_BYTES:
+            taken.append(self._tensors.popleft())
+            num_bytes += len(taken[-1].piece.rows)
+        return taken
 
     def _times_of(self, sequence: HostedSequence) -> tuple[int, float, int]:
         request = sequence.request
