@@ -19,7 +19,6 @@ from gpu.slots import PlanError, Row, Slot
 from trioserve.model_files import ModelFiles
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import MockSteps
 
 TEXT = (
@@ -75,7 +74,7 @@ class MockExecutor:
         Raises:
             PlanError: the request needs logits.
         """
-        refused = _wants_logits(slot.sampler)
+        refused = _wants_logits(slot)
         if refused:
             raise PlanError(f"a mock worker computes nothing, so it has no {refused}", slot.number)
 
@@ -117,8 +116,11 @@ class MockExecutor:
         return Finished(drawn)
 
 
-def _wants_logits(sampler: SamplerParams) -> str:
+def _wants_logits(slot: Slot) -> str:
     """Return the name of an option that needs logits; empty if there is none."""
+    sampler = slot.sampler
+    if max(slot.states_from, slot.context_logits_from) >= 0 or sampler.generation_logits:
+        return "hidden states and no logits"
     if sampler.logprobs >= 0 or sampler.prompt_logprobs >= 0:
         return "log-probabilities"
     return "output that follows a grammar" if sampler.grammar is not None else ""

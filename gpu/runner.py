@@ -265,6 +265,7 @@ def _result(pending: _Pending, taken: Sequence[int], drawn: Drawn) -> StepResult
         ),
         prompts=drawn.prompts,
         pooled=drawn.pooled,
+        tensors=drawn.tensors,
         drafted=_drafted(pending, drawn),
         step_us=drawn.times.step_us,
         gap_us=drawn.times.gap_us,

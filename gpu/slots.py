@@ -56,6 +56,10 @@ class Slot:
     """Number of its LoRA adapter; 0 for none."""
     prompt_logprobs_from: int = -1
     """Position of the first prompt token whose log-probability is requested; -1 for none."""
+    states_from: int = -1
+    """Position of the first token whose hidden state is requested; -1 for none."""
+    context_logits_from: int = -1
+    """Position of the first prompt token whose logits are requested; -1 for none."""
     num_pages: int = 0
     num_cuts: int = 0
     """Number of times that the block table was cut, so that other pages may replace those cut off.
@@ -297,6 +301,9 @@ class SlotTable:
             raise PlanError(f"slot {number} has adapter {opened.adapter}, which isn't here", number)
         if 0 <= opened.prompt_logprobs_from <= opened.computed:
             raise PlanError(f"slot {number} wants log-probabilities of what is computed", number)
+        for first in (opened.states_from, opened.context_logits_from):
+            if 0 <= first < opened.computed:
+                raise PlanError(f"slot {number} wants rows of what is computed", number)
         self._check_embeddings(number, opened.embeddings, len(tokens))
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
@@ -311,6 +318,8 @@ class SlotTable:
             sampler=self._sharing(opened.sampler),
             adapter=opened.adapter,
             prompt_logprobs_from=opened.prompt_logprobs_from,
+            states_from=opened.states_from,
+            context_logits_from=opened.context_logits_from,
             embeddings=opened.embeddings,
             buffer=buffer,
             length=len(tokens),

@@ -14,13 +14,14 @@ from gpu.executor import NO_COPIES, Content, Copies, Finished, Submission
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.drafting.drafter import DraftedStep, Drafter
 from gpu.sampling.drawn import DeviceTimes, Drawn
+from gpu.sampling.output_tensors import TensorSpan, logits_piece, read_span
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.sampling.sampler_io import SamplerRow, is_plainly_greedy
 from gpu.sampling.slot_options import SlotOptions
 from gpu.sampling.verification import Verification
 from gpu.slots import Row, Slot, SlotTable
-from trioserve.protocol.wire import PooledPrompt, PromptPiece
+from trioserve.protocol.wire import PooledPrompt, PromptPiece, TensorPiece
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
@@ -123,9 +124,17 @@ class CpuExecutor:
         spans = self._slot_options.pooled.spans(rows, ends)
         states = [hidden[span.first_hidden : span.stop_hidden] for span in spans]
         pooled = self._pool(spans, map(self._model.floats, states))
+        tensors = self._tensors(self._slot_options.tensor_spans(rows, ends), hidden)
         drawn = self._draw(rows, hidden, ends)
         drawn.pooled = pooled
+        drawn.tensors += tensors
         return drawn
+
+    def _tensors(self, spans: Sequence[TensorSpan], hidden: Hidden) -> list[TensorPiece]:
+        """Return the hidden states and logits of ``spans``."""
+        floats, logits = self._model.floats, self._model.logits
+        vocab_size = self._sampler.vocab_size
+        return [read_span(span, hidden, floats, logits, vocab_size) for span in spans]
 
     def _pool(self, spans: Sequence[PooledSpan], floats: Iterable[Floats]) -> list[PooledPrompt]:
         """Return the vectors of the prompts that the step completes, from each span's states."""
@@ -199,9 +208,11 @@ class CpuExecutor:
             if self._slot_options.adjusts(rows)
             else None
         )
-        named = self._named(logits, rows)  # before the sampler overwrites the logits
+        # Both come before the sampler, which overwrites the logits.
+        named = self._named(logits, rows)
+        kept = [logits_piece(rows[i], logits[i]) for i in self._slot_options.kept_logits(rows)]
         drawn = self._sampler.sample(logits, asked, adjustment)
-        drawn.named, drawn.prompts = named, prompts
+        drawn.named, drawn.prompts, drawn.tensors = named, prompts, kept
         return drawn
 
     def _named(self, logits: Floats, rows: list[Row]) -> list[Floats] | None:

@@ -36,9 +36,11 @@ from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.drafting.drafter import DraftedStep
 from gpu.sampling.drafting.sources import Draft
 from gpu.sampling.drawn import DeviceTimes, Drawn
+from gpu.sampling.output_tensors import TensorSpan, read_span
 from gpu.sampling.pooled import PooledSpan
 from gpu.sampling.prompt_logprobs import PromptSpan, prompt_piece
 from gpu.slots import UNKNOWN_TOKEN, PlanError, Row, SlotTable
+from trioserve.protocol.wire import TensorPiece
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
@@ -53,12 +55,15 @@ class StageResults:
     hidden_size: int
     pools: Sequence[PooledSpan]
     scored: Sequence[PromptSpan]
+    tensors: Sequence[TensorSpan]
     num_drawn: int
     """Number of rows that get a token, and of their drafts."""
     states: list[Floats] = attrs.field(init=False, factory=list)
     """Hidden states of each pooled span, [n, E]."""
     scores: list[list[npt.NDArray[Any]]] = attrs.field(init=False, factory=list)
     """The arrays of :func:`gpu.sampling.prompt_logprobs.prompt_piece` for each scored span."""
+    pieces: list[TensorPiece] = attrs.field(init=False, factory=list)
+    """Hidden states and logits of ``tensors``."""
     logits: Floats = attrs.field(init=False)
     """[num_drawn, V]."""
     took_us: npt.NDArray[np.int64] = attrs.field(init=False)
@@ -70,11 +75,24 @@ class StageResults:
             for pool in self.pools:
                 count = pool.stop_hidden - pool.first_hidden
                 self.states.append(self._take(count, self.hidden_size))
+            self._read_tensors(of_logits=False)
             for span in self.scored:
                 places = np.arange(span.first_hidden + span.stop - span.start)
                 self.scores.append(score_prompt(span, places, self._slice, self.vocab_size))
+            self._read_tensors(of_logits=True)
             self.logits = self._take(self.num_drawn, self.vocab_size)
             self.took_us = self.stages.receive(no_times(self.stages))
+
+    def _read_tensors(self, *, of_logits: bool) -> None:
+        for span in self.tensors:
+            if span.of_logits == of_logits:
+                places = np.arange(span.stop_hidden)
+                self.pieces.append(
+                    read_span(span, places, self._states_of, self._slice, self.vocab_size)
+                )
+
+    def _states_of(self, places: npt.NDArray[np.int64]) -> Floats:
+        return self._take(len(places), self.hidden_size)
 
     def _slice(self, places: npt.NDArray[np.int64]) -> Floats:
         return self._take(len(places), self.vocab_size)
@@ -184,11 +202,16 @@ class PipelinedExecutor(CpuExecutor):
         ended = time.perf_counter_ns()
         pools = self._slot_options.pooled.spans(rows, ends)
         scored = self._slot_options.prompt_spans(rows, ends)
+        tensors = self._slot_options.tensor_spans(rows, ends)
         drawn = _places_to_draw(rows, ends)
         firsts = [(span.first_hidden, span.stop - span.start) for span in scored]
+        states, logits = (
+            [(each.first_hidden, each.stop_hidden) for each in tensors if each.of_logits == wanted]
+            for wanted in (False, True)
+        )
         message = ReturnResults(
-            pooled=[(pool.first_hidden, pool.stop_hidden) for pool in pools],
-            scored=[(first, first + count) for first, count in firsts],
+            pooled=[(pool.first_hidden, pool.stop_hidden) for pool in pools] + states,
+            scored=[(first, first + count) for first, count in firsts] + logits,
             drawn=drawn.tobytes(),
         )
         with self._link.in_step():
@@ -208,6 +231,7 @@ class PipelinedExecutor(CpuExecutor):
                 hidden_size=self._hidden_size,
                 pools=pools,
                 scored=scored,
+                tensors=tensors,
                 num_drawn=len(drawn),
             ),
             numbers=frozenset(row.slot.number for row in rows),
@@ -246,6 +270,7 @@ class PipelinedExecutor(CpuExecutor):
         else:
             drawn = Drawn(tokens=_NO_TOKENS)
         drawn.prompts, drawn.pooled = prompts, pooled
+        drawn.tensors += results.pieces
         return drawn
 
     def _sample_at(self, logits: Floats, rows: list[Row], places: npt.NDArray[np.integer]) -> Drawn:

@@ -32,6 +32,7 @@ from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Content, Copies, Submission
 from gpu.models.step_embeddings import embeddings_of
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
+from gpu.sampling.output_tensors import TensorSpan
 from gpu.sampling.pooled import PooledSpan
 from gpu.sampling.prompt_logprobs import PromptSpan
 from gpu.sampling.prompt_scores import logprobs_of, score_prompt
@@ -150,9 +151,12 @@ class CudaExecutor:
         pools = self._slot_options.pooled.spans(ordered, ends)
         adjusted = self._slot_options.adjusts(sampling)
         adapted = any(row.slot.adapter for row in ordered)
+        tensors = self._slot_options.tensor_spans(ordered, ends)
         embedded = embeddings_of(ordered, layout.query_start, self._slots.embedding_width)
         # A graph gives no hidden states, and no logits side by side if some rows don't sample.
-        replayable = not (spans or pools or embedded or (adjusted and len(sampling) < len(rows)))
+        eager = spans or pools or tensors or embedded
+        replayable = not (eager or (adjusted and len(sampling) < len(rows)))
+        forward = self._forward
         with torch.inference_mode():
             replay = self._forward.pack_attention(layout, replayable, adapted)
             size = replay.size if replay else 0
@@ -170,12 +174,14 @@ class CudaExecutor:
                     adapted=adapted,
                     spans=spans,
                     pools=pools,
+                    tensors=tensors,
                     num_sampled=len(sampling),
                     embedded=embedded,
                 )
             )
-            named, of_named = self._score_named(sampling, self._forward.logits, places)
-            reports += of_named
+            named = self._slot_options.named_ids(sampling)
+            kept = self._slot_options.kept_logits(sampling)
+            draw_reports = _of_draws(forward.logits, places, named, kept)
             self._timeline.end_forward()
         return CudaStep(
             rows=sampling,
@@ -184,8 +190,11 @@ class CudaExecutor:
             adjusted=adjusted,
             spans=spans,
             pools=[span for span in pools if span.is_last],
+            tensors=tensors,
             named=named,
+            kept=kept,
             reports=reports,
+            draw_reports=draw_reports,
         )
 
     def _queue_forward(self, step: PackedStep) -> list[torch.Tensor]:
@@ -202,6 +211,7 @@ class CudaExecutor:
                 hidden = forward.run(step.num_tokens, adapted=step.adapted, embedded=step.embedded)
                 reports += self._score(step.spans, hidden)
                 reports += self._pool(step.pools, hidden)
+                reports += [self._rows_of(span, hidden) for span in step.tensors]
                 if step.num_sampled:
                     forward.head_of_sampled(hidden, step.num_sampled)
         return reports
@@ -225,10 +235,12 @@ class CudaExecutor:
         The tokens before those rows are known.
         """
         rows = [step.rows[index] for index in indices]
+        named, kept = self._slot_options.named_ids(rows), self._slot_options.kept_logits(rows)
         with torch.inference_mode():
             places = upload(step.places[indices], self._forward.logits.device)
             logits = self._forward.logits.index_select(0, places)
-            named, reports = self._score_named(rows, logits, np.arange(len(rows)))
+            order = np.arange(len(rows))
+            draw_reports = _of_draws(logits, order, named, kept)
             self._timeline.begin_step()
             self._launch_sampler(
                 rows,
@@ -236,7 +248,9 @@ class CudaExecutor:
                 self._buffer["sampling_slots"].index_select(0, places),
                 self._buffer["lengths"].index_select(0, places),
             )
-            part = CudaStep(rows=rows, places=np.arange(len(rows)), named=named, reports=reports)
+            part = CudaStep(
+                rows=rows, places=order, named=named, kept=kept, draw_reports=draw_reports
+            )
             ending = self._timeline.end_step(part.outputs(self._sampler.outputs))
         return CudaSubmission(part, self.draw, ending)
 
@@ -245,23 +259,23 @@ class CudaExecutor:
         logits, vocab_size = self._forward.model.logits, self._sampler.vocab_size
         return [each for span in spans for each in score_prompt(span, hidden, logits, vocab_size)]
 
-    def _score_named(
-        self, rows: Sequence[Row], logits: torch.Tensor, places: npt.NDArray[np.int64]
-    ) -> tuple[dict[int, list[int]], list[torch.Tensor]]:
-        """Return the ids to report by index in ``rows``, and their log-probabilities, if any.
-
-        ``places`` are those of the rows' ``logits``.
-        """
-        named = self._slot_options.named_ids(rows)
-        if not named:
-            return named, []
-        return named, [logprobs_of(logits, places[list(named)], named.values())]
-
     def _pool(self, spans: list[PooledSpan], hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return a vector of each span that completes a prompt."""
         states = (hidden[span.first_hidden : span.stop_hidden].float() for span in spans)
         taken = map(self._slot_options.pooled.take, spans, states)
         return [vector for vector in taken if vector is not None]
+
+    def _rows_of(self, span: TensorSpan, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of ``span`` [n, E], or their logits [n, V], in float32."""
+        if not span.of_logits:
+            return hidden[span.first_hidden : span.stop_hidden].float()
+        vocab_size = self._sampler.vocab_size
+        shape = (span.stop_hidden - span.first_hidden, vocab_size)
+        rows = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        for first, stop in span.slices(vocab_size):
+            logits = self._forward.model.logits(hidden[first:stop])
+            rows[first - span.first_hidden : stop - span.first_hidden] = logits
+        return rows
 
     def _draw(self, num_rows: int, logits: torch.Tensor) -> None:
         slots, lengths = self._buffer["sampling_slots"], self._buffer["lengths"]
@@ -289,3 +303,21 @@ class CudaExecutor:
             bias=adjustment.bias,
             bitmask=None if masks is None else upload(masks, logits.device),
         )
+
+
+def _of_draws(
+    logits: torch.Tensor,
+    places: npt.NDArray[np.int64],
+    named: dict[int, list[int]],
+    kept: list[int],
+) -> list[torch.Tensor]:
+    """Return the reports of rows that sample, as :class:`CudaStep` has them.
+
+    Row i has the logits ``logits[places[i]]``.
+    """
+    reports = []
+    if named:
+        reports.append(logprobs_of(logits, places[list(named)], named.values()))
+    if kept:
+        reports.append(logits.index_select(0, upload(places[kept], logits.device)).float())
+    return reports

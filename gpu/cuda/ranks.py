@@ -219,6 +219,9 @@ class CudaRank(SoleRank):
                 scored=[
                     (each.first_hidden, each.first_hidden + each.stop - each.start)
                     for each in step.spans
+                ]
+                + [
+                    (each.first_hidden, each.stop_hidden) for each in step.tensors if each.of_logits
                 ],
                 num_sampled=step.num_sampled,
             )

@@ -111,6 +111,7 @@ class SpeculativeExecutor:
 def _with_reports(drawn: Drawn, parts: Sequence[Drawn]) -> Drawn:
     """Return ``drawn`` with what the parts of its step report besides tokens."""
     drawn.prompts, drawn.pooled = parts[0].prompts, parts[0].pooled
+    drawn.tensors = [piece for part in parts for piece in part.tensors]
     drawn.times = _joined([part.times for part in parts])
     return drawn
 

@@ -14,6 +14,7 @@ from gpu.cuda.sampler import SamplerOutputs, top_lists
 from gpu.cuda.timeline import FinishedStep, StepEnd
 from gpu.models.step_embeddings import StepEmbeddings
 from gpu.sampling.drawn import Drawn
+from gpu.sampling.output_tensors import TensorSpan, logits_piece, tensor_piece
 from gpu.sampling.pooled import PooledSpan, pooled_prompt
 from gpu.sampling.prompt_logprobs import PromptSpan, in_rows, prompt_piece
 from gpu.slots import Row
@@ -29,6 +30,7 @@ class PackedStep:
     """True if rows have adapters."""
     spans: list[PromptSpan] = attrs.field(factory=list)
     pools: list[PooledSpan] = attrs.field(factory=list)
+    tensors: list[TensorSpan] = attrs.field(factory=list)
     num_sampled: int = 0
     """Rows that sample."""
     embedded: StepEmbeddings | None = None
@@ -39,7 +41,8 @@ class CudaStep:
     """A step with its forward pass queued.
 
     Its outputs are, in this order: one or four of the sampler's, if a row samples; five for each of
-    ``spans``; one for each of ``pools``; and the log-probabilities of ``named``, if there are any.
+    ``spans``; one for each of ``pools`` and of ``tensors``; the log-probabilities of ``named``, if
+    there are any; and the logits of ``kept``, if there are any.
     """
 
     rows: list[Row] = attrs.field(factory=list)
@@ -52,10 +55,16 @@ class CudaStep:
     spans: list[PromptSpan] = attrs.field(factory=list)
     pools: list[PooledSpan] = attrs.field(factory=list)
     """Spans that complete a prompt with a wanted vector."""
+    tensors: list[TensorSpan] = attrs.field(factory=list)
     named: dict[int, list[int]] = attrs.field(factory=dict)
     """Index in ``rows`` -> the ids of its reported log-probabilities."""
+    kept: list[int] = attrs.field(factory=list)
+    """Indices in ``rows`` of those whose logits are returned."""
     reports: list[torch.Tensor] = attrs.field(factory=list)
-    """Tensors of the forward pass for ``spans`` and ``named``; kept alive until they are copied."""
+    """Tensors of the forward pass for ``spans``, ``pools`` and ``tensors``. They are kept alive
+    until they are copied, as are those below."""
+    draw_reports: list[torch.Tensor] = attrs.field(factory=list)
+    """Those for ``named`` and ``kept``."""
     asked: list[int] = attrs.field(init=False)
     """[S], each row's ``SamplerParams.logprobs``."""
 
@@ -65,8 +74,9 @@ class CudaStep:
 
     def without_draws(self) -> CudaStep:
         """Return the step with nothing but its reports of prompts."""
-        reports = self.reports[:-1] if self.named else self.reports
-        return CudaStep(spans=self.spans, pools=self.pools, reports=reports)
+        return CudaStep(
+            spans=self.spans, pools=self.pools, tensors=self.tensors, reports=self.reports
+        )
 
     def outputs(self, drawn: SamplerOutputs) -> list[torch.Tensor]:
         """Return what is to be copied to the host when the step ends."""
@@ -76,7 +86,7 @@ class CudaStep:
         if max(self.asked) >= 0:
             wanted += [drawn.logprobs, drawn.top_ids, drawn.top_values]
         count = int(self.places.max()) + 1
-        return [*(output[:count] for output in wanted), *self.reports]
+        return [*(output[:count] for output in wanted), *self.reports, *self.draw_reports]
 
     def drawn(self, finished: FinishedStep) -> Drawn:
         """Return what the copied outputs say, row by row."""
@@ -88,13 +98,18 @@ class CudaStep:
             top = top_lists(top_ids, top_values, self.asked)
         prompts = [prompt_piece(span, [next(arrived) for _ in range(5)]) for span in self.spans]
         pooled = [pooled_prompt(span, next(arrived)) for span in self.pools]
+        tensors = [tensor_piece(span, next(arrived)) for span in self.tensors]
+        named = in_rows(len(self.rows), self.named, next(arrived)) if self.named else None
+        if self.kept:
+            tensors += map(logits_piece, [self.rows[i] for i in self.kept], next(arrived))
         return Drawn(
             tokens=tokens,
             logprobs=logprobs,
             top=top,
-            named=in_rows(len(self.rows), self.named, next(arrived)) if self.named else None,
+            named=named,
             prompts=prompts,
             pooled=pooled,
+            tensors=tensors,
             times=finished.times,
         )
 

@@ -146,10 +146,18 @@ def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: st
         max_row_tokens=loaded.max_row_tokens,
         num_stages=loaded.num_stages,
         embedding_width=loaded.slots.embedding_width,
+        hidden_size=_head_inputs(files),
         free_memory=loaded.free_memory,
         warning=loaded.warning,
         rank_pids=rank_pids(),
     )
+
+
+def _head_inputs(files: ModelFiles) -> int:
+    """Return the numbers of a hidden state that the head takes; OPT has a smaller one there."""
+    config = files.config
+    shape = config.shape if isinstance(config, TransformersConfig) else {}
+    return int(shape.get("word_embed_proj_dim") or config.hidden_size)
 
 
 def _open_transfers(

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.sampling.sampler_io import TopLogprobs
-from trioserve.protocol.wire import PooledPrompt, PromptPiece
+from trioserve.protocol.wire import PooledPrompt, PromptPiece, TensorPiece
 
 
 @attrs.frozen(kw_only=True)
@@ -48,4 +48,6 @@ class Drawn:
     """Log-probabilities of the prompt tokens computed, where requested."""
     pooled: list[PooledPrompt] = attrs.field(factory=list)
     """Pooled vectors of the prompts completed, where requested."""
+    tensors: list[TensorPiece] = attrs.field(factory=list)
+    """Hidden states and logits, where requested."""
     times: DeviceTimes = attrs.field(factory=DeviceTimes)

@@ -28,9 +28,10 @@ class SamplerRow:
 
 
 def is_plainly_greedy(params: SamplerParams) -> bool:
-    """Return whether each token is the argmax of the unmodified logits."""
+    """Return whether each token is the argmax of the unmodified logits, and no more is wanted."""
     return (
         params.temperature <= 0
+        and not params.generation_logits
         and params.logprobs < 0
         and not params.logit_bias
         and params.repetition_penalty == 1

@@ -1,4 +1,4 @@
-"""Rare request options of open slots: adjusted logits, log-probabilities of given tokens, pooling.
+"""Rare request options of open slots: adjusted logits, reports of given tokens, pooling, tensors.
 
 Every step checks its rows for them, so the slots with an option are kept in sets. An empty set
 makes the check free.
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.sampling.adjustments import Adjuster, Adjustment, Logits
+from gpu.sampling.output_tensors import TensorSpan, spans_of
 from gpu.sampling.pooled import PooledSlots
 from gpu.sampling.prompt_logprobs import PromptSpan
 from gpu.slots import UNKNOWN_TOKEN, Row, Slot
@@ -25,6 +26,8 @@ class SlotOptions:
         self._adjusted: set[int] = set()
         self._naming: set[int] = set()  # with logprob_token_ids
         self._prompts: set[int] = set()  # with prompt_logprobs
+        self._states: set[int] = set()  # with hidden states or logits of the prompt
+        self._keeping: set[int] = set()  # with logits of each token
         self.pooled = PooledSlots()
         """The slots that request a pooled vector of their prompt."""
 
@@ -39,6 +42,10 @@ class SlotOptions:
             self._naming.add(slot.number)
         if slot.prompt_logprobs_from >= 0:
             self._prompts.add(slot.number)
+        if slot.states_from >= 0 or slot.context_logits_from >= 0:
+            self._states.add(slot.number)
+        if slot.sampler.generation_logits:
+            self._keeping.add(slot.number)
 
     def close(self, number: int) -> None:
         """See :meth:`gpu.executor.Executor.close`."""
@@ -96,6 +103,31 @@ class SlotOptions:
                 spans.append(PromptSpan(slot=slot, start=start, stop=stop, first_hidden=hidden))
         return spans
 
+    def tensor_spans(
+        self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]
+    ) -> list[TensorSpan]:
+        """Return the hidden states, and logits of prompts, that ``rows`` give.
+
+        ``last_hidden[i]`` is the index of row i's last hidden state in the step.
+        """
+        if not self._states:
+            return []
+        return [
+            span
+            for row, last in zip(rows, last_hidden, strict=True)
+            if row.slot.number in self._states
+            for span in spans_of(row, int(last))
+        ]
+
+    def kept_logits(self, rows: Sequence[Row]) -> list[int]:
+        """Return the indices of ``rows`` whose logits are returned."""
+        if not self._keeping:
+            return []
+        return [i for i, row in enumerate(rows) if row.slot.number in self._keeping]
+
     def _forget(self, number: int) -> None:
-        for numbers in (self._adjusted, self._naming, self._prompts):
+        for numbers in (
+            *(self._adjusted, self._naming, self._prompts),
+            *(self._states, self._keeping),
+        ):
             numbers.discard(number)

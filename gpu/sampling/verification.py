@@ -80,6 +80,7 @@ class Verification:
             logprobs=None if drawn.logprobs is None else drawn.logprobs[order],
             top=None if drawn.top is None else [drawn.top[number] for number in order],
             named=None if drawn.named is None else [drawn.named[number] for number in order],
+            tensors=[piece for each in self._draws for piece in each.tensors],
         )
 
 
