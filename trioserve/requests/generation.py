@@ -193,6 +193,12 @@ class GenerationStream:
         tensors = self._request.tensors
         return {} if tensors is None else tensors.of_prompt()
 
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes of the hidden states and logits that have come."""
+        tensors = self._request.tensors
+        return 0 if tensors is None else tensors.num_bytes_so_far
+
     def output_tensors(self, index: int, num_tokens: int) -> Arrays:
         """Return the hidden states and logits of output ``index``, by name.
 

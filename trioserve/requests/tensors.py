@@ -238,6 +238,12 @@ class RequestTensors:
             for rows in arrays.values():
                 rows.forget()
 
+    @property
+    def num_bytes_so_far(self) -> int:
+        """Bytes of the rows that have come."""
+        arrays = (rows for each in (self._prompt, *self._outputs) for rows in each.values())
+        return sum(4 * rows.width * rows.count for rows in arrays)
+
     def of_prompt(self) -> Arrays:
         """Return the arrays of the prompt, complete once an output has a token."""
         return {name: rows.array() for name, rows in self._prompt.items()}

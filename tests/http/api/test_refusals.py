@@ -72,8 +72,6 @@ CAN: dict[Refusal, Callable[[], bool]] = {
     Refusal.REASONING_BUDGETS: lambda: sampled("thinking"),
     Refusal.REPETITION_DETECTION: lambda: sampled("repetition_detection"),
     Refusal.ENTROPY: lambda: hasattr(TokenLogprob, "entropy"),
-    Refusal.HIDDEN_STATES: lambda: told("hidden_states"),
-    Refusal.CHAT_HIDDEN_STATES: lambda: told("hidden_states"),
     Refusal.SAMPLING_MASKS: lambda: told("sampling_mask"),
     Refusal.MODERATION: lambda: route("moderations"),
     Refusal.CONVERSATIONS: lambda: route("/v1/conversations"),

@@ -61,7 +61,6 @@ async def refusal(path: str, body: Any) -> dict[str, Any]:
         (NATIVE, "return_entropy", True),
         (NATIVE, "image_data", ["x"]),
         (NATIVE, "lora_id", "x"),
-        (NATIVE, "return_hidden_states", True),
     ],
 )
 async def test_known_and_not_served(path: str, field: str, value: Any) -> None:

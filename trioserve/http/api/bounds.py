@@ -6,6 +6,7 @@ Only harmful clients come near these numbers. Limits that operators may want to 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trioserve.engine.request_engine import RequestEngine
@@ -17,6 +18,7 @@ from trioserve.requests.embedded import EmbeddingsPrompt
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.prompts import Prompt, TokensPrompt
 from trioserve.requests.stream import Chunk
+from trioserve.requests.tensors import check_size, tensor_bytes
 from trioserve.scheduler.limits import MAX_PROMPT_LOGPROBS
 
 MAX_FIELDS = 1 << 17
@@ -112,6 +114,29 @@ def check_prompt_logprobs(jobs: Sequence[PromptJob], streams: Iterable[Generatio
             f"at most {MAX_PROMPT_LOGPROBS} are served",
             param="prompt_logprobs",
         )
+
+
+def check_output_tensors(streams: Iterable[GenerationStream], engine: RequestEngine) -> None:
+    """Refuse a batch whose output tensors are larger together than those of one prompt may be.
+
+    Raises:
+        InvalidRequest: they are; ``param`` is the field that asks for the most.
+    """
+    sizes: Counter[str] = Counter()
+    for stream in streams:
+        params = stream.request.params
+        if params.returned_tensors:
+            sizes.update(
+                tensor_bytes(
+                    params,
+                    len(stream.prompt_token_ids),
+                    params.max_tokens or 0,
+                    hidden_size=engine.ready.hidden_size,
+                    vocab_size=engine.vocab_size,
+                )
+            )
+    if sizes:
+        check_size(sizes, engine.config.max_output_tensor_bytes, " for all prompts together")
 
 
 class AnswerSize:

@@ -17,7 +17,7 @@ import trio
 
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.sessions.continuation import Generate
-from trioserve.http.api.bounds import check_prompt_logprobs
+from trioserve.http.api.bounds import check_output_tensors, check_prompt_logprobs
 from trioserve.http.api.jobs import PromptJob
 from trioserve.protocol.errors import AdapterNotFound, InvalidRequest
 from trioserve.requests.generation import GenerationStream, Usage
@@ -239,6 +239,7 @@ class _Several(Generations):
         """Return the error if all prompts together are too much, now that they are known."""
         try:
             check_prompt_logprobs(self._jobs, self.streams)
+            check_output_tensors(self.streams, self._engine)
         except InvalidRequest as error:
             return renamed(error, self._jobs[0].renames)
         return None

@@ -22,7 +22,7 @@ from quart.wrappers.response import Response, ResponseBody
 
 from trioserve.http.api.access_log import AccessRecord
 from trioserve.http.api.generations import Generations
-from trioserve.http.api.threads import num_in_entries, run_if_long
+from trioserve.http.api.threads import TENSOR_BYTES, num_in_entries, run_if_long
 from trioserve.http.server.fast_path import WriteNow
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
@@ -252,9 +252,11 @@ class EventStream(EventBody):
         return True
 
     def _weight(self, index: int, chunk: Chunk) -> int:
-        """Return an upper bound of the log-probabilities to send."""
+        """Return an upper bound of the log-probabilities to send; arrays count for some."""
         weight = 0 if chunk.logprobs is None else num_in_entries(chunk.logprobs)
         stream = self._generations.streams[index]
+        if chunk.finish_reason is not None:
+            weight += stream.num_tensor_bytes // TENSOR_BYTES
         output = (index, chunk.index)
         if stream.prompt_logprobs is None or output in self._begun:
             return weight

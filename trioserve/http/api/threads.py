@@ -14,6 +14,9 @@ from trioserve.requests.stream import TokenLogprob
 LONG = 1000
 """Number of log-probabilities that is long work; about 100 are encoded in a millisecond."""
 
+TENSOR_BYTES = 8 << 10
+"""Bytes of arrays that are encoded in the time of one log-probability."""
+
 LONG_BODY = 64 << 10
 """Bytes of a body that is long work; they take up to about 20 milliseconds to parse."""
 
@@ -21,12 +24,15 @@ Result = TypeVar("Result")
 
 
 def num_logprobs(completions: Iterable[Completion]) -> int:
-    """Return the number of log-probabilities in the engine's outputs."""
+    """Return the number of log-probabilities in the engine's outputs; arrays count for some."""
     total = 0
     for completion in completions:
         if (prompt := completion.prompt_logprobs) is not None:
             total += len(completion.prompt_token_ids) * prompt.num_for_each
         total += sum(num_in_entries(output.logprobs) for output in completion.outputs)
+        arrays = [completion.tensors, *(output.tensors for output in completion.outputs)]
+        num_bytes = sum(array.nbytes for each in arrays for array in each.values())
+        total += num_bytes // TENSOR_BYTES
     return total
 
 

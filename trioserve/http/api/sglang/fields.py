@@ -91,6 +91,7 @@ class _Reader:
         self._starts = _per_prompt(request.logprob_start_len, count, "logprob_start_len")
         self._top = _per_prompt(request.top_logprobs_num, count, "top_logprobs_num")
         self._asked = _asked_ids(request.token_ids_logprob, count)
+        self._states = _per_prompt(request.return_hidden_states, count, "return_hidden_states")
         self._salts = _per_prompt(request.extra_key, count, "extra_key")
         self._adapters = _per_prompt(request.lora_path, count, "lora_path")
         if isinstance(request.rid, list):
@@ -109,6 +110,11 @@ class _Reader:
             fields["grammar"] = grammar
             names["grammar"] = name
         fields |= self._logprob_fields(index)
+        fields |= {
+            "return_hidden_states": self._states[index],
+            "return_context_logits": self._request.return_context_logits,
+            "return_generation_logits": self._request.return_generation_logits,
+        }
         return PromptJob(
             prompt=prompt,
             params=self._service.sampling(fields, names),

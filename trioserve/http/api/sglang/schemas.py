@@ -5,7 +5,7 @@ Fields marked with :func:`~trioserve.http.api.schema.reading.only` are known and
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -96,6 +96,7 @@ _PromptIds = Annotated[
     ),
 ]
 """Ids, or lists of ids."""
+_ReturnedStates = bool | Literal["last", "all"]
 _AdapterName = Annotated[str, msgspec.Meta(max_length=512)]
 _AskedIds = Annotated[
     list[TokenId | Annotated[list[TokenId], msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]],
@@ -173,6 +174,21 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_prompt_token_ids: Annotated[
         bool | None, about("Put the prompt's token ids into the answer.")
     ] = None
+    return_hidden_states: Annotated[
+        _ReturnedStates | list[_ReturnedStates] | None,
+        about(
+            "Return hidden states in `output_tensors`: `last` for those that tokens were drawn "
+            "from, `all` or true for those of the prompt as well; a list has one for each prompt."
+        ),
+    ] = None
+    return_context_logits: Annotated[
+        bool | None,
+        about("Return the raw logits behind each token of the prompt in `output_tensors`."),
+    ] = None
+    return_generation_logits: Annotated[
+        bool | None,
+        about("Return the raw logits that each token was drawn from in `output_tensors`."),
+    ] = None
     priority: Annotated[
         Priority | None,
         about("Larger runs sooner under `--scheduling-policy priority`, as in SGLang."),
@@ -224,7 +240,6 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Any,
         only(refusal=Refusal.CUSTOM_PROCESSOR),
     ] = None
-    return_hidden_states: Annotated[Any, only(False, refusal=Refusal.HIDDEN_STATES)] = None
     return_routed_experts: Annotated[Any, only(False, refusal=Refusal.ROUTED_EXPERTS)] = None
     routed_experts_start_len: Annotated[Any, only(0, refusal=Refusal.ROUTED_EXPERTS)] = None
     return_indexer_topk: Annotated[Any, only(False, refusal=Refusal.SPARSE_ATTENTION)] = None
@@ -307,6 +322,13 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     output_token_ids_logprobs: Annotated[
         list[NativeLogprobs] | UnsetType,
         about("Those of `token_ids_logprob` at each position of the output."),
+    ] = UNSET
+    output_tensors: Annotated[
+        str | UnsetType,
+        about(
+            "Hidden states and logits with the whole output, if asked for: base64 of a safetensors "
+            "file. Those of the prompt are in its first output's."
+        ),
     ] = UNSET
 
 

@@ -17,10 +17,12 @@ from trioserve.http.api.sglang.schemas import (
     NativeFinish,
     NativeLogprob,
 )
+from trioserve.http.api.sglang.tensors import tensors_as_json
 from trioserve.http.api.sse import event
 from trioserve.requests.generation import Completion, GenerationStream, Usage
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.stream import Chunk, TokenLogprob
+from trioserve.requests.tensors import Arrays
 from trioserve.text.tokenizer import Tokenizer
 
 _encoder = msgspec.json.Encoder()
@@ -133,6 +135,12 @@ class NativeWriter:
                 inputs=self._inputs(index, stream.prompt_token_ids, stream.prompt_logprobs),
                 with_inputs=not so_far.inputs_told,
                 beam_logprob=chunk.beam_logprob,
+                tensors={}
+                if chunk.finish_reason is None
+                else {
+                    **stream.output_tensors(chunk.index, len(so_far.token_ids)),
+                    **({} if chunk.index else stream.prompt_tensors),
+                },
             )
         )
         if self.only_new:
@@ -164,6 +172,7 @@ class NativeWriter:
                 prompt_ids=server_api.prompt_token_ids,
                 inputs=self._inputs(index, server_api.prompt_token_ids, server_api.prompt_logprobs),
                 beam_logprob=output.beam_logprob,
+                tensors={**output.tensors, **({} if output.index else server_api.tensors)},
             )
 
     def _reply(
@@ -181,6 +190,7 @@ class NativeWriter:
         inputs: _Logprobs,
         with_inputs: bool = True,
         beam_logprob: float | None = None,
+        tensors: Arrays,
     ) -> GenerateResponse:
         job, several = self.batch.jobs[index], self.batch.num_outputs > 1
         meta = MetaInfo(
@@ -195,6 +205,8 @@ class NativeWriter:
             meta.response_sent_to_client_ts = time.time()
         if beam_logprob is not None:
             meta.cumulative_logprob = beam_logprob
+        if tensors:
+            meta.output_tensors = tensors_as_json(tensors)
         if self.with_mean and with_inputs:
             meta.normalized_prompt_logprob = inputs.mean
         if not with_inputs:
