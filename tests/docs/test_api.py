@@ -75,7 +75,7 @@ PAGE = (DOCS / "api.md").read_text()
 OWN = {
     *("pooling", "timeout", "new_requests", "speculative", "UpdateWeightsRequest.mode"),
     *("beam_width", "early_stopping", "AddWorkerRequest.device"),
-    "AddWorkerRequest.role",
+    *("AddWorkerRequest.role", "return_context_logits", "return_generation_logits"),
     *("UpdateTensorsRequest.mode", "UpdateTensorsRequest.model_path"),
     *("LiveQuery.interval", "LiveQuery.requests", "LiveQuery.nodes"),
     *("LiveQuery.pictures", "ApplyTemplateRequest.continue_final_message"),

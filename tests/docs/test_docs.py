@@ -46,6 +46,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
         ("[(0,",),
         ("Thank you so much! yes 0.", "Go away. yes 0."),
     ],
+    "output-tensors": [("(5, 576) (3, 576)\nTrue\n",), ("context_logits (5, 49152)", "(3, 576)")],
     "lora": [
         (
             "an untrained adapter says the same: True",
