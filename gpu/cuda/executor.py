@@ -27,7 +27,7 @@ from gpu.cuda.forward import ForwardPass, pack_rows
 from gpu.cuda.graphs import Capturer
 from gpu.cuda.ranks import SoleRank
 from gpu.cuda.sampler import DeviceSampler
-from gpu.cuda.step import CudaStep, CudaSubmission, PackedStep
+from gpu.cuda.step import CudaStep, CudaSubmission, DrawReports, PackedStep
 from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Content, Copies, Submission
 from gpu.models.step_embeddings import embeddings_of
@@ -179,9 +179,7 @@ class CudaExecutor:
                     embedded=embedded,
                 )
             )
-            named = self._slot_options.named_ids(sampling)
-            kept = self._slot_options.kept_logits(sampling)
-            draw_reports = _of_draws(forward.logits, places, named, kept)
+            draws = self._draw_reports(sampling, forward.logits, places)
             self._timeline.end_forward()
         return CudaStep(
             rows=sampling,
@@ -191,10 +189,8 @@ class CudaExecutor:
             spans=spans,
             pools=[span for span in pools if span.is_last],
             tensors=tensors,
-            named=named,
-            kept=kept,
             reports=reports,
-            draw_reports=draw_reports,
+            draws=draws,
         )
 
     def _queue_forward(self, step: PackedStep) -> list[torch.Tensor]:
@@ -235,12 +231,11 @@ class CudaExecutor:
         The tokens before those rows are known.
         """
         rows = [step.rows[index] for index in indices]
-        named, kept = self._slot_options.named_ids(rows), self._slot_options.kept_logits(rows)
         with torch.inference_mode():
             places = upload(step.places[indices], self._forward.logits.device)
             logits = self._forward.logits.index_select(0, places)
             order = np.arange(len(rows))
-            draw_reports = _of_draws(logits, order, named, kept)
+            draws = self._draw_reports(rows, logits, order)
             self._timeline.begin_step()
             self._launch_sampler(
                 rows,
@@ -248,9 +243,7 @@ class CudaExecutor:
                 self._buffer["sampling_slots"].index_select(0, places),
                 self._buffer["lengths"].index_select(0, places),
             )
-            part = CudaStep(
-                rows=rows, places=order, named=named, kept=kept, draw_reports=draw_reports
-            )
+            part = CudaStep(rows=rows, places=order, draws=draws)
             ending = self._timeline.end_step(part.outputs(self._sampler.outputs))
         return CudaSubmission(part, self.draw, ending)
 
@@ -276,6 +269,18 @@ class CudaExecutor:
             logits = self._forward.model.logits(hidden[first:stop])
             rows[first - span.first_hidden : stop - span.first_hidden] = logits
         return rows
+
+    def _draw_reports(
+        self, rows: Sequence[Row], logits: torch.Tensor, places: npt.NDArray[np.int64]
+    ) -> DrawReports:
+        """Return the reports of ``rows``; row i has the logits ``logits[places[i]]``."""
+        named, kept = self._slot_options.named_ids(rows), self._slot_options.kept_logits(rows)
+        tensors = []
+        if named:
+            tensors.append(logprobs_of(logits, places[list(named)], named.values()))
+        if kept:
+            tensors.append(logits.index_select(0, upload(places[kept], logits.device)).float())
+        return DrawReports(named, kept, tensors)
 
     def _draw(self, num_rows: int, logits: torch.Tensor) -> None:
         slots, lengths = self._buffer["sampling_slots"], self._buffer["lengths"]
@@ -303,21 +308,3 @@ class CudaExecutor:
             bias=adjustment.bias,
             bitmask=None if masks is None else upload(masks, logits.device),
         )
-
-
-def _of_draws(
-    logits: torch.Tensor,
-    places: npt.NDArray[np.int64],
-    named: dict[int, list[int]],
-    kept: list[int],
-) -> list[torch.Tensor]:
-    """Return the reports of rows that sample, as :class:`CudaStep` has them.
-
-    Row i has the logits ``logits[places[i]]``.
-    """
-    reports = []
-    if named:
-        reports.append(logprobs_of(logits, places[list(named)], named.values()))
-    if kept:
-        reports.append(logits.index_select(0, upload(places[kept], logits.device)).float())
-    return reports

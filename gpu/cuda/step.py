@@ -36,13 +36,24 @@ class PackedStep:
     embedded: StepEmbeddings | None = None
 
 
+@attrs.frozen
+class DrawReports:
+    """Reports of the logits of rows that sample, besides the sampler's."""
+
+    named: dict[int, list[int]]
+    """Index of a row -> the ids of its reported log-probabilities."""
+    kept: list[int]
+    """Indices of the rows whose logits are returned."""
+    tensors: list[torch.Tensor]
+    """One tensor for ``named`` and one for ``kept``, where there are any."""
+
+
 @attrs.frozen(kw_only=True)
 class CudaStep:
     """A step with its forward pass queued.
 
     Its outputs are, in this order: one or four of the sampler's, if a row samples; five for each of
-    ``spans``; one for each of ``pools`` and of ``tensors``; the log-probabilities of ``named``, if
-    there are any; and the logits of ``kept``, if there are any.
+    ``spans``; one for each of ``pools`` and of ``tensors``; and those of ``draws``.
     """
 
     rows: list[Row] = attrs.field(factory=list)
@@ -56,15 +67,10 @@ class CudaStep:
     pools: list[PooledSpan] = attrs.field(factory=list)
     """Spans that complete a prompt with a wanted vector."""
     tensors: list[TensorSpan] = attrs.field(factory=list)
-    named: dict[int, list[int]] = attrs.field(factory=dict)
-    """Index in ``rows`` -> the ids of its reported log-probabilities."""
-    kept: list[int] = attrs.field(factory=list)
-    """Indices in ``rows`` of those whose logits are returned."""
     reports: list[torch.Tensor] = attrs.field(factory=list)
-    """Tensors of the forward pass for ``spans``, ``pools`` and ``tensors``. They are kept alive
-    until they are copied, as are those below."""
-    draw_reports: list[torch.Tensor] = attrs.field(factory=list)
-    """Those for ``named`` and ``kept``."""
+    """Tensors of the forward pass for ``spans``, ``pools`` and ``tensors``; kept alive until they
+    are copied, as are those of ``draws``."""
+    draws: DrawReports = attrs.field(factory=lambda: DrawReports({}, [], []))
     asked: list[int] = attrs.field(init=False)
     """[S], each row's ``SamplerParams.logprobs``."""
 
@@ -86,7 +92,7 @@ class CudaStep:
         if max(self.asked) >= 0:
             wanted += [drawn.logprobs, drawn.top_ids, drawn.top_values]
         count = int(self.places.max()) + 1
-        return [*(output[:count] for output in wanted), *self.reports, *self.draw_reports]
+        return [*(output[:count] for output in wanted), *self.reports, *self.draws.tensors]
 
     def drawn(self, finished: FinishedStep) -> Drawn:
         """Return what the copied outputs say, row by row."""
@@ -99,9 +105,11 @@ class CudaStep:
         prompts = [prompt_piece(span, [next(arrived) for _ in range(5)]) for span in self.spans]
         pooled = [pooled_prompt(span, next(arrived)) for span in self.pools]
         tensors = [tensor_piece(span, next(arrived)) for span in self.tensors]
-        named = in_rows(len(self.rows), self.named, next(arrived)) if self.named else None
-        if self.kept:
-            tensors += map(logits_piece, [self.rows[i] for i in self.kept], next(arrived))
+        named = None
+        if self.draws.named:
+            named = in_rows(len(self.rows), self.draws.named, next(arrived))
+        if self.draws.kept:
+            tensors += map(logits_piece, [self.rows[i] for i in self.draws.kept], next(arrived))
         return Drawn(
             tokens=tokens,
             logprobs=logprobs,

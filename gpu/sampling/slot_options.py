@@ -106,18 +106,19 @@ class SlotOptions:
     def tensor_spans(
         self, rows: Sequence[Row], last_hidden: npt.NDArray[np.integer]
     ) -> list[TensorSpan]:
-        """Return the hidden states, and logits of prompts, that ``rows`` give.
+        """Return the hidden states that ``rows`` give, and then the logits of prompts.
 
         ``last_hidden[i]`` is the index of row i's last hidden state in the step.
         """
         if not self._states:
             return []
-        return [
+        spans = [
             span
             for row, last in zip(rows, last_hidden, strict=True)
             if row.slot.number in self._states
             for span in spans_of(row, int(last))
         ]
+        return sorted(spans, key=lambda span: span.of_logits)
 
     def kept_logits(self, rows: Sequence[Row]) -> list[int]:
         """Return the indices of ``rows`` whose logits are returned."""

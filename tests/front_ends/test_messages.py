@@ -21,6 +21,7 @@ from trioserve.front_ends.messages import (
     Abort,
     Entry,
     FrontEndStart,
+    GivenRows,
     Prompt,
     RpcCall,
     RpcReply,
@@ -29,7 +30,6 @@ from trioserve.front_ends.messages import (
     StepRow,
     StepUpdate,
     Submit,
-    TensorRows,
     decode_from_engine,
     decode_from_front_end,
     encode,
@@ -120,7 +120,7 @@ def test_an_update_survives(
         moves=moves,
         scheduled=scheduled,
         prompts=[Prompt(7, 1, 2, (3, 4), [piece])],
-        tensors=[TensorRows(7, 1, rows)],
+        tensors=[GivenRows(7, 1, rows)],
         step=step,
     )
     assert decode_from_engine(encode(update)) == update

@@ -19,6 +19,8 @@ from trioserve.protocol.wire import StepResult, floats
 PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(41)]
 LEAST_COSINE = 0.9999
 """Between vectors in bfloat16 and in float32."""
+LEAST_ROW_COSINE = 0.999
+"""Between the hidden states, or logits, of single tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +78,38 @@ def test_a_mean_of_a_part_is_refused(folder: Path, loader: KernelLoader) -> None
     server.maker.open(1, PROMPT, attrs.evolve(GREEDY, pooling="mean"), shared_pages=pages)
     with pytest.raises(PlanError, match="isn't computed whole"):
         server.maker.step({1: 25})
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_hidden_states_and_logits_that_are_returned(
+    folder: Path, loader: KernelLoader, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A slice of eleven rows of logits: a prompt takes several.
+    monkeypatch.setattr("gpu.sampling.prompt_logprobs.SLICE_BYTES", 4 * 300 * 11)
+    server = Server.of(folder, loader, graphs=graphs)
+    asked = attrs.evolve(GREEDY, generation_logits=True)
+    server.maker.open(0, PROMPT[:9], asked)
+    server.maker.open(1, PROMPT, asked, states_from=3, context_logits_from=5)
+    server.maker.open(2, PROMPT[5:17])
+    plans = [{0: 9, 1: 20}, {0: 1, 1: 20, 2: 12}, {0: 1, 1: 1, 2: 1}, *[{0: 1, 1: 1}] * 2]
+    results = run(server, plans)
+    pieces = [piece for result in results for piece in result.tensors]
+    judge = Judge(folder)
+    seen: dict[tuple[int, str], list[int]] = {}
+    for piece in pieces:
+        tokens = server.maker.slots[piece.slot].tokens
+        of_states = piece.name == "hidden_states"
+        wanted = judge.hidden(tokens) if of_states else judge.logits(tokens)
+        rows = torch.from_numpy(floats(piece.rows).copy()).reshape(-1, wanted.shape[1])
+        wanted = wanted.float()[piece.start : piece.start + len(rows)]
+        assert float(torch.cosine_similarity(rows, wanted).min()) > LEAST_ROW_COSINE
+        if piece.name == "generation_logits":
+            assert int(rows[0].argmax()) == tokens[piece.start + 1]
+        place = seen.setdefault((piece.slot, piece.name), [])
+        place += range(piece.start, piece.start + len(rows))
+    assert seen == {
+        (0, "generation_logits"): list(range(8, 13)),
+        (1, "generation_logits"): list(range(40, 43)),
+        (1, "hidden_states"): list(range(3, 43)),
+        (1, "context_logits"): list(range(5, 41)),
+    }

@@ -30,7 +30,7 @@ from tests.kernels.tape import TapedLoader
 from tests.kernels.test_adjusted_model import check_greedy, check_prompts
 from tests.kernels.test_cuda_loading import MIB, PAGE_BYTES, FakeGpu, start
 from tests.kernels.test_experts import MARGIN as MARGIN_OF_EXPERTS
-from tests.kernels.test_pooled_model import LEAST_COSINE, cosine
+from tests.kernels.test_pooled_model import LEAST_COSINE, LEAST_ROW_COSINE, cosine
 from tests.kernels.test_whole_model import (
     FP8_MARGIN,
     MARGIN,
@@ -49,7 +49,7 @@ from tests.support.thread_ranks import links_of
 from tests.support.tiny_models import make_tiny
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.protocol.wire import StepResult
+from trioserve.protocol.wire import StepResult, floats
 
 
 @pytest.fixture(scope="module")
@@ -257,12 +257,16 @@ def test_log_probabilities_of_prompts(llama: Path, monkeypatch: pytest.MonkeyPat
     asks = attrs.evolve(GREEDY, prompt_logprobs=3, logprobs=1, logprob_token_ids=[8, 2])
 
     def report(server: RankServer) -> list[StepResult]:
-        server.maker.open(0, PROMPTS[0], asks, prompt_logprobs_from=1)
+        server.maker.open(0, PROMPTS[0], asks, prompt_logprobs_from=1, context_logits_from=0)
         server.maker.open(1, PROMPTS[2], asks, prompt_logprobs_from=1)
         return results_of(server, [{0: 20}, {0: 20, 1: 17}, {0: 1, 1: 1}, BOTH])
 
     results = serve_on_ranks(llama, 2, report)
     check_prompts(Judge(llama), results, {0: PROMPTS[0], 1: PROMPTS[2]})
+    pieces = [floats(piece.rows).reshape(-1, 300) for each in results for piece in each.tensors]
+    logits = torch.from_numpy(np.concatenate(pieces))
+    wanted = Judge(llama).logits(PROMPTS[0]).float()
+    assert float(torch.cosine_similarity(logits, wanted).min()) > LEAST_ROW_COSINE
 
 
 def test_vectors_of_prompts(llama: Path) -> None:

@@ -59,10 +59,15 @@ PLAIN = Flight(
 POOLED = Flight(
     opened={
         0: {"tokens": PROMPTS[0], "params": attrs.evolve(GREEDY, pooling="mean")},
-        1: {"tokens": PROMPTS[1]},
+        1: {
+            "tokens": PROMPTS[1],
+            "params": attrs.evolve(GREEDY, generation_logits=True),
+            "context_logits_from": 2,
+        },
         2: {"tokens": PROMPTS[2], "params": attrs.evolve(GREEDY, pooling="last")},
+        3: {"tokens": PROMPTS[3], "states_from": 3},
     },
-    plans=[{0: 30, 1: 5}, {0: 35, 1: 1, 2: 12}, {0: 1, 1: 1}, {1: 1}, {1: 1}],
+    plans=[{0: 30, 1: 5}, {0: 35, 1: 1, 2: 12}, {0: 1, 1: 1, 3: 17}, {1: 1}, {1: 1, 3: 1}, {1: 1}],
 )
 
 

@@ -168,6 +168,8 @@ class PlanMaker:
         prompt_length: int | None = None,
         shared_pages: Sequence[int] = (),
         prompt_logprobs_from: int = -1,
+        states_from: int = -1,
+        context_logits_from: int = -1,
         adapter: int = 0,
         embeddings: Sequence[EmbeddingRows] = (),
     ) -> None:
@@ -184,6 +186,8 @@ class PlanMaker:
             pages=from_ints(shared_pages),
             sampler=params,
             prompt_logprobs_from=prompt_logprobs_from,
+            states_from=states_from,
+            context_logits_from=context_logits_from,
             adapter=adapter,
             embeddings=list(embeddings),
         )

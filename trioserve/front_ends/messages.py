@@ -265,7 +265,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
     pieces: list[wire.PromptPiece]
 
 
-class TensorRows(msgspec.Struct, frozen=True, array_like=True):
+class GivenRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of the output tensors of request ``number``, which its output ``index`` gave."""
 
     number: int
@@ -288,7 +288,7 @@ class SchedulerUpdate(_Message):
     """Sequences and the places of their new states in :data:`STATES`."""
     scheduled: list[tuple[int, float, int]]
     prompts: list[Prompt]
-    tensors: list[TensorRows]
+    tensors: list[GivenRows]
     """Rows that are there with the tokens of ``step``, or of an update behind this one."""
     step: StepUpdate | None
 

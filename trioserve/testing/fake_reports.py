@@ -39,7 +39,7 @@ class FakeSlot:
 
 @attrs.frozen
 class FakeReport:
-    """What a row reports besides its tokens."""
+    """The report of a row besides its tokens."""
 
     prompt: wire.PromptPiece | None
     pooled: wire.PooledPrompt | None

@@ -232,19 +232,26 @@ def test_adapters_have_the_same_bits(family: str, tmp_path: Path) -> None:
 def test_all_that_a_row_may_ask_for_is_on_rank_0(tmp_path: Path) -> None:
     path = make_tiny("qwen2", tmp_path, **fields_of("qwen2"))
     params = SamplerParams(
-        temperature=0.0, logprobs=2, prompt_logprobs=3, logprob_token_ids=[5, 300]
+        temperature=0.0,
+        logprobs=2,
+        prompt_logprobs=3,
+        logprob_token_ids=[5, 300],
+        generation_logits=True,
     )
+    froms = {"prompt_logprobs_from": 1, "states_from": 0, "context_logits_from": 2}
     results = []
     for size in (1, 4):
         with compiled_ranks(path, size, slices=4) as model:
             maker, _, runner = run(model)
             maker.open(1, prompt_of(9, seed=5))
-            maker.open(0, prompt_of(80), params, prompt_logprobs_from=1)
+            maker.open(0, prompt_of(80), params, **froms)
             first = runner.step(maker.plan({1: 9, 0: 60}))
             results.append([first, runner.step(maker.plan({1: 1, 0: 20}))])
     for alone, together in zip(*results, strict=True):
         (piece,), (other,) = alone.prompts, together.prompts
         assert piece == other
+        assert len(alone.tensors) >= 2
+        assert alone.tensors == together.tensors
         assert (alone.tokens, alone.logprobs) == (together.tokens, together.logprobs)
         assert (alone.top_ids, alone.ids_logprobs) == (together.top_ids, together.ids_logprobs)
 

@@ -42,6 +42,7 @@ PARAMS = [
     SamplerParams(temperature=0.0, prompt_logprobs=2, logprobs=0, logprob_token_ids=[7, 8]),
     SamplerParams(temperature=0.0, pooling="mean"),
     SamplerParams(temperature=0.0, pooling="last"),
+    SamplerParams(temperature=0.0, generation_logits=True),
 ]
 
 
@@ -149,6 +150,8 @@ class Schedule:
             [rng.randrange(VOCAB) for _ in range(length)],
             params,
             prompt_logprobs_from=rng.randint(1, length - 1) if scored else -1,
+            states_from=rng.randrange(length) if params.generation_logits else -1,
+            context_logits_from=rng.randrange(length) if params.generation_logits else -1,
             adapter=rng.choice((0, 0, 1)),
         )
         self._lives.append(Life(self._next_slot, length))
@@ -199,6 +202,8 @@ def test_results_are_those_of_one_model(
     assert any(each.prompts for each in found)
     assert any(each.pooled for each in found)
     assert any(each.ids_logprobs for each in found)
+    names = {piece.name for each in found for piece in each.tensors}
+    assert names == {"hidden_states", "context_logits", "generation_logits"}
 
 
 class Failing(ToyAdjuster):

@@ -16,13 +16,13 @@ import attrs
 from trioserve.front_ends.coalesce import merged
 from trioserve.front_ends.messages import (
     STATES,
+    GivenRows,
     Prompt,
     SchedulerUpdate,
     SequenceEnd,
     StepRow,
     StepUpdate,
     Submit,
-    TensorRows,
     packed,
     plain_entries,
 )
@@ -123,7 +123,7 @@ class FrontEndRequests:
         self._moves: list[tuple[int, int]] = []
         self._scheduled: list[HostedSequence] = []
         self._prompts: list[Prompt] = []
-        self._tensors: deque[TensorRows] = deque()
+        self._tensors: deque[GivenRows] = deque()
         """Rows that haven't been sent."""
         self._steps: list[StepUpdate] = []
         """Steps that haven't been sent."""
@@ -208,7 +208,7 @@ class FrontEndRequests:
     def note_rows(self, request: HostedRequest, index: int, piece: TensorPiece) -> None:
         """Note rows of output tensors that came in the present step."""
         if request in self.requests:
-            self._tensors.append(TensorRows(request.number, index, piece))
+            self._tensors.append(GivenRows(request.number, index, piece))
 
     def end_step(self, time: float) -> None:
         """Finish the present step; ``time`` is as messages have it."""
@@ -235,7 +235,7 @@ class FrontEndRequests:
         schedulers = self._context.schedulers
         queue = (schedulers.num_waiting, schedulers.num_waiting_tokens)
         step: StepUpdate | None = None
-        tensors: list[TensorRows] = []
+        tensors: list[GivenRows] = []
         if self._steps and self.num_untaken < MAX_UNTAKEN:
             tensors = self._take_tensors()
             if not self._tensors:  # No token comes before its rows.
@@ -259,9 +259,9 @@ class FrontEndRequests:
         self._prompts = []
         return update
 
-    def _take_tensors(self) -> list[TensorRows]:
+    def _take_tensors(self) -> list[GivenRows]:
         """Return the oldest rows that haven't been sent, as many as a message has room for."""
-        taken: list[TensorRows] = []
+        taken: list[GivenRows] = []
         num_bytes = 0
         while self._tensors and num_bytes < MAX_ROW_BYTES:
             taken.append(self._tensors.popleft())
