@@ -11,6 +11,7 @@ from gpu.constraints.grammar_trial import MAX_SECONDS as TRIAL_SECONDS
 from tests.support.source_files import ROOT
 from trioserve.cli.worker_options import WorkerOptions
 from trioserve.config import EngineConfig, ServerConfig
+from trioserve.config.media import MediaOptions
 from trioserve.config.options import options_of
 from trioserve.http.api.auth import OPEN_PATHS
 from trioserve.http.api.bounds import MAX_FIELDS, MAX_VALUES
@@ -33,6 +34,9 @@ from trioserve.http.api.schema.field_bounds import (
 from trioserve.http.server.connections import MAX_CONNECTIONS
 from trioserve.http.server.http1 import MAX_HEADERS
 from trioserve.http.server.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
+from trioserve.media.child import MAX_SECONDS, memory_of
+from trioserve.media.fetching import FETCH_SECONDS
+from trioserve.media.reader import setup_of
 from trioserve.observability.live import MAX_WATCHERS
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
@@ -43,6 +47,7 @@ from trioserve.text.stop_regex import MAX_EXPANDED_CHARACTERS, MAX_PATTERN_CHARA
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
 SERVER = ServerConfig(engine=EngineConfig("m"))
+MEDIA = MediaOptions()
 
 
 def bound_of(what: str) -> str:
@@ -104,6 +109,16 @@ def bound_of(what: str) -> str:
             f"{template_child.MAX_SECONDS} s of processor time, "
             f"{template_child.MAX_MEMORY >> 20} MiB, in a process of its own",
         ),
+        (
+            "Bytes of an [image or audio clip](media.md#limits), pixels, seconds",
+            f"{MEDIA.limit_mm_bytes >> 20} MiB; {MEDIA.limit_mm_pixels:,}; "
+            f"{MEDIA.limit_mm_seconds:g}",
+        ),
+        (
+            "Reading one",
+            f"{MAX_SECONDS} s of processor time, {memory_of(setup_of(MEDIA)) >> 20} MiB",
+        ),
+        ("[Fetching one](media.md#urls)", f"{FETCH_SECONDS:g} s, public addresses"),
         ("A message between the processes", f"{MAX_MESSAGE_BYTES >> 20} MiB"),
     ],
 )

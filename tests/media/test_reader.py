@@ -21,10 +21,11 @@ from trioserve._util import job_server
 from trioserve._util.job_processes import JobLost
 from trioserve.config.media import MediaOptions
 from trioserve.media import pool
-from trioserve.media.messages import ArrayLayout, MediaJob, MediaSetup
+from trioserve.media.child import MAX_SECONDS, memory_of
+from trioserve.media.messages import ArrayLayout, MediaJob
 from trioserve.media.parts import AudioPart, ImagePart, MediaPart
 from trioserve.media.pool import MediaProcesses, copy_arrays, num_processes
-from trioserve.media.reader import MediaReader, open_media_reader
+from trioserve.media.reader import MediaReader, open_media_reader, setup_of
 from trioserve.media.sources import Payload
 from trioserve.protocol.errors import EngineError, InvalidRequest
 
@@ -150,6 +151,17 @@ async def test_a_process_has_no_keys_of_the_server(monkeypatch: pytest.MonkeyPat
             assert "TRIOSERVE_API_KEY" not in each.environ()
 
 
+async def test_a_process_has_limits() -> None:
+    async with open_media_reader(OPTIONS) as reader:
+        await check_serves(reader)
+        (child,) = children()
+        seconds, _ = child.rlimit(psutil.RLIMIT_CPU)
+        assert MAX_SECONDS <= seconds <= MAX_SECONDS + 2
+        memory, _ = child.rlimit(psutil.RLIMIT_AS)
+        assert 0 < memory - child.memory_info().vms <= memory_of(setup_of(OPTIONS))
+        assert child.nice() > psutil.Process().nice()
+
+
 async def test_what_is_too_large_never_reaches_a_process() -> None:
     """A data URL of 96 MiB is refused for its length."""
     async with open_media_reader(MediaOptions()) as reader:
@@ -241,10 +253,8 @@ async def test_a_process_that_does_not_answer_is_replaced(monkeypatch: pytest.Mo
 
 
 async def test_too_much_memory_ends_the_process() -> None:
-    setup = MediaSetup(
-        max_bytes=1, max_pixels=1, max_seconds=1, processor_folder="", processor_arguments={}
-    )
-    found = MediaProcesses(setup)
+    options = MediaOptions(limit_mm_bytes=1, limit_mm_pixels=1, limit_mm_seconds=1)
+    found = MediaProcesses(setup_of(options))
     large = Payload("bytes", bytes(400 << 20))
     try:
         with pytest.raises(JobLost):

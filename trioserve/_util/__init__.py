@@ -2,7 +2,7 @@
 
 They import only ``protocol`` from trioserve; every other folder may import them.
 
-Imported by ``requests``, ``observability``, ``text``, ``workers``, ``scheduler``, ``pooling``,
-``engine``, ``observability.live``, ``http.server``, ``http.api``, ``front_ends``, ``testing``,
-``load`` and ``cli``.
+Imported by ``requests``, ``observability``, ``text``, ``media``, ``workers``, ``scheduler``,
+``pooling``, ``engine``, ``observability.live``, ``http.server``, ``http.api``, ``front_ends``,
+``testing``, ``load`` and ``cli``.
 """

@@ -2,9 +2,9 @@
 
 :mod:`trioserve.config.options` makes a flag and an environment variable of each.
 
-Imported by ``requests``, ``observability``, ``text``, ``workers``, ``scheduler``, ``pooling``,
-``engine``, ``observability.live``, ``http.server``, ``http.api``, ``front_ends``, ``testing`` and
-``cli``.
+Imported by ``requests``, ``observability``, ``text``, ``media``, ``workers``, ``scheduler``,
+``pooling``, ``engine``, ``observability.live``, ``http.server``, ``http.api``, ``front_ends``,
+``testing`` and ``cli``.
 """
 
 from __future__ import annotations

@@ -160,6 +160,17 @@ class MediaReader:
         return payload_of(source, part.kind, name, self._setup.max_bytes)
 
 
+def setup_of(options: MediaOptions, processor_folder: Path | None = None) -> MediaSetup:
+    """Return the limits and the processor as the processes get them."""
+    return MediaSetup(
+        max_bytes=options.limit_mm_bytes,
+        max_pixels=options.limit_mm_pixels,
+        max_seconds=options.limit_mm_seconds,
+        processor_folder="" if processor_folder is None else str(processor_folder),
+        processor_arguments=options.processor_arguments(),
+    )
+
+
 @contextlib.asynccontextmanager
 async def open_media_reader(
     options: MediaOptions,
@@ -179,13 +190,7 @@ async def open_media_reader(
     Raises:
         ModelLoadError: The model's processor can't be used.
     """
-    setup = MediaSetup(
-        max_bytes=options.limit_mm_bytes,
-        max_pixels=options.limit_mm_pixels,
-        max_seconds=options.limit_mm_seconds,
-        processor_folder="" if processor_folder is None else str(processor_folder),
-        processor_arguments=options.processor_arguments(),
-    )
+    setup = setup_of(options, processor_folder)
     if fetcher is None:
         fetcher = MediaFetcher(options.allowed_media_domains, options.limit_mm_bytes)
     processes = MediaProcesses(setup)
