@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpu._util.upload import upload
+from gpu.attention import StepLayout
 from gpu.attention.kv_cache import content_of, fill
 from gpu.attention.layout import in_layout_order, step_layout
 from gpu.cuda.forward import ForwardPass, pack_rows
@@ -146,39 +148,22 @@ class CudaExecutor:
         sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
         layout = step_layout(ordered, self._slots)
-        ends = layout.query_start[1:] - 1
-        spans = self._slot_options.prompt_spans(ordered, ends)
-        pools = self._slot_options.pooled.spans(ordered, ends)
+        packed = self._packed(ordered, layout, len(sampling))
         adjusted = self._slot_options.adjusts(sampling)
-        adapted = any(row.slot.adapter for row in ordered)
-        tensors = self._slot_options.tensor_spans(ordered, ends)
-        embedded = embeddings_of(ordered, layout.query_start, self._slots.embedding_width)
-        # A graph gives no hidden states, and no logits side by side if some rows don't sample.
-        eager = spans or pools or tensors or embedded
-        replayable = not (eager or (adjusted and len(sampling) < len(rows)))
+        # A graph has no logits side by side if some rows don't sample.
+        replayable = packed.fits_graphs and not (adjusted and len(sampling) < len(rows))
         forward = self._forward
         with torch.inference_mode():
-            replay = self._forward.pack_attention(layout, replayable, adapted)
+            replay = forward.pack_attention(layout, replayable, packed.adapted)
             size = replay.size if replay else 0
             place_of = pack_rows(self._buffer, ordered, layout, padded_to=size)
             places = np.array([place_of[row.slot.number, row.end] for row in sampling], np.int64)
             self._state.pack(ordered, self._slots, from_host)
             self._timeline.begin_step()
             self.copy_pages(copies)
-            if self._forward.adapters is not None and adapted:
-                self._forward.adapters.pack(ordered, padded_to=size)
-            reports = self._queue_forward(
-                PackedStep(
-                    replay=replay,
-                    num_tokens=len(layout.positions),
-                    adapted=adapted,
-                    spans=spans,
-                    pools=pools,
-                    tensors=tensors,
-                    num_sampled=len(sampling),
-                    embedded=embedded,
-                )
-            )
+            if forward.adapters is not None and packed.adapted:
+                forward.adapters.pack(ordered, padded_to=size)
+            reports = self._queue_forward(attrs.evolve(packed, replay=replay))
             draws = self._draw_reports(sampling, forward.logits, places)
             self._timeline.end_forward()
         return CudaStep(
@@ -186,11 +171,25 @@ class CudaExecutor:
             places=places,
             replay=replay,
             adjusted=adjusted,
-            spans=spans,
-            pools=[span for span in pools if span.is_last],
-            tensors=tensors,
+            spans=packed.spans,
+            pools=[span for span in packed.pools if span.is_last],
+            tensors=packed.tensors,
             reports=reports,
             draws=draws,
+        )
+
+    def _packed(self, rows: Sequence[Row], layout: StepLayout, num_sampled: int) -> PackedStep:
+        """Return what a step of ``rows`` brings and reports besides its draws."""
+        ends = layout.query_start[1:] - 1
+        return PackedStep(
+            replay=None,
+            num_tokens=len(layout.positions),
+            adapted=any(row.slot.adapter for row in rows),
+            spans=self._slot_options.prompt_spans(rows, ends),
+            pools=self._slot_options.pooled.spans(rows, ends),
+            tensors=self._slot_options.tensor_spans(rows, ends),
+            num_sampled=num_sampled,
+            embedded=embeddings_of(rows, layout.query_start, self._slots.embedding_width),
         )
 
     def _queue_forward(self, step: PackedStep) -> list[torch.Tensor]:

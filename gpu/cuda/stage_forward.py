@@ -16,6 +16,7 @@ from gpu.kernels import KernelLoader
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.leading import raw
 from gpu.models.parallel.stages import Stage
+from gpu.models.step_embeddings import StepEmbeddings
 
 
 class StageForward(ForwardPass):
@@ -52,10 +53,12 @@ class StageForward(ForwardPass):
         """Return :meth:`states` as bytes in the host's memory, once they are computed."""
         return raw(self.states(num_tokens).cpu())
 
-    def run(self, num_tokens: int, *, adapted: bool) -> torch.Tensor:
+    def run(
+        self, num_tokens: int, *, adapted: bool, embedded: StepEmbeddings | None = None
+    ) -> torch.Tensor:
         """See :meth:`ForwardPass.run`."""
         if self.stage.is_first:
-            hidden = super().run(num_tokens, adapted=adapted)
+            hidden = super().run(num_tokens, adapted=adapted, embedded=embedded)
         else:
             self.state.scatter()
             # The layers overwrite what they begin with: padding would grow with each replay.

@@ -35,6 +35,11 @@ class PackedStep:
     """Rows that sample."""
     embedded: StepEmbeddings | None = None
 
+    @property
+    def fits_graphs(self) -> bool:
+        """True if it needs no hidden states, and no other embeddings than those of its tokens."""
+        return not (self.spans or self.pools or self.tensors or self.embedded)
+
 
 @attrs.frozen
 class DrawReports:

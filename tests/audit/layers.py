@@ -18,16 +18,16 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "config": "protocol",
         "requests": "protocol _util config",
         "observability": "protocol _util config requests",
+        "requests.media": "protocol _util config requests observability",
         "text": "protocol model_files _util config requests observability",
-        "media": "protocol _util config observability",
         "workers": "protocol model_files _util config observability",
         "scheduler": "protocol _util config requests observability workers",
         "pooling": (
             "protocol model_files _util config requests observability text workers scheduler"
         ),
         "engine": (
-            "protocol model_files _util config requests observability text workers scheduler "
-            "pooling"
+            "protocol model_files _util config requests observability requests.media text workers "
+            "scheduler pooling"
         ),
         "observability.live": (
             "protocol _util config requests observability workers scheduler engine"
@@ -65,6 +65,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "kernels.emulation": "_util kernels",
         "weights": "",
         "lora": "_util slots kernels weights",
+        "models.media": "",
         "models": "_util slots executor attention kernels weights lora",
         "constraints": "slots sampling",
         "runner": "slots sampling executor",
@@ -83,7 +84,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "mock": "slots sampling executor",
         "loading.loading": (
             "slots weights constraints runner loading cpu cpu.rank_processes cuda models.encoder "
-            "models.transformers_models mock"
+            "models.media models.transformers_models mock"
         ),
         "worker": "_util slots lora constraints runner loading cuda loading.loading",
         "__main__": "kernels models loading cpu cpu.following worker",

@@ -66,14 +66,14 @@ ALLOWED = {
     "trioserve/_util/job_processes.py trio.lowlevel.open_process": (
         "the processes in which templates are rendered and media are decoded"
     ),
-    "trioserve/media/images.py PIL.Image": DECODER,
-    "trioserve/media/images.py PIL.Image.Image": DECODER,
-    "trioserve/media/images.py PIL.ImageOps": DECODER,
-    "trioserve/media/images.py PIL.TiffImagePlugin": DECODER,
-    "trioserve/media/images.py PIL.WebPImagePlugin": DECODER,
-    "trioserve/media/processors.py PIL.Image": DECODER,
-    "trioserve/media/processors.py PIL.Image.Image": DECODER,
-    "trioserve/media/processor_loading.py from_pretrained": (
+    "trioserve/requests/media/images.py PIL.Image": DECODER,
+    "trioserve/requests/media/images.py PIL.Image.Image": DECODER,
+    "trioserve/requests/media/images.py PIL.ImageOps": DECODER,
+    "trioserve/requests/media/images.py PIL.TiffImagePlugin": DECODER,
+    "trioserve/requests/media/images.py PIL.WebPImagePlugin": DECODER,
+    "trioserve/requests/media/processors.py PIL.Image": DECODER,
+    "trioserve/requests/media/processors.py PIL.Image.Image": DECODER,
+    "trioserve/requests/media/processor_loading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),
     "trioserve/http/server/listeners.py socket.socket": "what the server listens on",
@@ -86,6 +86,9 @@ ALLOWED = {
     "trioserve/load/remote.py connect": "the client of such commands, not the server",
     "trioserve/load/client.py connect": "the load generator, not the server",
     "gpu/models/transformers_models/reading.py from_pretrained": (
+        "the operator's model, from its folder alone, without code of its own"
+    ),
+    "gpu/models/media/tower.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),
     "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",

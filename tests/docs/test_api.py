@@ -27,12 +27,8 @@ from openai.types.responses import (
     response_retrieve_params,
 )
 
-from trioserve.http.api.anthropic.schemas import (
-    CountTokensRequest,
-    InputMessage,
-    MessagesRequest,
-    ToolDefinition,
-)
+from trioserve.http.api.anthropic.inputs import InputMessage
+from trioserve.http.api.anthropic.schemas import CountTokensRequest, MessagesRequest, ToolDefinition
 from trioserve.http.api.console.routes import ROUTES as CONSOLE
 from trioserve.http.api.errors import ERROR_STATUSES
 from trioserve.http.api.ollama.model_schemas import ShowRequest

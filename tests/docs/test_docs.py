@@ -47,6 +47,7 @@ EXPECTED: dict[str, list[tuple[str, ...]]] = {
         ("Thank you so much! yes 0.", "Go away. yes 0."),
     ],
     "output-tensors": [("(5, 576) (3, 576)\nTrue\n",), ("context_logits (5, 49152)", "(3, 576)")],
+    "prompt-embeds": [("4 tokens in the prompt",), ("4 embeddings, 8 tokens",)],
     "lora": [
         (
             "an untrained adapter says the same: True",

@@ -34,13 +34,13 @@ from trioserve.http.api.schema.field_bounds import (
 from trioserve.http.server.connections import MAX_CONNECTIONS
 from trioserve.http.server.http1 import MAX_HEADERS
 from trioserve.http.server.settings import MAX_HEAD_SIZE, MAX_STREAMS, server_settings
-from trioserve.media.child import MAX_SECONDS, memory_of
-from trioserve.media.fetching import FETCH_SECONDS
-from trioserve.media.reader import setup_of
 from trioserve.observability.live import MAX_WATCHERS
 from trioserve.protocol.grammar import MAX_GRAMMAR_CHARACTERS
 from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 from trioserve.protocol.wire import MAX_MESSAGE_BYTES
+from trioserve.requests.media.child import MAX_SECONDS, memory_of
+from trioserve.requests.media.fetching import FETCH_SECONDS
+from trioserve.requests.media.reader import setup_of
 from trioserve.text import template_child
 from trioserve.text.guarded import CHARACTERS_PER_TOKEN, FEWEST_MAX_CHARACTERS
 from trioserve.text.stop_regex import MAX_EXPANDED_CHARACTERS, MAX_PATTERN_CHARACTERS

@@ -18,14 +18,14 @@ from tests.support.media_files import (
     hostile_images,
     noise,
 )
-from trioserve.media.audio import decode_audio
-from trioserve.media.fetching import MediaUrl
-from trioserve.media.images import decode_image
-from trioserve.media.parts import ImagePart
-from trioserve.media.public_addresses import is_public
-from trioserve.media.refusals import Refused
-from trioserve.media.sources import payload_of
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.media.audio import decode_audio
+from trioserve.requests.media.fetching import MediaUrl
+from trioserve.requests.media.images import decode_image
+from trioserve.requests.media.parts import ImagePart
+from trioserve.requests.media.public_addresses import is_public
+from trioserve.requests.media.refusals import Refused
+from trioserve.requests.media.sources import payload_of
 
 __all__ = ["TARGETS"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from trioserve.config import EngineConfig
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.schedulers import Schedulers
-from trioserve.media.embedding import MediaEmbedder
-from trioserve.media.reader import MediaReader, open_media_reader
+from trioserve.requests.media.embedding import MediaEmbedder
+from trioserve.requests.media.reader import MediaReader, open_media_reader
 from trioserve.text.tokenizer_task import EmbedMedia
 
 

@@ -34,7 +34,6 @@ from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
 from trioserve.engine.worker_group import WorkerGroup
 from trioserve.engine.worker_start import WorkerProcesses, locate_model, log_loaded, workers_port
-from trioserve.media.reader import MediaReader
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.task_dump import reporting
@@ -42,6 +41,7 @@ from trioserve.observability.tracing import open_tracing
 from trioserve.pooling.requests import Encoding
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
+from trioserve.requests.media.reader import MediaReader
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.text.detokenizer import Detokenizer
@@ -50,6 +50,7 @@ from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.life import OnProgress
 from trioserve.workers.remote.port import WorkersPort
 
+_Outputs = list[SequenceOutput]
 _Engine = TypeVar("_Engine", bound=RequestEngine)
 
 
@@ -147,26 +148,12 @@ async def run_engine(
     )
     schedulers, encoder = group.schedulers, model.encoder
     encoding = None if encoder is None else Encoding(encoder=encoder, compute=schedulers.encode)
-
-    async def start(tasks: EngineTasks) -> wire.Ready:
-        called = trio.Event()
-
-        async def call_meanwhile() -> None:
-            if while_loading is not None:
-                await in_thread(while_loading)
-            called.set()
-
-        tasks.start_soon(call_meanwhile)
-        ready = await group.start(tasks, config)
-        await called.wait()
-        return ready
-
     async with run_tasks(
         config,
         model,
         schedulers,
         metrics,
-        start,
+        functools.partial(_start_workers, group, config, while_loading),
         functools.partial(
             Engine,
             worker_group=group,
@@ -182,6 +169,26 @@ async def run_engine(
         schedulers.notify_idle(engine.on_none_open)
         engine.sessions.start_task = group.start_task
         yield engine
+
+
+async def _start_workers(
+    group: WorkerGroup,
+    config: EngineConfig,
+    while_loading: Callable[[], None] | None,
+    tasks: EngineTasks,
+) -> wire.Ready:
+    """Start the workers, and call ``while_loading`` meanwhile; return when both are done."""
+    called = trio.Event()
+
+    async def call_meanwhile() -> None:
+        if while_loading is not None:
+            await in_thread(while_loading)
+        called.set()
+
+    tasks.start_soon(call_meanwhile)
+    ready = await group.start(tasks, config)
+    await called.wait()
+    return ready
 
 
 @attrs.frozen(kw_only=True)
@@ -252,13 +259,10 @@ async def run_tasks(
         assert engine is not None
         engine.on_finished(sequence, finish)
 
-    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[list[SequenceOutput]](
-        output_buffer
-    )
+    to_detokenizer, detokenizer_inbox = trio.open_memory_channel[_Outputs](output_buffer)
     detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
     async with open_tasks(on_failure) as tasks:
-        tokenizer = TokenizerTask(model.tokenizer, embed_media)
-        to_tokenizer, backend_inbox = _start_preparing(tasks, tokenizer, validation)
+        to_tokenizer, backend_inbox = _start_preparing(tasks, model, embed_media, validation)
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
@@ -286,11 +290,15 @@ async def run_tasks(
 
 
 def _start_preparing(
-    tasks: EngineTasks, tokenizer: TokenizerTask, validation: WorkerValidation | None
+    tasks: EngineTasks,
+    model: LoadedModel,
+    embed_media: EmbedMedia | None,
+    validation: WorkerValidation | None,
 ) -> tuple[trio.MemorySendChannel[Request], trio.MemoryReceiveChannel[Request]]:
     """Start the tasks before the back end; return the first one's channel and the back end's."""
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
+    tokenizer = TokenizerTask(model.tokenizer, embed_media)
     if validation is None:
         tasks.start_soon(tokenizer.run, tokenizer_inbox, to_backend)
     else:

@@ -88,7 +88,7 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(f"{path} has no text_config: it is damaged; fetch it again")
     defaults = _LLAMA if text.get("model_type") == "llama" else {}
     of_both = {name: values[name] for name in _OF_BOTH if name in values}
-    # The class of the decoder may be one of the authors', who name its type truly.
+    # The class of the decoder may be one that transformers lacks; its type is right.
     own = {name: value for name, value in text.items() if name != "architectures"}
     return {**defaults, **of_both, **own}
 

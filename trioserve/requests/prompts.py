@@ -62,8 +62,7 @@ class ChatPrompt:
 
     ``messages`` are the OpenAI API's: maps with ``role`` and ``content``: a string, or a list of
     text parts, of ``{"type": "prompt_embeds", "prompt_embeds": array}``, and of media
-    (:func:`trioserve.media.content.as_media_part`). ``template_arguments`` are handed to the
-    template as they are.
+    (:func:`.media.content.as_media_part`). The template gets ``template_arguments`` as they are.
     """
 
     messages: tuple[dict[str, Any], ...] = attrs.field(converter=_as_messages)

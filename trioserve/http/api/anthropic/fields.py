@@ -7,22 +7,24 @@ from typing import Any
 
 import msgspec
 
-from trioserve.http.api.anthropic.schemas import (
-    AnyToolChoice,
+from trioserve.http.api.anthropic.inputs import (
     Base64Source,
     ImageInput,
     InputMessage,
+    TextInput,
+    ThinkingInput,
+    ToolResultInput,
+    ToolUseInput,
+)
+from trioserve.http.api.anthropic.schemas import (
+    AnyToolChoice,
     MessagesPrompt,
     MessagesRequest,
     NamedToolChoice,
     NoToolChoice,
-    TextInput,
     ThinkingAdaptive,
     ThinkingEnabled,
-    ThinkingInput,
     ToolDefinition,
-    ToolResultInput,
-    ToolUseInput,
 )
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.messages import (

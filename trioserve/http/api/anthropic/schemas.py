@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from trioserve.http.api.anthropic.inputs import InputMessage, TextInput, ToolName
 from trioserve.http.api.openai.chat.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from trioserve.http.api.schema import fields
 from trioserve.http.api.schema.field_bounds import Text
@@ -17,109 +18,16 @@ from trioserve.http.api.schema.reading import Count, about, hint, only
 from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.protocol.sampling import MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
 
-_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
 _StopSequences = Annotated[
     list[Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]],
     msgspec.Meta(max_length=MAX_STOP_STRINGS),
 ]
 
 
-class TextInput(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"
-):
-    """Text in a message."""
-
-    text: Annotated[Text, about("The text.")]
-    cache_control: Annotated[Any, hint()] = None
-    citations: Annotated[Any, only([], refusal=Refusal.DOCUMENTS)] = None
-
-
-class Base64Source(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="base64"
-):
-    """An image in the request."""
-
-    media_type: Annotated[
-        Text, about("Its format; the data is what counts, so another one does no harm.")
-    ]
-    data: Annotated[Text, about("Its base64.")]
-
-
-class UrlSource(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="url"
-):
-    """An image that the server fetches."""
-
-    url: Annotated[Text, about("URL of a host that `--allowed-media-domains` names.")]
-
-
-class ImageInput(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="image"
-):
-    """An image in a user's message."""
-
-    source: Annotated[Base64Source | UrlSource, about("The image.")]
-    cache_control: Annotated[Any, hint()] = None
-
-
-class ThinkingInput(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="thinking"
-):
-    """Reasoning of an earlier answer."""
-
-    thinking: Annotated[Text, about("The reasoning, for the chat template.")]
-    signature: Annotated[Any, hint()] = None
-
-
-class ToolUseInput(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool_use"
-):
-    """An earlier tool call."""
-
-    id: Annotated[str, about("The name that the tool's result refers to.")]
-    name: Annotated[_ToolName, about("The tool's name.")]
-    input: Annotated[dict[str, Any], about("The tool's input.")]
-    cache_control: Annotated[Any, hint()] = None
-    caller: Annotated[Any, hint()] = None
-    toolset_name: Annotated[Any, only(refusal=Refusal.TOOLSETS)] = None
-
-
-class ToolResultInput(
-    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="tool_result"
-):
-    """A tool's result."""
-
-    tool_use_id: Annotated[str, about("The call that this answers.")]
-    content: Annotated[
-        Text | Annotated[list[TextInput], msgspec.Meta(max_length=MAX_PARTS)] | None,
-        about("The result, as a whole or in blocks of text."),
-    ] = None
-    is_error: Annotated[
-        bool | None, about("Whether the call failed; the model reads `Error:` before the content.")
-    ] = None
-    cache_control: Annotated[Any, hint()] = None
-    toolset_name: Annotated[Any, only(refusal=Refusal.TOOLSETS)] = None
-
-
-Blocks = Annotated[
-    list[TextInput | ImageInput | ThinkingInput | ToolUseInput | ToolResultInput],
-    msgspec.Meta(max_length=MAX_PARTS),
-]
-
-
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message of a conversation."""
-
-    role: Annotated[
-        Literal["user", "assistant", "system"], about("The role of the message's author.")
-    ]
-    content: Annotated[Text | Blocks, about("The content, as a whole or in blocks.")]
-
-
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool that the model may call, and the client runs."""
 
-    name: Annotated[_ToolName, about("The tool's name.")]
+    name: Annotated[ToolName, about("The tool's name.")]
     description: Annotated[Text | None, about("A description for the model.")] = None
     input_schema: Annotated[dict[str, Any], about("The JSON schema of its input.")]
     type: Annotated[
@@ -162,7 +70,7 @@ class NamedToolChoice(
 ):
     """The model has to call this tool."""
 
-    name: Annotated[_ToolName, about("The name of one of the tools.")]
+    name: Annotated[ToolName, about("The name of one of the tools.")]
     disable_parallel_tool_use: Annotated[Any, hint()] = None
 
 

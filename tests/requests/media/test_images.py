@@ -19,8 +19,8 @@ from tests.support.media_files import (
     png,
     png_chunk,
 )
-from trioserve.media.images import decode_image, format_of, image_of_pixels
-from trioserve.media.refusals import Refused
+from trioserve.requests.media.images import decode_image, format_of, image_of_pixels
+from trioserve.requests.media.refusals import Refused
 
 MAX_PIXELS = 1 << 20
 HOSTILE = hostile_images()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trioserve.media.parts import AudioPart, ImagePart, MediaPart
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.media.parts import AudioPart, ImagePart, MediaPart
 
 
 def as_media_part(part: Any, name: str) -> MediaPart:

@@ -15,11 +15,11 @@ import pytest
 from tests.support.media_files import encoded, noise, tone
 from tests.support.tiny_processors import BEGINNING, idefics3, llava, qwen2_vl, tokenizer, whisper
 from trioserve.config.media import MediaOptions
-from trioserve.media.parts import AudioPart, ImagePart
-from trioserve.media.processors import MediaProcessor, ProcessedPart
-from trioserve.media.reader import open_media_reader
-from trioserve.media.refusals import Refused
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
+from trioserve.requests.media.parts import AudioPart, ImagePart
+from trioserve.requests.media.processors import MediaProcessor, ProcessedPart
+from trioserve.requests.media.reader import open_media_reader
+from trioserve.requests.media.refusals import Refused
 
 SIZES = ((40, 30), (30, 90), (7, 5))
 

@@ -10,11 +10,11 @@ import attrs
 import trio
 
 from trioserve._util.together import all_together
-from trioserve.media.content import as_media_part
-from trioserve.media.reader import MediaReader, ProcessedMedia
 from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, WorkerLost
 from trioserve.requests.embedded import EmbeddedMedia
+from trioserve.requests.media.content import as_media_part
+from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
 CALL = "encode_media"
 MAX_TRIES = 3

@@ -16,10 +16,10 @@ import attrs
 import httpcore2
 import trio
 
-from trioserve._util.addresses import host_and_port
-from trioserve.media.public_addresses import is_public
-from trioserve.media.sources import too_many_bytes
+from trioserve.protocol.addresses import host_and_port
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.media.public_addresses import is_public
+from trioserve.requests.media.sources import too_many_bytes
 
 FETCH_SECONDS = 10.0
 """Longest time for one URL, from its name's resolution to the last byte."""

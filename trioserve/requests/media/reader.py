@@ -13,13 +13,13 @@ import trio
 from trioserve._util.job_processes import JobLost
 from trioserve._util.together import all_together
 from trioserve.config.media import MediaOptions
-from trioserve.media.child import MAX_SECONDS, memory_of
-from trioserve.media.fetching import MediaFetcher
-from trioserve.media.messages import MediaJob, MediaSetup
-from trioserve.media.parts import URL_BEGINNINGS, MediaPart
-from trioserve.media.pool import Array, MediaProcesses
-from trioserve.media.sources import Payload, payload_of
 from trioserve.protocol.errors import EngineError, InvalidRequest, ModelLoadError
+from trioserve.requests.media.child import MAX_SECONDS, memory_of
+from trioserve.requests.media.fetching import MediaFetcher
+from trioserve.requests.media.messages import MediaJob, MediaSetup
+from trioserve.requests.media.parts import URL_BEGINNINGS, MediaPart
+from trioserve.requests.media.pool import Array, MediaProcesses
+from trioserve.requests.media.sources import Payload, payload_of
 
 MAX_READS = 16
 """Most parts that are fetched or read at a time; further ones wait."""

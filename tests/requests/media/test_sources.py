@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.media_files import noise
-from trioserve.media.parts import AudioPart, ImagePart, Pixels
-from trioserve.media.sources import Payload, payload_of
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.media.parts import AudioPart, ImagePart, Pixels
+from trioserve.requests.media.sources import Payload, payload_of
 
 NAME = "messages[0].content[1]"
 LIMIT = 1000

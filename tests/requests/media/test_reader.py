@@ -20,14 +20,14 @@ from tests.support.process_ends import wait_ended
 from trioserve._util import job_server
 from trioserve._util.job_processes import JobLost
 from trioserve.config.media import MediaOptions
-from trioserve.media import pool
-from trioserve.media.child import MAX_SECONDS, memory_of
-from trioserve.media.messages import ArrayLayout, MediaJob
-from trioserve.media.parts import AudioPart, ImagePart, MediaPart
-from trioserve.media.pool import MediaProcesses, copy_arrays, num_processes
-from trioserve.media.reader import MediaReader, open_media_reader, setup_of
-from trioserve.media.sources import Payload
 from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.requests.media import pool
+from trioserve.requests.media.child import MAX_SECONDS, memory_of
+from trioserve.requests.media.messages import ArrayLayout, MediaJob
+from trioserve.requests.media.parts import AudioPart, ImagePart, MediaPart
+from trioserve.requests.media.pool import MediaProcesses, copy_arrays, num_processes
+from trioserve.requests.media.reader import MediaReader, open_media_reader, setup_of
+from trioserve.requests.media.sources import Payload
 
 NAME = "messages[0].content[1]"
 OPTIONS = MediaOptions(limit_mm_pixels=1 << 20, limit_mm_bytes=1 << 20, limit_mm_seconds=2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trioserve.media.refusals import Refused, undecodable
+from trioserve.requests.media.refusals import Refused, undecodable
 
 _BEGINNINGS = (b"fLaC", b"OggS", b"ID3")
 _FORMATS = "WAV, FLAC, Ogg and MP3"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trioserve.media.audio import DEFAULT_RATE, Samples
-from trioserve.media.processor_loading import load_processor
-from trioserve.media.refusals import Refused
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.requests.media.audio import DEFAULT_RATE, Samples
+from trioserve.requests.media.processor_loading import load_processor
+from trioserve.requests.media.refusals import Refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image

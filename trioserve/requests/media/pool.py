@@ -1,6 +1,6 @@
 """Processes that read media, and the arrays that they hand over in shared memory.
 
-:mod:`~trioserve.media.child` is their program.
+:mod:`~trioserve.requests.media.child` is their program.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import trio
 from trioserve._util.job_child import framed
 from trioserve._util.job_processes import JobProcess, JobProcesses
 from trioserve._util.job_server import JobServer
-from trioserve.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
-from trioserve.media.sources import Payload
 from trioserve.observability.logs import get_logger
+from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
+from trioserve.requests.media.sources import Payload
 
 MAX_WAIT = 120.0
 """Seconds to wait for an answer; long, for a busy machine."""
@@ -36,7 +36,7 @@ _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
 }
 
-_log = get_logger("trioserve.media")
+_log = get_logger("trioserve.requests.media")
 
 Array = np.ndarray[Any, Any]
 
@@ -96,7 +96,7 @@ class MediaProcesses:
         async with self._starting:
             if self._server is None or self._server.is_lost:
                 self._server = await JobServer.start(
-                    "trioserve.media.child",
+                    "trioserve.requests.media.child",
                     _log,
                     "process that reads media",
                     setup=self._setup,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trioserve.media.refusals import Refused, undecodable
+from trioserve.requests.media.refusals import Refused, undecodable
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,8 +11,8 @@ import pytest
 import soundfile
 
 from tests.support.media_files import AUDIO_FORMATS, clip, encoded, noise, tone
-from trioserve.media.audio import decode_audio
-from trioserve.media.refusals import Refused
+from trioserve.requests.media.audio import decode_audio
+from trioserve.requests.media.refusals import Refused
 
 
 @pytest.mark.parametrize("name", AUDIO_FORMATS)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import attrs
 
-from trioserve.media.messages import Encoding
-from trioserve.media.parts import DATA_BEGINNING, Pixels, Source
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.media.messages import Encoding
+from trioserve.requests.media.parts import DATA_BEGINNING, Pixels, Source
 
 MAX_HEADER_CHARACTERS = 256
 """Longest beginning of a data URL, up to its comma."""

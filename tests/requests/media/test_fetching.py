@@ -10,10 +10,10 @@ import pytest
 import trio
 import trustme
 
-from trioserve.media import fetching
-from trioserve.media.fetching import MediaFetcher, MediaUrl
-from trioserve.media.public_addresses import is_public
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.requests.media import fetching
+from trioserve.requests.media.fetching import MediaFetcher, MediaUrl
+from trioserve.requests.media.public_addresses import is_public
 
 NAME = "messages[0].content[1]"
 LIMIT = 1000

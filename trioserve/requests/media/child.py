@@ -1,8 +1,8 @@
 """The processes that decode media, with limited time and memory.
 
-The first one reads a :class:`~trioserve.media.messages.MediaSetup`, loads the model's processor,
-and forks. Each fork reads one :class:`~trioserve.media.messages.MediaJob` after another, each with
-its payload, and answers it. Arrays go into shared memory. A job past the limits ends its process.
+The first one reads a :class:`.messages.MediaSetup`, loads the model's processor, and forks. Each
+fork reads one :class:`.messages.MediaJob` after another, each with its payload, and answers it.
+Arrays go into shared memory. A job past the limits ends its process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trioserve._util.job_child import (
     read_message,
     serve_forks,
 )
-from trioserve.media.audio import DEFAULT_RATE, decode_audio
-from trioserve.media.images import decode_image, image_of_pixels, import_decoders
-from trioserve.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
-from trioserve.media.processors import Arrays, MediaProcessor, ProcessedPart
-from trioserve.media.refusals import Refused
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.requests.media.audio import DEFAULT_RATE, decode_audio
+from trioserve.requests.media.images import decode_image, image_of_pixels, import_decoders
+from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
+from trioserve.requests.media.processors import Arrays, MediaProcessor, ProcessedPart
+from trioserve.requests.media.refusals import Refused
 
 MAX_SECONDS = 20
 """Processor seconds for one part. Usual ones take less than a tenth."""
