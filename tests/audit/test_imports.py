@@ -78,6 +78,7 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
     others = [
         "_util/child_process",
         "_util/job_child",
+        "_util/job_server",
         "front_ends/__main__",
         "front_ends/processes/process",
         "observability/signals",

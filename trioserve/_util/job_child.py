@@ -24,7 +24,8 @@ HEAD = 4
 """Size of the length in front of a message, in bytes."""
 NUM_FORK_FDS = 3
 """Descriptors that a new fork gets: its standard input, its standard output, its memory."""
-MAX_COMMAND_BYTES = 64
+READY, FORK, FORKED = b"ready", b"fork", b"forked"
+"""Packets between the server and the process that forks."""
 
 
 def framed(message: msgspec.Struct) -> bytes:
@@ -83,38 +84,40 @@ def _limit(kind: int, value: int) -> None:
 def serve_forks(control: int, do_jobs: Callable[[IO[bytes], IO[bytes], int], object]) -> NoReturn:
     """Fork this process whenever the server asks for it, until the server is gone.
 
-    Called while the process has a single thread. :mod:`~trioserve._util.job_server` is the server's
-    side.
+    Called while the process has a single thread, and leads a process group.
+    :mod:`~trioserve._util.job_server` is the server's side.
 
     Args:
-        control: Descriptor of a socket for packets. One with descriptors asks for a fork, and is
-            answered with its process id; one with a process id kills that fork.
+        control: Descriptor of a socket for packets. Each one brings the descriptors of a fork, and
+            is answered with a descriptor that refers to the new process.
         do_jobs: Does a fork's jobs; called with its input, its output and its memory.
     """
     # Objects that all forks have stay in the memory that they share.
     gc.freeze()
-    children: set[int] = set()
     with socket.socket(fileno=control) as server:
-        server.send(b"ready")
+        server.send(READY)
         while True:
-            command, descriptors, _, _ = socket.recv_fds(server, MAX_COMMAND_BYTES, NUM_FORK_FDS)
-            if descriptors:
-                child = os.fork()
-                if not child:
-                    _do_jobs(server, descriptors, do_jobs)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                children.add(child)
-                server.send(str(child).encode())
-            elif command:
-                _kill(int(command))
-                children.discard(int(command))
-                server.send(b"ended")
-            else:
+            _, descriptors, _, _ = socket.recv_fds(server, len(FORK), NUM_FORK_FDS)
+            if not descriptors:
                 break
-    for child in children:
-        _kill(child)
-    os._exit(0)
+            _reap()
+            child = os.fork()
+            if not child:
+                _do_jobs(server, descriptors, do_jobs)
+            # It can't refer to another process: this one reaps its forks later.
+            reference = os.pidfd_open(child)
+            socket.send_fds(server, [FORKED], [reference])
+            for descriptor in (*descriptors, reference):
+                os.close(descriptor)
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError
+
+
+def _reap() -> None:
+    """Let go of forks that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _do_jobs(
@@ -128,9 +131,3 @@ def _do_jobs(
         do_jobs(os.fdopen(source, "rb"), os.fdopen(target, "wb"), memory)
     finally:
         os._exit(1)  # At once: there may be no memory for more.
-
-
-def _kill(child: int) -> None:
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)

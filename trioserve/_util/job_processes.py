@@ -71,7 +71,7 @@ class JobProcess:
     Args:
         stdin: Stream that it reads.
         stdout: Stream that it writes.
-        kill: Kills the process and waits until it has ended; called shielded.
+        kill: Kills the process and waits until it has ended; called once, shielded.
         key: Kind of the jobs that it can do; the pool gives it no others.
         setup: Bytes that it reads before its first job.
         memory: Descriptor of memory that it shares, -1 without any. It is closed with the process.
@@ -93,6 +93,8 @@ class JobProcess:
         self._stdout = stdout
         self._kill = kill
         self._unsent = setup
+        self._ending = trio.Lock()
+        self._has_ended = False
 
     @classmethod
     async def start(
@@ -147,14 +149,18 @@ class JobProcess:
         return not poll.poll(0)
 
     async def end(self) -> None:
-        """Kill the process and wait until it has ended."""
+        """Kill the process and wait until it has ended. Idempotent."""
         with trio.CancelScope(shield=True):
-            await self._kill()
-            await self._stdin.aclose()
-            await self._stdout.aclose()
-            if self.memory >= 0:
-                os.close(self.memory)
-                self.memory = -1
+            async with self._ending:
+                if self._has_ended:
+                    return
+                await self._kill()
+                await self._stdin.aclose()
+                await self._stdout.aclose()
+                if self.memory >= 0:
+                    os.close(self.memory)
+                    self.memory = -1
+                self._has_ended = True
 
     async def _receive(self, size: int) -> bytearray:
         received = bytearray()

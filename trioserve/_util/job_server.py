@@ -10,29 +10,32 @@ import array
 import contextlib
 import functools
 import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import trio
 
-from trioserve._util.child_process import end_child
-from trioserve._util.job_child import MAX_COMMAND_BYTES
+from trioserve._util.child_process import KILL_GRACE, end_child
+from trioserve._util.job_child import FORK, FORKED, READY
 from trioserve._util.job_processes import JobProcess, open_program
 
 MAX_REPLY_SECONDS = 10.0
-"""Longest time until a fork has begun or ended; long, for a busy machine."""
-_FAILURES = (OSError, trio.ClosedResourceError, trio.TooSlowError)
+"""Longest time until a fork has begun; long, for a busy machine."""
+_FD_BYTES = array.array("i").itemsize
 
 
 class JobServer:
     """The process that forks. :meth:`start` makes it.
 
     Attributes:
-        is_lost: True if it has died or doesn't answer; it can't fork any more.
+        is_lost: True if it has ended or doesn't answer; it can't fork any more. Its forks go on.
     """
 
-    def __init__(self, process: trio.Process, control: trio.socket.SocketType, log: Any, name: str):
+    def __init__(
+        self, process: trio.Process, control: trio.socket.SocketType, log: Any, name: str
+    ) -> None:
         self.is_lost = False
         self._process = process
         self._control = control
@@ -81,7 +84,8 @@ class JobServer:
                 assert process.stdin is not None
                 with contextlib.suppress(trio.BrokenResourceError):
                     await process.stdin.send_all(setup)
-                await server._reply()
+                if await server._control.recv(len(READY)) != READY:
+                    raise OSError(f"the {name} has ended")
         except trio.TooSlowError as error:
             await server.end()
             raise OSError(f"the {name} takes too long to start") from error
@@ -105,7 +109,7 @@ class JobServer:
             ours.callback(os.close, stdout)
             memory = os.memfd_create("jobs", os.MFD_CLOEXEC)
             ours.callback(os.close, memory)
-            fork = await self._ask(b"fork", (read_end, write_end, memory))
+            fork = await self._reference(array.array("i", (read_end, write_end, memory)))
             ours.pop_all()
         return JobProcess(
             trio.lowlevel.FdStream(stdin),
@@ -115,44 +119,57 @@ class JobServer:
         )
 
     async def end(self) -> None:
-        """Kill the process and all of its forks, and wait until it has ended."""
+        """Kill the process and its forks, and wait until it has ended. A lost one is left alone."""
+        if self.is_lost:
+            return
         self.is_lost = True
         with trio.CancelScope(shield=True):
             await end_child(self._process, self._log, self._name)
-            assert self._process.stdout is not None
-            await self._process.stdout.aclose()
+            await self._close()
+
+    async def _close(self) -> None:
         self._control.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        await self._process.stdin.aclose()
+        await self._process.stdout.aclose()
 
-    async def _kill(self, fork: bytes) -> None:
-        with contextlib.suppress(OSError):  # With this process, its forks have ended.
-            await self._ask(fork)
+    async def _reference(self, inherited: array.array[int]) -> int:
+        """Return a descriptor that refers to a new fork, which gets the descriptors ``inherited``.
 
-    async def _ask(self, command: bytes, descriptors: Sequence[int] = ()) -> bytes:
-        """Send a command, and return the reply to it. Without one, end the process."""
-        # A reply that was left unread would be taken for that of the next command.
+        Raises:
+            OSError: The process is lost.
+        """
+        # A reply that was left unread would be taken for that of the next fork.
+        with trio.CancelScope(shield=True), trio.move_on_after(MAX_REPLY_SECONDS):
+            async with self._lock:
+                if self.is_lost:
+                    raise OSError(f"the {self._name} has ended")
+                more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, inherited.tobytes())]
+                with contextlib.suppress(OSError, trio.ClosedResourceError):
+                    await self._control.sendmsg([FORK], more)
+                    _, received, _, _ = await self._control.recvmsg(
+                        len(FORKED), socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+                    )
+                    for _, _, data in received:
+                        return int.from_bytes(data[:_FD_BYTES], "little")
+        await self._drop()
+        raise OSError(f"the {self._name} has ended or doesn't answer")
+
+    async def _drop(self) -> None:
+        """Kill the process without its forks, because some may have jobs."""
+        self.is_lost = True
         with trio.CancelScope(shield=True):
-            reply = await self._reply_to(command, descriptors)
-        return reply
+            self._process.kill()
+            with trio.move_on_after(KILL_GRACE):
+                await self._process.wait()
+            await self._close()
 
-    async def _reply_to(self, command: bytes, descriptors: Sequence[int]) -> bytes:
-        async with self._lock:
-            if self.is_lost:
-                raise OSError("the process is lost")
-            try:
-                return await self._exchange(command, descriptors)
-            except _FAILURES as error:
-                await self.end()
-                raise OSError("the process is lost") from error
-
-    async def _exchange(self, command: bytes, descriptors: Sequence[int]) -> bytes:
-        inherited = array.array("i", descriptors).tobytes()
-        more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, inherited)] if inherited else []
-        with trio.fail_after(MAX_REPLY_SECONDS):
-            await self._control.sendmsg([command], more)
-            return await self._reply()
-
-    async def _reply(self) -> bytes:
-        reply: bytes = await self._control.recv(MAX_COMMAND_BYTES)
-        if not reply:
-            raise OSError("the process has ended")
-        return reply
+    async def _kill(self, fork: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fork, signal.SIGKILL)
+        with trio.move_on_after(KILL_GRACE) as grace:
+            await trio.lowlevel.wait_readable(fork)
+        if grace.cancelled_caught:
+            self._log.error(f"{self._name} can't be killed", seconds=KILL_GRACE)
+        os.close(fork)

@@ -70,6 +70,14 @@ def test_a_header_that_lies_costs_nothing() -> None:
             decode_audio(header(honest, **fields), 16_000, 1)
 
 
+def test_a_flac_file_of_unknown_length_is_refused() -> None:
+    data = bytearray(clip("FLAC"))
+    data[21] &= 0xF0  # 36 bits have the number of samples
+    data[22:26] = bytes(4)
+    with pytest.raises(Refused, match="doesn't say in its header how long it is"):
+        decode_audio(bytes(data), 16_000, 1)
+
+
 def test_a_clip_without_samples_is_refused() -> None:
     with pytest.raises(Refused, match="no samples"):
         decode_audio(clip(seconds=0), 16_000, 1)

@@ -215,31 +215,35 @@ async def test_a_dead_process_costs_its_own_part_only() -> None:
         assert child not in children()
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_an_idle_process_that_dies_costs_nothing(is_first: bool) -> None:
-    """With the process that forks, all of its forks end."""
+async def test_an_idle_process_that_dies_costs_nothing() -> None:
     async with open_media_reader(OPTIONS) as reader:
         await check_serves(reader)
-        victims = processes() if is_first else children()
-        for victim in victims:
-            victim.kill()
-        await wait_ended(*victims)
+        (child,) = children()
+        child.kill()
+        await wait_ended(child)
         await check_serves(reader)
-        assert len(processes()) == 2
+        assert child not in children()
 
 
-async def test_a_first_process_that_does_not_fork_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_first_process_is_replaced_and_its_forks_go_on(
+    kind: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(job_server, "MAX_REPLY_SECONDS", 1.0)
     async with open_media_reader(OPTIONS) as reader:
         await check_serves(reader)
         (first, fork) = processes()
-        os.kill(first.pid, signal.SIGSTOP)
-        fork.kill()
-        await wait_ended(fork)
-        monkeypatch.setattr(job_server, "MAX_REPLY_SECONDS", 0.2)
-        await check_serves(reader)
+        fork.suspend()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(check_serves, reader)
+            await trio.testing.wait_all_tasks_blocked()
+            first.send_signal(kind)
+            await check_serves(reader)
+            assert fork.status() == psutil.STATUS_STOPPED
+            fork.resume()
         assert first not in processes()
+        assert len(processes()) == 2
+    await wait_ended(first, fork)
 
 
 async def test_a_process_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ _FORMATS = "WAV, FLAC, Ogg and MP3"
 MAX_CHANNELS = 16
 SAMPLE_RATES = (1_000, 768_000)
 """Lowest and highest sample rate of a file, in Hz."""
+UNKNOWN_FRAMES = 1 << 62
+"""Fewest frames that libsndfile gives for an unknown length; it can't read such files in blocks."""
 BLOCK_FRAMES = 1 << 16
 DEFAULT_RATE = 16_000
 """Sample rate of the result, in Hz, where no processor asks for another."""
@@ -62,7 +64,9 @@ def _check_header(file: Any, max_seconds: float) -> None:
         raise Refused(f"the audio has {file.samplerate} Hz: {low} to {high} are read")
     if not 1 <= file.channels <= MAX_CHANNELS:
         raise Refused(f"the audio has {file.channels} channels: at most {MAX_CHANNELS} are read")
-    # Some formats don't say how long they are; those are counted as they are decoded.
+    if file.frames >= UNKNOWN_FRAMES:
+        raise Refused("the audio doesn't say in its header how long it is")
+    # Headers can lie, so seconds are also counted as they are decoded.
     _check_seconds(file.frames / file.samplerate, max_seconds)
 
 

@@ -93,6 +93,16 @@ class MediaProcesses:
             return ReadPart(answer, await _received(process, answer.arrays))
 
     async def _start(self, _: object) -> JobProcess:
+        server = await self._running_server()
+        try:
+            return await server.fork()
+        except OSError:
+            if not server.is_lost:
+                raise
+        return await (await self._running_server()).fork()
+
+    async def _running_server(self) -> JobServer:
+        """Return the process that forks; start one if there is none, or replace a lost one."""
         async with self._starting:
             if self._server is None or self._server.is_lost:
                 self._server = await JobServer.start(
@@ -103,11 +113,10 @@ class MediaProcesses:
                     seconds=MAX_START_SECONDS,
                     variables=_VARIABLES,
                 )
-            server = self._server
         if self._is_closed:
-            await server.end()
+            await self._server.end()
             raise OSError("the reader is closed")
-        return await server.fork()
+        return self._server
 
 
 async def _received(process: JobProcess, layouts: Sequence[ArrayLayout]) -> dict[str, Array]:
