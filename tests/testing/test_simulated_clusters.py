@@ -239,7 +239,7 @@ def test_most_seeds_have_several_workers() -> None:
     policies = {each.options["routing_policy"] for each in found}
     assert policies == set(ROUTING_POLICIES)
     clients = [client for each in found if each.faults for client in each.clients]
-    for name in ("grammar", "beam_width", "logprobs", "prompt_logprobs"):
+    for name in ("grammar", "beam_width", "logprobs", "prompt_logprobs", "return_hidden_states"):
         assert any(each.params.get(name) for each in clients), name
     assert any(each.num_outputs > 1 for each in clients)
     assert any(each.session for each in clients)

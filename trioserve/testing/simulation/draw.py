@@ -10,6 +10,7 @@ import attrs
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.retention import Retention, RetentionRange
 from trioserve.testing.simulation.draw_cluster import with_cluster
+from trioserve.testing.simulation.draw_tensors import with_tensors
 from trioserve.testing.simulation.draw_workers import with_drafts, with_stages
 from trioserve.testing.simulation.expected import ids_of
 from trioserve.testing.simulation.scenario import (
@@ -65,6 +66,7 @@ def draw_scenario(seed: int) -> Scenario:
     clients = _with_retention(random.Random(f"retention {seed}"), clients)
     clients = _with_tenants(random.Random(f"tenants {seed}"), clients)
     clients = _with_beams(random.Random(f"beams {seed}"), clients, seed)
+    clients = with_tensors(clients, seed)
     clients = _with_sessions(random.Random(f"sessions {seed}"), clients)
     adapters, clients = _with_adapters(random.Random(f"adapters {seed}"), clients, span, options)
     scenario = Scenario(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 from trio import EndOfChannel
 
 from trioserve.protocol.errors import (
@@ -21,6 +24,7 @@ from trioserve.protocol.errors import (
 from trioserve.requests.generation import GenerationStream
 from trioserve.requests.stream import Chunk
 from trioserve.testing.fake_model import fake_logprobs
+from trioserve.testing.fake_reports import fake_state
 from trioserve.testing.simulation.adapters import AdapterChecker
 from trioserve.testing.simulation.cluster import ClusterChecker
 from trioserve.testing.simulation.draw import REFUSED_GRAMMAR
@@ -32,6 +36,14 @@ from trioserve.testing.simulation.expected import (
 )
 from trioserve.testing.simulation.scenario import Scenario, SimulatedClient
 from trioserve.testing.simulation.trace import Violation
+
+Row = Callable[[Sequence[int]], npt.NDArray[np.float32]]
+"""Function that returns the row of an output tensor behind some tokens."""
+
+
+def fake_logits(context: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Return the fake logits [256] behind ``context``."""
+    return fake_logprobs(context, 256)
 
 
 @attrs.define(eq=False)
@@ -178,6 +190,28 @@ class Visit:
                 for place in range(1, len(prompt))
             ]
             self._require(got == due, "the prompt's log-probabilities are complete", got)
+        self._check_tensors(stream, prompt)
+
+    def _check_tensors(self, stream: GenerationStream, prompt: list[int]) -> None:
+        """Check that each row of hidden states and logits is there once, and is its token's."""
+        params = self.client.params
+        for index, own in enumerate(self.chunks):
+            tokens = [*prompt, *(token for chunk in own for token in chunk.token_ids)]
+            num_output, first = len(tokens) - len(prompt), len(prompt) - 1
+            due: dict[str, tuple[Row, int, int]] = {}
+            if params.get("return_hidden_states"):
+                due["hidden_states"] = (fake_state, first, first + max(num_output, index == 0))
+            if params.get("return_hidden_states") == "all":
+                due["prompt_hidden_states"] = (fake_state, 0, len(prompt))
+            if params.get("return_context_logits"):
+                due["context_logits"] = (fake_logits, 0, len(prompt))
+            if params.get("return_generation_logits"):
+                due["generation_logits"] = (fake_logits, first, first + num_output)
+            got = {**stream.prompt_tensors, **stream.output_tensors(index, num_output)}
+            self._require(got.keys() == due.keys(), "the arrays are those asked for", got.keys())
+            for name, (row, start, stop) in due.items():
+                rows = [row(tokens[: place + 1]).tolist() for place in range(start, stop)]
+                self._require(got[name].tolist() == rows, "each row comes once", (name, index))
 
     # ---- ends
 

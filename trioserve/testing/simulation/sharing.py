@@ -38,7 +38,8 @@ class SharingChecker:
         self._prompts.pop(slot.slot, None)
         # A beam that goes on with another token is opened anew, with the pages that it has.
         is_beam = slot.sampler.processed_logprobs
-        if self.enabled and slot.prompt_logprobs_from == -1 and not is_beam:
+        reports = (slot.prompt_logprobs_from, slot.states_from, slot.context_logits_from)
+        if self.enabled and max(reports) == -1 and not is_beam:
             tokens = wire.ints(slot.tokens).tolist()
             self._prompts[slot.slot] = _Prompt(self.namespace_of(client), tokens, slot.computed)
 
