@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,13 @@ def check(model: Reference, completion: Completion) -> None:
             np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-async def ask_all(engine: Engine, **changes: Any) -> dict[int, Completion]:
+async def ask_all(engine: Engine) -> dict[int, Completion]:
     """Ask for everything of several prompts at once, beside requests that ask for nothing."""
     found: dict[int, Completion] = {}
 
     async def ask(number: int, **fields: Any) -> None:
         prompt = PROMPT[: 40 + 11 * number]
-        fields = {"max_tokens": 12, "seed": number, **fields, **changes}
+        fields = {"max_tokens": 12, "seed": number, **fields}
         found[number] = await engine.complete(prompt, **fields)
 
     async with trio.open_nursery() as nursery:
@@ -119,16 +120,25 @@ def test_an_offline_batch_in_chunks_and_preempted(folder: Path, model: Reference
 async def test_a_killed_workers_rows_are_neither_lost_nor_doubled(tmp_path: Path) -> None:
     """Bit for bit by the compiled kernels, where the processor has what they need."""
     folder = make_tiny("llama3", tmp_path, head_dim=32)
-    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, **EVERYTHING}
-    async with open_tiny_engine(folder, dtype="bfloat16", deterministic=HAS_KERNELS) as engine:
+    asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, **EVERYTHING}
+    options: dict[str, Any] = {"dtype": "bfloat16", "deterministic": HAS_KERNELS}
+    if HAS_KERNELS:
+        drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+        options["speculative_config"] = json.dumps(drafts)
+    async with open_tiny_engine(folder, **options) as engine:
         whole = await engine.complete(PROMPT, **asked)
         num_tokens = 0
-        async with engine.generate(PROMPT, **asked) as stream:
+        async with (
+            engine.generate([5, 6, 7, 8] * 9, max_tokens=60, temperature=0.0) as drafted,
+            engine.generate(PROMPT, **asked) as stream,
+        ):
             async for chunk in stream:
                 num_tokens += len(chunk.token_ids)
                 if num_tokens == 5:
                     (await worker_of(engine)).kill()
             again = stream.prompt_tensors | stream.output_tensors(0, num_tokens)
+            assert (drafted.usage.draft_tokens > 0) == HAS_KERNELS
+            assert stream.usage.draft_tokens == 0
         assert engine.statistics().worker_restarts == 1
     check_direction(folder, whole)
     wanted = whole.tensors | whole.outputs[0].tensors

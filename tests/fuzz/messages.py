@@ -108,12 +108,20 @@ _PIECES = st.builds(
     top_logprobs=_COLUMNS,
     ids_logprobs=_COLUMNS,
 )
+_TENSORS = st.builds(
+    wire.TensorPiece,
+    slot=st.integers(-1, 4),
+    name=st.sampled_from(("hidden_states", "context_logits", "generation_logits", "")),
+    start=st.sampled_from((-(2**31), -1, 0, 1, 2, 3, 2**31)),
+    rows=_COLUMNS,
+)
 _CHANGES = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(_COLUMN_NAMES, _COLUMNS),
         "number": st.integers(0, 3),
         "prompts": st.lists(_PIECES, max_size=3),
+        "tensors": st.lists(_TENSORS, max_size=3),
         "step_us": st.sampled_from((-(2**63), -1, 0, 2**63 - 1)),
         "idle_us": st.sampled_from((-(2**63), -1, 0, 2**63 - 1)),
     },
@@ -127,6 +135,7 @@ def _check_result(changes: dict[str, Any]) -> None:
         bench.submit([1, 2, 3], max_tokens=3, logprobs=2, prompt_logprobs=1),
         bench.submit([3], max_tokens=3, logprobs=0, logprob_token_ids=[1, 2]),
         bench.submit([4, 5], max_tokens=3),
+        bench.submit([4, 6], max_tokens=3, return_hidden_states="all"),
     ]
     bench.plan()
     result = bench.results[0]

@@ -49,6 +49,9 @@ PLAIN = [
         logit_bias={17: 2.0}, logprobs=0, logprob_token_ids=[5, 6],
     ),
     SamplerParams(seed=3, top_k=40, top_p=0.95, frequency_penalty=0.3),
+    SamplerParams(
+        temperature=0.0, speculative=False, generation_logits=True, stop_ids=range(0, 300, 5),
+    ),
 ]  # fmt: skip
 ADJUSTED = [
     SamplerParams(seed=7, stop_ids=[EOS], grammar=Grammar("regex", PATTERN), logprobs=2),
@@ -83,9 +86,13 @@ class Output:
     """In hexadecimal digits, so that each bit counts and NaN equals itself."""
     top: list[tuple[list[int], list[float]]] = attrs.field(factory=list)
     named: list[list[float]] = attrs.field(factory=list)
+    tensors: list[tuple[str, int, bytes]] = attrs.field(factory=list)
 
     def add(self, result: StepResult, row: int) -> None:
         """Add what ``row`` of a step gave."""
+        slot = int(ints(result.slots)[row])
+        own = [piece for piece in result.tensors if piece.slot == slot]
+        self.tensors += [(piece.name, piece.start, piece.rows) for piece in own]
         start, stop = ints(result.offsets)[row : row + 2].tolist()
         self.tokens += ints(result.tokens)[start:stop].tolist()
         self.logprobs += [each.hex() for each in floats(result.logprobs)[start:stop].tolist()]
@@ -158,7 +165,8 @@ class Run:
             missing = len(known.tokens) - known.computed
             left = self.limits.get(request, NUM_TOKENS) - len(self.outputs[request].tokens)
             decodes = missing == 1 and len(self.outputs[request].tokens) > 0
-            rows[self.slots[request]] = min(1 + max_drafts, left) if decodes else min(missing, 10)
+            most = 1 + max_drafts if self.params[request].speculative else 1
+            rows[self.slots[request]] = min(most, left) if decodes else min(missing, 10)
         if not rows:
             return False
         result = self.runner.step(self.maker.plan(rows))

@@ -22,6 +22,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.requests.request import Sequence
 from trioserve.scheduler import tensor_pieces
+from trioserve.scheduler.moving import movable, take_in, take_out
 from trioserve.testing import FakeWorker, hashed_token
 
 PAGE = 4
@@ -156,6 +157,21 @@ def test_a_worker_that_dies_in_the_midst_doubles_and_loses_nothing(
         assert_returned(bench, sequence, {*PROMPTS_OWN, "hidden_states", "generation_logits"})
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 6])
+def test_a_request_goes_on_elsewhere_with_the_rows_that_are_missing(num_steps: int) -> None:
+    here, there = (Bench.make(hashing(max_num_batched_tokens=9)) for _ in range(2))
+    sequences = here.submit_all(PROMPT, n=2, **EVERYTHING)
+    for _ in range(num_steps):
+        here.step()
+    here.core.retract_running()
+    (request,) = movable(here.core)
+    take_in(there.core, take_out(here.core, request))
+    here.drain()
+    there.drain()
+    for sequence in sequences:
+        assert_returned(there, sequence, {*PROMPTS_OWN, "hidden_states", "generation_logits"})
+
+
 def test_tokens_that_stop_strings_cut_off_have_no_rows() -> None:
     bench = Bench.make(hashing())
     sequence = bench.submit(PROMPT, **EVERYTHING)
@@ -260,6 +276,7 @@ def with_piece(**changes: Any) -> Change:
         (lambda r: attrs.evolve(r, tensors=r.tensors * 2), "twice"),
         (with_piece(slot=1), "hidden_states end before position 21"),
         (with_piece(name="nothing"), "hidden_states end before position 21"),
+        (with_piece(start=-1), "hidden_states begin at -1"),
         (with_piece(start=22), "hidden_states 21 to 22 are missing"),
         (with_piece(rows=wire.from_floats([0.0] * 3)), "are wrong"),
         (with_piece(rows=b"abc"), "are wrong"),

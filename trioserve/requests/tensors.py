@@ -194,6 +194,8 @@ class RequestTensors:
         """
         rows = self._rows_of(index, piece.name)
         read_rows(piece, rows.width)
+        if piece.start < 0:
+            raise ValueError(f"{piece.name} begin at {piece.start}")
         first = 0 if piece.name == CONTEXT_LOGITS else self.num_prompt - 1
         if piece.start > first + rows.count:
             raise ValueError(f"{piece.name} {first + rows.count} to {piece.start} are missing")
