@@ -149,7 +149,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
         number=number,
         id="req-1",
         prompt_column=wire.from_ints(prompt_ids),
-        embedded=EmbeddingsPrompt(np.ones((20, 3), np.float16)).spans(2),
+        embedded=EmbeddingsPrompt(np.ones((20, 3), np.float16)).spans(2, 0, 20),
         params=params,
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,

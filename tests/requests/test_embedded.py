@@ -32,7 +32,7 @@ def spans(*parts: tuple[int, int], start: int = 0) -> list[EmbeddedSpan]:
     """Return the spans of a prompt of such parts of :data:`ROWS`."""
     found: list[EmbeddedSpan] = []
     for first, stop in parts:
-        found += EmbeddingsPrompt(ROWS[first:stop]).spans(start)
+        found += EmbeddingsPrompt(ROWS[first:stop]).spans(start, 0, stop - first)
         start += stop - first
     return found
 
@@ -44,7 +44,7 @@ def test_equal_contents_have_equal_ids_and_others_have_others() -> None:
     assert same[:3] == [7] * 3
     assert one[:16] == same[3:19]  # a whole span
     assert not set(one[16:]) & set(same)  # the next one is cut off elsewhere
-    half = contents.named([0] * 40, EmbeddingsPrompt(ROWS[:40].astype(np.float16)).spans(0))
+    half = contents.named([0] * 40, EmbeddingsPrompt(ROWS[:40].astype(np.float16)).spans(0, 0, 40))
     assert not set(one) & set(half)
     assert min(one + same[3:] + half) >= FIRST_CONTENT_ID
     assert len(set(one)) == 3

@@ -99,9 +99,10 @@ async def test_unknown_fields(path: str) -> None:
         ),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type: invalid value 'image_url', expected one of text, refusal",
+            "messages[0].content[0].type: invalid value 'video_url', expected one of text, refusal, "
+            "prompt_embeds, image_url",
         ),
         (
             CHAT,
@@ -114,7 +115,7 @@ async def test_unknown_fields(path: str) -> None:
         (CHAT, {**MINIMAL[CHAT], "logit_bias": {"5": "x"}}, "logit_bias", None),
         (CHAT, {**MINIMAL[CHAT], "timeout": 0}, "timeout", None),
         (CHAT, {**MINIMAL[CHAT], "max_tokens": 2**31}, "max_tokens", None),
-        (TEXT, {}, "prompt", "prompt is missing"),
+        (TEXT, {}, "prompt", "prompt is missing: give it, or prompt_embeds"),
         (TEXT, {"prompt": [1, -1]}, "prompt[1]", None),
         (TEXT, {"prompt": ["a", 1]}, "prompt[1]", None),
         (TEXT, {"prompt": {"a": 1}}, "prompt", None),
