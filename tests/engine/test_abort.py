@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, open_compiled_engine
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, InvalidRequest, RequestAborted
 from trioserve.requests.request import Finish, FinishReason, State
@@ -22,13 +22,15 @@ from trioserve.requests.request import Finish, FinishReason, State
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=4096)
+    return make_tiny(
+        "llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=4096, head_dim=32
+    )
 
 
 @asynccontextmanager
 async def engine_that_ends_clean(tiny: Path, **options: Any) -> AsyncIterator[Engine]:
     """Open an engine; after the block it must be idle, with no more tasks than before."""
-    async with open_tiny_engine(tiny, **options) as engine:
+    async with open_compiled_engine(tiny, **options) as engine:
         await assert_idle(engine)
         tasks = trio.lowlevel.current_statistics().tasks_living
         yield engine

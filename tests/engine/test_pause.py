@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.engines import assert_idle, open_compiled_engine, worker_of
 from tests.support.tiny_models import make_tiny
 from trioserve import Completion, DeadlineExceeded, Engine, InvalidRequest, Paused
 from trioserve.protocol.errors import RequestAborted
@@ -21,7 +21,9 @@ SAMPLING: dict[str, Any] = {"max_tokens": LENGTH, "temperature": 0.9, "ignore_eo
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=2048)
+    return make_tiny(
+        "llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=2048, head_dim=32
+    )
 
 
 class Answers:
@@ -78,7 +80,7 @@ async def steps_in(engine: Engine, seconds: float) -> int:
 async def test_tokens_are_those_without_the_pause(tiny: Path, mode: str, depth: int) -> None:
     """Pause with running and with new requests; nothing is computed in between."""
     running, late = range(4), range(4, 6)
-    async with open_tiny_engine(tiny, max_plans_in_flight=depth) as engine:
+    async with open_compiled_engine(tiny, max_plans_in_flight=depth) as engine:
         expected = {number: await alone(engine, number) for number in (*running, *late)}
         answers = Answers()
         async with trio.open_nursery() as nursery:
@@ -107,7 +109,7 @@ async def test_tokens_are_those_without_the_pause(tiny: Path, mode: str, depth: 
 
 
 async def test_abort_ends_all_with_what_they_have(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         expected = [await alone(engine, number) for number in range(4)]
         answers = Answers()
         async with trio.open_nursery() as nursery:
@@ -126,7 +128,7 @@ async def test_abort_ends_all_with_what_they_have(tiny: Path) -> None:
 
 
 async def test_wait_lets_those_there_are_finish_first(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         answers = Answers()
         async with trio.open_nursery() as nursery:
             for number in range(2):
@@ -146,7 +148,7 @@ async def test_wait_lets_those_there_are_finish_first(tiny: Path) -> None:
 
 
 async def test_giving_up_to_wait_lets_everybody_in_again(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         answers = Answers()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: answers.ask(engine, 0, max_tokens=1500))
@@ -161,7 +163,7 @@ async def test_giving_up_to_wait_lets_everybody_in_again(tiny: Path) -> None:
 
 
 async def test_refuses_if_asked_to(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         await engine.pause("in_place", refuse=True)
         with pytest.raises(Paused, match="paused"):
             await alone(engine, 0)
@@ -174,7 +176,7 @@ async def test_refuses_if_asked_to(tiny: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_the_worker_dies_meanwhile(tiny: Path, mode: str) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         expected = {number: await alone(engine, number) for number in range(3)}
         answers = Answers()
         async with trio.open_nursery() as nursery:
@@ -193,7 +195,7 @@ async def test_the_worker_dies_meanwhile(tiny: Path, mode: str) -> None:
 
 
 async def test_deadlines_and_clients_that_leave_end_requests_in_a_pause(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         answers = Answers()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: answers.ask(engine, 0, timeout=3.0))
@@ -211,7 +213,7 @@ async def test_deadlines_and_clients_that_leave_end_requests_in_a_pause(tiny: Pa
 
 
 async def test_abort_by_name_by_prefix_and_all(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         answers = Answers()
         async with trio.open_nursery() as nursery:
             for number in (1, 10, 11, 2, 3):
@@ -230,7 +232,7 @@ async def test_abort_by_name_by_prefix_and_all(tiny: Path) -> None:
 
 
 async def test_flush_hides_what_was_computed(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         expected = await alone(engine, 0)
         answers = Answers()
         async with trio.open_nursery() as nursery:

@@ -19,7 +19,7 @@ import pytest
 import trio
 
 import trioserve
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, open_compiled_engine
 from tests.support.tiny_models import make_tiny
 from trioserve import (
     LLM,
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"))
+    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"), head_dim=32)
 
 
 def workers() -> list[psutil.Process]:
@@ -60,7 +60,7 @@ async def test_leaving_the_block_leaves_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def once() -> None:
-        async with open_tiny_engine(tiny) as engine:
+        async with open_compiled_engine(tiny) as engine:
             assert len(await complete(engine)) == 40
             assert len(workers()) == 1
 
@@ -87,7 +87,7 @@ async def test_an_error_while_the_model_loads_is_one_line(tmp_path: Path, tiny: 
             raise AssertionError("opened a model that isn't there")
     assert "\n" not in str(caught.value)
     with pytest.raises(ModelLoadError, match=r"max.model.len") as caught:
-        async with open_tiny_engine(tiny, max_model_len=100_000):
+        async with open_compiled_engine(tiny, max_model_len=100_000):
             raise AssertionError("the worker took a length past the model's")
     assert "\n" not in str(caught.value)
     assert workers() == []
@@ -96,7 +96,7 @@ async def test_an_error_while_the_model_loads_is_one_line(tmp_path: Path, tiny: 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_killed_worker_is_a_pause(tiny: Path, depth: int) -> None:
     options = {"max_tokens": 400, "temperature": 0.8, "seed": 5}
-    async with open_tiny_engine(tiny, max_plans_in_flight=depth) as engine:
+    async with open_compiled_engine(tiny, max_plans_in_flight=depth) as engine:
         expected = await complete(engine, **options)
         tokens: list[int] = []
         async with engine.generate([3, 4, 5], ignore_eos=True, **options) as stream:
@@ -113,7 +113,7 @@ async def test_a_killed_worker_is_a_pause(tiny: Path, depth: int) -> None:
 
 
 async def test_two_engines_in_one_program(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as one, open_tiny_engine(tiny) as other:
+    async with open_compiled_engine(tiny) as one, open_compiled_engine(tiny) as other:
         assert len(workers()) == 2
         assert await complete(one) == await complete(other)
 
@@ -170,7 +170,7 @@ def test_a_killed_parent_takes_its_worker_and_its_socket_along(tiny: Path, tmp_p
 def test_a_script_without_trio(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
+    with LLM(str(tiny), device="cpu", num_threads=1) as llm:
         options = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
         batch = llm.generate([[3, 4], [5, 6, 7], "hello"], **options)
         assert [len(completion.token_ids) for completion in batch] == [10, 10, 10]
@@ -196,7 +196,7 @@ def test_a_script_without_trio(
 
 
 def test_closing_a_script_s_model_ends_what_another_thread_waits_for(tiny: Path) -> None:
-    with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
+    with LLM(str(tiny), device="cpu", num_threads=1) as llm:
         (worker,) = workers()
         errors: list[BaseException] = []
 
@@ -230,7 +230,7 @@ def ctrl_c_raises() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_ends_what_a_script_was_waiting_for(tiny: Path) -> None:
-    with LLM(str(tiny), device="cpu", dtype="float32", num_threads=1) as llm:
+    with LLM(str(tiny), device="cpu", num_threads=1) as llm:
         (worker,) = workers()
         worker.suspend()  # nothing ends by itself
         timer = threading.Timer(0.2, _interrupt_main_thread)

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, open_compiled_engine
 from tests.support.tiny_models import make_tiny
 from trioserve import DeadlineExceeded, Engine
 
@@ -20,7 +20,9 @@ SAMPLING: dict[str, Any] = {"max_tokens": 150, "temperature": 0.9, "seed": 3, "i
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=2048)
+    return make_tiny(
+        "llama2", tmp_path_factory.mktemp("llama2"), max_position_embeddings=2048, head_dim=32
+    )
 
 
 def workers() -> list[psutil.Process]:
@@ -28,7 +30,7 @@ def workers() -> list[psutil.Process]:
 
 
 async def test_a_stream_goes_on_afterwards(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         expected = (await engine.complete(PROMPT, **SAMPLING)).token_ids
         tokens: list[int] = []
         late: list[tuple[int, ...]] = []
@@ -65,7 +67,7 @@ async def test_a_stream_goes_on_afterwards(tiny: Path) -> None:
 
 
 async def test_deadlines_go_on_and_the_engine_can_be_left(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         await engine.release_memory()
         with pytest.raises(DeadlineExceeded):
             await engine.complete(PROMPT, timeout=0.05, **SAMPLING)
@@ -74,7 +76,7 @@ async def test_deadlines_go_on_and_the_engine_can_be_left(tiny: Path) -> None:
 
 
 async def test_over_and_over_with_requests_under_way(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         expected = (await engine.complete(PROMPT, **SAMPLING)).token_ids
         results: list[tuple[int, ...]] = []
         async with trio.open_nursery() as nursery:
@@ -94,7 +96,7 @@ async def collect(engine: Engine, results: list[tuple[int, ...]]) -> None:
 
 
 async def test_a_worker_that_is_still_loading_is_sent_away(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         expected = (await engine.complete(PROMPT, **SAMPLING)).token_ids
         (worker,) = workers()
         worker.kill()

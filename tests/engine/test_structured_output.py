@@ -13,7 +13,7 @@ import regex
 import trio
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.engines import assert_idle, open_compiled_engine, worker_of
 from tests.support.json_schemas import schemas
 from tests.support.tiny_models import make_tiny, tiny_tokenizer
 from trioserve import Engine, InvalidRequest
@@ -28,7 +28,7 @@ PROMPT = [3, 4, 5]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("smollm2", tmp_path_factory.mktemp("model"))
+    return make_tiny("smollm2", tmp_path_factory.mktemp("model"), head_dim=32)
 
 
 def generated_schemas(count: int) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def check(schemas: list[dict[str, Any]], completions: list[Completion]) -> None:
 async def test_a_thousand_schemas(folder: Path) -> None:
     wanted = generated_schemas(NUM_SCHEMAS)
     grammars = [Grammar("json_schema", json.dumps(schema)) for schema in wanted]
-    async with open_tiny_engine(folder, max_num_seqs=CONCURRENT, seed=1) as engine:
+    async with open_compiled_engine(folder, max_num_seqs=CONCURRENT, seed=1) as engine:
         completions = await complete_all(engine, grammars)
         await assert_idle(engine)
     check(wanted, completions)
@@ -100,7 +100,7 @@ async def test_grammars_through_preemption(folder: Path) -> None:
         *[Grammar("regex", pattern)] * 12,
     ]
     small = {"block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 160}
-    async with open_tiny_engine(folder, max_num_seqs=16, **small) as engine:
+    async with open_compiled_engine(folder, max_num_seqs=16, **small) as engine:
         completions = await complete_all(engine, grammars, max_tokens=150)
         assert engine.statistics().scheduler.num_preemptions > 5
         await assert_idle(engine)
@@ -110,7 +110,7 @@ async def test_grammars_through_preemption(folder: Path) -> None:
 
 async def test_grammars_through_the_death_of_a_worker(folder: Path) -> None:
     pattern = "([a-z]{2,9} ){12}x"
-    async with open_tiny_engine(folder, max_num_seqs=8) as engine:
+    async with open_compiled_engine(folder, max_num_seqs=8) as engine:
         worker = await worker_of(engine)
 
         async def kill() -> None:
@@ -148,7 +148,7 @@ CASES: list[tuple[str, str, str]] = [
 async def test_every_kind_of_grammar(folder: Path) -> None:
     assert {kind for kind, _, _ in CASES} == set(GRAMMAR_KINDS)
     times = 12
-    async with open_tiny_engine(folder) as engine:
+    async with open_compiled_engine(folder) as engine:
         for kind, text, pattern in CASES:
             completions = await complete_all(engine, [Grammar(kind, text)] * times, temperature=2.0)
             ended = [each.text for each in completions if each.finish_reason == "stop"]
@@ -166,7 +166,7 @@ async def test_every_kind_of_grammar(folder: Path) -> None:
 
 async def test_outputs_that_are_cut_off_are_beginnings(folder: Path) -> None:
     grammar = Grammar("regex", "[a-d]{300}")
-    async with open_tiny_engine(folder) as engine:
+    async with open_compiled_engine(folder) as engine:
         greedy = await complete_all(engine, [grammar], max_tokens=20, temperature=0.0)
         again = await complete_all(engine, [grammar] * 4, max_tokens=20, temperature=0.0)
     assert greedy[0].finish_reason == "length"
@@ -176,7 +176,7 @@ async def test_outputs_that_are_cut_off_are_beginnings(folder: Path) -> None:
 
 
 async def test_several_outputs_of_one_request_follow_the_grammar_each(folder: Path) -> None:
-    async with open_tiny_engine(folder) as engine:
+    async with open_compiled_engine(folder) as engine:
         completion = await engine.complete(
             PROMPT, n=8, seed=1, max_tokens=30, grammar=Grammar("regex", "[a-h]{3}(,[a-h]){2}")
         )
@@ -189,7 +189,7 @@ async def test_several_outputs_of_one_request_follow_the_grammar_each(folder: Pa
 async def test_words_and_ids_that_are_not_allowed(folder: Path) -> None:
     backend = tiny_tokenizer()
     letters = [backend.token_to_id(letter) for letter in "abcd"]
-    async with open_tiny_engine(folder) as engine:
+    async with open_compiled_engine(folder) as engine:
         completion = await engine.complete(
             PROMPT, n=4, seed=1, max_tokens=100, temperature=5.0, ignore_eos=True,
             allowed_token_ids=letters, bad_words=["ab", "c"],

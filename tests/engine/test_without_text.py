@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, open_compiled_engine
 from tests.support.http_stub import server_config
 from tests.support.tiny_models import make_tiny
 from trioserve import InvalidRequest, SamplingParams
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("smollm2", tmp_path_factory.mktemp("model"))
+    return make_tiny("smollm2", tmp_path_factory.mktemp("model"), head_dim=32)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def bare(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_a_request_without_text(folder: Path) -> None:
-    async with open_tiny_engine(folder) as engine:
+    async with open_compiled_engine(folder) as engine:
         whole = await engine.complete(PROMPT, logprobs=1, **OPTIONS)
         assert whole.text
         ids = await engine.complete(PROMPT, logprobs=1, detokenize=False, **OPTIONS)
@@ -52,9 +52,9 @@ async def test_a_request_without_text(folder: Path) -> None:
 
 
 async def test_a_server_without_a_tokenizer(folder: Path, bare: Path) -> None:
-    async with open_tiny_engine(folder) as engine:
+    async with open_compiled_engine(folder) as engine:
         whole = await engine.complete(PROMPT, **OPTIONS)
-    async with open_tiny_engine(bare, skip_tokenizer_init=True) as engine:
+    async with open_compiled_engine(bare, skip_tokenizer_init=True) as engine:
         ids = await engine.complete(PROMPT, **OPTIONS)
         assert (ids.text, ids.token_ids) == ("", whole.token_ids)
         for prompt, options, param in (
@@ -70,7 +70,7 @@ async def test_a_server_without_a_tokenizer(folder: Path, bare: Path) -> None:
 
 
 async def test_over_http(bare: Path) -> None:
-    async with open_tiny_engine(bare, skip_tokenizer_init=True) as engine:
+    async with open_compiled_engine(bare, skip_tokenizer_init=True) as engine:
         client = create_app(engine, server_config()).test_client()
 
         async def post(path: str, **body: Any) -> tuple[int, Any]:

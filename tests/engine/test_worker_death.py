@@ -21,7 +21,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.engines import assert_idle, open_compiled_engine, worker_of
 from tests.support.rounding import apart, terms_of_folder
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine
@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"))
+    return make_tiny("llama2", tmp_path_factory.mktemp("llama2"), head_dim=32)
 
 
 @attrs.define(eq=False)
@@ -92,7 +92,7 @@ async def test_requests_of_every_kind_outlive_their_worker(
 ) -> None:
     """Check that no token is retracted, repeated or changed, however the worker ended."""
     options = {"max_plans_in_flight": depth, "watchdog_timeout": 5, "max_num_batched_tokens": 64}
-    async with open_tiny_engine(tiny, **options) as engine:
+    async with open_compiled_engine(tiny, **options) as engine:
         calm, disturbed = Answers(), Answers()
         await calm.ask_all(engine)
 
@@ -179,7 +179,7 @@ async def test_a_stream_goes_on_while_a_grammar_is_compiled_again(
                 gate.unlink()
         return outputs
 
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         calm = await tokens_of(engine, kill=False)
         assert await tokens_of(engine, kill=True) == calm
         assert engine.statistics().worker_restarts == 1
@@ -225,7 +225,9 @@ async def test_a_poisoned_context_costs_the_process_and_missing_memory_does_not(
 ) -> None:
     once = tmp_path / "once"
     start_workers_with(FAILING.format(error=error), once, monkeypatch)
-    async with open_tiny_engine(tiny, max_plans_in_flight=2, max_num_batched_tokens=64) as engine:
+    async with open_compiled_engine(
+        tiny, max_plans_in_flight=2, max_num_batched_tokens=64
+    ) as engine:
         calm, disturbed = Answers(), Answers()
         await calm.ask_all(engine)
         (before,) = [each for each in psutil.Process().children() if str(once) in each.cmdline()]

@@ -13,7 +13,7 @@ import trio
 from tests.faults.leftovers import nothing_held
 from trioserve import Engine, open_engine
 
-__all__ = ["assert_idle", "facts_of", "open_tiny_engine", "worker_of"]
+__all__ = ["assert_idle", "facts_of", "open_compiled_engine", "open_tiny_engine", "worker_of"]
 
 
 @contextlib.asynccontextmanager
@@ -22,6 +22,17 @@ async def open_tiny_engine(folder: Path, **options: Any) -> AsyncIterator[Engine
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, **options}
     async with open_engine(str(folder), **options) as engine:
         yield engine
+
+
+def open_compiled_engine(
+    folder: Path, **options: Any
+) -> contextlib.AbstractAsyncContextManager[Engine]:
+    """Open an engine whose worker has the compiled kernels, if there are any for this machine.
+
+    It starts a few times as fast as one that imports torch. Heads must have 32 numbers, or a
+    multiple of that.
+    """
+    return open_tiny_engine(folder, **{"dtype": "auto", **options})
 
 
 async def assert_idle(engine: Engine, *, within: float = 10.0) -> None:
