@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.engines import assert_idle, open_compiled_engine, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter, merge
 from tests.support.tiny_models import make_tiny
 from trioserve import (
@@ -194,7 +194,7 @@ async def test_loaded_and_unloaded_while_others_run(
 
 
 async def test_what_can_t_be_loaded(setting: Setting, tmp_path: Path) -> None:
-    async with open_tiny_engine(setting.model, enable_lora=True, max_lora_rank=8) as engine:
+    async with open_compiled_engine(setting.model, enable_lora=True, max_lora_rank=8) as engine:
         with pytest.raises(InvalidRequest, match="raise --max-lora-rank") as caught:
             await engine.load_adapter("high", setting.adapters["high"])
         assert caught.value.param == "path"
@@ -211,18 +211,18 @@ async def test_what_can_t_be_loaded(setting: Setting, tmp_path: Path) -> None:
             await engine.load_adapter("none", tmp_path / "none")
         await engine.load_adapter("low", setting.adapters["low"])
         await assert_idle(engine)
-    async with open_tiny_engine(setting.model) as engine:
+    async with open_compiled_engine(setting.model) as engine:
         with pytest.raises(InvalidRequest, match="--enable-lora"):
             await engine.load_adapter("low", setting.adapters["low"])
     with pytest.raises(ModelLoadError, match="the adapter 'low' can't be loaded"):
-        async with open_tiny_engine(setting.model, lora_modules=[f"low={tmp_path}"]):
+        async with open_compiled_engine(setting.model, lora_modules=[f"low={tmp_path}"]):
             pass
 
 
 async def test_files_that_change_under_a_loaded_adapter(setting: Setting, tmp_path: Path) -> None:
     """End an adapter's requests with an error if its files differ when they are read again."""
     make_adapter(setting.model, tmp_path / "it", seed=1)
-    async with open_tiny_engine(
+    async with open_compiled_engine(
         setting.model, enable_lora=True, max_loras=1, max_cpu_loras=1
     ) as engine:
         await engine.load_adapter("it", tmp_path / "it")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trio
 
-from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.engines import assert_idle, open_compiled_engine, open_tiny_engine, worker_of
 from tests.support.tiny_models import make_tiny
 from trioserve import Completion, Engine, Grammar, InvalidRequest
 
@@ -149,7 +149,7 @@ async def test_a_killed_worker_loses_no_beam(tiny: Path) -> None:
 
 
 async def test_beams_follow_a_grammar(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         completion = await engine.complete(
             [9, 8, 7],
             beam_width=4,
@@ -169,7 +169,7 @@ async def test_beams_follow_a_grammar(tiny: Path) -> None:
 
 
 async def test_the_best_of_more_beams_are_returned(tiny: Path) -> None:
-    async with open_tiny_engine(tiny) as engine:
+    async with open_compiled_engine(tiny) as engine:
         every = await engine.complete([5, 6], beam_width=4, n=4, max_tokens=6)
         best = await engine.complete([5, 6], beam_width=4, n=2, max_tokens=6)
         assert len(best.outputs) == 2

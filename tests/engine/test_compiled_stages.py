@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from gpu.cpu.build import LibraryBuildError
 from gpu.cpu.library import load_library
@@ -16,9 +17,24 @@ from tests.engine.test_pipeline_parallel import (
 )
 from tests.engine.test_several_hosts import over_hosts, rank_processes
 from tests.engine.test_speculation import SUFFIX, draft_model, open_engine, run_all
-from tests.support.engines import assert_idle, facts_of, open_tiny_engine, worker_of
+from tests.support.engines import (
+    assert_idle,
+    facts_of,
+    open_compiled_engine,
+    open_tiny_engine,
+    worker_of,
+)
 from tests.support.lora_adapters import make_adapter
-from tests.support.rank_engines import answers, logprobs_of, prompt, ranks_of, tokens_of
+from tests.support.process_faults import hung
+from tests.support.rank_engines import (
+    answers,
+    assert_gone,
+    assert_noticed,
+    logprobs_of,
+    prompt,
+    ranks_of,
+    tokens_of,
+)
 from tests.support.tiny_models import make_tiny
 from trioserve import Grammar
 from trioserve.workers.remote.certificates import make_certificates
@@ -164,6 +180,43 @@ async def test_drafts_change_no_bit(tiny: Path, tmp_path: Path) -> None:
             assert counts.num_accepted_drafts > 50
             assert bool(counts.num_preemptions) == (num_pages < 500)
             await assert_idle(engine)
+
+
+async def test_many_streams_are_those_of_one_process(tiny: Path) -> None:
+    """Streams begin and end at different times, so that micro-batches change."""
+    found = []
+    for num_stages in (1, 3):
+        async with open_compiled_engine(tiny, pipeline_parallel_size=num_stages) as engine:
+            tokens: dict[int, tuple[int, ...]] = {}
+
+            async def ask(number: int, tokens: dict[int, tuple[int, ...]] = tokens) -> None:
+                options = {"max_tokens": 5 + 3 * number, "temperature": 0.8, "seed": number}
+                answer = await engine.complete(prompt(number % 7), ignore_eos=True, **options)
+                tokens[number] = tuple(answer.token_ids)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(12):
+                    nursery.start_soon(ask, number)
+            await assert_idle(engine)
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+async def test_a_stage_that_is_cut_off_between_steps_is_noticed_within_a_second(tiny: Path) -> None:
+    async with open_compiled_engine(tiny, pipeline_parallel_size=2) as engine:
+        await assert_noticed(engine, "cut off")
+
+
+async def test_a_stage_that_hangs_ends_with_its_worker(tiny: Path) -> None:
+    """Its process lives, so only the step that doesn't end shows it."""
+    async with open_compiled_engine(tiny, watchdog_timeout=2.0, pipeline_parallel_size=2) as engine:
+        worker, ranks = await worker_of(engine), await ranks_of(engine)
+        with hung(ranks[0].pid), trio.fail_after(60):
+            answer = await engine.complete(prompt(0), max_tokens=5, ignore_eos=True)
+            assert len(answer.token_ids) == 5
+            await assert_gone([worker, *ranks])
+        (report,) = engine.workers
+        assert "no step within" in str(report.last_loss)
 
 
 @pytest.mark.parametrize("lost", [1, 2])

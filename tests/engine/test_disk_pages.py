@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from tests.engine.test_several_hosts import over_hosts
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, open_compiled_engine, open_tiny_engine
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, EngineConfig, InvalidRequest, ModelLoadError
 from trioserve.workers.remote.certificates import make_certificates
@@ -114,7 +114,7 @@ async def test_stages_find_what_ranks_wrote(tmp_path: Path, num_hosts: int) -> N
 async def test_workers_of_one_engine_read_each_other_s_files(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SMALL, "kv_offloading_dir": str(tmp_path)}
     options |= {"data_parallel_size": 2, "routing_policy": "round_robin"}
-    async with open_tiny_engine(folder, **options) as engine:
+    async with open_compiled_engine(folder, **options) as engine:
         first, found = await ask_all(engine)
         assert found == 0
         await until_written(engine)
@@ -156,10 +156,10 @@ async def test_files_that_are_damaged_or_gone_cost_a_computation(
     folder: Path, tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     options: dict[str, Any] = {**SMALL, "kv_offloading_dir": str(tmp_path)}
-    async with open_tiny_engine(folder, **options) as engine:
+    async with open_compiled_engine(folder, **options) as engine:
         first, _ = await ask_all(engine)
         await until_written(engine)
-    async with open_tiny_engine(folder, **options) as engine:
+    async with open_compiled_engine(folder, **options) as engine:
         await until_known(engine)
         for path in tmp_path.rglob("*.page"):
             harm(path)
@@ -170,11 +170,11 @@ async def test_files_that_are_damaged_or_gone_cost_a_computation(
 
 
 async def test_pages_of_other_settings_are_not_found(folder: Path, tmp_path: Path) -> None:
-    async with open_tiny_engine(folder, **SMALL, kv_offloading_dir=str(tmp_path)) as engine:
+    async with open_compiled_engine(folder, **SMALL, kv_offloading_dir=str(tmp_path)) as engine:
         await ask_all(engine)
         await until_written(engine)
     options: dict[str, Any] = {**SMALL, "block_size": 8, "num_gpu_blocks_override": 12}
-    async with open_tiny_engine(folder, **options, kv_offloading_dir=str(tmp_path)) as engine:
+    async with open_compiled_engine(folder, **options, kv_offloading_dir=str(tmp_path)) as engine:
         _, found = await ask_all(engine)
         assert found == 0
     assert len(list(tmp_path.iterdir())) == 2
@@ -183,7 +183,7 @@ async def test_pages_of_other_settings_are_not_found(folder: Path, tmp_path: Pat
 async def test_other_weights_have_other_files(folder: Path, tmp_path: Path) -> None:
     other = make_tiny("llama3", tmp_path / "other", seed=5, head_dim=32)
     files = tmp_path / "kv"
-    async with open_tiny_engine(folder, **SMALL, kv_offloading_dir=str(files)) as engine:
+    async with open_compiled_engine(folder, **SMALL, kv_offloading_dir=str(files)) as engine:
         before, _ = await ask_all(engine)
         await until_written(engine)
         await engine.update_weights(other)
@@ -192,7 +192,7 @@ async def test_other_weights_have_other_files(folder: Path, tmp_path: Path) -> N
         assert after != before
         await until_written(engine)
         await assert_idle(engine)
-    async with open_tiny_engine(other, **SMALL, kv_offloading_dir=str(files)) as engine:
+    async with open_compiled_engine(other, **SMALL, kv_offloading_dir=str(files)) as engine:
         await until_known(engine)
         again, found = await ask_all(engine)
         assert found > 0
@@ -208,5 +208,5 @@ async def test_a_folder_that_cannot_be_made_is_an_error(folder: Path, tmp_path: 
     (tmp_path / "file").write_text("")
     options: dict[str, Any] = {**SMALL, "kv_offloading_dir": str(tmp_path / "file")}
     with pytest.raises(ModelLoadError, match=r"--kv-offloading-dir can't be used: .*file"):
-        async with open_tiny_engine(folder, **options):
+        async with open_compiled_engine(folder, **options):
             pass

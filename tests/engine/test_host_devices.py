@@ -219,7 +219,7 @@ async def test_each_rank_of_a_worker_is_bound_to_a_node(
     allowed = sorted(os.sched_getaffinity(0))
     nodes = [[allowed[0]], [allowed[-1]]]
     monkeypatch.setattr(Machine, "nodes", lambda _: nodes)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "pipeline_parallel_size": 2}
+    options: dict[str, Any] = {"device": "cpu", "pipeline_parallel_size": 2}
     async with open_engine(str(make_tiny("qwen3", tmp_path)), **options) as engine:
         (report,) = engine.workers
         assert report.pid is not None

@@ -65,7 +65,7 @@ async def under_load(model: str, **options: Any) -> AsyncIterator[tuple[Engine, 
     Then every answer has to be the undisturbed one, and nothing may be left.
     """
     outside = await Holdings.now()
-    async with engine_over(model, **options) as engine:
+    async with engine_over(model, dtype="auto", **options) as engine:
         load = Steady(engine=engine, clients=4, requests=8)
         await load.learn()
         await nothing_held(engine)

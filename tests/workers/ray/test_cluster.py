@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from tests.faults.stage import serve_here
-from tests.support.engines import assert_idle, open_tiny_engine
+from tests.support.engines import assert_idle, open_compiled_engine
 from tests.support.other_hosts import TOKENS, ask, leave_at, told, wait_states
 from tests.support.rank_engines import prompt
 from tests.support.tiny_encoders import make_encoder
@@ -177,9 +177,9 @@ async def test_actors_compute_and_are_started_again(
 async def test_a_worker_of_two_hosts_answers_as_one_process(model: Path, cluster: Any) -> None:
     """Each node has a stage. The actor of the first one is lost, so both are replaced."""
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
-    async with open_tiny_engine(model) as engine:
+    async with open_compiled_engine(model) as engine:
         expected = (await engine.complete(prompt(1), **asked)).token_ids
-    options = {"nnodes": 2, "pipeline_parallel_size": 2, "dtype": "float32"}
+    options = {"nnodes": 2, "pipeline_parallel_size": 2, "dtype": "auto"}
     async with open_ray_engine(
         model, **options, data_parallel_size=1, mock=None, worker_link_timeout=20.0
     ) as engine:
