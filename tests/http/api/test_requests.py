@@ -101,8 +101,8 @@ async def test_unknown_fields(path: str) -> None:
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type: invalid value 'video_url', expected one of text, refusal, "
-            "prompt_embeds, image_url",
+            "messages[0].content[0].type: invalid value 'video_url', expected one of text, "
+            "refusal, prompt_embeds, image_url",
         ),
         (
             CHAT,

@@ -28,6 +28,7 @@ from gpu.models.parallel.steps import (
     LowRank,
     ReadOnRanks,
     ReturnResults,
+    SentEmbeddings,
     Step,
     SwapOnRanks,
     UnloadOnRanks,
@@ -36,6 +37,7 @@ from gpu.models.parallel.steps import (
     numbers_of,
     packed,
 )
+from gpu.models.step_embeddings import StepEmbeddings
 from gpu.weights.blocks import BFLOAT16
 from trioserve.config import EngineConfig
 from trioserve.engine.worker_start import start_message
@@ -55,8 +57,13 @@ def test_a_layout_arrives_as_it_was() -> None:
     )
     tokens = np.array([11, 12, 13, 14])
     places = np.array([0, 2])
-    step = decode_step(encode_step(compute(tokens, layout, {3: places})))
+    embedded = StepEmbeddings(np.array([1, 4]), np.ones((2, 3), np.float32))
+    step = decode_step(encode_step(compute(tokens, layout, {3: places}, embedded)))
     assert isinstance(step, Compute)
+    assert step.embedded is not None
+    received = step.embedded.received()
+    assert np.array_equal(received.places, embedded.places)
+    assert np.array_equal(received.rows, embedded.rows)
     assert step.adapted == {3: places.tobytes()}
     assert step.tokens == tokens.tobytes()
     found, wanted = attrs.asdict(layout_of(step)), attrs.asdict(layout)
@@ -71,7 +78,7 @@ def test_a_layout_arrives_as_it_was() -> None:
     [
         GiveCache(5, 2),
         ComputeLogits(b"\x00\x01", 1),
-        ComputeRows(b"12", b"34", b"56", b"78", {3: b"9"}),
+        ComputeRows(b"12", b"34", b"56", b"78", {3: b"9"}, SentEmbeddings(b"1", b"2")),
         ComputeRowLogits(b"\x00\x01\x00\x00"),
         CopyPages(bytes(16)),
         LoadOnRanks(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),
