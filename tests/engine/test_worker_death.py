@@ -1,6 +1,6 @@
 """Real workers that are killed, crash and hang under requests of every kind, which notice a pause.
 
-The model is tiny and computes in float32, so the tokens are the same.
+The model is tiny and the compiled kernels compute it, so the tokens are the same.
 """
 
 from __future__ import annotations
