@@ -42,8 +42,6 @@ class MediaEmbedder:
     placeholder: int
     width: int
     max_bytes: int
-    num_encoded: int = attrs.field(init=False, default=0)
-    """Parts that a worker has computed."""
     _kept: OrderedDict[bytes, EmbeddedMedia] = attrs.field(init=False, factory=OrderedDict)
     """Embeddings by the digest of their content, that of longest ago first."""
     _kept_bytes: int = attrs.field(init=False, default=0)
@@ -102,7 +100,6 @@ class MediaEmbedder:
                 ) from None
             except trio.TooSlowError:
                 raise EngineError(f"{name}: a worker took more than {PATIENCE:g} s") from None
-            self.num_encoded += 1
             return self._checked(processed, reply, name)
         raise EngineError(f"{name}: {MAX_TRIES} workers were lost while they computed it")
 

@@ -1,0 +1,115 @@
+"""Embeddings of media: each content is computed once, whatever asks for it and is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, WorkerLost
+from trioserve.requests.media.embedding import MAX_TRIES, MediaEmbedder
+from trioserve.requests.media.parts import ImagePart, MediaPart
+from trioserve.requests.media.reader import MediaReader, ProcessedMedia
+
+PLACEHOLDER, WIDTH = 7, 2
+
+
+class Reader:
+    """A reader whose images have their own bytes as content, and two placeholders."""
+
+    async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+        return [
+            ProcessedMedia("image", cast(bytes, part.source), [1, 7, 7], {"x": np.ones(3)}, 2)
+            for _, part in parts
+        ]
+
+
+class Worker:
+    """A worker that notes its calls, and answers with ``rows`` or raises what is in ``errors``."""
+
+    def __init__(self, *errors: Exception, num_rows: int = 2) -> None:
+        self.errors = list(errors)
+        self.rows = np.ones((num_rows, WIDTH), np.float32).tobytes()
+        self.num_calls = 0
+
+    async def call(self, name: str, arguments: Any, *, one: bool) -> Any:
+        self.num_calls += 1
+        await trio.sleep(1)
+        if self.errors:
+            raise self.errors.pop(0)
+        return {"rows": self.rows, "number_format": "float32"}
+
+
+def embedder(worker: Worker, max_bytes: int = 1000) -> MediaEmbedder:
+    return MediaEmbedder(
+        reader=cast(MediaReader, Reader()),
+        call=worker.call,
+        wait_attached=trio.lowlevel.checkpoint,
+        placeholder=PLACEHOLDER,
+        width=WIDTH,
+        max_bytes=max_bytes,
+    )
+
+
+def parts(*contents: bytes) -> list[tuple[str, ImagePart]]:
+    return [(f"part {index}", ImagePart(content)) for index, content in enumerate(contents)]
+
+
+async def test_the_same_content_is_computed_once(autojump_clock: trio.testing.MockClock) -> None:
+    worker = Worker()
+    media = embedder(worker)
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(media.embed, parts(b"a", b"b", b"a"))
+    assert worker.num_calls == 2
+    found = await media.embed(parts(b"b", b"c"))
+    assert worker.num_calls == 3
+    assert [each.digest for each in found] == [b"b", b"c"]
+    assert [(each.kind, each.placeholder, each.token_ids) for each in found] == [
+        ("image", PLACEHOLDER, [1, 7, 7])
+    ] * 2
+
+
+async def test_what_is_kept_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
+    worker = Worker()
+    media = embedder(worker, max_bytes=2 * 16)
+    for content in (b"a", b"b", b"a", b"c", b"a", b"b"):
+        await media.embed(parts(content))
+    assert worker.num_calls == 4  # a, b, c, and b again, which was the oldest
+
+
+async def test_a_caller_that_leaves_lets_others_compute(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    worker = Worker()
+    media = embedder(worker)
+    async with trio.open_nursery() as nursery:
+
+        async def leave() -> None:
+            with trio.move_on_after(0.5):
+                await media.embed(parts(b"a"))
+
+        nursery.start_soon(leave)
+        await trio.testing.wait_all_tasks_blocked()
+        (found,) = await media.embed(parts(b"a"))
+    assert (worker.num_calls, found.digest) == (2, b"a")
+
+
+async def test_lost_workers_and_errors(autojump_clock: trio.testing.MockClock) -> None:
+    lost = [WorkerLost("lost") for _ in range(MAX_TRIES - 1)]
+    worker = Worker(*lost)
+    await embedder(worker).embed(parts(b"a"))
+    assert worker.num_calls == MAX_TRIES
+    with pytest.raises(EngineError, match=f"{MAX_TRIES} workers were lost"):
+        await embedder(Worker(*lost, WorkerLost("lost"))).embed(parts(b"a"))
+    for worker, told in (
+        (Worker(CallFailed("encode_media", "too wide")), "can't read this image: .*too wide"),
+        (Worker(num_rows=3), "gives 3 embeddings for 2 tokens"),
+    ):
+        with pytest.raises(InvalidRequest, match=told) as refused:
+            await embedder(worker).embed(parts(b"a"))
+        assert refused.value.param == "part 0"
