@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import trio
 
-from tests.support.http_stub import http_client, server_config
-from trioserve.engine.engine import Engine
-from trioserve.http import create_app
-from trioserve.http.server.server import serve_app
-from trioserve.testing.fake_engine import open_fake_engine
-
-
-@contextlib.asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
-    config = server_config()
-    async with open_fake_engine(**options) as engine, trio.open_nursery() as nursery:
-        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
-        async with http_client(url) as client:
-            yield engine, client
-        nursery.cancel_scope.cancel()
+from tests.support.http_stub import serving_fake_engine
 
 
 async def generate(client: httpx.AsyncClient, *, status: int = 200, **fields: Any) -> Any:
@@ -39,7 +22,7 @@ async def generate(client: httpx.AsyncClient, *, status: int = 200, **fields: An
 
 
 async def test_several_outputs_are_those_of_the_engine() -> None:
-    async with serving() as (engine, client):
+    async with serving_fake_engine() as (engine, client):
         fields = {
             "text": ["one", "two"],
             "sampling_params": {"n": 3, "max_new_tokens": 6, "sampling_seed": 5},
@@ -66,7 +49,7 @@ async def test_several_outputs_are_those_of_the_engine() -> None:
 
 async def test_many_outputs_with_many_log_probabilities() -> None:
     """Stream so many that a step has more chunks than the reader takes until the next one."""
-    async with serving() as (_, client):
+    async with serving_fake_engine() as (_, client):
         replies = await generate(
             client,
             text="x",
@@ -80,7 +63,7 @@ async def test_many_outputs_with_many_log_probabilities() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_prompt(stream: bool) -> None:
-    async with serving() as (engine, client):
+    async with serving_fake_engine() as (engine, client):
         completion = await engine.complete(
             "a prompt", max_tokens=2, seed=1, logprobs=2, prompt_logprobs=2
         )
@@ -117,7 +100,7 @@ async def test_log_probabilities_of_a_prompt(stream: bool) -> None:
 
 
 async def test_a_position_past_the_prompt() -> None:
-    async with serving() as (_, client):
+    async with serving_fake_engine() as (_, client):
         fields = {"input_ids": [1, 2], "return_logprob": True}
         fields["sampling_params"] = {"max_new_tokens": 1}
         reply = await generate(client, logprob_start_len=2, **fields)
@@ -128,7 +111,7 @@ async def test_a_position_past_the_prompt() -> None:
 
 
 async def test_a_prompt_alone() -> None:
-    async with serving() as (_, client):
+    async with serving_fake_engine() as (_, client):
         reply = await generate(
             client,
             text="hello",
@@ -143,7 +126,7 @@ async def test_a_prompt_alone() -> None:
 
 
 async def test_a_regular_expression_ends_an_output() -> None:
-    async with serving() as (_, client):
+    async with serving_fake_engine() as (_, client):
         sampling: dict[str, Any] = {"max_new_tokens": 40, "sampling_seed": 3}
         whole = await generate(client, text="hello", sampling_params=sampling)
         sampling["stop_regex"] = "[a-z]"
@@ -157,7 +140,7 @@ async def test_a_regular_expression_ends_an_output() -> None:
 
 
 async def test_what_the_engine_refuses_is_named_as_it_was_given() -> None:
-    async with serving(max_logprobs=3) as (engine, client):
+    async with serving_fake_engine(max_logprobs=3) as (engine, client):
         for fields, param in (
             ({"text": "x", "return_logprob": True, "top_logprobs_num": 4}, "top_logprobs_num"),
             ({"input_ids": [engine.vocab_size]}, "input_ids"),

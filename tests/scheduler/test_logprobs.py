@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from tests.support.scheduling import Bench, make_limits, reference, reference_logprobs, worker
+from tests.support.scheduling import Bench, reference, reference_logprobs, worker
 from trioserve.protocol import wire
 from trioserve.protocol.errors import InvalidRequest, WorkerLost
 from trioserve.requests.logprobs import PromptLogprobs
@@ -136,11 +136,7 @@ def test_a_worker_that_dies_in_the_midst_doubles_and_loses_nothing(
     for _ in range(num_steps):
         bench.step()
     told = entries(sequences[0])
-    bench.core.recovery.on_worker_lost()
-    bench.results.clear()
-    bench.worker = hashing(max_num_batched_tokens=5)
-    bench.core.recovery.restart(make_limits(bench.worker, max_plans_in_flight=depth))
-    bench.plans.clear()
+    bench.replace_worker(hashing(max_num_batched_tokens=5), max_plans_in_flight=depth)
     bench.drain()
     again = opened(bench)[0]
     complete = len(told) == len(PROMPT) - 3

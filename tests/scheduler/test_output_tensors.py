@@ -13,7 +13,6 @@ import pytest
 from tests.support.scheduling import (
     ABORT,
     Bench,
-    make_limits,
     reference,
     reference_tensors,
     worker,
@@ -142,11 +141,7 @@ def test_a_worker_that_dies_in_the_midst_doubles_and_loses_nothing(
     for _ in range(num_steps):
         bench.step()
     before = arrays(sequences[0])
-    bench.core.recovery.on_worker_lost()
-    bench.results.clear()
-    bench.worker = hashing(max_num_batched_tokens=5)
-    bench.core.recovery.restart(make_limits(bench.worker, max_plans_in_flight=depth))
-    bench.plans.clear()
+    bench.replace_worker(hashing(max_num_batched_tokens=5), max_plans_in_flight=depth)
     bench.drain()
     again = opened(bench)[0]
     num_states = len(before["prompt_hidden_states"])

@@ -31,6 +31,7 @@ from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.request import Request, Times
 from trioserve.requests.stream import Chunk, Stream, StreamBudget, TokenLogprob
+from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.text.chat_template import ChatTemplate
 
 Step = Chunk | float | trio.Event | Exception
@@ -433,3 +434,16 @@ async def read_to_end(client: trio.SocketStream) -> bytes:
         while part := await client.receive_some():
             data += part
     return data
+
+
+@contextlib.asynccontextmanager
+async def serving_fake_engine(
+    **options: Any,
+) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
+    """Serve a fake engine over HTTP for the block; yield it and a client."""
+    config = server_config()
+    async with open_fake_engine(**options) as engine, trio.open_nursery() as nursery:
+        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
+        async with http_client(url) as client:
+            yield engine, client
+        nursery.cancel_scope.cancel()

@@ -254,6 +254,14 @@ class Bench:
         self.core.submit(request, self.now)
         return request.sequences
 
+    def replace_worker(self, worker: FakeWorker, **limits: Any) -> None:
+        """Lose the worker with all that is in flight, and go on with another one."""
+        self.core.recovery.on_worker_lost()
+        self.results.clear()
+        self.worker = worker
+        self.core.recovery.restart(make_limits(worker, **limits))
+        self.plans.clear()
+
     def plan(self) -> wire.Plan | None:
         """Make the next plan and have the worker run it; the core doesn't know the result yet."""
         plan = self.core.next_plan(self.now)

@@ -26,7 +26,7 @@ from trioserve.model_files.config import (
 from trioserve.model_files.experts import read_experts
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_file, read_object
-from trioserve.model_files.media_config import reads_media, text_values
+from trioserve.model_files.media_config import HEADS, reads_media, text_values
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.sentence_modules import MODULES
 from trioserve.model_files.shards import read_shards
@@ -92,8 +92,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
     attention_bias = fields.flag("attention_bias") and family not in ("mistral", "mixtral")
     has_head = _has_head(folder, values)
     is_tied = fields.flag("tie_word_embeddings")
-    if values is not whole:
-        is_tied = not _has_head_tensor(folder)
+    if reads_media(whole):
+        is_tied = not _has_tensor(folder, *HEADS)
     config = ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -154,13 +154,12 @@ def _has_head(folder: Path, values: Mapping[str, Any]) -> bool:
         return False
     if values.get("tie_word_embeddings") or not (folder / MODULES).exists():
         return True
-    return _has_head_tensor(folder)
+    return _has_tensor(folder, "lm_head.weight")
 
 
-def _has_head_tensor(folder: Path) -> bool:
-    return any(
-        name.endswith("lm_head.weight") for shard in read_shards(folder) for name in shard.shapes
-    )
+def _has_tensor(folder: Path, *names: str) -> bool:
+    """Return True if the files have a tensor of one of ``names``."""
+    return any(name in shard.shapes for shard in read_shards(folder) for name in names)
 
 
 def _refuse_unserved(fields: Fields) -> None:

@@ -38,7 +38,8 @@ _TEXT_PREFIXES = re.compile(
     r"(?:language_model\.model|model\.language_model|model\.text_model|"
     r"language_model|text_model)\.(?=embed_tokens|layers|norm)"
 )
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+"""Names of the output matrix."""
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +96,7 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 def text_tensor(stored: str) -> str | None:
     """Return the decoder's name of a tensor of the whole model; None for one of the tower."""
-    if stored in _HEADS:
+    if stored in HEADS:
         return "lm_head.weight"
-    name, count = _TEXT_PREFIXES.subn("model.", stored, count=1)
-    return name if count and _TEXT_PREFIXES.match(stored) else None
+    prefix = _TEXT_PREFIXES.match(stored)
+    return None if prefix is None else f"model.{stored[prefix.end() :]}"

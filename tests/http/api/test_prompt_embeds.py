@@ -6,40 +6,23 @@ import base64
 import contextlib
 import io
 import pickle
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-import trio
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from tests.support.http_stub import http_client, server_config
-from trioserve.engine.engine import Engine
-from trioserve.http import create_app
+from tests.support.http_stub import serving_fake_engine
 from trioserve.http.api.prompt_embeds import decode_embeddings
-from trioserve.http.server.server import serve_app
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddingsPrompt
-from trioserve.testing.fake_engine import open_fake_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROWS = np.arange(80, dtype=np.float32).reshape(20, 4) / 8
-
-
-@contextlib.asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
-    config = server_config()
-    async with open_fake_engine(**options) as engine, trio.open_nursery() as nursery:
-        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
-        async with http_client(url) as client:
-            yield engine, client
-        nursery.cancel_scope.cancel()
 
 
 def text_of(data: bytes) -> str:
@@ -62,7 +45,7 @@ FORMS = [
 
 
 async def test_every_form_gives_the_same_answer() -> None:
-    async with serving() as (engine, client):
+    async with serving_fake_engine() as (engine, client):
         fields = {"max_tokens": 8, "seed": 3}
         expected = await engine.complete(EmbeddingsPrompt(ROWS), **fields)
         for data in FORMS:
@@ -92,7 +75,7 @@ def _longer(data: bytes) -> bytes:
 
 
 async def test_several_prompts_and_a_text() -> None:
-    async with serving() as (engine, client):
+    async with serving_fake_engine() as (engine, client):
         body = {
             "prompt_embeds": [text_of(FORMS[0]), text_of(save({"x": ROWS[:5]}))],
             "prompt": "text",
@@ -108,7 +91,7 @@ async def test_several_prompts_and_a_text() -> None:
 
 
 async def test_a_part_of_a_chat() -> None:
-    async with serving() as (engine, client):
+    async with serving_fake_engine() as (engine, client):
         embedded = {"type": "prompt_embeds", "prompt_embeds": text_of(FORMS[0])}
         content = [{"type": "text", "text": "a"}, embedded, {"type": "text", "text": "b"}]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "seed": 2}
@@ -142,7 +125,7 @@ REFUSED = [
 
 
 async def test_refusals() -> None:
-    async with serving() as (engine, client):
+    async with serving_fake_engine() as (engine, client):
         for given_text, told in REFUSED:
             body: dict[str, Any] = {"prompt_embeds": [given_text], "max_tokens": 1}
             response = await client.post(COMPLETIONS, json=body)
