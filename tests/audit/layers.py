@@ -65,7 +65,6 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "kernels.emulation": "_util kernels",
         "weights": "",
         "lora": "_util slots kernels weights",
-        "models.media": "",
         "models": "_util slots executor attention kernels weights lora",
         "constraints": "slots sampling",
         "runner": "slots sampling executor",
@@ -84,7 +83,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "mock": "slots sampling executor",
         "loading.loading": (
             "slots weights constraints runner loading cpu cpu.rank_processes cuda models.encoder "
-            "models.media models.transformers_models mock"
+            "models models.transformers_models mock"
         ),
         "worker": "_util slots lora constraints runner loading cuda loading.loading",
         "__main__": "kernels models loading cpu cpu.following worker",

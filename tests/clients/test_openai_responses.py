@@ -223,7 +223,7 @@ def test_an_answer_that_is_cut_off(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"input": [IMAGE]}, "input[0].content[0].type"),
+        ({"input": [IMAGE]}, "input[0].content[0]"),
         ({"input": "x " * 20_000}, "input"),
         ({"text": {"format": NO_SCHEMA}}, "text.format"),
     ],

@@ -87,6 +87,17 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, chat({**URL, "image_url": "http://127.0.0.1/x.png"}), 400, "messages[0].content[0]"),
     (CHAT, chat(*[URL] * 9), 400, "messages[0].content[8]"),
     (CHAT, {**chat(), "messages": [{"role": "system", "content": [URL]}]}, 400, "messages[0]"),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"role": "user", "content": "Hi"},
+                {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            ]
+        },
+        400,
+        "input[1].content[0]",
+    ),
     ("/tokenize", {"messages": chat(URL)["messages"]}, 400, "messages"),
 ]
 

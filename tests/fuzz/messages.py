@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import msgspec
+import numpy as np
 from hypothesis import strategies as st
 
 from tests.fuzz.target import Target
@@ -26,6 +27,7 @@ from trioserve.protocol import wire
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.requests.embedded import EmbeddingsPrompt
 from trioserve.requests.retention import Retention, RetentionRange
 
 __all__ = ["TARGETS"]
@@ -72,6 +74,7 @@ def _front_end_messages() -> list[bytes]:
         number=1,
         id="req-1",
         prompt_column=wire.from_ints([5, 6, 7]),
+        embedded=EmbeddingsPrompt(np.ones((2, 3), np.float16)).spans(1, 0, 2),
         params=SamplingParams(n=2, stop=("a",), grammar=Grammar("regex", "a+")),
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,

@@ -54,6 +54,8 @@ UNGUESSABLE = {
     **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), 404),
 }
 """Paths with names that no schema can give, and their status."""
+OTHER_PARTS = {"EmbedsPart", "ImageInput", "ImageUrlPart", "InputImage"}
+"""Classes of parts that aren't text."""
 MAX_FIELDS = 120
 ADMIN = {"Authorization": "Bearer the-admin-key"}
 SETTINGS = hypothesis.settings(
@@ -76,6 +78,7 @@ def operation(path: str, method: str, mode: GenerationMode) -> Any:
     if mode is GenerationMode.POSITIVE:
         lower_bounds(document)
         drop_nulls(document)
+        ask_for_texts(document)
     return schemathesis.openapi.from_dict(document)[path][method]
 
 
@@ -97,6 +100,35 @@ def drop_nulls(document: dict[str, Any]) -> None:
         if len(fields) > MAX_FIELDS:
             kept = {name: field for name, field in fields.items() if field.get("enum") != [None]}
             component["properties"] = kept
+
+
+def ask_for_texts(document: dict[str, Any]) -> None:
+    """Leave images and embeddings out: the model reads none, and no schema tells base64 of them."""
+    completion = document["components"]["schemas"]["CompletionRequest"]
+    del completion["properties"]["prompt_embeds"]
+    prompt = completion["properties"]["prompt"]
+    prompt["anyOf"] = [each for each in prompt["anyOf"] if each != {"type": "null"}]
+    completion["required"] = [*completion.get("required", ()), "prompt"]
+    drop_parts(document["components"]["schemas"])
+
+
+def drop_parts(value: Any) -> None:
+    """Drop parts that aren't text wherever there is a choice of parts."""
+    if isinstance(value, dict):
+        for choice in ("anyOf", "oneOf"):
+            if choice in value:
+                value[choice] = [each for each in value[choice] if not is_other_part(each)]
+        mapping = value.get("discriminator", {}).get("mapping", {})
+        for tag in [tag for tag, place in mapping.items() if is_other_part({"$ref": place})]:
+            del mapping[tag]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            drop_parts(item)
+
+
+def is_other_part(schema: dict[str, Any]) -> bool:
+    return schema.get("$ref", "").rpartition("/")[2] in OTHER_PARTS
 
 
 def is_fair(response: Any, request_type: type[msgspec.Struct] | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.lora_adapters import make_adapter, merge
 from tests.support.tiny_models import make_tiny
 from trioserve import AdapterNotFound, Engine
 from trioserve.http import create_app
+from trioserve.protocol import wire
 from trioserve.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -130,8 +132,8 @@ async def test_what_is_refused_and_what_ends(autojump_clock: trio.testing.MockCl
 
 async def test_a_worker_without_the_vector_is_not_trusted() -> None:
     class Forgetful(FakeWorker):
-        def _pool(self, number: int, count: int) -> None:
-            return None
+        def step(self, plan: wire.Plan) -> wire.StepResult | wire.Failure:
+            return attrs.evolve(super().step(plan), pooled=[])
 
     with pytest.raises(EngineError, match="lacks the vector"):
         async with open_fake_engine(Forgetful, max_worker_restarts=0) as engine:

@@ -21,6 +21,7 @@ import trio
 from trioserve._util.channels import forward, receive_waiting
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.requests.embedded import EmbeddedMedia
+from trioserve.requests.embedded_parts import MEDIA_TYPES
 from trioserve.requests.prompt_size import characters_of
 from trioserve.requests.prompts import (
     ChatPrompt,
@@ -149,9 +150,12 @@ class TokenizerTask:
         if not given:
             return []
         if self._embed_media is None:
+            name, part = given[0]
+            kind = MEDIA_TYPES[part["type"]]
             raise InvalidRequest(
-                f"{given[0][0]}: media aren't served by this model, or not with these options",
-                param=given[0][0],
+                f"{name}: parts of the kind {kind} aren't served by this model, or not with these "
+                "options",
+                param=name,
             )
         return await self._embed_media(given)
 

@@ -59,11 +59,16 @@ class TestRefusals:
         message = await refusal(engine(CALLS), **body)
         assert message.startswith(begin)
 
-    @pytest.mark.parametrize("kind", ["image", "document", "search_result", "redacted_thinking"])
-    async def test_blocks_that_are_not_text(self, kind: str) -> None:
+    @pytest.mark.parametrize("kind", ["document", "search_result", "redacted_thinking"])
+    async def test_blocks_that_are_not_read(self, kind: str) -> None:
         block = {"type": kind, "source": {"type": "url", "url": "http://localhost/x"}}
         message = await refusal(engine("a"), messages=[{"role": "user", "content": [block]}])
         assert message.startswith(f"messages[0].content[0].type: invalid value '{kind}', expected")
+
+    async def test_an_image_for_a_model_of_texts(self) -> None:
+        block = {"type": "image", "source": {"type": "url", "url": "http://localhost/x"}}
+        message = await refusal(engine("a"), messages=[{"role": "user", "content": [block]}])
+        assert message.startswith("messages: this model reads text only")
 
     @pytest.mark.parametrize(
         ("role", "block"),

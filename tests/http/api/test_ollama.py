@@ -320,10 +320,10 @@ class TestRefusals:
             (
                 CHAT,
                 {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
-                "messages[0].images isn't served (the models that are served read and write text",
+                "messages: this model reads text only",
             ),
             (CHAT, {"messages": [{"role": "robot"}]}, "messages[0].role: invalid"),
-            (TEXT, {"images": ["aGk="]}, "images isn't served"),
+            (TEXT, {"images": ["aGk="]}, "prompt: this model reads text only"),
             (TEXT, {"suffix": "x"}, "suffix isn't served"),
             (TEXT, {"template": "{{ .Prompt }}"}, "template isn't served"),
             (TEXT, {"context": [1, 2]}, "context isn't served"),

@@ -122,7 +122,7 @@ class TestInput:
             ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
             (
                 {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-                "input[0].content[0].type",
+                "input[0].content[0].image_url",
             ),
             (
                 {"input": [{"type": "reasoning", "encrypted_content": "x"}]},

@@ -33,9 +33,9 @@ from trioserve.http.api.openai.chat.messages import (
     ChosenFunction,
     ChosenTool,
     FunctionDefinition,
-    ImageUrlPart,
     MessageFunction,
     MessageToolCall,
+    NamedImage,
     Parts,
     TextPart,
 )
@@ -133,19 +133,22 @@ def _from_others(message: InputMessage, number: int) -> list[ChatMessage]:
     if isinstance(message.content, str):
         return [ChatMessage(role=role, content=message.content)]
     messages: list[ChatMessage] = []
-    said: list[TextInput | ImageInput] = []
+    said: Parts = []
     for index, block in enumerate(message.content):
-        if isinstance(block, TextInput) or (isinstance(block, ImageInput) and role == "user"):
-            said.append(block)
+        if isinstance(block, TextInput):
+            said.append(TextPart(text=block.text))
+            continue
+        if isinstance(block, ImageInput) and role == "user":
+            said.append(_image(block, f"messages[{number}].content[{index}]"))
             continue
         if role == "system" or not isinstance(block, ToolResultInput):
             raise _misplaced(block, role, number, index)
         if said:
-            messages.append(ChatMessage(role=role, content=_content(said)))
+            messages.append(ChatMessage(role=role, content=_joined_parts(said)))
             said = []
         messages.append(_result(block))
     if said or not messages:
-        messages.append(ChatMessage(role=role, content=_content(said)))
+        messages.append(ChatMessage(role=role, content=_joined_parts(said)))
     return messages
 
 
@@ -187,23 +190,24 @@ def _result(block: ToolResultInput) -> ChatMessage:
     return ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
 
 
-def _content(given: str | Sequence[TextInput | ImageInput]) -> str | Parts:
-    """Return a content as one text if possible, as every template prints that."""
+def _content(given: str | Sequence[TextInput]) -> str | Parts:
     if isinstance(given, str):
         return given
-    parts: Parts = [
-        TextPart(text=block.text) if isinstance(block, TextInput) else _image(block)
-        for block in given
-    ]
+    return _joined_parts([TextPart(text=block.text) for block in given])
+
+
+def _joined_parts(parts: Parts) -> str | Parts:
+    """Return a content as one text if possible, as every template prints that."""
     if not parts:
         return ""
     first = parts[0]
     return first.text if len(parts) == 1 and isinstance(first, TextPart) else parts
 
 
-def _image(block: ImageInput) -> ImageUrlPart:
+def _image(block: ImageInput, field: str) -> NamedImage:
     source = block.source
-    return ImageUrlPart(image_url=source.data if isinstance(source, Base64Source) else source.url)
+    url = source.data if isinstance(source, Base64Source) else source.url
+    return NamedImage(image_url=url, field=field)
 
 
 def _tool(tool: ToolDefinition) -> ChatTool:

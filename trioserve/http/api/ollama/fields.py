@@ -16,9 +16,9 @@ from trioserve.http.api.ollama.schemas import (
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.messages import (
     ChatMessage,
-    ImageUrlPart,
     MessageFunction,
     MessageToolCall,
+    NamedImage,
     Parts,
     TextPart,
 )
@@ -87,7 +87,7 @@ def generate_request(
     request: OllamaGenerateRequest, model: str, format: ChatFormat
 ) -> ChatCompletionRequest:
     """Return ``request``, which isn't raw and means ``model``, as a chat request."""
-    content = _content(request.prompt, request.images)
+    content = _content(request.prompt, request.images, "images")
     messages = [ChatMessage(role="user", content=content)]
     if request.system:
         messages.insert(0, ChatMessage(role="system", content=request.system))
@@ -96,10 +96,12 @@ def generate_request(
     )
 
 
-def _content(text: str | None, images: list[str] | None) -> str | Parts:
+def _content(text: str | None, images: list[str] | None, field: str) -> str | Parts:
     if not images:
         return text or ""
-    parts: Parts = [ImageUrlPart(image_url=image) for image in images]
+    parts: Parts = [
+        NamedImage(image_url=image, field=f"{field}[{index}]") for index, image in enumerate(images)
+    ]
     return [*parts, TextPart(text=text)] if text else parts
 
 
@@ -156,8 +158,8 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
     messages = []
     numbers = itertools.count()
     waiting: list[tuple[str, str]] = []
-    for message in given:
-        content = _content(message.content, message.images)
+    for index, message in enumerate(given):
+        content = _content(message.content, message.images, f"messages[{index}].images")
         shown = ChatMessage(role=message.role, content=content)
         if message.thinking is not None:
             shown.reasoning_content = message.thinking

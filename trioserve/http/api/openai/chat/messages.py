@@ -80,6 +80,12 @@ class ImageUrlPart(
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+class NamedImage(ImageUrlPart, kw_only=True, tag="image_url"):
+    """An image of another API's request, in which its field has another name."""
+
+    field: str
+
+
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 

@@ -15,6 +15,7 @@ from trioserve.http.api.openai.chat.messages import (
     EmbedsPart,
     ImageUrlPart,
     MessageToolCall,
+    NamedImage,
     Part,
     RefusalPart,
     TextPart,
@@ -137,7 +138,8 @@ def _template_part(part: Part, name: str, role: str) -> dict[str, Any]:
             param=name,
         )
     if isinstance(part, ImageUrlPart):
-        return {"type": "image_url", "image_url": part.url, "name": name}
+        field = part.field if isinstance(part, NamedImage) else name
+        return {"type": "image_url", "image_url": part.url, "name": field}
     embeddings = decode_embeddings(part.prompt_embeds, f"{name}.prompt_embeds")
     return {"type": PART_TYPE, PART_TYPE: embeddings}
 

@@ -53,6 +53,8 @@ class CompletionEndpoints:
 
     async def _answer(self, request: CompletionRequest) -> quart.Response:
         service = self._service
+        if request.prompt is None and not request.prompt_embeds:
+            raise InvalidRequest("prompt is missing: give it, or prompt_embeds", param="prompt")
         model = service.model(request.model)
         check_stream_options(request)
         prompts = await _prompts(request, service)
@@ -164,12 +166,11 @@ async def _prompts(request: CompletionRequest, service: Service) -> list[Prompt]
     """Return the prompts of a completion: first the embeddings, then those of the other forms.
 
     Raises:
-        InvalidRequest: There is none, or one is malformed.
+        InvalidRequest: One is malformed.
     """
     given = request.prompt_embeds
     if not given:
-        if request.prompt is None:
-            raise InvalidRequest("prompt is missing: give it, or prompt_embeds", param="prompt")
+        assert request.prompt is not None
         return _plain_prompts(request, request.prompt, service)
     field = "prompt_embeds"
     if request.echo:

@@ -20,9 +20,9 @@ from trioserve.http.api.openai.chat.messages import (
     ChosenFunction,
     ChosenTool,
     FunctionDefinition,
-    ImageUrlPart,
     MessageFunction,
     MessageToolCall,
+    NamedImage,
     Part,
     Parts,
     RefusalPart,
@@ -83,7 +83,7 @@ def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> Cha
     """
     if request.top_logprobs and not includes_logprobs(request):
         raise InvalidRequest(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
-    messages = chat_messages([*history, *input_items(request)])
+    messages = chat_messages([*history, *input_items(request)], len(history))
     if request.instructions is not None:
         messages.insert(0, ChatMessage(role="system", content=request.instructions))
     return ChatCompletionRequest(
@@ -110,24 +110,25 @@ def includes_logprobs(request: ResponsesRequest) -> bool:
     return LOGPROBS in (request.include or ())
 
 
-def chat_messages(items: Iterable[InputItem]) -> list[ChatMessage]:
-    """Return the messages of items.
+def chat_messages(items: Iterable[InputItem], num_before: int = 0) -> list[ChatMessage]:
+    """Return the messages of items, of which ``num_before`` are of earlier responses.
 
     Reasoning, the text after it, and the calls after that are one message of the assistant's.
     """
     said = _Said()
-    for item in items:
+    for index, item in enumerate(items, -num_before):
+        field = f"input[{index}].content" if index >= 0 else "previous_response_id"
         if isinstance(item, ReasoningItem):
             said.reason("".join(part.text for part in item.content or ()))
         elif isinstance(item, CallItem):
             said.call(item)
         elif isinstance(item, CallOutputItem):
-            content = _content(item.output)
+            content = _content(item.output, field)
             said.other(ChatMessage(role="tool", tool_call_id=item.call_id, content=content))
         elif item.role == "assistant":
-            said.answer(_content(item.content))
+            said.answer(_content(item.content, field))
         else:
-            said.other(ChatMessage(role=item.role, content=_content(item.content)))
+            said.other(ChatMessage(role=item.role, content=_content(item.content, field)))
     return said.all()
 
 
@@ -182,18 +183,21 @@ class _Said:
 _ChatContent = str | Parts
 
 
-def _content(given: str | Sequence[ContentPart]) -> _ChatContent:
+def _content(given: str | Sequence[ContentPart], field: str) -> _ChatContent:
     if isinstance(given, str):
         return given
-    parts: Parts = [_chat_part(part) for part in given]
+    parts: Parts = [
+        _chat_part(part, f"{field}[{index}]" if "[" in field else field)
+        for index, part in enumerate(given)
+    ]
     return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextPart) else parts
 
 
-def _chat_part(part: ContentPart) -> Part:
+def _chat_part(part: ContentPart, field: str) -> Part:
     if isinstance(part, RefusalPart):
         return part
     if isinstance(part, InputImage):
-        return ImageUrlPart(image_url=part.image_url)
+        return NamedImage(image_url=part.image_url, field=field)
     return TextPart(text=part.text)
 
 
