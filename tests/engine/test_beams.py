@@ -132,7 +132,7 @@ async def test_a_killed_worker_loses_no_beam(tiny: Path) -> None:
     asked = [(prompt, {**case, "max_tokens": 60}) for prompt, case in asked]
     async with open_tiny_engine(tiny, dtype="bfloat16", max_num_seqs=24) as engine:
         expected = [each.outputs for each in await search_all(engine, asked)]
-        num_steps = engine.statistics().scheduler.num_steps
+        num_sampled = engine.statistics().scheduler.num_tokens_sampled
         found: list[Completion] = []
 
         async def run() -> None:
@@ -140,7 +140,7 @@ async def test_a_killed_worker_loses_no_beam(tiny: Path) -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            while engine.statistics().scheduler.num_steps < num_steps * 3 // 2:
+            while engine.statistics().scheduler.num_tokens_sampled < num_sampled * 3 // 2:
                 await trio.sleep(0.001)
             (await worker_of(engine)).kill()
         assert engine.statistics().worker_restarts == 1, "the searches were over before"
