@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from trioserve.requests.embedded import EmbeddingsPrompt
     from trioserve.requests.generation import Completion, GenerationStream, Output, Usage
     from trioserve.requests.logprobs import PromptLogprobs
+    from trioserve.requests.media.parts import AudioPart, ImagePart
     from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.requests.retention import Retention, RetentionRange
     from trioserve.requests.stream import Chunk, TokenLogprob
@@ -84,6 +85,8 @@ _HOME = {
     "Usage": "requests.generation",
     "EmbeddingsPrompt": "requests.embedded",
     "PromptLogprobs": "requests.logprobs",
+    "AudioPart": "requests.media.parts",
+    "ImagePart": "requests.media.parts",
     "ChatPrompt": "requests.prompts",
     "TextPrompt": "requests.prompts",
     "TokensPrompt": "requests.prompts",
@@ -97,6 +100,7 @@ __all__ = [
     "LLM",
     "AdapterNotFound",
     "AsyncLLM",
+    "AudioPart",
     "ChatPrompt",
     "Chunk",
     "Classifications",
@@ -112,6 +116,7 @@ __all__ = [
     "EngineError",
     "GenerationStream",
     "Grammar",
+    "ImagePart",
     "InvalidRequest",
     "LabelScores",
     "ModelLoadError",

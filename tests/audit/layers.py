@@ -39,7 +39,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         ),
         "http": "http.server http.api",
         "front_ends": (
-            "protocol model_files _util config requests observability text workers scheduler "
+            "protocol model_files _util config requests observability requests.media text workers "
+            "scheduler "
             "pooling engine observability.live http.server http.api http"
         ),
         "testing": (

@@ -15,8 +15,8 @@ import transformers
 import trio
 
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
-from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model
-from trioserve import Completion, Engine, InvalidRequest
+from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model, png
+from trioserve import Completion, Engine, ImagePart, InvalidRequest, TextPrompt
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
 TIGHT: dict[str, Any] = {
@@ -130,6 +130,8 @@ async def test_compiled_kernels_give_the_same_bits_whatever_happens(llava: Path)
             facts_of(await engine.complete(messages_of(content), **GREEDY))
             for content in CONVERSATIONS
         ]
+        text = TextPrompt("user: What is this?<image>assistant:", media=[ImagePart(png(1))])
+        assert facts_of(await engine.complete(text, **GREEDY)) == alone[0]
         process = await worker_of(engine)
         async with engine.generate(messages_of(CONVERSATIONS[1]), **GREEDY) as stream:
             chunks = []

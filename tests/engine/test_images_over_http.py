@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
 import trio
 
 from tests.support.engines import open_tiny_engine
 from tests.support.http_stub import http_client, server_config
+from tests.support.model_server import serving_folder
 from tests.support.tiny_media import image, make_media_model, png
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-OLLAMA, GENERATE = "/api/chat", "/api/generate"
+OLLAMA, GENERATE, NATIVE = "/api/chat", "/api/generate", "/generate"
 PICTURE = base64.b64encode(png(1)).decode()
 DATA_URL = f"data:image/png;base64,{PICTURE}"
 TEXT = {"type": "text", "text": "What is this?"}
 URL = {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "low"}}
+PROMPT = "user:<image> What is this?assistant:"
+NATIVE_SAMPLING = {"max_new_tokens": 6, "temperature": 0}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": PICTURE}
 
 
@@ -28,8 +34,12 @@ def chat(*content: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 6, "temperature": 0}
 
 
-def said(reply: dict[str, Any]) -> str:
+def said(reply: Any) -> str:
     """Return the text of any API's reply."""
+    if isinstance(reply, list):
+        (reply,) = reply
+    if "meta_info" in reply:
+        return reply["text"]
     if "choices" in reply:
         return reply["choices"][0]["message"]["content"]
     if "content" in reply:
@@ -71,6 +81,12 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
             "options": {"num_predict": 6, "temperature": 0},
         },
     ),
+    (NATIVE, {"text": PROMPT, "image_data": DATA_URL, "sampling_params": NATIVE_SAMPLING}),
+    (NATIVE, {"text": PROMPT, "image_data": [PICTURE], "sampling_params": NATIVE_SAMPLING}),
+    (
+        NATIVE,
+        {"text": [PROMPT], "image_data": [[PICTURE]], "sampling_params": NATIVE_SAMPLING},
+    ),
     (
         GENERATE,
         {
@@ -98,12 +114,23 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
         400,
         "input[1].content[0]",
     ),
+    (NATIVE, {"text": "no place", "image_data": PICTURE}, 400, "text"),
+    (NATIVE, {"text": "<image>" * 2, "image_data": PICTURE}, 400, "text"),
+    (NATIVE, {"text": "<image>", "image_data": ["x"]}, 400, "image_data[0]"),
+    (NATIVE, {"text": ["<image>"], "image_data": [["x"]]}, 400, "image_data[0][0]"),
+    (NATIVE, {"text": ["<image>"] * 2, "image_data": ["x"]}, 400, "image_data"),
+    (NATIVE, {"text": "<image>", "image_data": [["x"]]}, 400, "image_data"),
+    (NATIVE, {"input_ids": [1], "image_data": "x"}, 400, "image_data"),
     ("/tokenize", {"messages": chat(URL)["messages"]}, 400, "messages"),
 ]
 
 
-async def test_every_api_reads_images(tmp_path: Path) -> None:
-    folder = make_media_model("llava", tmp_path / "llava")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model("llava", tmp_path_factory.mktemp("models") / "llava")
+
+
+async def test_every_api_reads_images(folder: Path) -> None:
     async with open_tiny_engine(folder) as engine:
         content = [{"type": "image", "image": image(1)}, TEXT]
         expected = await engine.complete(
@@ -115,7 +142,8 @@ async def test_every_api_reads_images(tmp_path: Path) -> None:
             (url,) = await nursery.start(serve_app, create_app(engine, config), config)
             async with http_client(url) as client:
                 for path, body in REQUESTS:
-                    response = await client.post(path, json={"model": "llava", **body})
+                    named = body if path == NATIVE else {"model": "llava", **body}
+                    response = await client.post(path, json=named)
                     assert response.status_code == 200, (path, response.text)
                     assert said(response.json()) == expected.text, path
                 for path, body, status, param in REFUSED:
@@ -123,3 +151,28 @@ async def test_every_api_reads_images(tmp_path: Path) -> None:
                     assert response.status_code == status, (path, response.text)
                     assert response.json()["error"]["param"].startswith(param)
             nursery.cancel_scope.cancel()
+
+
+def test_front_ends_read_images_and_share_their_embeddings(folder: Path) -> None:
+    options = ("--api-server-count", "2", "--device", "cpu", "--num-gpu-blocks-override", "64")
+    with serving_folder(folder, *options) as url:
+        answers = []
+        for _ in range(6):
+            # Each comes by a connection of its own, and any front end may accept it.
+            reply = httpx.post(f"{url}{CHAT}", json=chat(URL, TEXT), timeout=60)
+            assert reply.status_code == 200, reply.text
+            answers.append(said(reply.json()))
+        assert answers == answers[:1] * 6
+        refused = httpx.post(f"{url}{CHAT}", json=chat({**URL, "image_url": "x"}), timeout=60)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages[0].content[0]"
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+
+    def figure(name: str) -> float:
+        found = re.findall(rf"^trioserve:{name}{{.*}} (.*)$", metrics, re.M)
+        assert len(found) == 1
+        return float(found[0])
+
+    assert figure("mm_cache_queries_total") == 6
+    assert figure("mm_cache_hits_total") == 5
+    assert figure("mm_encode_seconds_count") == 1

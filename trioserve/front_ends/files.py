@@ -9,12 +9,15 @@ from pathlib import Path
 from trioserve.config import EngineConfig
 from trioserve.config.options import flag_name
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.requests.media.processor_loading import PROCESSOR_FILES
 
 MODEL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
+    *PROCESSOR_FILES,
 )
-"""Files of a model's folder that decide how texts become tokens, and the defaults of requests."""
+"""Files of a model's folder that decide how texts and media become tokens, and the defaults of
+requests."""
 
 
 def hashes_of(config: EngineConfig, model: Path) -> dict[str, str]:

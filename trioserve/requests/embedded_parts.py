@@ -76,14 +76,16 @@ def ids_with_marks(
     media: Sequence[EmbeddedMedia],
     media_token: str,
     encode: Callable[[str], list[int]],
+    param: str,
 ) -> list[int]:
-    """Return the ids of a conversation's text, with marks of its other parts in their places.
+    """Return the ids of a text, with marks of its other parts in their places.
 
     The numbers of ``media`` follow those of ``embedded``. ``media_token`` is what a template prints
     for a medium.
+    ``param`` is the field of the request that the text comes from.
 
     Raises:
-        InvalidRequest: The chat template didn't print each of them once.
+        InvalidRequest: The text doesn't have the place of each of them once.
     """
     found = re.compile(f"{_MARK.pattern}|({re.escape(media_token)})" if media else _MARK.pattern)
     ids: list[int] = []
@@ -107,11 +109,18 @@ def ids_with_marks(
         raise _not_printed(len(numbers), len(embedded), "prompt_embeds parts")
     if num_media > len(media):
         raise InvalidRequest(
-            f"the messages have the text {media_token!r}, which stands for an image: leave it out",
-            param="messages",
+            f"{param} has the text {media_token!r}, which stands for an image, {num_media} times, "
+            f"and there are {len(media)} images",
+            param=param,
         )
     if num_media < len(media):
-        raise _not_printed(num_media, len(media), "images")
+        if param == "messages":
+            raise _not_printed(num_media, len(media), "images")
+        raise InvalidRequest(
+            f"{param} must have the text {media_token!r} once for each of its {len(media)} images, "
+            f"and has it {num_media} times",
+            param=param,
+        )
     return ids
 
 

@@ -10,7 +10,7 @@ import attrs
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt
-from trioserve.requests.embedded_parts import OtherParts, take_out_parts
+from trioserve.requests.embedded_parts import MEDIA_TYPES, OtherParts, take_out_parts
 
 
 def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -24,6 +24,19 @@ def _as_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
         return tuple(map(operator.index, ids))
     except TypeError:
         raise InvalidRequest("a prompt's token ids must be integers", param="prompt") from None
+
+
+def _as_parts(media: Iterable[Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return content parts of media."""
+    parts: list[Mapping[str, Any]] = []
+    for index, part in enumerate(media):
+        is_map = isinstance(part, Mapping)
+        kind = part.get("type") if is_map else getattr(part, "kind", None)
+        if not isinstance(kind, str) or kind not in MEDIA_TYPES:
+            name = f"media[{index}]"
+            raise InvalidRequest(f"{name} must be an image or an audio clip", param=name)
+        parts.append(part if is_map else {"type": kind, kind: part})
+    return tuple(parts)
 
 
 def _as_messages(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -43,10 +56,15 @@ def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) ->
 
 @attrs.frozen
 class TextPrompt:
-    """Text to be continued."""
+    """Text to be continued.
+
+    ``media`` are images and audio clips in place of the texts of the model's media token, in order:
+    parts as in a chat's messages, :class:`~trioserve.ImagePart` or :class:`~trioserve.AudioPart`.
+    """
 
     text: str = attrs.field(validator=_check_text)
     add_special_tokens: bool = True
+    media: tuple[Mapping[str, Any], ...] = attrs.field(converter=_as_parts, default=())
 
 
 @attrs.frozen
@@ -91,6 +109,10 @@ def embeddings_in(prompt: Prompt) -> Sequence[EmbeddingsPrompt]:
 
 def media_in(prompt: Prompt) -> Sequence[tuple[str, Any]]:
     """Return the media of a prompt: the name in the request of each, and the part itself."""
+    if isinstance(prompt, TextPrompt):
+        return [
+            (part.get("name") or f"media[{index}]", part) for index, part in enumerate(prompt.media)
+        ]
     return prompt.others.media if isinstance(prompt, ChatPrompt) else ()
 
 

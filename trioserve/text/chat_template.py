@@ -94,8 +94,6 @@ class ChatTemplate:
         self.takes_parts = _iterates_over_content(tree)
         """True if the template reads the parts of a content; otherwise it gets one string."""
 
-        self.media_token = self.tokens.get(MEDIA_TOKEN, "")
-        """Token that stands for an image in the text; empty for a model that reads none."""
         self._bounded = _Renderer(bounded, self.tokens, self.takes_parts)
 
     @functools.cached_property

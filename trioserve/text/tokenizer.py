@@ -178,12 +178,27 @@ class Tokenizer:
         """Return the ids of a rendered chat; see :meth:`prompt_ids`. Other parts have marks."""
         if not prompt.others:
             return self.ids_of(text, False, keep, cut_side, "messages")
+        return self._ids_with_marks(text, prompt.others.embedded, media, "messages")
+
+    def ids_of_text(self, prompt: TextPrompt, media: Sequence[EmbeddedMedia]) -> list[int]:
+        """Return the ids of a text with marks of ``media``; see :meth:`prompt_ids`."""
+        special = self.encode("", add_special_tokens=True) if prompt.add_special_tokens else []
+        return special + self._ids_with_marks(prompt.text, (), media, "prompt")
+
+    def _ids_with_marks(
+        self,
+        text: str,
+        embedded: Sequence[EmbeddingsPrompt],
+        media: Sequence[EmbeddedMedia],
+        param: str,
+    ) -> list[int]:
         return ids_with_marks(
             text,
-            prompt.others.embedded,
+            embedded,
             media,
-            self._template().media_token,
-            lambda part: self.ids_of(part, False, None, "", "messages"),
+            self.name_of(media[0].placeholder) if media else "",
+            lambda part: self.ids_of(part, False, None, "", param),
+            param,
         )
 
     def ids_of(

@@ -13,6 +13,7 @@ has media, a child task has another process render it (:mod:`~trioserve.text.tem
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -117,19 +118,23 @@ class TokenizerTask:
         submit: trio.MemorySendChannel[Request],
         limiter: trio.CapacityLimiter,
     ) -> None:
-        """Have a chat's media read, render it in another process, and encode it in a thread."""
+        """Have a prompt's media read, render a chat in another process, and encode in a thread."""
         keep, side = request.max_prompt_tokens, request.params.truncation_side
-        chat = request.prompt
-        assert isinstance(chat, ChatPrompt)
+        given = request.prompt
+        assert isinstance(given, ChatPrompt | TextPrompt)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_ended, request, nursery.cancel_scope)
             try:
-                media = await self._media_of(chat)
-                text = await self._tokenizer.render_in_process(chat, is_cut=keep is not None)
+                media = await self._media_of(given)
+                if isinstance(given, TextPrompt):
+                    ids_of = functools.partial(self._tokenizer.ids_of_text, given, media)
+                else:
+                    text = await self._tokenizer.render_in_process(given, is_cut=keep is not None)
+                    ids_of = functools.partial(
+                        self._tokenizer.ids_of_chat, text, given, keep, side, media
+                    )
                 prompt = await trio.to_thread.run_sync(
-                    lambda: self._encode(
-                        request, self._tokenizer.ids_of_chat(text, chat, keep, side, media), media
-                    ),
+                    lambda: self._encode(request, ids_of(), media),
                     abandon_on_cancel=True,
                     limiter=limiter,
                 )
@@ -139,8 +144,8 @@ class TokenizerTask:
                 await _forward(request, prompt, submit)
             nursery.cancel_scope.cancel()
 
-    async def _media_of(self, prompt: ChatPrompt) -> list[EmbeddedMedia]:
-        """Return the embeddings of a chat's media.
+    async def _media_of(self, prompt: ChatPrompt | TextPrompt) -> list[EmbeddedMedia]:
+        """Return the embeddings of a prompt's media.
 
         Raises:
             InvalidRequest: They aren't served, or one is refused.

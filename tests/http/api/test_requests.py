@@ -59,7 +59,7 @@ async def refusal(path: str, body: Any) -> dict[str, Any]:
         (TEXT, "return_hidden_states", True),
         (TEXT, "bootstrap_room", 1),
         (NATIVE, "return_entropy", True),
-        (NATIVE, "image_data", ["x"]),
+        (NATIVE, "audio_data", ["x"]),
         (NATIVE, "lora_id", "x"),
     ],
 )

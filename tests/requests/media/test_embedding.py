@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 import trio.testing
 
+from tests.support.metric_samples import value
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, WorkerLost
-from trioserve.requests.media.embedding import MAX_TRIES, MediaEmbedder
+from trioserve.requests.media.embedding import MediaEmbedder
+from trioserve.requests.media.encoder import MAX_TRIES, WorkerMediaEncoder
 from trioserve.requests.media.parts import ImagePart, MediaPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
@@ -23,7 +27,7 @@ class Reader:
 
     async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
         return [
-            ProcessedMedia("image", cast(bytes, part.source), [1, 7, 7], {"x": np.ones(3)}, 2)
+            ProcessedMedia("image", cast(bytes, part.source), [1, 7, 7], {"x": np.ones(3)}, 2, 5)
             for _, part in parts
         ]
 
@@ -36,7 +40,11 @@ class Worker:
         self.rows = np.ones((num_rows, WIDTH), np.float32).tobytes()
         self.num_calls = 0
 
-    async def call(self, name: str, arguments: Any, *, one: bool) -> Any:
+    async def call(self, name: str, arguments: msgspec.Raw, *, one: bool) -> Any:
+        assert name == "encode_media"
+        assert one
+        ((label, dtype, shape, content),) = msgspec.msgpack.decode(arguments)["arrays"]
+        assert (label, dtype, shape, content) == ("x", "<f8", [3], np.ones(3).tobytes())
         self.num_calls += 1
         await trio.sleep(1)
         if self.errors:
@@ -45,13 +53,18 @@ class Worker:
 
 
 def embedder(worker: Worker, max_bytes: int = 1000) -> MediaEmbedder:
+    metrics = Metrics("m")
     return MediaEmbedder(
         reader=cast(MediaReader, Reader()),
-        call=worker.call,
-        wait_attached=trio.lowlevel.checkpoint,
+        encoder=WorkerMediaEncoder(
+            call=worker.call,
+            wait_attached=trio.lowlevel.checkpoint,
+            max_bytes=max_bytes,
+            metrics=metrics,
+        ),
+        metrics=metrics,
         placeholder=PLACEHOLDER,
         width=WIDTH,
-        max_bytes=max_bytes,
     )
 
 
@@ -72,6 +85,15 @@ async def test_the_same_content_is_computed_once(autojump_clock: trio.testing.Mo
     assert [(each.kind, each.placeholder, each.token_ids) for each in found] == [
         ("image", PLACEHOLDER, [1, 7, 7])
     ] * 2
+    for name, number in (
+        ("mm_input_bytes_total", 5 * 11),
+        ("mm_cache_queries_total", 11),
+        ("mm_cache_hits_total", 8),
+        ("mm_encode_seconds_count", 3),
+        ("mm_encode_seconds_sum", 3),
+    ):
+        labels = {"kind": "image"} if "bytes" in name else {}
+        assert value(media.metrics, name, **labels) == number, name
 
 
 async def test_what_is_kept_is_bounded(autojump_clock: trio.testing.MockClock) -> None:

@@ -13,6 +13,7 @@ import trio
 
 from trioserve._util.pair_socket import MessageSocket
 from trioserve.engine.loaded_model import LoadedModel, in_thread
+from trioserve.engine.media import open_media
 from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.tasks import EngineTasks
@@ -40,6 +41,7 @@ from trioserve.observability.metrics import Metrics
 from trioserve.observability.tracing import open_tracing
 from trioserve.protocol import wire
 from trioserve.protocol.errors import TrioserveError
+from trioserve.text.tokenizer_task import EmbedMedia
 
 _log = get_logger("trioserve.front_end")
 
@@ -125,30 +127,16 @@ class StartedFrontEnd:
         )
         remote.catalogue.replace(start.adapters)
 
-        async def open_remote(tasks: EngineTasks) -> wire.Ready:
-            tasks.start_soon(remote.attach)
-            return start.ready
-
         async with contextlib.AsyncExitStack() as stack:
             tracing = await stack.enter_async_context(
                 open_tracing(config.engine.otlp_traces_endpoint)
             )
-            tasks = run_tasks(
-                config.engine,
-                model,
-                remote,
-                metrics,
-                open_remote,
-                functools.partial(
-                    RequestEngine,
-                    worker_restarts=lambda: remote.state.worker_restarts,
-                    encoding=remote_encoding(model, remote.calls),
-                ),
-                validation=None,
-                output_buffer=0,
-                place=Place(index=start.index, count=start.count),
+            embed_with = await stack.enter_async_context(
+                open_media(config.engine, model, path, metrics)
             )
-            engine = await stack.enter_async_context(tasks)
+            engine = await stack.enter_async_context(
+                self._run_tasks(model, remote, metrics, embed_with(remote.calls))
+            )
             tracing.model_name = engine.model_name
             engine.on_request_end = tracing.request_ended
             engine.pooling.on_end = tracing.texts_ended
@@ -162,6 +150,36 @@ class StartedFrontEnd:
                 shutdown=self.shutdown,
                 task_status=_Started(self._note_listening),
             )
+
+    def _run_tasks(
+        self,
+        model: LoadedModel,
+        remote: RemoteScheduler,
+        metrics: Metrics,
+        embed_media: EmbedMedia | None,
+    ) -> contextlib.AbstractAsyncContextManager[RequestEngine]:
+        start = self.start
+
+        async def open_remote(tasks: EngineTasks) -> wire.Ready:
+            tasks.start_soon(remote.attach)
+            return start.ready
+
+        return run_tasks(
+            start.config.engine,
+            model,
+            remote,
+            metrics,
+            open_remote,
+            functools.partial(
+                RequestEngine,
+                worker_restarts=lambda: remote.state.worker_restarts,
+                encoding=remote_encoding(model, remote.calls),
+            ),
+            validation=None,
+            embed_media=embed_media,
+            output_buffer=0,
+            place=Place(index=start.index, count=start.count),
+        )
 
     def _note_listening(self, urls: Sequence[str]) -> None:
         assert self._remote is not None

@@ -13,6 +13,7 @@ from trioserve.engine.sessions.sessions import Sessions
 from trioserve.front_ends.clock import SharedClock
 from trioserve.observability.live import Monitor
 from trioserve.observability.live.schema import TaskNode
+from trioserve.requests.media.encoder import WorkerMediaEncoder
 from trioserve.requests.request import Finish, Request, Sequence
 
 
@@ -56,5 +57,7 @@ class ServerContext:
     """The prefix caches of all workers."""
     look_around: Callable[[], Awaitable[list[TaskNode]]]
     """Asks all front ends for their parts of a snapshot."""
+    media: WorkerMediaEncoder
+    """The encoder of images that front ends have read."""
     patience: float
     """Seconds without a heartbeat after which a front end counts as hung."""

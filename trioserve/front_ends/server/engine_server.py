@@ -24,6 +24,7 @@ from trioserve.config import EngineConfig, ServerConfig
 from trioserve.engine.control import Control
 from trioserve.engine.engine_worker import MakeWorker
 from trioserve.engine.idle_check import IdleCheck
+from trioserve.engine.media import worker_encoder
 from trioserve.engine.sessions.sessions import Sessions
 from trioserve.engine.tasks import open_tasks
 from trioserve.engine.worker_group import WorkerGroup
@@ -127,6 +128,7 @@ class EngineServer:
             sessions=self.sessions,
             monitor=self.monitor,
             caches=self.schedulers.cache_feed,
+            media=worker_encoder(config.engine, self.schedulers, self.metrics),
             look_around=self._peers.look_around,
             patience=patience_of(config.engine),
         )

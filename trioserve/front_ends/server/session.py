@@ -73,7 +73,7 @@ class FrontEndSession:
         self._permits = FrontEndPermits(context.permits, context.max_seats)
         self._turns = FrontEndTurns(context.sessions, self.tell)
         self._watches = FrontEndSubscriptions(context.monitor, context.look_around, context.caches)
-        parts = (administration, self._turns, self._watches, self._permits)
+        parts = (administration, self._turns, self._watches, self._permits, context.media)
         handlers = EngineCalls.handlers(*parts)
         self.counted = Counted()
         """The last known counts of the front end."""

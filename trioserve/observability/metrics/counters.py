@@ -77,6 +77,10 @@ class MetricCounters:
         self.request_max_tokens: Histogram = Histogram(REQUEST_TOKENS)
         self.request_n: Histogram = Histogram(NUM_OUTPUTS)
         self.grammar_seconds: Histogram = Histogram(SHORT_SECONDS)
+        self.media_bytes: collections.Counter[str] = collections.Counter()
+        self.media_lookups: int = 0
+        self.media_hits: int = 0
+        self.media_encode_seconds: Histogram = Histogram(SHORT_SECONDS)
         self.loop_lag: LoopLag = LoopLag()
         self.watched: Watched | None = None
         """The engine that gauges are read from, once there is one."""

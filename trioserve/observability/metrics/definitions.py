@@ -7,7 +7,13 @@ agree. Names, types and labels are vLLM's if vLLM has the metric.
 from __future__ import annotations
 
 from trioserve.observability.metrics.definition import Definition
-from trioserve.observability.metrics.engine_definitions import CACHE, HTTP, RELIABILITY, WORKER
+from trioserve.observability.metrics.engine_definitions import (
+    CACHE,
+    HTTP,
+    MEDIA,
+    RELIABILITY,
+    WORKER,
+)
 from trioserve.observability.metrics.request_definitions import (
     ADAPTERS,
     LATENCY,
@@ -21,11 +27,12 @@ GROUPS = {
     "tokens": "Tokens",
     "cache": "KV cache",
     "worker": "Worker",
+    "media": "Images and audio",
     "reliability": "Reliability",
     "http": "HTTP",
 }
 """Titles of the groups of metrics, in the order of the documentation."""
 
 DEFINITIONS: tuple[Definition, ...] = (
-    *(*REQUESTS, *ADAPTERS, *LATENCY, *TOKENS, *CACHE, *WORKER, *RELIABILITY, *HTTP),
+    *(*REQUESTS, *ADAPTERS, *LATENCY, *TOKENS, *CACHE, *WORKER, *MEDIA, *RELIABILITY, *HTTP),
 )

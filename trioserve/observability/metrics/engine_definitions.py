@@ -17,6 +17,8 @@ from trioserve.observability.metrics.definition import (
 from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol.grammar import GRAMMAR_KINDS
 
+MEDIA_KINDS = ("image", "audio")
+
 GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")
 
 LOSS_REASONS = ("killed", "crashed", "hung", "unreachable", "failed")
@@ -132,8 +134,6 @@ CACHE = (
         "Pages on disk; those that workers share count for each",
     ),
     engine_gauge("cache", "sessions", lambda s: s.statistics.num_sessions, "Open sessions"),
-    counter("cache", "mm_cache_queries", lambda _: 0, "Media looked up; none is served"),
-    counter("cache", "mm_cache_hits", lambda _: 0, "Media found; none is served"),
     Definition(
         name="cache_config_info",
         kind="gauge",
@@ -297,6 +297,35 @@ WORKER = (
         "grammar_compilation_seconds",
         lambda s: s.metrics.grammar_seconds,
         "Time that a worker took to compile a grammar",
+    ),
+)
+
+MEDIA = (
+    Definition(
+        name="mm_input_bytes",
+        kind="counter",
+        help="Bytes of images and audio clips in prompts, as files or decoded pixels",
+        group="media",
+        labels=("kind",),
+        read=lambda s: [((kind,), s.metrics.media_bytes[kind]) for kind in MEDIA_KINDS],
+    ),
+    counter(
+        "media",
+        "mm_cache_queries",
+        lambda s: s.metrics.media_lookups,
+        "Images and audio clips whose embeddings were looked up in the cache",
+    ),
+    counter(
+        "media",
+        "mm_cache_hits",
+        lambda s: s.metrics.media_hits,
+        "Images and audio clips whose embeddings were in the cache, or were being computed",
+    ),
+    histogram(
+        "media",
+        "mm_encode_seconds",
+        lambda s: s.metrics.media_encode_seconds,
+        "Time from the call for an image's embeddings to their arrival, with the wait for others",
     ),
 )
 

@@ -1,52 +1,46 @@
-"""The embeddings of a prompt's media: read in processes, computed by a worker, and kept."""
+"""The embeddings of a prompt's media: read in processes, and computed by an encoder."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import msgspec
+import numpy as np
 import trio
 
 from trioserve._util.together import all_together
+from trioserve.observability.metrics import Metrics
 from trioserve.protocol.embeddings import EmbeddingRows
-from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, WorkerLost
+from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.media.content import as_media_part
+from trioserve.requests.media.encoder import MediaEncoder
+from trioserve.requests.media.pool import Array
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
-CALL = "encode_media"
-MAX_TRIES = 3
-"""Workers that may be lost while they compute a part, before it is refused."""
-PATIENCE = 300.0
-"""Seconds that a worker has for one part."""
+INLINE_BYTES = 1 << 20
+"""Most bytes of arrays that are copied on the event loop, in less than a millisecond."""
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True)
 class MediaEmbedder:
     """Makes embeddings of the media in prompts.
 
     Args:
         reader: Reads and processes each part.
-        call: Calls a worker by name.
-        wait_attached: Blocks until there is a worker.
+        encoder: Computes its embeddings.
+        metrics: Counts.
         placeholder: Token at the positions of an image's embeddings.
         width: Width of an embedding.
-        max_bytes: Most bytes of embeddings that are kept for parts to come.
     """
 
     reader: MediaReader
-    call: Callable[..., Awaitable[Any]]
-    wait_attached: Callable[[], Awaitable[None]]
+    encoder: MediaEncoder
+    metrics: Metrics
     placeholder: int
     width: int
-    max_bytes: int
-    _kept: OrderedDict[bytes, EmbeddedMedia] = attrs.field(init=False, factory=OrderedDict)
-    """Embeddings by the digest of their content, that of longest ago first."""
-    _kept_bytes: int = attrs.field(init=False, default=0)
-    _coming: dict[bytes, trio.Event] = attrs.field(init=False, factory=dict)
-    """Contents that are being computed; the events are set when they no longer are."""
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
         """Return the embeddings of a prompt's media, in order.
@@ -60,6 +54,8 @@ class MediaEmbedder:
         """
         given = [(name, as_media_part(part, name)) for name, part in parts]
         processed = await self.reader.read_all(given)
+        for each in processed:
+            self.metrics.media_bytes[each.kind] += each.num_bytes
 
         async def compute(index: int, each: ProcessedMedia) -> EmbeddedMedia:
             return await self._embedded(each, given[index][0])
@@ -67,44 +63,9 @@ class MediaEmbedder:
         return await all_together(compute, processed)
 
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
-        digest = processed.digest
-        while (coming := self._coming.get(digest)) is not None:
-            await coming.wait()
-        kept = self._kept.get(digest)
-        if kept is not None:
-            self._kept.move_to_end(digest)
-            return kept
-        self._coming[digest] = trio.Event()
-        try:
-            found = await self._compute(processed, name)
-        finally:
-            self._coming.pop(digest).set()
-        self._keep(digest, found)
-        return found
-
-    async def _compute(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
-        arrays = [
-            (label, array.dtype.str, list(array.shape), array.tobytes())
-            for label, array in processed.arrays.items()
-        ]
-        for _ in range(MAX_TRIES):
-            await self.wait_attached()
-            try:
-                with trio.fail_after(PATIENCE):
-                    reply = await self.call(CALL, {"arrays": arrays}, one=True)
-            except WorkerLost:
-                continue
-            except CallFailed as error:
-                raise InvalidRequest(
-                    f"{name}: the model can't read this {processed.kind}: {error}", param=name
-                ) from None
-            except trio.TooSlowError:
-                raise EngineError(f"{name}: a worker took more than {PATIENCE:g} s") from None
-            return self._checked(processed, reply, name)
-        raise EngineError(f"{name}: {MAX_TRIES} workers were lost while they computed it")
-
-    def _checked(self, processed: ProcessedMedia, reply: Any, name: str) -> EmbeddedMedia:
-        rows = EmbeddingRows(start=0, rows=reply["rows"], number_format=reply["number_format"])
+        rows = await self.encoder.kept_media(processed.digest)
+        if rows is None:
+            rows = await self._computed(processed, name)
         found, wanted = len(rows.numbers(self.width)), processed.num_placeholder_tokens
         if found != wanted:
             raise InvalidRequest(
@@ -120,12 +81,30 @@ class MediaEmbedder:
             rows=rows,
         )
 
-    def _keep(self, digest: bytes, found: EmbeddedMedia) -> None:
-        size = len(found.rows.rows)
-        if size > self.max_bytes:
-            return
-        self._kept[digest] = found
-        self._kept_bytes += size
-        while self._kept_bytes > self.max_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= len(oldest.rows.rows)
+    async def _computed(self, processed: ProcessedMedia, name: str) -> EmbeddingRows:
+        try:
+            arrays = await _encoded(processed.arrays)
+            return await self.encoder.encode_media(processed.digest, arrays)
+        except CallFailed as error:
+            raise InvalidRequest(
+                f"{name}: the model can't read this {processed.kind}: {error}", param=name
+            ) from None
+        except EngineError as error:
+            raise EngineError(f"{name}: {error}") from error
+
+
+async def _encoded(arrays: Mapping[str, Array]) -> bytes:
+    """Return :func:`encoded_arrays`, which takes a thread for more than a few milliseconds."""
+    if sum(array.nbytes for array in arrays.values()) <= INLINE_BYTES:
+        return encoded_arrays(arrays)
+    return await trio.to_thread.run_sync(encoded_arrays, arrays)
+
+
+def encoded_arrays(arrays: Mapping[str, Array]) -> bytes:
+    """Return the argument of the worker's call: names, dtypes, shapes and bytes of ``arrays``."""
+
+    def bytes_of(array: Array) -> memoryview:
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+    rows = [(name, array.dtype.str, array.shape, bytes_of(array)) for name, array in arrays.items()]
+    return msgspec.msgpack.encode({"arrays": rows})

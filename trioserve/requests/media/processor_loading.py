@@ -9,7 +9,11 @@ from typing import Any
 
 from trioserve.protocol.errors import ModelLoadError
 
-_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 """Files of processors; without one of them, transformers would find a tokenizer at most."""
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -20,9 +24,9 @@ def load_processor(folder: Path) -> Any:
     Raises:
         ModelLoadError: There is none, or transformers can't load it.
     """
-    if not any((folder / name).is_file() for name in _FILES):
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         raise ModelLoadError(
-            f"the model in {folder} reads no media: it has none of {', '.join(_FILES)}"
+            f"the model in {folder} reads no media: it has none of {', '.join(PROCESSOR_FILES)}"
         )
     try:
         import transformers
@@ -73,7 +77,7 @@ def _load_without_videos(folder: Path) -> Any:
 
 def _class_name(folder: Path) -> str:
     """Return the name of the processor's class in its files; empty if they don't say it."""
-    for name in _FILES:
+    for name in PROCESSOR_FILES:
         if (folder / name).is_file():
             found = json.loads((folder / name).read_text()).get("processor_class")
             if isinstance(found, str):

@@ -38,6 +38,7 @@ class ProcessedMedia:
         arrays: Arrays by name, as the model's processor names them. Without a processor,
             ``pixels`` (uint8 [height, width, 3]) or ``samples`` (float32 [samples], 16 kHz).
         num_placeholder_tokens: Number of the tokens whose embeddings come from the arrays.
+        num_bytes: Bytes of the part as it was read.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class ProcessedMedia:
     token_ids: list[int]
     arrays: dict[str, Array] = attrs.field(repr=False)
     num_placeholder_tokens: int
+    num_bytes: int = 0
 
 
 class MediaReader:
@@ -112,6 +114,7 @@ class MediaReader:
             answer.token_ids,
             found.arrays,
             answer.num_placeholder_tokens,
+            payload.size,
         )
 
     async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:

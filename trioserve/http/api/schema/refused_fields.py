@@ -95,7 +95,7 @@ class Refusal(enum.Enum):
     CHAT_HIDDEN_STATES = "/generate returns them, as arrays"
     CACHED_TOKEN_DETAILS = "usage tells the number of cached tokens"
     ROUTED_EXPERTS = "the experts that computed a token aren't reported"
-    READING_MEDIA = "images are read as parts of a chat's messages"
+    READING_MEDIA = "images are read in chats, and as image_data of /generate"
     CHOSEN_WORKERS = "the server chooses the worker of a request"
     MISSING_SPECIAL_TOKENS = "the model was trained with its special tokens"
     VECTOR_TYPES = "vectors are given as they are computed"

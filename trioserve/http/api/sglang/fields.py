@@ -167,14 +167,38 @@ def _prompt_field(request: GenerateRequest) -> str:
 def _prompts(request: GenerateRequest, service: Service) -> tuple[list[Prompt], bool]:
     """Return the prompts, and whether they were given as a batch."""
     if isinstance(request.text, str):
-        return [TextPrompt(request.text)], False
+        return [_with_images(request.text, request.image_data, "image_data")], False
     if request.text is not None:
         service.check_number_of_prompts(len(request.text), "text")
-        return [TextPrompt(text) for text in request.text], True
+        given_images: Any = request.image_data or None
+        images = _per_prompt(given_images, len(request.text), "image_data")
+        return [
+            _with_images(text, given, f"image_data[{index}]")
+            for index, (text, given) in enumerate(zip(request.text, images, strict=True))
+        ], True
     assert request.input_ids is not None
+    if request.image_data:
+        raise InvalidRequest(
+            "image_data needs text, which has the places of the images", param="image_data"
+        )
     lists, listed = one_or_several(request.input_ids, "input_ids")
     service.check_number_of_prompts(len(lists), "input_ids")
     return [TokensPrompt(tuple(ids)) for ids in lists], listed
+
+
+def _with_images(text: str, images: Any, field: str) -> TextPrompt:
+    """Return the prompt with the images of ``field``: one, or a list of them."""
+    listed = isinstance(images, list)
+    given = images if listed else [images] if images else []
+    if any(isinstance(image, list) for image in given):
+        raise InvalidRequest(
+            f"{field} has a list of images for each of several prompts", param=field
+        )
+    parts = [
+        {"type": "image", "image": image, "name": f"{field}[{index}]" if listed else field}
+        for index, image in enumerate(given)
+    ]
+    return TextPrompt(text, media=parts)
 
 
 def _asked_ids(given: Sequence[int | list[int]] | None, count: int) -> Sequence[list[int] | None]:

@@ -123,6 +123,14 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input_ids: Annotated[
         _PromptIds | None, about("The prompt as token ids, or a list of prompts.")
     ] = None
+    image_data: Annotated[
+        Text | list[Text | list[Text]] | None,
+        about(
+            "Images in place of the texts of the model's image token in `text`, in order: data "
+            "URLs, base64, or http and https URLs of hosts that `--allowed-media-domains` names. "
+            "For several prompts it is a list with one image, or a list of images, for each."
+        ),
+    ] = None
     sampling_params: Annotated[
         NativeSampling | list[NativeSampling] | None,
         about("Sampling and stop parameters: an object, or a list with one for each prompt."),
@@ -219,7 +227,6 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     input_embeds: Annotated[Any, only(refusal=Refusal.INPUT_EMBEDDINGS)] = None
     positional_embed_overrides: Annotated[Any, only(refusal=Refusal.INPUT_EMBEDDINGS)] = None
-    image_data: Annotated[Any, _text_only()] = None
     video_data: Annotated[Any, _text_only()] = None
     audio_data: Annotated[Any, _text_only()] = None
     mm_hashes: Annotated[Any, _text_only()] = None
