@@ -47,17 +47,17 @@ def idefics3(folder: Path) -> Any:
     return made
 
 
-def llava(folder: Path) -> Any:
+def llava(folder: Path, side: int = 28, patch: int = 14) -> Any:
     """Write a processor that makes one square of an image, and return it."""
     import transformers
 
     images = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
     )
     made = transformers.LlavaProcessor(
         images,
         tokenizer("<image>"),
-        patch_size=14,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )

@@ -57,6 +57,7 @@ def worker_encoder(
     return WorkerMediaEncoder(
         call=schedulers.call,
         wait_attached=schedulers.wait_attached,
+        count_workers=lambda: sum(each.attached for each in schedulers),
         max_bytes=int(config.mm_processor_cache_gb * 2**30),
         metrics=metrics,
     )

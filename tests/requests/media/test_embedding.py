@@ -15,7 +15,7 @@ from tests.support.metric_samples import value
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, WorkerLost
 from trioserve.requests.media.embedding import MediaEmbedder
-from trioserve.requests.media.encoder import MAX_TRIES, WorkerMediaEncoder
+from trioserve.requests.media.encoder import CALLS_PER_WORKER, MAX_TRIES, WorkerMediaEncoder
 from trioserve.requests.media.parts import ImagePart, MediaPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, *errors: Exception, num_rows: int = 2) -> None:
         self.errors = list(errors)
         self.rows = np.ones((num_rows, WIDTH), np.float32).tobytes()
-        self.num_calls = 0
+        self.num_calls = self.running = self.most = 0
 
     async def call(self, name: str, arguments: msgspec.Raw, *, one: bool) -> Any:
         assert name == "encode_media"
@@ -46,7 +46,12 @@ class Worker:
         ((label, dtype, shape, content),) = msgspec.msgpack.decode(arguments)["arrays"]
         assert (label, dtype, shape, content) == ("x", "<f8", [3], np.ones(3).tobytes())
         self.num_calls += 1
-        await trio.sleep(1)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await trio.sleep(1)
+        finally:
+            self.running -= 1
         if self.errors:
             raise self.errors.pop(0)
         return {"rows": self.rows, "number_format": "float32"}
@@ -59,6 +64,7 @@ def embedder(worker: Worker, max_bytes: int = 1000) -> MediaEmbedder:
         encoder=WorkerMediaEncoder(
             call=worker.call,
             wait_attached=trio.lowlevel.checkpoint,
+            count_workers=lambda: 1,
             max_bytes=max_bytes,
             metrics=metrics,
         ),
@@ -119,6 +125,17 @@ async def test_a_caller_that_leaves_lets_others_compute(
         await trio.testing.wait_all_tasks_blocked()
         (found,) = await media.embed(parts(b"a"))
     assert (worker.num_calls, found.digest) == (2, b"a")
+
+
+async def test_callers_that_leave_take_their_calls_with_them(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    worker = Worker()
+    media = embedder(worker)
+    with trio.move_on_after(1.5):
+        await media.embed(parts(*(bytes([number]) for number in range(20))))
+    assert (worker.num_calls, worker.most) == (2 * CALLS_PER_WORKER, CALLS_PER_WORKER)
+    assert trio.current_time() == 1.5
 
 
 async def test_lost_workers_and_errors(autojump_clock: trio.testing.MockClock) -> None:

@@ -17,6 +17,9 @@ from trioserve.protocol.errors import EngineError, WorkerLost
 CALL = "encode_media"
 MAX_TRIES = 3
 """Workers that may be lost while they compute a part, before it is refused."""
+CALLS_PER_WORKER = 2
+"""Calls of a worker at a time: one that it computes, and the next one. A worker computes all calls
+that it has, so others wait here, where those of clients that leave are gone at once."""
 PATIENCE = 300.0
 """Seconds that a worker has for one part."""
 
@@ -47,12 +50,14 @@ class WorkerMediaEncoder:
     Args:
         call: Calls a worker by name.
         wait_attached: Blocks until there is a worker.
+        count_workers: Returns the number of workers that are there.
         max_bytes: Most bytes of embeddings that are kept for parts to come.
         metrics: Counts.
     """
 
     call: Callable[..., Awaitable[Any]]
     wait_attached: Callable[[], Awaitable[None]]
+    count_workers: Callable[[], int]
     max_bytes: int
     metrics: Metrics
     _kept: OrderedDict[bytes, EmbeddingRows] = attrs.field(init=False, factory=OrderedDict)
@@ -60,6 +65,7 @@ class WorkerMediaEncoder:
     _kept_bytes: int = attrs.field(init=False, default=0)
     _coming: dict[bytes, trio.Event] = attrs.field(init=False, factory=dict)
     """Contents that are being computed; the events are set when they no longer are."""
+    _calls: trio.CapacityLimiter = attrs.field(init=False, factory=lambda: trio.CapacityLimiter(1))
 
     async def kept_media(self, digest: bytes) -> EmbeddingRows | None:
         """See :meth:`MediaEncoder.kept_media`. This waits for embeddings that are on their way."""
@@ -92,9 +98,11 @@ class WorkerMediaEncoder:
     async def _compute(self, arrays: bytes) -> EmbeddingRows:
         for _ in range(MAX_TRIES):
             await self.wait_attached()
+            self._calls.total_tokens = CALLS_PER_WORKER * max(self.count_workers(), 1)
             try:
-                with trio.fail_after(PATIENCE):
-                    reply = await self.call(CALL, msgspec.Raw(arrays), one=True)
+                async with self._calls:
+                    with trio.fail_after(PATIENCE):
+                        reply = await self.call(CALL, msgspec.Raw(arrays), one=True)
             except WorkerLost:
                 continue
             except trio.TooSlowError:
