@@ -88,7 +88,7 @@ def conversation(picture: bytes) -> list[dict[str, Any]]:
 
 @attrs.define(eq=False)
 class Phase:
-    """What was seen in all turns of a phase: gaps between tokens and the loop's pauses, in ms."""
+    """The observations of all turns of a phase: gaps between tokens and pauses, in ms."""
 
     gaps: list[float] = attrs.field(factory=list)
     pauses: list[float] = attrs.field(factory=list)

@@ -13,7 +13,8 @@ import pytest
 import trio
 import trio.testing
 
-from trioserve import Engine, EngineError
+from tests.support.metric_samples import make_request
+from trioserve import Engine, EngineError, ImagePart, TextPrompt
 from trioserve.observability import live
 from trioserve.observability.live.figures import quantile
 from trioserve.observability.live.monitor import (
@@ -22,12 +23,12 @@ from trioserve.observability.live.monitor import (
     SnapshotSubscription,
 )
 from trioserve.observability.live.prefix import PAGES_FOR_EACH, prefix_of
-from trioserve.observability.live.requests import shown_requests
+from trioserve.observability.live.requests import request_row, shown_requests
 from trioserve.observability.live.schema import RequestRow, Snapshot, TaskNode
 from trioserve.observability.live.tasks import task_tree
 from trioserve.observability.live.workers import MAX_STEPS
 from trioserve.protocol.errors import ContextTooLong, WatcherLimit
-from trioserve.requests.request import TRANSITIONS
+from trioserve.requests.request import TRANSITIONS, State, Times
 from trioserve.scheduler.page_pool import PagePool
 from trioserve.scheduler.prefix_cache import PrefixCache
 from trioserve.testing import FakeWorker, WorkerDies
@@ -660,3 +661,15 @@ async def test_an_engine_that_embeds_is_shown_too(autojump_clock: trio.testing.M
     assert snapshot.counts.finished_total == 2
     assert snapshot.requests == []
     assert snapshot.prefix.nodes == []
+
+
+def test_a_request_with_images_is_encoding() -> None:
+    request = make_request(Times(arrived=1.0), 0, 0)
+    request.prompt = TextPrompt("<image>", media=(ImagePart(b"x"),))
+    for queued, state in ((None, State.TOKENIZING), (2.0, State.WAITING)):
+        request.times.queued = queued
+        request.sequences[0].state = state
+        row = request_row(request, adapter_name=lambda _: None, worker=None, offset=0.0, now=3.0)
+        later = [] if queued is None else [("waiting", queued)]
+        assert row.timeline == [("encoding", 1.0), *later]
+        assert row.state == row.timeline[-1][0]

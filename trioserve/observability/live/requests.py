@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from trioserve.observability.live.schema import RequestRow
+from trioserve.requests.prompts import media_in
 from trioserve.requests.request import FinishReason, Request, Sequence, State
 
 _WORDS = {state: state.value for state in State} | {State.CREATED: State.TOKENIZING.value}
+_WORDS_WITH_MEDIA = {**_WORDS, **dict.fromkeys((State.CREATED, State.TOKENIZING), "encoding")}
 
 
 def request_row(
@@ -44,9 +46,10 @@ def request_row(
     reason = FinishReason.ABORT if finish is None else finish.reason
     ended = state is State.FINISHED
     times = request.times
+    words = _WORDS_WITH_MEDIA if media_in(request.prompt) else _WORDS
     return RequestRow(
         id=request.id,
-        state=_WORDS[state],
+        state=words[state],
         finish_reason=reason.value if ended else None,
         prompt_tokens=len(request.prompt_ids) or request.fewest_tokens,
         cached_tokens=request.num_cached_tokens,
@@ -60,7 +63,7 @@ def request_row(
         priority=request.priority,
         adapter=adapter_name(request.adapter) if request.adapter else None,
         timeline=[
-            (_WORDS[state], round(time + offset, 4))
+            (words[state], round(time + offset, 4))
             for state, time in _timeline(request, first, (times.finished or now) if ended else None)
         ],
     )

@@ -198,7 +198,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     state: str
     """State of the first output that hasn't ended: ``tokenizing`` (on its way to the queue),
-    ``waiting``, ``prefill``, ``decode``, ``preempted`` or ``finished``.
+    ``encoding`` (the same of a prompt with images, which are read and computed), ``waiting``,
+    ``prefill``, ``decode``, ``preempted`` or ``finished``.
     """
     finish_reason: str | None
     prompt_tokens: int

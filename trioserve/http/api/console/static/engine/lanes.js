@@ -7,6 +7,7 @@ const MOST_MARKS = 48; // in a lane; the number above says how many there are
 /** The lanes, and which states are in them. */
 const LANES = [
   ["tokenizing", "Tokenizing"],
+  ["encoding", "Encoding"],
   ["waiting", "Waiting"],
   ["prefill", "Prefill"],
   ["decode", "Decode"],
@@ -24,15 +25,18 @@ export class Lanes {
       const number = element("span", { class: "lane-number" }, "0");
       const marks = element("div", { class: "lane-marks", "aria-hidden": "true" });
       const head = element("span", { class: `lane-name state state-${state}` }, label);
-      this.element.append(element("li", { class: "lane" }, head, number, marks));
-      this.#lanes.set(state, { number, marks });
+      // Most models never encode anything.
+      const lane = element("li", { class: "lane", hidden: state === "encoding" }, head, number, marks);
+      this.element.append(lane);
+      this.#lanes.set(state, { lane, number, marks });
     }
   }
 
   /** @param {object[]} requests those in the picture; @param {string|null} selected an id */
   show(requests, selected) {
-    for (const [state, { number, marks }] of this.#lanes) {
+    for (const [state, { lane, number, marks }] of this.#lanes) {
       const here = requests.filter((request) => laneOf(request) === state);
+      if (here.length) lane.hidden = false;
       write(number, String(here.length));
       list(
         marks,
