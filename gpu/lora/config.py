@@ -12,6 +12,8 @@ import attrs
 
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import parse_object
+from trioserve.model_files.peft_files import unserved
+from trioserve.model_files.prompt_adapter import PROMPT_TYPES
 from trioserve.protocol.errors import ModelLoadError
 
 UNSERVED = {
@@ -34,6 +36,10 @@ UNSERVED = {
 
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which the model's own weights stay as they were."""
+
+_SERVED_TYPES = (
+    f"only LORA is served, and {' and '.join(PROMPT_TYPES)} from a folder on the engine's host"
+)
 
 _LITERAL = re.compile(r"[\w.]{1,500}", re.ASCII)
 
@@ -61,17 +67,17 @@ class LoraConfig:
         values = parse_object(data, path)
         fields = Fields(path, values, {})
         if values.get("peft_type") != "LORA":
-            raise _unserved(path, "peft_type", values.get("peft_type"), "only LORA is served")
+            raise unserved(path, "peft_type", values.get("peft_type"), _SERVED_TYPES)
         if values.get("task_type") not in (None, "CAUSAL_LM"):
-            raise _unserved(path, "task_type", values["task_type"], "only CAUSAL_LM is served")
+            raise unserved(path, "task_type", values["task_type"], "only CAUSAL_LM is served")
         if values.get("bias") not in (None, "none"):
-            raise _unserved(path, "bias", values["bias"], "trained biases aren't served")
+            raise unserved(path, "bias", values["bias"], "trained biases aren't served")
         for name, what in UNSERVED.items():
             if values.get(name):
-                raise _unserved(path, name, values[name], f"{what}, which isn't served")
+                raise unserved(path, name, values[name], f"{what}, which isn't served")
         beginning = values.get("init_lora_weights")
         if not any(beginning is plain or beginning == plain for plain in _PLAIN_BEGINNINGS):
-            raise _unserved(
+            raise unserved(
                 path,
                 "init_lora_weights",
                 beginning,
@@ -123,9 +129,5 @@ def _pattern(fields: Fields, name: str) -> Fields:
     for key in value:
         # PEFT takes any regular expression; a hostile one may run for ever.
         if not _LITERAL.fullmatch(key):
-            raise _unserved(fields.path, name, key, "only names of modules are served")
+            raise unserved(fields.path, name, key, "only names of modules are served")
     return Fields(fields.path, value, {})
-
-
-def _unserved(path: Path, name: str, value: object, why: str) -> ModelLoadError:
-    return ModelLoadError(f"{path} has {name} = {value!r}: {why}")

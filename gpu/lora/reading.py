@@ -19,8 +19,12 @@ from gpu.weights.expected import expected_tensors
 from gpu.weights.packed_modules import PACKED_MODULES
 from gpu.weights.reading import check_finite, read_bytes
 from trioserve.model_files import ModelConfig
-from trioserve.model_files.jsonfile import read_file
-from trioserve.model_files.shards import Shard, read_shard
+from trioserve.model_files.peft_files import (
+    CONFIG_NAME,
+    read_adapter_config,
+    read_adapter_header,
+)
+from trioserve.model_files.shards import Shard
 from trioserve.protocol.errors import ModelLoadError
 
 _NAME = re.compile(
@@ -31,7 +35,6 @@ _NAME = re.compile(
 _OF_EXPERTS = re.compile(r"\.(block_sparse_moe|mlp\.experts|mlp\.gate)\.")
 _SERVED = tuple(part.rpartition(".")[2] for parts in PACKED_MODULES.values() for part in parts)
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 @attrs.frozen(eq=False)
@@ -69,13 +72,10 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeight
         ModelLoadError: the files are missing, damaged, another model's, or hold what isn't served;
             one line says what and names it.
     """
-    path = folder / "adapter_config.json"
-    data = _read_config(path)
+    path = folder / CONFIG_NAME
+    data = read_adapter_config(path)
     lora = LoraConfig.parse(data, path, max_rank)
-    weights = folder / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise ModelLoadError(_no_weights(folder))
-    shard = read_shard(weights)
+    shard = read_adapter_header(folder)
     parts = _check(shard, lora, config)
     digest = hashlib.blake2b(data, digest_size=16)
     found: dict[tuple[int, str], dict[str, Numbers]] = {}
@@ -88,23 +88,6 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeight
         for (layer, part), both in sorted(found.items())
     }
     return LoraWeights(updates=updates, checksum=digest.hexdigest())
-
-
-def _read_config(path: Path) -> bytes:
-    if not path.is_file():
-        raise ModelLoadError(f"{path} is missing: that is no PEFT adapter's folder")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ModelLoadError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes: it can't be right")
-    return read_file(path)
-
-
-def _no_weights(folder: Path) -> str:
-    if (folder / "adapter_model.bin").exists():
-        return (
-            f"{folder} holds its weights as adapter_model.bin, which can run code when it is read: "
-            "convert it to safetensors"
-        )
-    return f"{folder} has no adapter_model.safetensors: that is no PEFT adapter's folder"
 
 
 _Key = tuple[int, str, str]

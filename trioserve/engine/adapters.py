@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import attrs
+import trio
 
 from trioserve._util.together import all_together
+from trioserve.model_files.prompt_adapter import is_prompt_adapter, read_prompt_adapter
 from trioserve.protocol.errors import EngineError, InvalidRequest, ModelLoadError, WorkerLost
 from trioserve.requests.adapters import Adapter, Catalogue
+from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt
 from trioserve.scheduler.adapters import AdapterManager
+from trioserve.scheduler.limits import SchedulerLimits
 
 
 @attrs.define(eq=False)
@@ -29,7 +34,10 @@ class EngineAdapters:
     _last_number: int = attrs.field(init=False, default=0)
 
     async def load(self, name: str, path: str) -> None:
-        """Load an adapter: see :meth:`trioserve.Engine.load_adapter`. Cancelling undoes it."""
+        """Load an adapter: see :meth:`trioserve.Engine.load_adapter`. Cancelling undoes it.
+
+        A prompt adapter is read here, in a thread. Anything else is the worker's.
+        """
         if name in self.catalogue or name in self._loading:
             raise InvalidRequest(
                 f"the adapter {name!r} is loaded already: unload it first", param="name"
@@ -42,6 +50,10 @@ class EngineAdapters:
 
         self._loading.add(name)
         try:
+            limits = self._managers()[0].limits
+            adapter = await trio.to_thread.run_sync(
+                _with_embeddings, adapter, limits, abandon_on_cancel=True
+            )
             # A worker may be added meanwhile.
             while lacking := [each for each in self._managers() if not each.holds(adapter)]:
                 await all_together(load, lacking)
@@ -91,5 +103,35 @@ class EngineAdapters:
 
     def name_of(self, number: int) -> str | None:
         """Return the name of the adapter with that number; None if it is unknown."""
-        names = (each.name_of(number) for each in self._managers())
-        return next((name for name in names if name is not None), None)
+        adapter = self._find(number)
+        return None if adapter is None else adapter.name
+
+    def spans_of(self, number: int) -> Sequence[EmbeddedSpan]:
+        """Return the embeddings of the prompt adapter with that number; none if it is no such."""
+        adapter = self._find(number)
+        return () if adapter is None else adapter.spans
+
+    def _find(self, number: int) -> Adapter | None:
+        found = (each.find(number) for each in self._managers())
+        return next((adapter for adapter in found if adapter is not None), None)
+
+
+def _with_embeddings(adapter: Adapter, limits: SchedulerLimits) -> Adapter:
+    """Return a prompt adapter with its embeddings, and another one as it is.
+
+    Raises:
+        InvalidRequest: The files can't be served.
+    """
+    folder = Path(adapter.path)
+    if not is_prompt_adapter(folder):
+        return adapter
+    if not limits.embedding_width:
+        raise InvalidRequest(
+            "prompt adapters aren't served with this model or these options", param="path"
+        )
+    try:
+        rows = read_prompt_adapter(folder, limits.embedding_width, limits.max_model_len)
+    except ModelLoadError as error:
+        raise InvalidRequest(str(error), param="path") from error
+    spans = EmbeddingsPrompt(rows).spans(0, 0, len(rows))
+    return attrs.evolve(adapter, num_virtual_tokens=len(rows), spans=tuple(spans))

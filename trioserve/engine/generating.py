@@ -16,7 +16,7 @@ from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.pooling.requests import Pooling
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.adapters import Adapter
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import (
     Completion,
@@ -163,13 +163,13 @@ class GeneratingEngine:
         elif sampling:
             raise InvalidRequest("give either params or its fields, not both", param="params")
         options.check()
-        adapter = self._adapter_number(options.adapter)
+        adapter = self._find_adapter(options.adapter)
         options.check_retention()
         request = self._requests.make(as_prompt(prompt), params, options, adapter=adapter)
         return self._open.opened(
             request, Deadline.of(options.timeout, options.arrived, self.config)
         )
 
-    def _adapter_number(self, name: str) -> int:
-        """Return the number of a loaded adapter, or of none."""
-        return self._backend.catalogue.find(name).number if name else NO_ADAPTER
+    def _find_adapter(self, name: str) -> Adapter | None:
+        """Return a loaded adapter; None for an empty name."""
+        return self._backend.catalogue.find(name) if name else None

@@ -33,7 +33,7 @@ from trioserve.pooling.engine import PoolingEngine
 from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
 from trioserve.protocol import wire
-from trioserve.protocol.errors import Draining, EngineError, RequestAborted
+from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, RequestAborted
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.deadline import Deadline
@@ -269,7 +269,13 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
 
     async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
         """Return the pooled hidden states of a prompt, a float32 column, and its tokens."""
-        adapter = self._adapter_number(asked.options.adapter)
+        adapter = self._find_adapter(asked.options.adapter)
+        if adapter is not None and adapter.num_virtual_tokens:
+            raise InvalidRequest(
+                f"{adapter.name!r} is a prompt adapter: it changes what is generated, and nothing "
+                "else",
+                param="adapter",
+            )
         request = self._requests.make(asked.prompt, asked.params, asked.options, adapter=adapter)
         for sequence in request.sequences:
             sequence.sampler = attrs.evolve(sequence.sampler, pooling=asked.pooling)

@@ -14,6 +14,7 @@ from trioserve.engine.validation import (
     check_params,
     check_prediction,
     check_prompt,
+    check_prompt_adapter,
     check_without_text,
     limit_output,
     max_prompt_tokens,
@@ -21,7 +22,8 @@ from trioserve.engine.validation import (
 )
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.adapters import NO_ADAPTER
+from trioserve.requests.adapters import NO_ADAPTER, Adapter
+from trioserve.requests.embedded import PLACEHOLDER
 from trioserve.requests.options import RequestOptions
 from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in
 from trioserve.requests.request import Request, Sequence, Times
@@ -61,11 +63,11 @@ class RequestMaker:
         params: SamplingParams,
         options: RequestOptions,
         *,
-        adapter: int = NO_ADAPTER,
+        adapter: Adapter | None = None,
     ) -> Request:
         """Make a request with a sequence for each output. It isn't admitted yet.
 
-        ``adapter`` is the number of the adapter that the options name.
+        ``adapter`` is the one that the options name.
 
         Raises:
             InvalidRequest: a parameter can't be served, or an id isn't the model's.
@@ -82,9 +84,14 @@ class RequestMaker:
         if embeddings_in(prompt):
             check_embeddings(prompt, params, self.embedding_width)
         params = limit_output(params, self.generation.most_tokens)
-        keep = max_prompt_tokens(params, self.max_model_len)
+        number, num_virtual_tokens = NO_ADAPTER, 0
+        if adapter is not None:
+            number, num_virtual_tokens = adapter.number, adapter.num_virtual_tokens
+        if adapter is not None and num_virtual_tokens:
+            check_prompt_adapter(adapter.name, params)
+        keep = max_prompt_tokens(params, self.max_model_len - num_virtual_tokens)
         fewest_tokens = self._fewest_tokens(prompt, keep)
-        prefix_ids = tuple(options.prefix_ids)
+        prefix_ids = (*(PLACEHOLDER,) * num_virtual_tokens, *options.prefix_ids)
         if prefix_ids:
             fewest_tokens += self._fewest_tokens(TokensPrompt(prefix_ids))
         request = Request(
@@ -97,16 +104,17 @@ class RequestMaker:
             cache_salt=self.stored_salt(options.cache_salt, options.tenant),
             tenant=options.tenant,
             retention=options.retention,
-            adapter=adapter,
+            adapter=number,
             traceparent=options.traceparent,
             tracestate=options.tracestate,
             max_prompt_tokens=keep,
             default_max_tokens=self.generation.max_tokens,
             fewest_tokens=fewest_tokens,
             prefix_ids=prefix_ids,
+            num_virtual_tokens=num_virtual_tokens,
         )
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        scope = self._draft_scope(options, adapter)
+        scope = self._draft_scope(options, number)
         sampler = sampler_params(params, seed, self.eos_token_ids, self.tokenizer, scope)
         request.sequences += [
             Sequence(request=request, index=index, sampler=_with_index(sampler, index))

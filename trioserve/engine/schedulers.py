@@ -20,7 +20,7 @@ from trioserve.observability.scheduler_statistics import SchedulerStatistics, su
 from trioserve.pooling.batcher import Batcher
 from trioserve.pooling.columns import Columns, Floats
 from trioserve.requests.adapters import Catalogue
-from trioserve.requests.embedded import ContentIds
+from trioserve.requests.embedded import PLACEHOLDER, ContentIds, EmbeddedSpan
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.scheduler.cache_events import CacheEvent
 from trioserve.scheduler.iterations import Iteration
@@ -52,7 +52,9 @@ class Schedulers:
         """The changes of all prefix caches."""
         self.batchers = tuple(batchers)
         self.adapters = EngineAdapters(lambda: [each.adapters for each in self])
-        self.pins = PrefixPins(lambda: [each.core for each in self if each.core is not None])
+        self.pins = PrefixPins(
+            lambda: [each.core for each in self if each.core is not None], self._virtual_ids
+        )
         self.changing = trio.Lock()
         """Held while workers are added or removed, or their weights are swapped."""
         self._outputs: trio.MemorySendChannel[list[SequenceOutput]] | None = None
@@ -105,19 +107,29 @@ class Schedulers:
         async for first in requests:
             # Requests that came together are submitted together, so that they share a plan.
             for request in (first, *receive_waiting(requests)):
+                if spans := self.adapters.spans_of(request.adapter):
+                    request.put_in_front(spans)
                 if request.embedded:
-                    self._name_contents(request)
+                    self._make_room(request.embedded)
+                    request.name_contents(self._contents)
                 request.scheduler = self.placement.place(request)
                 # A worker may have been attached after the grammar was checked.
                 request.scheduler.submit(request, compiles=len(self.placement.schedulers) > 1)
 
-    def _name_contents(self, request: Request) -> None:
-        """Give the embeddings of a request their ids for the prefix caches."""
-        if not self._contents.has_room(request.embedded):
+    def _make_room(self, spans: Seq[EmbeddedSpan]) -> None:
+        """Have enough ids for these embeddings in the prefix caches, which may have to forget."""
+        if not self._contents.has_room(spans):
             for each in self:
                 each.pause_control.flush_prefixes()
             self._contents.begin_anew()
-        request.name_contents(self._contents)
+
+    def _virtual_ids(self, adapter: int) -> list[int]:
+        """Return the ids of an adapter's embeddings in the prefix caches; none of most adapters."""
+        spans = self.adapters.spans_of(adapter)
+        if not spans:
+            return []
+        self._make_room(spans)
+        return self._contents.named([PLACEHOLDER] * spans[-1].stop, spans)
 
     def abort(self, sequence: Sequence, finish: Finish) -> None:
         """End ``sequence`` now, whatever its state. Never blocks; idempotent."""

@@ -186,6 +186,24 @@ def check_embeddings(prompt: Prompt, params: SamplingParams, width: int) -> None
             )
 
 
+def check_prompt_adapter(name: str, params: SamplingParams) -> None:
+    """Refuse parameters that need the tokens of a whole prompt, with a prompt adapter.
+
+    Raises:
+        InvalidRequest: ``param`` names the field.
+    """
+    for field, is_given in (
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+        ("repetition_penalty", params.repetition_penalty != 1.0),
+    ):
+        if is_given:
+            raise InvalidRequest(
+                f"{field} needs a prompt's tokens, and the prompt adapter {name!r} puts embeddings "
+                "in front of them: leave it out",
+                param=field,
+            )
+
+
 def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:
     for name, ids in named.items():
         most, least = max(ids, default=-1), min(ids, default=0)

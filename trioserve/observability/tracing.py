@@ -140,7 +140,7 @@ class Tracing:
                 sequence.finish.reason.value for sequence in sequences if sequence.finish
             ],
             "gen_ai.usage.num_sequences": len(sequences),
-            "gen_ai.usage.prompt_tokens": len(request.prompt_ids),
+            "gen_ai.usage.prompt_tokens": len(request.own_prompt_ids),
             "gen_ai.usage.completion_tokens": sum(len(each.output_ids) for each in sequences),
         }
         if params.max_tokens is not None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine offers, by name.
+"""The adapters that an engine offers, by name: LoRA adapters and prompt adapters.
 
 Every load has a number of its own, so KV of one adapter is never taken for that of a later adapter
 with the same name.
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from trioserve.protocol.errors import AdapterNotFound
+from trioserve.requests.embedded import EmbeddedSpan
 
 NO_ADAPTER = 0
 """The number that stands for no adapter."""
@@ -24,6 +25,10 @@ class Adapter:
     name: str
     path: str
     """The absolute path of its folder."""
+    num_virtual_tokens: int = 0
+    """Number of embeddings that it puts in front of a prompt; 0 for a LoRA adapter."""
+    spans: tuple[EmbeddedSpan, ...] = attrs.field(default=(), eq=False, repr=False)
+    """Those embeddings; none in the process of a front end."""
 
 
 @attrs.define(eq=False)

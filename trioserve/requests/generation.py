@@ -179,8 +179,8 @@ class GenerationStream:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt as the model sees it."""
-        return self._request.prompt_ids
+        """The prompt as the model sees it, without the virtual tokens of a prompt adapter."""
+        return self._request.own_prompt_ids
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -189,9 +189,13 @@ class GenerationStream:
 
     @property
     def prompt_tensors(self) -> Arrays:
-        """Hidden states and logits of the prompt, by name: complete once a chunk was read."""
-        tensors = self._request.tensors
-        return {} if tensors is None else tensors.of_prompt()
+        """Hidden states and logits of the prompt, by name: complete once a chunk was read.
+
+        Virtual tokens of a prompt adapter have none.
+        """
+        tensors, skipped = self._request.tensors, self._request.num_virtual_tokens
+        found = {} if tensors is None else tensors.of_prompt()
+        return {name: rows[skipped:] for name, rows in found.items()}
 
     @property
     def num_tensor_bytes(self) -> int:
@@ -209,11 +213,15 @@ class GenerationStream:
 
     @property
     def usage(self) -> Usage:
-        """The tokens so far: of the prompt, and of the chunks that this stream has handed out."""
+        """The tokens so far: of the prompt, and of the chunks that this stream has handed out.
+
+        Virtual tokens of a prompt adapter don't count.
+        """
+        num_virtual = self._request.num_virtual_tokens
         return Usage(
-            prompt_tokens=len(self._request.prompt_ids),
+            prompt_tokens=len(self._request.prompt_ids) - num_virtual,
             completion_tokens=self._completion_tokens,
-            cached_tokens=self._request.num_cached_tokens,
+            cached_tokens=max(self._request.num_cached_tokens - num_virtual, 0),
             draft_tokens=sum(each.num_draft_tokens for each in self._request.sequences),
             accepted_draft_tokens=sum(each.num_accepted_drafts for each in self._request.sequences),
             image_tokens=sum(

@@ -144,7 +144,9 @@ class Request:
     fewest_tokens: int = 0
     """A lower bound of the prompt's tokens, known before it is tokenized."""
     prefix_ids: tuple[int, ...] = ()
-    """Tokens that come before those of ``prompt``."""
+    """Tokens that come before those of ``prompt``; first those of :attr:`num_virtual_tokens`."""
+    num_virtual_tokens: int = 0
+    """Tokens at the beginning of ``prompt_ids`` in whose places its adapter has embeddings."""
     prompt_ids: list[int] = attrs.field(factory=list)
     sequences: list[Sequence] = attrs.field(factory=list)
     """Its outputs."""
@@ -193,6 +195,16 @@ class Request:
         return self._prompt_column
 
     @property
+    def own_prompt_ids(self) -> list[int]:
+        """The ids of the prompt without virtual tokens: those that its caller is told."""
+        return self.prompt_ids[self.num_virtual_tokens :]
+
+    @property
+    def worker_adapter(self) -> int:
+        """The number of its adapter for the worker, which knows LoRA adapters only."""
+        return NO_ADAPTER if self.num_virtual_tokens else self.adapter
+
+    @property
     def cache_ids(self) -> list[int]:
         """The ids by which the prefix cache knows the prompt; tokens have their own."""
         return self._cache_ids if self.embedded else self.prompt_ids
@@ -200,6 +212,11 @@ class Request:
     def cache_column(self) -> bytes:
         """Return :attr:`cache_ids` as on the wire."""
         return self._cache_column if self.embedded else self.prompt_column()
+
+    def put_in_front(self, spans: Seq[EmbeddedSpan]) -> None:
+        """Give the virtual tokens, in whose places there are other tokens, their embeddings."""
+        self.num_virtual_tokens = spans[-1].stop
+        self.embedded = [*spans, *self.embedded]
 
     def name_contents(self, contents: ContentIds) -> None:
         """Give the positions with embeddings their ids for the prefix cache."""

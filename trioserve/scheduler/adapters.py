@@ -20,6 +20,7 @@ from trioserve.requests.adapters import Adapter
 from trioserve.requests.request import Finish, FinishReason, Request, SequenceOutput
 from trioserve.scheduler.adapter_residency import LoadAdapter, UnloadAdapter
 from trioserve.scheduler.core import SchedulerCore
+from trioserve.scheduler.limits import SchedulerLimits
 
 _log = get_logger("trioserve.scheduler")
 
@@ -63,6 +64,8 @@ class AdapterManager:
     async def load(self, adapter: Adapter) -> None:
         """Load an adapter. Cancelling undoes it.
 
+        The worker needs nothing of a prompt adapter.
+
         Raises:
             AdapterNotFound: There is no such folder.
             InvalidRequest: The files can't be served.
@@ -70,8 +73,7 @@ class AdapterManager:
             EngineError: It couldn't.
         """
         held = self._held[adapter.number] = HeldAdapter(adapter)
-        self._core().residency.ask(adapter.number)
-        self._recheck()
+        self._begin_use(held)
         try:
             await held.settled.wait()
             if held.error is not None:
@@ -79,6 +81,21 @@ class AdapterManager:
         except BaseException:
             self.forget(adapter)
             raise
+
+    def _begin_use(self, held: HeldAdapter) -> None:
+        """Let sequences use an adapter that is held, once the worker has what it needs of it."""
+        number, residency = held.adapter.number, self._core().residency
+        if held.adapter.num_virtual_tokens:
+            residency.known.add(number)
+            held.settled.set()
+        else:
+            residency.ask(number)
+            self._recheck()
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The scheduler's limits."""
+        return self._core().limits
 
     def holds(self, adapter: Adapter) -> bool:
         """Return True if the adapter is loaded, being loaded, or being unloaded."""
@@ -98,8 +115,7 @@ class AdapterManager:
             held = HeldAdapter(source.adapter, source.checksum, is_leaving=source.is_leaving)
             held.settled.set()
             self._held[number] = held
-            self._core().residency.ask(number)
-            self._recheck()
+            self._begin_use(held)
 
     def keep(self, adapters: Collection[Adapter]) -> None:
         """Unload all adapters but these."""
@@ -133,10 +149,15 @@ class AdapterManager:
             statistics, running_adapters=self._names(running), waiting_adapters=self._names(waiting)
         )
 
+    def find(self, number: int) -> Adapter | None:
+        """Return the adapter with that number; None if it is unknown."""
+        held = self._held.get(number)
+        return None if held is None else held.adapter
+
     def name_of(self, number: int) -> str | None:
         """Return the name of the adapter with that number; None if it is unknown."""
-        held = self._held.get(number)
-        return None if held is None else held.adapter.name
+        adapter = self.find(number)
+        return None if adapter is None else adapter.name
 
     def _names(self, numbers: set[int]) -> tuple[str, ...]:
         return tuple(sorted({self._held[each].adapter.name for each in numbers if each}))

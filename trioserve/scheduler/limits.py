@@ -35,6 +35,8 @@ class SchedulerLimits:
     capacity_policy: str
     hidden_size: int = 0
     """Numbers of a hidden state; 0 if the worker returns no hidden states and no logits."""
+    embedding_width: int = 0
+    """Width of embeddings in a prompt; 0 if the worker takes none."""
     max_output_tensor_bytes: int = 0
     num_host_pages: int = 0
     has_disk: bool = False
@@ -64,6 +66,7 @@ class SchedulerLimits:
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             hidden_size=ready.hidden_size,
+            embedding_width=ready.embedding_width,
             max_output_tensor_bytes=config.max_output_tensor_bytes,
             page_size=ready.page_size,
             num_pages=ready.num_pages,

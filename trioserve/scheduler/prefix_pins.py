@@ -19,9 +19,11 @@ class PrefixPins:
 
     Args:
         cores: Returns the cores of the schedulers that have one.
+        virtual_ids: Returns the ids that come before those of a prompt with that adapter.
     """
 
     _cores: Callable[[], Iterable[SchedulerCore]]
+    _virtual_ids: Callable[[int], list[int]] = attrs.field(default=lambda adapter: [])
 
     def pin(
         self, name: str, tokens: Sequence[int], priority: int, *, salt: str, adapter: int
@@ -30,9 +32,10 @@ class PrefixPins:
 
         An earlier pin of the same name ends.
         """
+        ids = [*self._virtual_ids(adapter), *tokens]
         for core in self._cores():
             if core.limits.enable_prefix_caching:
-                core.memory.pin(name, namespace_of(salt, adapter), tokens, priority)
+                core.memory.pin(name, namespace_of(salt, adapter), ids, priority)
 
     def unpin(self, name: str) -> None:
         """Remove the pin of that name, if there is one."""

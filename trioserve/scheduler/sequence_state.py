@@ -46,7 +46,7 @@ class SequenceState:
     arrival: int
     """Arrival number of its request."""
     adapter: int
-    """Number of its adapter; 0 for none."""
+    """Number of its adapter for the worker; 0 for none."""
     namespace: Namespace | None
     """Namespace of its cached prefixes. With None it shares none, and none of its own are kept."""
     own_namespace: Namespace | None
@@ -101,7 +101,7 @@ class SequenceState:
                 index=sequence.index,
             ),
             arrival=arrival,
-            adapter=request.adapter,
+            adapter=request.worker_adapter,
             namespace=namespace,
             own_namespace=namespace,
             limit=len(request.prompt_ids) + max(sequence.max_tokens, 1),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
@@ -222,7 +222,7 @@ class SchedulerState:
 
     def has_adapter_users(self, number: int) -> bool:
         """Return True if an unfinished sequence uses that adapter."""
-        return any(each.adapter == number for each in self._unfinished())
+        return any(each.sequence.request.adapter == number for each in self._unfinished())
 
     def forget_adapter(self, number: int) -> None:
         """Forget an adapter that no sequence uses any more, and its cached prefixes."""
@@ -231,12 +231,11 @@ class SchedulerState:
 
     def adapters_in_use(self) -> tuple[set[int], set[int]]:
         """Return the adapters of running and of waiting sequences; 0 stands for none."""
-        running = self.running_adapters()
         waiting = itertools.chain(self.waiting, self.groups, self.preempted)
-        return running, {each.adapter for each in waiting}
+        return _adapters_of(self.running), _adapters_of(waiting)
 
     def running_adapters(self) -> set[int]:
-        """Return the adapters of running sequences, 0 included if one has none."""
+        """Return the worker's adapters of running sequences, 0 included if one has none."""
         return {each.adapter for each in self.running}
 
     def requests_waiting_for(self, grammar: Grammar) -> list[Request]:
@@ -294,3 +293,7 @@ def end_of(sequence: Sequence, finish: Finish) -> SequenceOutput:
     """Return the output of a sequence that ends without another token."""
     logprobs = None if sequence.request.params.logprobs is None else ()
     return SequenceOutput(sequence, logprobs=logprobs, finish=finish)
+
+
+def _adapters_of(seq_states: Iterable[SequenceState]) -> set[int]:
+    return {each.sequence.request.adapter for each in seq_states}

@@ -204,7 +204,7 @@ class Router:
         prefix = KnownPrefix(
             cached=cached if on_host is None else cached - on_host,
             on_host=on_host,
-            loading=self._loading(request.adapter) if request.adapter else None,
+            loading=self._loading(request.worker_adapter) if request.worker_adapter else None,
         )
         if len(self._siblings) > 1:
             self._add_lent(prefix, held, cached, len(request.prompt_ids))

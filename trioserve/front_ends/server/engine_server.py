@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import attrs
 import trio
 
 from trioserve._util.channels import receive_waiting
@@ -146,8 +147,8 @@ class EngineServer:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The adapters that requests may name."""
-        return list(self.schedulers.adapters.catalogue)
+        """The adapters that requests may name, without embeddings."""
+        return [attrs.evolve(each, spans=()) for each in self.schedulers.adapters.catalogue]
 
     @property
     def peers(self) -> list[FrontEndSession]:
