@@ -125,10 +125,6 @@ def _with_embeddings(adapter: Adapter, limits: SchedulerLimits) -> Adapter:
     folder = Path(adapter.path)
     if not is_prompt_adapter(folder):
         return adapter
-    if not limits.embedding_width:
-        raise InvalidRequest(
-            "prompt adapters aren't served with this model or these options", param="path"
-        )
     try:
         rows = read_prompt_adapter(folder, limits.embedding_width, limits.max_model_len)
     except ModelLoadError as error:

@@ -87,8 +87,8 @@ class RequestMaker:
         number, num_virtual_tokens = NO_ADAPTER, 0
         if adapter is not None:
             number, num_virtual_tokens = adapter.number, adapter.num_virtual_tokens
-        if adapter is not None and num_virtual_tokens:
-            check_prompt_adapter(adapter.name, params)
+            if num_virtual_tokens:
+                check_prompt_adapter(adapter.name, params)
         keep = max_prompt_tokens(params, self.max_model_len - num_virtual_tokens)
         fewest_tokens = self._fewest_tokens(prompt, keep)
         prefix_ids = (*(PLACEHOLDER,) * num_virtual_tokens, *options.prefix_ids)

@@ -174,34 +174,31 @@ def check_embeddings(prompt: Prompt, params: SamplingParams, width: int) -> None
                 f"embeddings must have the model's hidden size, {width} columns, got {each.width}",
                 param="prompt",
             )
-    for name, is_given in (
-        ("prompt_logprobs", params.prompt_logprobs is not None),
-        ("repetition_penalty", params.repetition_penalty != 1.0),
-        ("truncate_prompt_tokens", params.truncate_prompt_tokens is not None),
-    ):
-        if is_given:
-            raise InvalidRequest(
-                f"{name} needs a prompt's tokens, and this one has embeddings: leave it out",
-                param=name,
-            )
+    why = "this one has embeddings"
+    _refuse_reading(params, why)
+    if params.truncate_prompt_tokens is not None:
+        raise _needs_tokens("truncate_prompt_tokens", why)
 
 
 def check_prompt_adapter(name: str, params: SamplingParams) -> None:
-    """Refuse parameters that need the tokens of a whole prompt, with a prompt adapter.
+    """Refuse parameters that need a prompt's tokens, with the prompt adapter of that name.
 
     Raises:
         InvalidRequest: ``param`` names the field.
     """
-    for field, is_given in (
-        ("prompt_logprobs", params.prompt_logprobs is not None),
-        ("repetition_penalty", params.repetition_penalty != 1.0),
-    ):
-        if is_given:
-            raise InvalidRequest(
-                f"{field} needs a prompt's tokens, and the prompt adapter {name!r} puts embeddings "
-                "in front of them: leave it out",
-                param=field,
-            )
+    _refuse_reading(params, f"the prompt adapter {name!r} puts embeddings in front of them")
+
+
+def _refuse_reading(params: SamplingParams, why: str) -> None:
+    """Refuse parameters that read all tokens of a prompt."""
+    if params.prompt_logprobs is not None:
+        raise _needs_tokens("prompt_logprobs", why)
+    if params.repetition_penalty != 1.0:
+        raise _needs_tokens("repetition_penalty", why)
+
+
+def _needs_tokens(name: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} needs a prompt's tokens, and {why}: leave it out", param=name)
 
 
 def _check_ids(named: Mapping[str, Collection[int]], vocab_size: int) -> None:

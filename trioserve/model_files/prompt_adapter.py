@@ -48,13 +48,15 @@ def read_prompt_adapter(folder: Path, width: int, max_model_len: int) -> npt.NDA
 
     Args:
         folder: An adapter of :data:`PROMPT_TYPES`.
-        width: The model's hidden size.
+        width: The model's hidden size; 0 if its worker takes no embeddings.
         max_model_len: Longest sequence in tokens, in which a prompt and output must have room, too.
 
     Raises:
         ModelLoadError: The files are missing, damaged, another model's, or hold what isn't served;
             one line says what and names it.
     """
+    if not width:
+        raise ModelLoadError("prompt adapters aren't served with this model or these options")
     path = folder / CONFIG_NAME
     fields = Fields(path, parse_object(read_adapter_config(path), path), {})
     if fields.get("task_type") not in (None, "CAUSAL_LM"):

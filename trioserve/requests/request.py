@@ -197,7 +197,8 @@ class Request:
     @property
     def own_prompt_ids(self) -> list[int]:
         """The ids of the prompt without virtual tokens: those that its caller is told."""
-        return self.prompt_ids[self.num_virtual_tokens :]
+        virtual = self.num_virtual_tokens
+        return self.prompt_ids[virtual:] if virtual else self.prompt_ids
 
     @property
     def worker_adapter(self) -> int:

@@ -72,6 +72,10 @@ class AdapterManager:
             WorkerLost: The worker was lost while it loaded them.
             EngineError: It couldn't.
         """
+        if adapter.num_virtual_tokens and not self.limits.embedding_width:
+            raise InvalidRequest(
+                f"the worker takes no embeddings, as those of {adapter.path}", param="path"
+            )
         held = self._held[adapter.number] = HeldAdapter(adapter)
         self._begin_use(held)
         try:

@@ -106,13 +106,13 @@ def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if num_prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"{num_prompt} tokens in the prompt leave no room for output: "
+            f"{_tokens_in_prompt(request)} leave no room for output: "
             f"this model's maximum context length is {limits.max_model_len} tokens",
             param="prompt",
         )
     if asked is not None and num_prompt + asked > limits.max_model_len:
         raise ContextTooLong(
-            f"{num_prompt} tokens in the prompt and max_tokens of {asked} are "
+            f"{_tokens_in_prompt(request)} and max_tokens of {asked} are "
             f"{num_prompt + asked}: this model's maximum context length is "
             f"{limits.max_model_len} tokens",
             param="max_tokens",
@@ -132,6 +132,12 @@ def resolve_max_tokens(limits: SchedulerLimits, request: Request) -> int:
     fit = min(limits.max_model_len, pool) - num_prompt
     default = request.default_max_tokens
     return fit if default is None else min(max(default, request.params.min_tokens), fit)
+
+
+def _tokens_in_prompt(request: Request) -> str:
+    virtual = request.num_virtual_tokens
+    of_adapter = f" ({virtual} of them its adapter's)" if virtual else ""
+    return f"{len(request.prompt_ids)} tokens in the prompt{of_adapter}"
 
 
 def most_tokens(limits: SchedulerLimits, num_prompt: int, beam_width: int) -> int:

@@ -67,7 +67,7 @@ class SequenceText:
             if not params.detokenize:
                 return NoText()
             return tokenizer.incremental_decoder(
-                request.prompt_ids,
+                request.own_prompt_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
@@ -147,7 +147,7 @@ def stop_string_at_end(tokenizer: Tokenizer, request: Request, output_ids: list[
     longest = max(map(len, params.stop), default=0)
     start = max(len(output_ids) - _TOKENS_A_CHARACTER * (longest + 1), 0)
     decoder = tokenizer.incremental_decoder(
-        request.prompt_ids + output_ids[:start],
+        request.own_prompt_ids + output_ids[:start],
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
     )
