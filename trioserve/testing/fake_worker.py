@@ -188,6 +188,7 @@ class FakeWorker:
         own = set(_list(plan.copies)[1::2])
         for number in _list(plan.closed):
             own.update(self.slots.pop(number).pages)
+        self._pages.copy(wire.ints(plan.copies).reshape(-1, 2))
         for opened in plan.opened:
             assert 0 <= opened.slot < self.max_num_seqs, f"there is no slot {opened.slot}"
             assert opened.slot not in self.slots, f"slot {opened.slot} is opened twice"
@@ -221,7 +222,6 @@ class FakeWorker:
             del self.slots[number].pages[num_pages:]
         for number, page in zip(_list(plan.page_slots), _list(plan.page_ids), strict=True):
             self.slots[number].pages.append(page)
-        self._pages.copy(wire.ints(plan.copies).reshape(-1, 2))
 
     def _compute(self, slot: FakeSlot, count: int) -> list[int]:
         """Compute the next ``count`` tokens of ``slot``, and sample after its last one.
