@@ -153,7 +153,7 @@ async def test_what_is_refused(setting: Setting, tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest, match="prompt adapter 'tuned' puts emb") as refused:
                 await facts_of(engine, "tuned", PROMPTS[0], **fields)
             assert refused.value.param == next(iter(fields))
-        with pytest.raises(InvalidRequest, match="'tuned' is a prompt adapter") as refused:
+        with pytest.raises(InvalidRequest, match="'tuned' puts virtual tokens") as refused:
             await engine.embed([PROMPTS[0]], adapter="tuned")
         assert refused.value.param == "adapter"
         told = r"^43 tokens in the prompt \(21 of them its adapter's\) and max_tokens of 22 are 65"

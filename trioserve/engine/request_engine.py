@@ -272,8 +272,8 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
         adapter = self._find_adapter(asked.options.adapter)
         if adapter is not None and adapter.num_virtual_tokens:
             raise InvalidRequest(
-                f"{adapter.name!r} is a prompt adapter: it changes what is generated, and nothing "
-                "else",
+                f"{adapter.name!r} puts virtual tokens in front of a prompt, which is served for "
+                "generating only",
                 param="adapter",
             )
         request = self._requests.make(asked.prompt, asked.params, asked.options, adapter=adapter)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from quart_trio.testing import TrioClient
 
+from tests.support.prompt_adapters import write_prompt_adapter
 from trioserve import Engine, EngineConfig, ServerConfig
 from trioserve.http import create_app
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.fake_model import EMBEDDING_WIDTH
 
 ADMIN = {"Authorization": "Bearer the-admin-key"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
@@ -214,3 +217,67 @@ async def test_encode_takes_an_adapter() -> None:
         assert (status, len(answer)) == (200, 2)
         status, answer = await post(client, "/encode", {"text": "a", "lora_path": "nobody"})
         assert (status, answer["error"]["param"]) == (404, "lora_path")
+
+
+async def test_prompt_adapters_come_by_the_same_routes(tmp_path: Path) -> None:
+    """They are loaded, named and unloaded as LoRA adapters are, and beside them."""
+    prefix = write_prompt_adapter(tmp_path / "prefix", count=20, width=EMBEDDING_WIDTH)
+    async with serving() as (engine, client):
+
+        async def control(verb: str, **body: Any) -> tuple[int, Any]:
+            return await post(client, f"/v1/{verb}_lora_adapter", body, **ADMIN)
+
+        status, answer = await control("load", lora_name="prefix", lora_path=str(prefix))
+        assert (status, answer["loaded_adapters"]["prefix"]) == (200, str(prefix))
+        cards = (await get(client, "/v1/models"))["data"]
+        assert (cards[-1]["id"], cards[-1]["parent"], cards[-1]["root"]) == (
+            "prefix",
+            "base",
+            str(prefix),
+        )
+        texts, fields = set(), {"seed": 1, "return_token_ids": True, "echo": True}
+        for name in ("base", "poet", "prefix", "prefix"):
+            status, answer = await post(
+                client, "/v1/completions", {**TEXT, **fields, "model": name}
+            )
+            (choice,) = answer["choices"]
+            assert (status, answer["usage"]["prompt_tokens"]) == (200, 5), answer
+            assert choice["prompt_token_ids"] == engine.tokenizer.encode("hello")
+            assert choice["text"].startswith("hello")
+            texts.add(choice["text"])
+        assert len(texts) == 3
+        for path, body, param, told in (
+            ("completions", {**TEXT, "echo": True, "logprobs": 1}, "logprobs", "adapter 'prefix'"),
+            ("completions", {**TEXT, "repetition_penalty": 1.2}, "repetition_penalty", "leave it"),
+            ("embeddings", {"input": "hello"}, "model", "for generating only"),
+        ):
+            status, answer = await post(client, f"/v1/{path}", {**body, "model": "prefix"})
+            assert (status, answer["error"]["param"]) == (400, param), answer
+            assert told in answer["error"]["message"]
+        status, answer = await control("unload", lora_name="prefix")
+        assert (status, list(answer["loaded_adapters"])) == (200, ["pirate", "poet"])
+        assert (await post(client, "/v1/completions", {**TEXT, "model": "prefix"}))[0] == 404
+        assert engine.statistics().scheduler.pages_held == 0
+
+
+async def test_prompt_adapters_that_can_t_be_loaded(tmp_path: Path) -> None:
+    wide = write_prompt_adapter(tmp_path / "wide", count=20, width=EMBEDDING_WIDTH + 1)
+    long = write_prompt_adapter(tmp_path / "long", count=4000, width=EMBEDDING_WIDTH)
+    partial = write_prompt_adapter(tmp_path / "partial", count=3, width=EMBEDDING_WIDTH)
+    (partial / "adapter_model.safetensors").unlink()
+    async with serving() as (engine, client):
+        for path, told in (
+            (wide, "prompt_embeddings is [20, 5]"),
+            (long, "num_virtual_tokens = 4000, which leave no room"),
+            (partial, "has no adapter_model.safetensors"),
+        ):
+            status, answer = await post(
+                client,
+                "/v1/load_lora_adapter",
+                {"lora_name": "x", "lora_path": str(path)},
+                **ADMIN,
+            )
+            assert (status, answer["error"]["param"]) == (400, "lora_path")
+            assert answer["error"]["message"].startswith(f"lora_path: {path}")
+            assert told in answer["error"]["message"]
+        assert len(engine.adapters) == 2
