@@ -152,7 +152,7 @@ class ModelOptions(MediaOptions):
 
     enable_lora: bool = option(
         False,
-        "serve LoRA adapters, including ones that are loaded while the server runs; "
+        "serve LoRA and prompt adapters, including ones that are loaded while the server runs; "
         "--lora-modules turns this on, too",
         group="adapters",
         page="lora#Serving adapters",
@@ -160,7 +160,7 @@ class ModelOptions(MediaOptions):
     )
     lora_modules: tuple[str, ...] = option(
         (),
-        "LoRA adapter to load at the start: the name that requests give it and its folder in "
+        "adapter to load at the start: the name that requests give it and its folder in "
         "PEFT's format, or vLLM's JSON object with name and path; may be given several times",
         group="adapters",
         page="lora#Serving adapters",

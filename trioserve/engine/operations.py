@@ -122,7 +122,7 @@ class OperatedEngine:
         return self.control.flush_cache()
 
     async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
-        """Load a LoRA adapter that requests may then name; what runs goes on meanwhile.
+        """Load a LoRA or prompt adapter that requests may then name; what runs goes on meanwhile.
 
         Args:
             name: for requests; of no adapter that is loaded, nor the model's own.
