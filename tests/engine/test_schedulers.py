@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.prompt_adapters import write_prompt_adapter
 from tests.support.scheduling import ABORT, make_request
 from trioserve.config import EngineConfig
 from trioserve.engine.control import Control
@@ -19,12 +21,14 @@ from trioserve.engine.idle_check import IdleCheck
 from trioserve.engine.schedulers import Schedulers
 from trioserve.observability.live.prefix import IDS_FOR_EACH, prefix_of_all
 from trioserve.observability.scheduler_statistics import SchedulerStatistics, sum_of
+from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest, WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.requests.request import Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import run_fake_worker
+from trioserve.testing.fake_model import EMBEDDING_WIDTH
 from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.supervisor import Supervisor
 
@@ -255,6 +259,24 @@ async def test_an_adapter_that_fails_in_one_is_in_none(autojump_clock: object) -
         assert adapters.name_of(2) == "poet"
         with pytest.raises(InvalidRequest, match="loaded already"):
             await adapters.load("poet", "/poet")
+
+
+async def test_a_prompt_adapter_needs_embeddings_in_both(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    class WithoutEmbeddings(FakeWorker):
+        def ready(self, **changes: Any) -> wire.Ready:
+            return super().ready(**{"embedding_width": 0, **changes})
+
+    folder = str(write_prompt_adapter(tmp_path / "it", count=3, width=EMBEDDING_WIDTH))
+    for first, second, told in (
+        (slow, WithoutEmbeddings, "the worker takes no embeddings"),
+        (WithoutEmbeddings, slow, "aren't served with this model"),
+    ):
+        async with open_two(first, second) as two:
+            with pytest.raises(InvalidRequest, match=told):
+                await two.pair.adapters.load("it", folder)
+            assert list(two.pair.catalogue) == []
 
 
 async def test_an_adapter_is_unloaded_once_both_can_spare_it(autojump_clock: object) -> None:
