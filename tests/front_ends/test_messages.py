@@ -174,7 +174,7 @@ def test_whatever_a_request_says_travels_or_is_of_no_use_to_the_scheduler() -> N
         *("fewest_tokens", "sequences", "admitted", "on_tokenized", "on_admitted", "rejection"),
         *("prompt_ids", "scheduler", "cache_ids", "cache_column"),
         *("prompt_logprobs", "tensors", "vector"),
-        *("num_cached_tokens", "prefix_ids", "spare_sequences"),
+        *("num_cached_tokens", "prefix_ids", "num_virtual_tokens", "spare_sequences"),
         "beams",
         "num_moves",
         *("num_cached_when_placed", "coming", "hands_over"),

@@ -59,6 +59,9 @@ def test_a_page_goes_by_its_first_token() -> None:
     assert Retention().of_pages(4, 10, 3) == [None] * 3
     whole = Retention([RetentionRange(0, None, 90)])
     assert whole.of_pages(4, 8, 3) == [(90, INF), (90, INF), None]
+    assert whole.behind(8).of_pages(4, 16, 5) == [None, None, (90, INF), (90, INF), None]
+    later = Retention([RetentionRange(8, 13, 80), RetentionRange(15, None, 10, 1500)])
+    assert attrs.evolve(retention, output_priority=None).behind(8) == later
 
 
 def ask(bench: Bench, prompt: list[int], retention: Retention | None, **options: Any) -> Sequence:

@@ -84,11 +84,10 @@ class RequestMaker:
         if embeddings_in(prompt):
             check_embeddings(prompt, params, self.embedding_width)
         params = limit_output(params, self.generation.most_tokens)
-        number, num_virtual_tokens = NO_ADAPTER, 0
-        if adapter is not None:
-            number, num_virtual_tokens = adapter.number, adapter.num_virtual_tokens
-            if num_virtual_tokens:
-                check_prompt_adapter(adapter.name, params)
+        number = NO_ADAPTER if adapter is None else adapter.number
+        num_virtual_tokens = 0 if adapter is None else adapter.num_virtual_tokens
+        if adapter is not None and num_virtual_tokens:
+            check_prompt_adapter(adapter.name, params)
         keep = max_prompt_tokens(params, self.max_model_len - num_virtual_tokens)
         fewest_tokens = self._fewest_tokens(prompt, keep)
         prefix_ids = (*(PLACEHOLDER,) * num_virtual_tokens, *options.prefix_ids)
@@ -103,7 +102,7 @@ class RequestMaker:
             priority=options.priority,
             cache_salt=self.stored_salt(options.cache_salt, options.tenant),
             tenant=options.tenant,
-            retention=options.retention,
+            retention=options.retention and options.retention.behind(num_virtual_tokens),
             adapter=number,
             traceparent=options.traceparent,
             tracestate=options.tracestate,

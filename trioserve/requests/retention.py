@@ -115,6 +115,18 @@ class Retention:
         default=None, validator=attrs.validators.optional(_check_number)
     )
 
+    def behind(self, num_tokens: int) -> Retention:
+        """Return the same for a prompt with so many more tokens in front of it."""
+        ranges = [
+            attrs.evolve(
+                each,
+                start=each.start + num_tokens,
+                end=None if each.end is None else each.end + num_tokens,
+            )
+            for each in self.ranges
+        ]
+        return attrs.evolve(self, ranges=ranges)
+
     def of_pages(
         self, page_size: int, prompt_length: int, num_pages: int
     ) -> list[tuple[int, float] | None]:
