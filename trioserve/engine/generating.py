@@ -16,7 +16,7 @@ from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.pooling.requests import Pooling
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.sampling import SamplingParams
-from trioserve.requests.adapters import Adapter
+from trioserve.requests.adapters import THE_MODEL, Adapter
 from trioserve.requests.deadline import Deadline
 from trioserve.requests.generation import (
     Completion,
@@ -170,6 +170,6 @@ class GeneratingEngine:
             request, Deadline.of(options.timeout, options.arrived, self.config)
         )
 
-    def _find_adapter(self, name: str) -> Adapter | None:
-        """Return a loaded adapter; None for an empty name."""
-        return self._backend.catalogue.find(name) if name else None
+    def _find_adapter(self, name: str) -> Adapter:
+        """Return a loaded adapter, or the stand-in for an empty name."""
+        return self._backend.catalogue.find(name) if name else THE_MODEL

@@ -270,7 +270,7 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     async def _pool_prompt(self, asked: AskedPrompt, deadline: Deadline) -> tuple[bytes, int]:
         """Return the pooled hidden states of a prompt, a float32 column, and its tokens."""
         adapter = self._find_adapter(asked.options.adapter)
-        if adapter is not None and adapter.num_virtual_tokens:
+        if adapter.num_virtual_tokens:
             raise InvalidRequest(
                 f"{adapter.name!r} puts virtual tokens in front of a prompt, which is served for "
                 "generating only",

@@ -22,7 +22,7 @@ from trioserve.engine.validation import (
 )
 from trioserve.model_files.generation_config import GenerationConfig
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
-from trioserve.requests.adapters import NO_ADAPTER, Adapter
+from trioserve.requests.adapters import THE_MODEL, Adapter
 from trioserve.requests.embedded import PLACEHOLDER
 from trioserve.requests.options import RequestOptions
 from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in
@@ -63,7 +63,7 @@ class RequestMaker:
         params: SamplingParams,
         options: RequestOptions,
         *,
-        adapter: Adapter | None = None,
+        adapter: Adapter = THE_MODEL,
     ) -> Request:
         """Make a request with a sequence for each output. It isn't admitted yet.
 
@@ -84,9 +84,8 @@ class RequestMaker:
         if embeddings_in(prompt):
             check_embeddings(prompt, params, self.embedding_width)
         params = limit_output(params, self.generation.most_tokens)
-        number = NO_ADAPTER if adapter is None else adapter.number
-        num_virtual_tokens = 0 if adapter is None else adapter.num_virtual_tokens
-        if adapter is not None and num_virtual_tokens:
+        num_virtual_tokens = adapter.num_virtual_tokens
+        if num_virtual_tokens:
             check_prompt_adapter(adapter.name, params)
         keep = max_prompt_tokens(params, self.max_model_len - num_virtual_tokens)
         fewest_tokens = self._fewest_tokens(prompt, keep)
@@ -103,7 +102,7 @@ class RequestMaker:
             cache_salt=self.stored_salt(options.cache_salt, options.tenant),
             tenant=options.tenant,
             retention=options.retention and options.retention.behind(num_virtual_tokens),
-            adapter=number,
+            adapter=adapter.number,
             traceparent=options.traceparent,
             tracestate=options.tracestate,
             max_prompt_tokens=keep,
@@ -112,14 +111,19 @@ class RequestMaker:
             prefix_ids=prefix_ids,
             num_virtual_tokens=num_virtual_tokens,
         )
+        request.sequences += self._sequences(request, options)
+        return request
+
+    def _sequences(self, request: Request, options: RequestOptions) -> list[Sequence]:
+        """Return a sequence for each output of ``request``."""
+        params = request.params
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        scope = self._draft_scope(options, number)
+        scope = self._draft_scope(options, request.adapter)
         sampler = sampler_params(params, seed, self.eos_token_ids, self.tokenizer, scope)
-        request.sequences += [
+        return [
             Sequence(request=request, index=index, sampler=_with_index(sampler, index))
             for index in range(params.n)
         ]
-        return request
 
     def stored_salt(self, salt: str, tenant: str) -> str:
         """Return the digest under which this tenant's requests of ``salt`` share prefixes."""

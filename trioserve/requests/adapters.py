@@ -28,7 +28,11 @@ class Adapter:
     num_virtual_tokens: int = 0
     """Number of embeddings that it puts in front of a prompt; 0 for a LoRA adapter."""
     spans: tuple[EmbeddedSpan, ...] = attrs.field(default=(), eq=False, repr=False)
-    """Those embeddings; none in the process of a front end."""
+    """Embeddings of these tokens; none in the process of a front end."""
+
+
+THE_MODEL = Adapter(number=NO_ADAPTER, name="", path="")
+"""The stand-in for an adapter, of requests that name none."""
 
 
 @attrs.define(eq=False)
