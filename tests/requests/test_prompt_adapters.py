@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from safetensors.numpy import load_file
 
 from tests.support.front_ends import open_server
@@ -98,6 +99,37 @@ async def test_beams_and_embeddings_behind_virtual_tokens(folders: dict[str, Pat
             expected = await engine.complete(EmbeddingsPrompt(whole), **options)
             assert found.outputs == expected.outputs
             assert (found.usage.prompt_tokens, expected.usage.prompt_tokens) == (9, 49)
+
+
+async def test_unloading_waits_for_what_runs(
+    folders: dict[str, Path], autojump_clock: object
+) -> None:
+    """Two adapters with one name, one after the other, at the same time."""
+    results: list[Completion] = []
+
+    async def ask(engine: Engine) -> None:
+        results.append(await engine.complete([5, 6], adapter="it", max_tokens=100, seed=4))
+
+    async def unload(engine: Engine) -> None:
+        await engine.unload_adapter("it")
+        assert worker.num_steps >= 100
+
+    worker = small(step_time=0.01)
+    async with open_fake_engine(lambda: worker, enable_lora=True) as engine:
+        await engine.load_adapter("it", folders["long"])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine)
+            await trio.sleep(0.2)
+            assert engine.statistics().scheduler.running_adapters == ("it",)
+            nursery.start_soon(unload, engine)
+            await trio.testing.wait_all_tasks_blocked()
+            await engine.load_adapter("it", folders["short"])
+            found = await engine.complete([5, 6], adapter="it", max_tokens=5, seed=4)
+            check(found, folders["short"], [5, 6], seed=4)
+            assert not results
+        assert not worker.adapters
+        assert len(results[0].token_ids) == 100
+        check(results[0], folders["long"], [5, 6], seed=4)
 
 
 async def test_a_session_with_an_adapter(folders: dict[str, Path]) -> None:
