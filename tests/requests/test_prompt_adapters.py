@@ -99,6 +99,12 @@ async def test_beams_and_embeddings_behind_virtual_tokens(folders: dict[str, Pat
             expected = await engine.complete(EmbeddingsPrompt(whole), **options)
             assert found.outputs == expected.outputs
             assert (found.usage.prompt_tokens, expected.usage.prompt_tokens) == (9, 49)
+        states: dict[str, Any] = {"max_tokens": 2, "return_hidden_states": "all"}
+        found = await engine.complete(EmbeddingsPrompt(tail), adapter="long", **states)
+        expected = await engine.complete(EmbeddingsPrompt(whole), **states)
+        assert found.prompt_hidden_states is not None
+        assert expected.prompt_hidden_states is not None
+        assert np.array_equal(found.prompt_hidden_states, expected.prompt_hidden_states[40:])
 
 
 async def test_unloading_waits_for_what_runs(

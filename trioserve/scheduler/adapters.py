@@ -85,6 +85,10 @@ class AdapterManager:
         except BaseException:
             self.forget(adapter)
             raise
+        if adapter.num_virtual_tokens:
+            _log.info(
+                "adapter loaded", name=adapter.name, virtual_tokens=adapter.num_virtual_tokens
+            )
 
     def _begin_use(self, held: HeldAdapter) -> None:
         """Let sequences use an adapter that is held, once the worker has what it needs of it."""
