@@ -141,6 +141,8 @@ async def test_every_api_reads_images(folder: Path) -> None:
         async with trio.open_nursery() as nursery:
             (url,) = await nursery.start(serve_app, create_app(engine, config), config)
             async with http_client(url) as client:
+                about = (await client.get("/model_info")).json()
+                assert about["has_image_understanding"]
                 for path, body in REQUESTS:
                     named = body if path == NATIVE else {"model": "llava", **body}
                     response = await client.post(path, json=named)
@@ -156,6 +158,8 @@ async def test_every_api_reads_images(folder: Path) -> None:
 def test_front_ends_read_images_and_share_their_embeddings(folder: Path) -> None:
     options = ("--api-server-count", "2", "--device", "cpu", "--num-gpu-blocks-override", "64")
     with serving_folder(folder, *options) as url:
+        about = httpx.get(f"{url}/model_info", timeout=60).json()
+        assert about["has_image_understanding"]
         answers = []
         for _ in range(6):
             # Each comes by a connection of its own, and any front end may accept it.

@@ -177,6 +177,7 @@ class StubEngine:
     generation_defaults: dict[str, Any] = attrs.field(factory=dict)
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     adapters: tuple[Adapter, ...] = ()
+    reads_images: bool = False
     prompt_logprobs: Callable[[Call], PromptLogprobs | None] = lambda call: None
     calls: list[Call] = attrs.field(factory=list)
     healthy: bool = True

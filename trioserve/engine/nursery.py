@@ -267,7 +267,7 @@ async def run_tasks(
         ready = await open_backend(tasks)
         model.tokenizer.bound(ready.max_model_len)
         engine = make_engine(
-            **_model_fields(model),
+            **_model_fields(model, config),
             config=config,
             metrics=metrics,
             ready=ready,
@@ -307,7 +307,7 @@ def _start_preparing(
     return to_tokenizer, backend_inbox
 
 
-def _model_fields(model: LoadedModel) -> dict[str, Any]:
+def _model_fields(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     """Return the fields of an engine that come from its model."""
     return {
         "model_name": model.name,
@@ -315,6 +315,7 @@ def _model_fields(model: LoadedModel) -> dict[str, Any]:
         "generation": model.generation,
         "task": model.task,
         "embedding": model.embedding or DecoderEmbedding(),
+        "reads_images": model.media is not None and config.most_media()["image"] > 0,
     }
 
 

@@ -58,6 +58,8 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     """Defaults of requests, and a limit of their outputs."""
     task: ModelTask = "generate"
     """The task of the model: ``generate``, ``embed`` or ``classify``."""
+    reads_images: bool = False
+    """True if prompts may have images."""
     _encoding: Encoding | None = None
     """Computes texts as a whole, if the model is an encoder."""
     _embedding: DecoderEmbedding

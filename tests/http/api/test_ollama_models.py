@@ -60,6 +60,8 @@ class TestModels:
             assert reply["capabilities"] == ["completion", "tools", "thinking"]
             info = reply["model_info"]
             assert info[f"{info['general.architecture']}.context_length"] == 2048
+        reply = await post(attrs.evolve(stub, reads_images=True), "/api/show")
+        assert reply["capabilities"] == ["completion", "vision", "tools", "thinking"]
         reply = await post(ModelEngine(task="embed"), "/api/show")
         assert reply["capabilities"] == ["embedding"]
         response = await client_of(stub).post("/api/show", json={"model": "other"})

@@ -94,6 +94,7 @@ class ShowResponse(msgspec.Struct, kw_only=True):
         about("Its name, context length and vocabulary, as `general.…` and `trioserve.…`."),
     ]
     capabilities: Annotated[
-        list[str], about("`completion`, and `tools` and `thinking`; `embedding` for an encoder.")
+        list[str],
+        about("`completion`, and `vision`, `tools` and `thinking`; `embedding` for an encoder."),
     ]
     modified_at: Annotated[str, about("When the server began, in ISO 8601.")]

@@ -109,7 +109,12 @@ class OllamaModelEndpoints:
         )
 
     def _capabilities(self) -> list[str]:
-        if self._service.engine.task != "generate":
+        engine = self._service.engine
+        if engine.task != "generate":
             return ["embedding"]
-        found = {"tools": self._format.family is not None, "thinking": self._format.reasons}
+        found = {
+            "vision": engine.reads_images,
+            "tools": self._format.family is not None,
+            "thinking": self._format.reasons,
+        }
         return ["completion", *(name for name, has in found.items() if has)]

@@ -109,6 +109,7 @@ class UtilityEndpoints:
                 tokenizer_path=engine.config.tokenizer or engine.config.model,
                 preferred_sampling_params=engine.generation_defaults,
                 weight_version=await self._service.server_api.weight_version(),
+                has_image_understanding=engine.reads_images,
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
             )
