@@ -73,6 +73,7 @@ def test_the_policy_allows_the_pages_own_files_only(console: Console) -> None:
         "script-src 'self'",
         "style-src 'self'",
         "connect-src 'self'",
+        "img-src 'self' data:;",
     ):
         assert rule in policy
     assert "unsafe" not in policy

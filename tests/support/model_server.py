@@ -51,16 +51,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[Server]:
+def serving(*options: str, model: str = MODEL) -> Iterator[Server]:
     """``python -m trioserve serve`` on a port of its own choosing, for as long as the block lasts.
 
-    ``options`` are further ones.
+    ``model`` is a known name or a folder. ``options`` are further ones.
 
     Prompts are not cached: in bfloat16 one that is found in the cache may be rounded otherwise than
     one that isn't, and tests compare what was streamed with what was not.
     """
     command = [
-        *(sys.executable, "-m", "trioserve", "serve", MODEL, "--port", "0", "--api-key", "secret"),
+        *(sys.executable, "-m", "trioserve", "serve", model, "--port", "0", "--api-key", "secret"),
         *("--log-format", "json", "--keep-alive-interval", "0.5", "--no-enable-prefix-caching"),
         *options,
     ]
@@ -76,7 +76,7 @@ def serving(*options: str) -> Iterator[Server]:
             assert process.stdout is not None
             *words, url = process.stdout.readline().split() or [""]
             server = Server(process, url, log)
-            assert words == ["Serving", MODEL, "at"], server.log()
+            assert words == ["Serving", Path(model).name, "at"], server.log()
             yield server
         finally:
             process.kill()

@@ -1,5 +1,8 @@
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
+import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import test from "node:test";
 
 import { Answer } from "../../../trioserve/http/api/console/static/playground/answer.js";
@@ -46,7 +49,7 @@ test("a slider's part lies in its field's range", () => {
 
 test("the body of a chat", () => {
   const settings = { ...SETTINGS, system: "Be brief.", alternatives: 3, sampling: { seed: 1 } };
-  const { path, body } = chatRequest(settings, [{ role: "user", content: "Hi" }]);
+  const { path, body } = chatRequest(settings, [{ role: "user", text: "Hi", images: [] }]);
   assert.equal(path, "/v1/chat/completions");
   assert.deepEqual(body.messages, [
     { role: "system", content: "Be brief." },
@@ -61,9 +64,24 @@ test("without alternatives no probabilities are asked for", () => {
   assert.equal(completionRequest({ ...SETTINGS, alternatives: 2 }, "a").body.logprobs, 2);
 });
 
+test("images come before the text, and may come without one", () => {
+  const images = [{ name: "a.png", url: "data:image/png;base64,AAAA" }];
+  const { body } = chatRequest(SETTINGS, [
+    { role: "user", text: "Hi", images },
+    { role: "user", text: "", images },
+  ]);
+  const part = { type: "image_url", image_url: { url: images[0].url } };
+  assert.deepEqual(
+    body.messages.map(({ content }) => content),
+    [[part, { type: "text", text: "Hi" }], [part]],
+  );
+});
+
+const STRANGE = 'it\'s $HOME, "quoted"\n`ls` \\ \\n';
+
 test("a shell reads the curl command as it was meant", () => {
-  const body = { prompt: 'it\'s $HOME, "quoted"\n`ls` \\ \\n' };
-  const command = curlCommand("http://localhost/v1/completions", body, true);
+  const body = { prompt: STRANGE };
+  const command = curlCommand("http://localhost/v1/completions", { body, images: [] }, true);
   const shown = execFileSync("sh", ["-c", `curl() { printf '%s\\0' "$@"; }; ${command}`], {
     env: { ...process.env, TRIOSERVE_API_KEY: "secret" },
   });
@@ -75,6 +93,23 @@ test("a shell reads the curl command as it was meant", () => {
     "Authorization: Bearer secret",
   ]);
   assert.deepEqual(JSON.parse(words.at(-2)), body);
+});
+
+test("the curl command reads images from their files", (t) => {
+  const folder = mkdtempSync(join(tmpdir(), "images-"));
+  t.after(() => rmSync(folder, { recursive: true }));
+  const images = ["it's `$(here)` \\.png", "-n"].map((name, i) => {
+    const data = Buffer.alloc(150_000, i + 1);
+    writeFileSync(join(folder, name), data);
+    return { name, url: `data:image/png;base64,${data.toString("base64")}` };
+  });
+  const request = chatRequest(SETTINGS, [{ role: "user", text: STRANGE, images }]);
+  const command = curlCommand("http://localhost", request, false);
+  assert.ok(command.length < 2000);
+  for (const shell of ["sh", "bash"]) {
+    const sent = execFileSync(shell, ["-c", `curl() { cat; }; ${command}`], { cwd: folder });
+    assert.deepEqual(JSON.parse(sent.toString()), request.body);
+  }
 });
 
 test("an answer without probabilities", () => {

@@ -2,6 +2,7 @@
 
 import { element } from "../dom.js";
 import { AnswerView } from "./answer_view.js";
+import { Attachments } from "./attachments.js";
 import { chatRequest } from "./requests.js";
 import { ModelTurn, UserTurn } from "./turn.js";
 
@@ -10,6 +11,7 @@ export class Chat {
   /** The message that the server refused last, if it wasn't sent again. */
   #refused = null;
   #log = element("div", { class: "turns" });
+  #attachments;
   #empty = element(
     "p",
     { class: "empty" },
@@ -23,6 +25,7 @@ export class Chat {
    * @param {(request: object, view: AnswerView) => Promise<boolean>} playground.run resolves to
    *   whether the server refused the request
    * @param {(request: object) => string} playground.curl
+   * @param {(message: string) => void} playground.say
    */
   constructor(playground) {
     this.playground = playground;
@@ -33,16 +36,27 @@ export class Chat {
       "aria-label": "Message",
       on: { keydown: (event) => this.#key(event) },
     });
+    this.#attachments = new Attachments(playground.say);
+    this.composer = element("div", {}, this.input, this.#attachments.element);
+    this.#attachments.accept(this.composer);
     this.output = element("div", { class: "output" }, this.#empty, this.#log);
   }
 
-  /** Send what was written. */
-  submit() {
+  /** Offer to attach images, if the model reads them. */
+  offerImages(areRead) {
+    this.#attachments.offer(areRead);
+  }
+
+  /** Send what was written, with its images. */
+  async submit() {
+    await this.#attachments.settled();
+    const { images } = this.#attachments;
     const text = this.input.value.trim();
-    if (!text) return;
+    if (!text && !images.length) return;
     this.input.value = "";
+    this.#attachments.show([]);
     this.#dropRefused();
-    const turn = new UserTurn(text, { onEdit: () => this.#answerTo(turn) });
+    const turn = new UserTurn(text, images, { onEdit: () => this.#answerTo(turn) });
     this.#add(turn);
     this.#answer();
   }
@@ -51,7 +65,9 @@ export class Chat {
   #takeBack() {
     const turn = this.#turns.findLast(({ role }) => role === "user");
     this.#refused = turn;
-    if (!this.input.value) this.input.value = turn.text;
+    if (this.input.value || this.#attachments.images.length) return;
+    this.input.value = turn.text;
+    this.#attachments.show(turn.images);
   }
 
   #dropRefused() {
@@ -71,10 +87,8 @@ export class Chat {
 
   async #answer() {
     this.#refused = null;
-    const messages = this.#turns
-      .filter(({ text }) => text)
-      .map(({ role, text }) => ({ role, content: text }));
-    const request = chatRequest(this.playground.settings(), messages);
+    const turns = this.#turns.filter(({ text, images }) => text || images.length);
+    const request = chatRequest(this.playground.settings(), turns);
     const turn = new ModelTurn(new AnswerView(), {
       onRegenerate: () => this.#regenerate(turn),
       onCurl: () => this.playground.curl(request),

@@ -22,6 +22,7 @@ export class Completion {
       "aria-label": "Prompt",
       on: { keydown: (event) => this.#key(event) },
     });
+    this.composer = this.input;
     this.output = element("div", { class: "output" }, this.#empty);
   }
 

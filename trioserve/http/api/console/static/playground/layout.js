@@ -53,12 +53,12 @@ export class Layout {
     );
   }
 
-  /** @param {"chat"|"completion"} mode @param {{input: Node, output: Node}} parts the mode's own */
-  showMode(mode, { input, output }) {
+  /** @param {"chat"|"completion"} mode @param {{composer: Node, output: Node}} parts the mode's own */
+  showMode(mode, { composer, output }) {
     this.element.dataset.mode = mode;
     for (const radio of this.#radios) radio.checked = radio.value === mode;
     this.#outputs.replaceChildren(output);
-    this.#input.replaceChildren(input);
+    this.#input.replaceChildren(composer);
     this.#send.textContent = MODES[mode][1];
   }
 

@@ -34,17 +34,19 @@ export class Playground {
     const playground = {
       settings: () => this.#settings.values(),
       run: (request, view) => this.#run(request, view),
-      curl: ({ path, body }) => curlCommand(addressOf(path), body, Boolean(keys().api)),
+      curl: (request) => curlCommand(addressOf(request.path), request, Boolean(keys().api)),
+      say: (message) => this.#layout.say(message),
     };
     this.#modes = { chat: new Chat(playground), completion: new Completion(playground) };
     place.append(this.#layout.element);
     this.setMode("chat");
   }
 
-  /** Ask the server which models it serves; for a key, if it wants one. */
+  /** Ask the server which models it serves, and if they read images; for a key, if it wants one. */
   async loadModels() {
     try {
-      const { data } = await call("/v1/models");
+      const [{ data }, model] = await Promise.all([call("/v1/models"), call("/model_info")]);
+      this.#modes.chat.offerImages(model.has_image_understanding);
       this.#settings.setModels(data);
       this.onModel(data.find(({ parent }) => !parent)?.id ?? "");
     } catch (error) {

@@ -2,26 +2,33 @@
 
 import { copyButton } from "../clipboard.js";
 import { button, element } from "../dom.js";
+import { imageList } from "./images.js";
 
 const NAMES = { user: "You", assistant: "Model" };
 
 /**
  * A message that was written by the reader.
  *
- * `onEdit` gets the text that was changed and sent again.
+ * `onEdit` is called when the text was changed and is sent again; the images stay.
  */
 export class UserTurn {
   role = "user";
   #text = element("div", { class: "text" });
   #body = element("div", {}, this.#text);
 
-  constructor(text, { onEdit }) {
+  /**
+   * @param {string} text
+   * @param {import("./images.js").Image[]} images
+   * @param {{onEdit: () => void}} actions
+   */
+  constructor(text, images, { onEdit }) {
     this.text = text;
+    this.images = images;
     this.onEdit = onEdit;
     this.#text.append(text);
     this.element = turn(
       "user",
-      this.#body,
+      element("div", {}, images.length ? imageList(images) : null, this.#body),
       button("Edit", () => this.#edit()),
     );
   }
@@ -52,6 +59,7 @@ export class UserTurn {
 /** A message of the model: `view` shows it as it comes. */
 export class ModelTurn {
   role = "assistant";
+  images = [];
 
   constructor(view, { onRegenerate, onCurl }) {
     this.view = view;
