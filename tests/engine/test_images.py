@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import PIL.Image
 import pytest
 import torch
@@ -16,7 +17,11 @@ import trio
 
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model, png
-from trioserve import Completion, Engine, ImagePart, InvalidRequest, TextPrompt
+from trioserve import Completion, Engine, EngineConfig, ImagePart, InvalidRequest, TextPrompt
+from trioserve.engine.loaded_model import LoadedModel
+from trioserve.model_files.media_config import MediaConfig
+from trioserve.testing.fake_engine import byte_tokenizer
+from trioserve.text.tokenizer import Tokenizer
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
 TIGHT: dict[str, Any] = {
@@ -52,6 +57,16 @@ def messages_of(content: Content) -> list[dict[str, Any]]:
         for each in content
     ]
     return [{"role": "user", "content": parts}]
+
+
+def test_images_are_read_with_a_tower_and_a_limit_above_0() -> None:
+    tower = MediaConfig(architecture="LlavaForConditionalGeneration", width=8, image_token_id=1)
+    model = LoadedModel(name="m", tokenizer=Tokenizer(byte_tokenizer()), eos_token_ids=())
+    reader = attrs.evolve(model, media=tower)
+    refusing = EngineConfig("m", limit_mm_per_prompt='{"image": 0}')
+    assert reader.reads_images(EngineConfig("m"))
+    assert not reader.reads_images(refusing)
+    assert not model.reads_images(EngineConfig("m"))
 
 
 class Reference:

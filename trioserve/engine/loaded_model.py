@@ -65,6 +65,10 @@ class LoadedModel:
             return None
         return functools.partial(stop_string_at_end, self.tokenizer)
 
+    def reads_images(self, config: EngineConfig) -> bool:
+        """Return True if prompts may have images: the model has a tower, and the limit isn't 0."""
+        return self.media is not None and config.most_media()["image"] > 0
+
     def log_defaults(self) -> None:
         """Log the default sampling parameters, if there are any."""
         if self.generation.shown():

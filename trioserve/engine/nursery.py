@@ -315,7 +315,7 @@ def _model_fields(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "generation": model.generation,
         "task": model.task,
         "embedding": model.embedding or DecoderEmbedding(),
-        "reads_images": model.media is not None and config.most_media()["image"] > 0,
+        "reads_images": model.reads_images(config),
     }
 
 
