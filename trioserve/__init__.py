@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from trioserve.requests.media.parts import AudioPart, ImagePart
     from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.requests.retention import Retention, RetentionRange
+    from trioserve.requests.speech.transcript import Segment, Transcript
     from trioserve.requests.stream import Chunk, TokenLogprob
 
 _HOME = {
@@ -92,6 +93,8 @@ _HOME = {
     "TokensPrompt": "requests.prompts",
     "Retention": "requests.retention",
     "RetentionRange": "requests.retention",
+    "Segment": "requests.speech.transcript",
+    "Transcript": "requests.speech.transcript",
     "Chunk": "requests.stream",
     "TokenLogprob": "requests.stream",
 }
@@ -129,6 +132,7 @@ __all__ = [
     "RetentionRange",
     "SamplingParams",
     "Scores",
+    "Segment",
     "ServerConfig",
     "Session",
     "SessionLimit",
@@ -137,6 +141,7 @@ __all__ = [
     "TextPrompt",
     "TokenLogprob",
     "TokensPrompt",
+    "Transcript",
     "TrioserveError",
     "Usage",
     "__version__",

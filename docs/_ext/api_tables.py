@@ -35,7 +35,14 @@ __all__ = [
 ]
 
 HINT = "Accepted; it has no influence on the output."
-_SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", Any: "anything"}
+_SIMPLE = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    bytes: "file",
+    Any: "anything",
+}
 
 
 @attrs.frozen

@@ -222,6 +222,21 @@ _NAMES = {
             "prompt reasoning_effort tool_choice tools"
         ),
     },
+    "TranscriptionForm": {
+        "OpenAI": (
+            "chunking_strategy file include keywords known_speaker_names "
+            "known_speaker_references language languages model prompt response_format stream "
+            "temperature timestamp_granularities"
+        ),
+        "vLLM": (
+            "file language model prompt response_format stream temperature timestamp_granularities"
+        ),
+        "SGLang": "file language model response_format stream temperature timestamp_granularities",
+    },
+    "TranslationForm": {
+        "OpenAI": "file model prompt response_format temperature",
+        "vLLM": "file model prompt response_format temperature",
+    },
     "EmbeddingRequest": {
         "OpenAI": "dimensions encoding_format input model user",
         "vLLM": (

@@ -20,16 +20,17 @@ def bytes_per_page(start: Start, config: ModelConfig, dtype: str) -> int:
     return size * kv_bytes_per_page(of_rank, start.page_size, 2 if dtype == "bfloat16" else 4)
 
 
-def choose_cpu_pages(start: Start, bytes_per_page: int) -> tuple[int, int]:
+def choose_cpu_pages(start: Start, bytes_per_page: int, reserved: int = 0) -> tuple[int, int]:
     """Pages of the cache, and those behind them that stand for the host's memory elsewhere.
 
-    To be asked when the weights are there: the cache gets a share of what is left.
+    To be asked when the weights are there: the cache gets a share of what is left besides
+    ``reserved`` bytes.
 
     Raises:
         ModelLoadError: there is no room for them.
     """
     # The hosts of several nodes are taken to be alike.
-    available = Machine().memory()[1] * start.num_nodes // start.num_sharing
+    available = Machine().memory()[1] * start.num_nodes // start.num_sharing - reserved
     num_pages = choose_num_pages(start, bytes_per_page, start.max_model_len, available)
     if num_pages * bytes_per_page > available:
         # No more than that, since what is free now says little of when the cache will be full.

@@ -111,13 +111,19 @@ class TorchModel(Generic[A]):
         layout = step_layout(ordered, slots)
         tokens = np.concatenate([row.slot.span(row.start, row.stop) for row in ordered])
         self._attention.begin(layout)
-        hidden = self._decoder.forward(
-            torch.from_numpy(tokens.astype(np.int64)),
-            self._attention,
-            [] if self._adapters is None else self._adapters.groups(ordered),
-            embeddings_of(ordered, layout.query_start, slots.embedding_width),
-        )
+        hidden = self._hidden(torch.from_numpy(tokens.astype(np.int64)), ordered, layout, slots)
         return hidden, ends_of(rows, ordered, layout)
+
+    def _hidden(
+        self, tokens: torch.Tensor, rows: Sequence[Row], layout: StepLayout, slots: SlotTable
+    ) -> torch.Tensor:
+        """Return the hidden states [T, E] of ``tokens`` [T], those of ``rows`` in their order."""
+        return self._decoder.forward(
+            tokens,
+            self._attention,
+            [] if self._adapters is None else self._adapters.groups(rows),
+            embeddings_of(rows, layout.query_start, slots.embedding_width),
+        )
 
     def floats(self, hidden: torch.Tensor) -> Floats:
         """See :meth:`gpu.cpu.model.CpuModel.floats`."""

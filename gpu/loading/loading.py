@@ -12,7 +12,12 @@ import attrs
 
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.lazy_grammars import LazyGrammars
-from gpu.constraints.processors import Processors, load_processor, load_processors
+from gpu.constraints.processors import (
+    NamedProcessor,
+    Processors,
+    load_processor,
+    load_processors,
+)
 from gpu.cpu.rank_processes import rank_pids
 from gpu.loading.devices import bind_to_cores, choose_device, choose_dtype
 from gpu.loading.loaded_model import (
@@ -29,6 +34,7 @@ from gpu.runner import Runner
 from gpu.slots import SlotTable
 from gpu.weights.replacement import open_files, weights_for
 from trioserve.model_files import (
+    ENCODING,
     ModelConfig,
     ModelFiles,
     TransformersConfig,
@@ -50,7 +56,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
     Raises:
         ModelLoadError: the model can't be loaded or served; one line says why and what to do.
     """
-    if task_of(Path(start.model)) != "generate":
+    if task_of(Path(start.model)) in ENCODING:
         _refuse_for_encoders(start)
         from gpu.models.encoder.serving import load_encoder_to_serve  # needs torch
 
@@ -70,12 +76,16 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         max_num_batched_tokens=start.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[kind],
     )
     _refuse_options(start, kind, files)
+    calls_beside = _load_tower(start, files, device, dtype, on_progress)
+    if files.speech is not None and start.mock is None:
+        from gpu.models.transformers_models.speech.loading import fit_slots
+
+        start = fit_slots(start, files.speech, dtype)
     grammars = LazyGrammars(Path(start.model), start.tokenizer)
     loading_grammars = threading.Thread(target=grammars.load, daemon=True)
     if start.has_grammars:
         loading_grammars.start()
     constraints = _load_constraints(start, files, device, grammars)
-    calls_beside = _load_tower(start, files, device, dtype, on_progress)
     loaded = _load_on(device, start, files, dtype, on_progress, constraints)
     _run_a_prompt(loaded, start, on_progress)
     if start.has_grammars:
@@ -99,8 +109,14 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
 def _load_tower(
     start: Start, files: ModelFiles, device: str, dtype: str, on_progress: OnProgress
 ) -> dict[str, Callable[[Any], Any]]:
-    """Return the calls of a model that reads images; none for others."""
-    if files.media is None or start.mock is not None:
+    """Return the calls of a model that reads images or speech; none for others."""
+    if start.mock is not None:
+        return {}
+    if files.speech is not None:
+        from gpu.models.transformers_models.speech.loading import encoding_calls
+
+        return encoding_calls(start, files, device, dtype, on_progress)
+    if files.media is None:
         return {}
     import torch
 
@@ -276,6 +292,10 @@ def _load_on(
     """Load the model for ``device`` with the loader that serves it there."""
     if start.mock is not None:
         return _load_mock(start, start.mock, files)
+    if files.speech is not None:
+        from gpu.models.transformers_models.speech.loading import load_speech
+
+        return load_speech(start, files, dtype, on_progress, constraints)
     if isinstance(files.config, TransformersConfig):
         from gpu.models.transformers_models.loading import load_through_transformers
 
@@ -300,8 +320,13 @@ def _load_constraints(
         device=device,
         model=start.model,
     )
+    own = load_processors(start.logits_processors, context)
+    if files.speech is not None:
+        from gpu.models.transformers_models.speech.rules import SpeechRules
+
+        own.append(NamedProcessor("of speech", SpeechRules(files.speech)))
     processors = Processors(
-        load_processors(start.logits_processors, context),
+        own,
         lambda name: load_processor(name, context, "logits_processors"),
     )
     return Constraints(

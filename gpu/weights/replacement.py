@@ -45,9 +45,10 @@ def weights_for(files: ModelFiles, path: Path) -> ModelFiles:
         ModelLoadError: they can't be opened, or are of another model; the message names what
             differs.
     """
-    if files.media is not None:
+    if files.media is not None or files.speech is not None:
+        kind = "reads images" if files.speech is None else "transcribes speech"
         raise ModelLoadError(
-            "the weights of a model that reads images can't be exchanged: restart the server"
+            f"the weights of a model that {kind} can't be exchanged: restart the server"
         )
     if path.suffix == ".safetensors" and path.is_file():
         if isinstance(files.config, TransformersConfig):

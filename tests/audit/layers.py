@@ -19,6 +19,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "requests": "protocol _util config",
         "observability": "protocol _util config requests",
         "requests.media": "protocol _util config requests observability",
+        "requests.speech": "protocol model_files requests requests.media",
         "text": "protocol model_files _util config requests observability",
         "workers": "protocol model_files _util config observability",
         "scheduler": "protocol _util config requests observability workers",
@@ -26,16 +27,16 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
             "protocol model_files _util config requests observability text workers scheduler"
         ),
         "engine": (
-            "protocol model_files _util config requests observability requests.media text workers "
-            "scheduler pooling"
+            "protocol model_files _util config requests observability requests.media "
+            "requests.speech text workers scheduler pooling"
         ),
         "observability.live": (
             "protocol _util config requests observability workers scheduler engine"
         ),
         "http.server": "protocol _util config observability",
         "http.api": (
-            "protocol _util config requests observability text scheduler pooling engine "
-            "observability.live http.server"
+            "protocol _util config requests observability requests.speech text scheduler pooling "
+            "engine observability.live http.server"
         ),
         "http": "http.server http.api",
         "front_ends": (

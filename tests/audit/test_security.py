@@ -88,6 +88,9 @@ ALLOWED = {
     "gpu/models/transformers_models/reading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),
+    "gpu/models/transformers_models/speech/reading.py from_pretrained": (
+        "the operator's model, from its folder alone, without code of its own"
+    ),
     "gpu/models/media/tower.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),

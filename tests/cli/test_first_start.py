@@ -40,6 +40,13 @@ def test_an_encoder_is_asked_to_embed(tmp_path: Path) -> None:
     assert f"curl {URL}/v1/embeddings " in told(str(folder))[1]
 
 
+def test_a_model_of_speech_is_asked_to_transcribe(tmp_path: Path) -> None:
+    names = {"architectures": ["WhisperForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(names))
+    line = told(str(tmp_path))[1]
+    assert line == f"Try: curl {URL}/v1/audio/transcriptions -F file=@speech.wav"
+
+
 def test_the_request_that_a_terminal_shows_is_answered() -> None:
     with person_at(COMMAND) as person:
         person.wait_for("Serving smollm2-135m at http://")

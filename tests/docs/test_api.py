@@ -19,6 +19,7 @@ from anthropic.types import (
 from ollama import _types as ollama_types
 from openai.types import completion_create_params as text_params
 from openai.types import embedding_create_params, responses, shared_params
+from openai.types.audio import transcription_create_params, translation_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import (
     input_item_list_params,
@@ -39,6 +40,7 @@ from trioserve.http.api.ollama.schemas import (
     OllamaMessage,
     OllamaOptions,
 )
+from trioserve.http.api.openai.audio.schemas import TranscriptionForm, TranslationForm
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.completions.schemas import CompletionRequest
 from trioserve.http.api.openai.responses.items import (
@@ -171,15 +173,17 @@ def test_types_in_words(tables: Any) -> None:
         (text_params.CompletionCreateParamsBase, CompletionRequest),
         (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest),
         (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (transcription_create_params.TranscriptionCreateParamsBase, TranscriptionForm),
+        (translation_create_params.TranslationCreateParams, TranslationForm),
     ],
 )
 def test_whatever_the_openai_client_sends_is_known(
     params: type, request_type: type[msgspec.Struct], tables: Any
 ) -> None:
     sent = set(typing.get_type_hints(params))
-    if request_type is not EmbeddingRequest:
+    if request_type not in (EmbeddingRequest, TranslationForm):
         sent.add("stream")
-        assert len(sent) > 15
+        assert len(sent) >= (14 if request_type is TranscriptionForm else 16)
     assert sent <= {field.name for field in msgspec.structs.fields(request_type)}
     names = (request_type.__name__,)
     assert all("OpenAI" in tables.peers_of(names, name) for name in sent)

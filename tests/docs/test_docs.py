@@ -76,6 +76,7 @@ ELSEWHERE = {
     "logits-processors": ("docs/test_processor.py",),
     "responses": ("clients/test_openai_responses.py",),
     "simulation": ("testing/test_virtual.py",),
+    "speech": ("engine/test_speech.py",),
     "tools": ("clients/test_openai.py",),
 }
 """Pages whose programs other tests run, with what is particular about them."""

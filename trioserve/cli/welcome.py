@@ -15,7 +15,9 @@ _REQUESTS = {
     "embed": ("/v1/embeddings", '{"input": "Name three colors."}'),
     "classify": ("/classify", '{"input": "Name three colors."}'),
 }
-"""Path and body of a first request, by the model's task."""
+"""Path and JSON of a first request, by the model's task."""
+_SPEECH = ("/v1/audio/transcriptions", "-F file=@speech.wav")
+"""Path and form of a first request of a model that transcribes."""
 
 
 def welcome(config: ServerConfig, url: str) -> list[str]:
@@ -27,10 +29,14 @@ def welcome(config: ServerConfig, url: str) -> list[str]:
         return []
     lines = [f"Console: {url}/console"] if config.console else []
     model = Path(config.engine.model).expanduser()
-    path, body = _REQUESTS[task_of(model) if model.exists() else "generate"]
+    task = task_of(model) if model.exists() else "generate"
+    path, content = _SPEECH
+    if task != "transcribe":
+        path, body = _REQUESTS[task]
+        content = f"-H 'Content-Type: application/json' -d '{body}'"
     key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
     return [
         *lines,
-        f"Try: curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'",
+        f"Try: curl {url}{path}{key} {content}",
         "Ctrl-C stops it.",
     ]

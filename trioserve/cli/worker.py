@@ -8,7 +8,7 @@ import trio
 
 from trioserve.cli.signals import SignalledProcess
 from trioserve.cli.worker_options import WorkerOptions
-from trioserve.model_files import locate, open_model, task_of
+from trioserve.model_files import ENCODING, locate, open_model, task_of
 from trioserve.protocol.certificates import ENGINE_FILES, WORKER_FILES
 from trioserve.protocol.devices import split_device
 from trioserve.protocol.errors import ModelLoadError
@@ -75,6 +75,6 @@ def find_model(model: str) -> tuple[str, str]:
         ModelLoadError: There is none, or it is an encoder.
     """
     path = locate(model).resolve()
-    if task_of(path) != "generate":
+    if task_of(path) in ENCODING:
         raise ModelLoadError(f"{model} is an encoder, which can't be served over several hosts")
     return str(path), open_model(path).checksum()

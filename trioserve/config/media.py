@@ -90,7 +90,8 @@ class MediaOptions:
 
     mm_processor_cache_gb: float = option(
         1.0,
-        "memory in GiB for the embeddings of images, which are kept for prompts to come",
+        "memory in GiB for the embeddings of images and speech, which are kept for requests to "
+        "come",
         group="media",
         page="media#The cache",
         kind=float,

@@ -82,14 +82,22 @@ class OpenGenerations:
         return reversed(self._requests)
 
     @contextlib.asynccontextmanager
-    async def opened(self, request: Request, deadline: Deadline) -> AsyncIterator[GenerationStream]:
+    async def opened(
+        self, request: Request, deadline: Deadline, *, is_new: bool = True
+    ) -> AsyncIterator[GenerationStream]:
         """Open ``request`` for as long as the block lasts; entering waits until it is admitted.
+
+        Args:
+            request: The request.
+            deadline: Its end.
+            is_new: False if it goes on with something that is open.
 
         Raises:
             QueueFull: too much waits.
             DeadlineExceeded: the deadline has passed.
         """
-        self._check_open()
+        if is_new:
+            self._check_open()
         self._admission.enter(request, trio.current_time())
         self._requests[request] = None
         request.stream.on_evicted = functools.partial(self._abort, request)

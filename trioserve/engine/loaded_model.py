@@ -15,6 +15,7 @@ from trioserve.config.options import flag_name
 from trioserve.config.override import parse_override
 from trioserve.config.speculation import parse_speculative
 from trioserve.model_files import (
+    ENCODING,
     EncoderFiles,
     ModelFiles,
     load_tokenizer_from,
@@ -27,6 +28,7 @@ from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
 from trioserve.model_files.media_config import MediaConfig
+from trioserve.model_files.speech_config import SpeechConfig
 from trioserve.observability.logs import get_logger
 from trioserve.pooling.inputs import TextEncoder
 from trioserve.protocol.errors import ModelLoadError
@@ -53,6 +55,8 @@ class LoadedModel:
     task: ModelTask = "generate"
     media: MediaConfig | None = None
     """Tower of a model that reads images."""
+    speech: SpeechConfig | None = None
+    """Encoder and tokens of a model that transcribes speech."""
     encoder: TextEncoder | None = None
     """Turns texts into ids for an encoder."""
     embedding: DecoderEmbedding | None = None
@@ -79,7 +83,7 @@ class LoadedModel:
         """:meth:`load` or :meth:`load_encoder` from ``path``, in a thread."""
 
         def load() -> LoadedModel:
-            if task_of(path) != "generate":
+            if task_of(path) in ENCODING:
                 return cls.load_encoder(config, open_encoder(path))
             # A GGUF file's header holds its vocabulary, which isn't needed after this.
             return cls.load(config, open_model(path, config.model_impl))
@@ -121,6 +125,10 @@ class LoadedModel:
         Raises:
             ModelLoadError: one of them can't be read.
         """
+        if files.speech is not None and config.skip_tokenizer_init:
+            raise ModelLoadError(
+                "--skip-tokenizer-init isn't for a model that transcribes speech: leave it out"
+            )
         tokenizer = _load_tokenizer(config, files)
         options = parse_speculative(config.speculative_config)
         if options is not None and options.model and tokenizer.has_text:
@@ -130,10 +138,17 @@ class LoadedModel:
             tokenizer=tokenizer,
             eos_token_ids=files.config.eos_token_ids,
             generation=chosen_generation_config(files.generation, config),
-            task="generate" if files.embedding is None else "embed",
+            task=_task_of(files),
             embedding=files.embedding,
             media=files.media,
+            speech=files.speech,
         )
+
+
+def _task_of(files: ModelFiles) -> ModelTask:
+    if files.speech is not None:
+        return "transcribe"
+    return "generate" if files.embedding is None else "embed"
 
 
 def check_draft_tokenizer(tokenizer: Tokenizer, draft_model: str) -> None:

@@ -1,10 +1,12 @@
-"""The media of prompts: what an engine reads them with, and has their embeddings computed by."""
+"""Media and speech: what a process reads them with, and has their embeddings computed by."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
+
+import attrs
 
 from trioserve.config import EngineConfig
 from trioserve.engine.loaded_model import LoadedModel
@@ -12,42 +14,54 @@ from trioserve.engine.schedulers import Schedulers
 from trioserve.observability.metrics import Metrics
 from trioserve.requests.media.embedding import MediaEmbedder
 from trioserve.requests.media.encoder import MediaEncoder, WorkerMediaEncoder
-from trioserve.requests.media.reader import open_media_reader
+from trioserve.requests.media.reader import MediaReader, open_media_reader
+from trioserve.requests.speech.reader import SpeechReader
 from trioserve.text.tokenizer_task import EmbedMedia
 
-OpenMedia = Callable[[MediaEncoder], EmbedMedia | None]
-"""Returns what gives the embeddings of media, with an encoder; None where media aren't served."""
+
+@attrs.frozen(eq=False, kw_only=True)
+class ModelMedia:
+    """The media that a model reads: none without a ``reader``."""
+
+    model: LoadedModel
+    metrics: Metrics
+    reader: MediaReader | None = None
+
+    def embedder(self, encoder: MediaEncoder) -> EmbedMedia | None:
+        """Return what gives the embeddings of media in prompts; None where they aren't served."""
+        media = self.model.media
+        if self.reader is None or media is None:
+            return None
+        return MediaEmbedder(
+            reader=self.reader,
+            encoder=encoder,
+            metrics=self.metrics,
+            placeholder=media.image_token_id,
+            width=media.width,
+        ).embed
+
+    def speech_reader(self, encoder: MediaEncoder) -> SpeechReader | None:
+        """Return what reads speech; None for a model that doesn't transcribe."""
+        speech = self.model.speech
+        if self.reader is None or speech is None:
+            return None
+        return SpeechReader(reader=self.reader, encoder=encoder, config=speech)
 
 
 @contextlib.asynccontextmanager
 async def open_media(
     config: EngineConfig, model: LoadedModel, path: Path, metrics: Metrics
-) -> AsyncIterator[OpenMedia]:
+) -> AsyncIterator[ModelMedia]:
     """Read the media of a model in the folder ``path``, if it reads any, within the block.
 
     Raises:
         ModelLoadError: The model's processor can't be used.
     """
-    media = model.media
-    if media is None:
-        yield no_media
+    if model.media is None and model.speech is None:
+        yield ModelMedia(model=model, metrics=metrics)
         return
     async with open_media_reader(config, processor_folder=path) as reader:
-
-        def embed_with(encoder: MediaEncoder) -> EmbedMedia:
-            return MediaEmbedder(
-                reader=reader,
-                encoder=encoder,
-                metrics=metrics,
-                placeholder=media.image_token_id,
-                width=media.width,
-            ).embed
-
-        yield embed_with
-
-
-def no_media(_: MediaEncoder) -> None:
-    """Serve no media: an :data:`OpenMedia`."""
+        yield ModelMedia(model=model, metrics=metrics, reader=reader)
 
 
 def worker_encoder(

@@ -28,7 +28,7 @@ from trioserve.engine.engine import Engine
 from trioserve.engine.engine_worker import MakeWorker
 from trioserve.engine.idle_check import AskedWorkers, IdleCheck
 from trioserve.engine.loaded_model import LoadedModel, in_thread
-from trioserve.engine.media import OpenMedia, no_media, open_media, worker_encoder
+from trioserve.engine.media import ModelMedia, open_media, worker_encoder
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.request_factory import RequestMaker
 from trioserve.engine.tasks import EngineTasks, open_tasks
@@ -102,14 +102,14 @@ async def _open_worker(
         loaded = await LoadedModel.read(config, path)
         metrics = Metrics(loaded.name, config.metrics_prefix)
         async with (
-            open_media(config, loaded, path, metrics) as embed_with,
+            open_media(config, loaded, path, metrics) as media,
             run_engine(
                 config,
                 loaded,
                 processes.maker(config, metrics),
                 metrics,
                 port=await workers_port(config, path, mock),
-                embed_with=embed_with,
+                media=media,
                 asks_idle_worker=True,
                 while_loading=while_loading,
             ) as engine,
@@ -127,13 +127,13 @@ async def run_engine(
     metrics: Metrics,
     *,
     port: WorkersPort | None = None,
-    embed_with: OpenMedia = no_media,
+    media: ModelMedia | None = None,
     asks_idle_worker: bool = False,
     while_loading: Callable[[], None] | None = None,
 ) -> AsyncIterator[Engine]:
     """Run an engine over any kind of workers; :func:`open_engine` makes real ones.
 
-    ``port`` is for workers of other hosts. ``embed_with`` gives the embeddings of media in prompts.
+    ``port`` is for workers of other hosts. ``media`` reads media in prompts and speech.
     ``asks_idle_worker`` says whether a worker with nothing to do is asked if it holds nothing.
     ``while_loading`` is called in a thread, and done when the block begins.
     """
@@ -146,6 +146,8 @@ async def run_engine(
         stop_string_at_end=model.stop_string_at_end,
     )
     schedulers, encoder = group.schedulers, model.encoder
+    media = media or ModelMedia(model=model, metrics=metrics)
+    media_encoder = worker_encoder(config, schedulers, metrics)
     encoding = None if encoder is None else Encoding(encoder=encoder, compute=schedulers.encode)
     async with run_tasks(
         config,
@@ -158,11 +160,12 @@ async def run_engine(
             worker_group=group,
             worker_restarts=lambda: group.num_restarts,
             encoding=encoding,
+            speech=media.speech_reader(media_encoder),
         ),
         validation=WorkerValidation(
             schedulers, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
-        embed_media=embed_with(worker_encoder(config, schedulers, metrics)),
+        embed_media=media.embedder(media_encoder),
         asked_workers=schedulers if asks_idle_worker else None,
     ) as engine:
         schedulers.notify_idle(engine.on_none_open)

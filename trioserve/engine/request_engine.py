@@ -11,6 +11,7 @@ and leaving that block, for whatever reason, is its abort. The tasks behind it a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from trioserve.engine.backend import Backend
 from trioserve.engine.generating import GeneratingEngine
 from trioserve.engine.lifecycle import OpenGenerations, abort_by_name
 from trioserve.engine.request_factory import RequestMaker
+from trioserve.engine.speech import SpeechEngine
+from trioserve.engine.transcribing import Transcriber
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig
@@ -34,15 +37,20 @@ from trioserve.pooling.open_requests import OpenRequests
 from trioserve.pooling.requests import Encoding, Pooling
 from trioserve.protocol import wire
 from trioserve.protocol.errors import Draining, EngineError, InvalidRequest, RequestAborted
+from trioserve.protocol.sampling import SamplingParams
 from trioserve.requests.adapters import Adapter
 from trioserve.requests.admission import DEFAULT_MAX_TOKENS, Admission
 from trioserve.requests.deadline import Deadline
+from trioserve.requests.embedded import SpeechPrompt
+from trioserve.requests.generation import GenerationStream
+from trioserve.requests.options import RequestOptions
 from trioserve.requests.request import Finish, Request, Sequence
+from trioserve.requests.speech.reader import SpeechReader
 from trioserve.text.tokenizer import Tokenizer
 
 
 @attrs.define(eq=False, kw_only=True)
-class RequestEngine(GeneratingEngine, PoolingEngine):
+class RequestEngine(GeneratingEngine, PoolingEngine, SpeechEngine):
     """The part of an engine that takes requests. Every method is for the same trio program.
 
     A front end has no more than this: the engine process administers the scheduler.
@@ -57,13 +65,17 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     """Defaults of requests, and a limit of their outputs."""
     task: ModelTask = "generate"
-    """The task of the model: ``generate``, ``embed`` or ``classify``."""
+    """The task of the model: ``generate``, ``embed``, ``classify`` or ``transcribe``."""
     reads_images: bool = False
     """True if prompts may have images."""
     _encoding: Encoding | None = None
     """Computes texts as a whole, if the model is an encoder."""
     _embedding: DecoderEmbedding
     """The pooling of texts by a model that generates."""
+    _speech: SpeechReader | None = None
+    """Reads speech, if the model transcribes it."""
+    transcriber: Transcriber | None = attrs.field(init=False, default=None)
+    """Makes transcripts, if the model does."""
     _requests: RequestMaker
     _backend: Backend
     _to_tokenizer: trio.MemorySendChannel[Request]
@@ -109,6 +121,16 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
             complete=self.complete,
             open=OpenRequests(self._on_left),
         )
+
+        if self._speech is not None:
+            self.transcriber = Transcriber(
+                reader=self._speech,
+                tokenizer=self.tokenizer,
+                max_model_len=self.max_model_len,
+                open_window=self._open_window,
+                at_a_time=trio.CapacityLimiter(self.ready.max_num_seqs),
+                max_waiting=config.max_num_queued_reqs,
+            )
 
     @property
     def newest_requests(self) -> Iterator[Request]:
@@ -287,6 +309,17 @@ class RequestEngine(GeneratingEngine, PoolingEngine):
         if not request.vector:
             raise RequestAborted("the request was aborted")
         return request.vector, len(request.prompt_ids)
+
+    def _open_window(
+        self,
+        prompt: SpeechPrompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        deadline: Deadline,
+    ) -> contextlib.AbstractAsyncContextManager[GenerationStream]:
+        """Open the request of a window of speech, whose transcript is open."""
+        request = self._requests.make(prompt, params, options)
+        return self._open.opened(request, deadline, is_new=False)
 
     def on_finished(self, sequence: Sequence, finish: Finish) -> None:
         """Note the end of ``sequence``, all of which has been delivered."""

@@ -14,7 +14,7 @@ from trioserve.config.speculation import parse_speculative
 from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.engine.host_devices import HostDevices
 from trioserve.engine.loaded_model import in_thread
-from trioserve.model_files import locate, open_model, task_of
+from trioserve.model_files import ENCODING, locate, open_model, task_of
 from trioserve.observability.logs import get_logger
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol import wire
@@ -122,7 +122,7 @@ async def workers_port(
         return None
 
     def checksum() -> str:
-        if task_of(path) != "generate":
+        if task_of(path) in ENCODING:
             option = "--distributed-executor-backend ray" if config.uses_ray else "--worker-listen"
             raise ModelLoadError(f"{option} isn't for an encoder: leave it out")
         return open_model(path, config.model_impl).checksum()

@@ -10,6 +10,7 @@ from trioserve.model_files.config import ExpertsConfig as ExpertsConfig
 from trioserve.model_files.config import ModelConfig as ModelConfig
 from trioserve.model_files.config import RopeScaling as RopeScaling
 from trioserve.model_files.encoder_config import EncoderConfig as EncoderConfig
+from trioserve.model_files.encoder_files import ENCODING as ENCODING
 from trioserve.model_files.encoder_files import EncoderFiles as EncoderFiles
 from trioserve.model_files.encoder_files import open_encoder as open_encoder
 from trioserve.model_files.encoder_files import task_of as task_of

@@ -11,14 +11,18 @@ from trioserve.model_files import huggingface
 from trioserve.model_files.checksum import Checksum
 from trioserve.model_files.encoder_config import EncoderConfig
 from trioserve.model_files.encoder_folder import encoder_task, read_encoder_config
+from trioserve.model_files.jsonfile import read_object
 from trioserve.model_files.locate import default_name
 from trioserve.model_files.shards import read_header_bytes, shard_paths
+from trioserve.model_files.speech_config import is_speech_model
 from trioserve.protocol.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import tokenizers
 
-ModelTask = Literal["generate", "embed", "classify"]
+ModelTask = Literal["generate", "embed", "classify", "transcribe"]
+ENCODING: frozenset[ModelTask] = frozenset({"embed", "classify"})
+"""Tasks of encoders; :func:`task_of` gives them to no other model."""
 
 
 @attrs.frozen(kw_only=True)
@@ -80,9 +84,14 @@ def open_encoder(path: Path) -> EncoderFiles:
 def task_of(path: Path) -> ModelTask:
     """Return the task of the model in a folder or GGUF file, by its architecture.
 
-    The task is ``generate`` for every model that isn't an encoder, supported or not.
+    The task is ``generate`` for every model that neither is an encoder nor transcribes speech,
+    supported or not.
 
     Raises:
         ModelLoadError: A folder's config.json is missing or damaged.
     """
-    return (encoder_task(path) or "generate") if path.is_dir() else "generate"
+    if not path.is_dir():
+        return "generate"
+    if is_speech_model(read_object(path / "config.json")):
+        return "transcribe"
+    return encoder_task(path) or "generate"

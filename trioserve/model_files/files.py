@@ -17,6 +17,11 @@ from trioserve.model_files.jsonfile import read_object
 from trioserve.model_files.locate import default_name, known_name
 from trioserve.model_files.media_config import MediaConfig, read_media_config
 from trioserve.model_files.shards import shard_paths
+from trioserve.model_files.speech_config import (
+    SpeechConfig,
+    is_speech_model,
+    read_speech_config,
+)
 from trioserve.model_files.transformers_config import (
     TransformersConfig,
     is_other_decoder,
@@ -60,6 +65,8 @@ class ModelFiles:
     """Embedding of an embedding model; None for others."""
     media: MediaConfig | None = None
     """Tower of a model that reads images; None for others."""
+    speech: SpeechConfig | None = None
+    """Encoder and tokens of a model that transcribes speech; None for others."""
     gguf_header: GGUFHeader | None = attrs.field(default=None, repr=False, eq=False)
     """Parsed header of a GGUF file; None for a folder."""
     only_finite: bool = attrs.field(default=False, eq=False)
@@ -131,7 +138,10 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
     values = read_object(path / "config.json")
     others = implementation == "auto" and not huggingface.has_family(values)
     config: ModelConfig | TransformersConfig
-    if implementation == "transformers" or (others and is_other_decoder(values)):
+    speech = None
+    if is_speech_model(values):
+        config, speech = read_speech_config(path)
+    elif implementation == "transformers" or (others and is_other_decoder(values)):
         config = read_transformers_config(path)
     else:
         config = huggingface.read_folder_config(path)
@@ -150,6 +160,7 @@ def _open_folder(path: Path, implementation: str) -> ModelFiles:
         generation=read_generation_config(path),
         embedding=embedding,
         media=read_media_config(path / "config.json", values, config.hidden_size),
+        speech=speech,
     )
 
 

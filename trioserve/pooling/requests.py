@@ -48,6 +48,7 @@ _PURPOSES: dict[ModelTask, str] = {
     "generate": "generates text (Engine.generate, /v1/chat/completions)",
     "embed": "embeds texts (Engine.embed, /v1/embeddings)",
     "classify": "classifies texts (Engine.classify, /classify)",
+    "transcribe": "transcribes speech (Engine.transcribe, /v1/audio/transcriptions)",
 }
 
 _LABEL_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
@@ -119,6 +120,8 @@ class Pooling:
         items = as_items(inputs)
         if any(isinstance(item, tuple) for item in items):
             raise InvalidRequest("an embedding is one text's, not a pair's", param="input")
+        if self.task == "transcribe":
+            raise self.refusal("give embeddings")
         if self.encoding is None:
             vectors, lengths = await self._prompt_vectors(
                 items, truncate_prompt_tokens, options, pooling
@@ -151,7 +154,8 @@ class Pooling:
         """Return scores: see :meth:`trioserve.engine.engine.Engine.score`."""
         pairs = _pairs(queries, documents)
         config = None if self.encoding is None else self.encoding.encoder.config
-        if self.task == "generate" or (config is not None and len(config.labels) > 1):
+        has_labels = config is not None and len(config.labels) > 1
+        if self.task in ("generate", "transcribe") or has_labels:
             raise self.refusal("score pairs of texts")
         if config is not None and config.labels:
             vectors, lengths = await self._vectors(pairs, truncate_prompt_tokens, options)

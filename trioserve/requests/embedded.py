@@ -24,6 +24,8 @@ FIRST_CONTENT_ID = 1 << 30
 """The first id that is no token of any vocabulary."""
 END_OF_CONTENT_IDS = 1 << 31
 """The end of what fits a column of int32."""
+SPEECH = "speech"
+"""Kind of a span that is the audio of a transcript."""
 SPAN_ROWS = 16
 """Embeddings that are named together: prompts share their pages as far as such spans are equal."""
 MAX_KNOWN_CONTENTS = 1 << 16
@@ -140,7 +142,53 @@ class EmbeddedMedia:
         ]
 
 
-Embedded = EmbeddingsPrompt | EmbeddedMedia
+@attrs.frozen(eq=False, kw_only=True)
+class SpeechPrompt:
+    """Tokens that begin a transcript, and the audio that is transcribed.
+
+    The whole audio stands at the position of the first token, as if it were its embedding. So
+    pages are shared by prompts with the same audio, and by no others.
+    """
+
+    token_ids: tuple[int, ...]
+    digest: bytes
+    """Digest of the audio, 16 bytes."""
+    states: EmbeddingRows = attrs.field(repr=False)
+    """Encoder states of the audio, [S, E]."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def width(self) -> int:
+        """Numbers of all encoder states."""
+        return len(self.states.rows) // NUMPY_DTYPES[self.states.number_format].itemsize
+
+    @property
+    def placeholder(self) -> int:
+        """The first token."""
+        return self.token_ids[0]
+
+    def marks(self, index: int) -> list[int]:
+        """See :meth:`EmbeddingsPrompt.marks`; the tokens behind the first one stay."""
+        return [_mark(index), *self.token_ids[1:]]
+
+    def spans(self, start: int, first: int, count: int) -> list[EmbeddedSpan]:
+        """See :meth:`EmbeddingsPrompt.spans`; there is one, at the first token."""
+        assert (first, count) == (0, 1)
+        return [
+            EmbeddedSpan(
+                start=start,
+                stop=start + 1,
+                digest=self.digest,
+                rows=self.states.rows,
+                number_format=self.states.number_format,
+                kind=SPEECH,
+            )
+        ]
+
+
+Embedded = EmbeddingsPrompt | EmbeddedMedia | SpeechPrompt
 """A piece of a prompt that has embeddings."""
 
 
@@ -160,7 +208,8 @@ class EmbeddedSpan:
     """[stop - start, E], contiguous and little-endian."""
     number_format: NumberFormat
     kind: str = ""
-    """Kind of the medium that they come from; empty if a caller gave them."""
+    """Kind of the medium that they come from; empty if a caller gave them. For :data:`SPEECH`, all
+    later positions need them, too."""
 
     @classmethod
     def of(
@@ -181,9 +230,9 @@ class EmbeddedSpan:
     def after(self, computed: int) -> EmbeddingRows:
         """Return the embeddings for a worker that has computed ``computed`` tokens of the prompt.
 
-        At least one position must be left.
+        At least one position must be left, or all later ones need them.
         """
-        skipped = max(computed - self.start, 0)
+        skipped = 0 if self.kind == SPEECH else max(computed - self.start, 0)
         width = len(self.rows) // (self.stop - self.start)
         return EmbeddingRows(
             start=self.start + skipped,
@@ -208,8 +257,8 @@ def take_marks(ids: list[int], given: Sequence[Embedded]) -> list[EmbeddedSpan]:
 
 
 def rows_after(spans: Sequence[EmbeddedSpan], computed: int) -> list[EmbeddingRows]:
-    """Return the embeddings of ``spans`` behind the first ``computed`` tokens."""
-    return [span.after(computed) for span in spans if span.stop > computed]
+    """Return the embeddings that tokens behind the first ``computed`` ones need."""
+    return [span.after(computed) for span in spans if span.stop > computed or span.kind == SPEECH]
 
 
 @attrs.define(eq=False)

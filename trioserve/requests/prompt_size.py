@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trioserve.requests.embedded import EmbeddingsPrompt
-from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt, embeddings_in
+from trioserve.requests.embedded import EmbeddingsPrompt, SpeechPrompt
+from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
 _HASHED_BYTES = 200
 """Bytes that are hashed in the time in which a character is encoded, 0.2 µs."""
@@ -16,13 +16,13 @@ def characters_of(prompt: Prompt) -> int:
 
     Embeddings, which are hashed, count as characters that take as long.
     """
-    if isinstance(prompt, TokensPrompt):
+    if isinstance(prompt, TokensPrompt | SpeechPrompt):
         return 0
-    hashed = sum(each.embeddings.nbytes for each in embeddings_in(prompt)) // _HASHED_BYTES
     if isinstance(prompt, EmbeddingsPrompt):
-        return hashed
+        return prompt.embeddings.nbytes // _HASHED_BYTES
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
+    hashed = sum(each.embeddings.nbytes for each in prompt.others.embedded) // _HASHED_BYTES
     total = hashed + _MESSAGE_CHARACTERS * len(prompt.messages)
     left: list[object] = [*prompt.messages, prompt.template_arguments]
     while left:
@@ -44,7 +44,7 @@ def characters_of_contents(prompt: Prompt) -> int:
 
     A template may leave out tools and other arguments.
     """
-    if isinstance(prompt, TokensPrompt | EmbeddingsPrompt):
+    if isinstance(prompt, TokensPrompt | EmbeddingsPrompt | SpeechPrompt):
         return 0
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from trioserve.protocol.errors import InvalidRequest
-from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt
+from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt, SpeechPrompt
 from trioserve.requests.embedded_parts import MEDIA_TYPES, OtherParts, take_out_parts
 
 
@@ -97,12 +97,12 @@ class ChatPrompt:
             object.__setattr__(self, "others", others)
 
 
-Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbeddingsPrompt
+Prompt = TextPrompt | TokensPrompt | ChatPrompt | EmbeddingsPrompt | SpeechPrompt
 
 
-def embeddings_in(prompt: Prompt) -> Sequence[EmbeddingsPrompt]:
+def embeddings_in(prompt: Prompt) -> Sequence[EmbeddingsPrompt | SpeechPrompt]:
     """Return the embeddings that a caller gives in a prompt, in the order of their marks."""
-    if isinstance(prompt, EmbeddingsPrompt):
+    if isinstance(prompt, EmbeddingsPrompt | SpeechPrompt):
         return (prompt,)
     return prompt.others.embedded if isinstance(prompt, ChatPrompt) else ()
 

@@ -8,7 +8,7 @@ import tokenizers
 
 from trioserve.model_files.native import panics_raised
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
-from trioserve.requests.embedded import EmbeddedMedia, EmbeddingsPrompt
+from trioserve.requests.embedded import EmbeddedMedia, EmbeddingsPrompt, SpeechPrompt
 from trioserve.requests.embedded_parts import ids_with_marks
 from trioserve.requests.prompt_size import characters_of_contents, characters_of_roles
 from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt, embeddings_in
@@ -160,7 +160,7 @@ class Tokenizer:
         if isinstance(prompt, TokensPrompt):
             ids = self._checked(prompt)
             return ids if keep is None else cut(ids, keep, cut_side)
-        if isinstance(prompt, EmbeddingsPrompt):
+        if isinstance(prompt, EmbeddingsPrompt | SpeechPrompt):
             return prompt.marks(0)
         text, add_special_tokens = self.text_of(prompt)
         if isinstance(prompt, ChatPrompt):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from gpu.models.media.tower import MediaTower
+from gpu.models.media.tower import Arrays
 from trioserve.protocol.embeddings import NUMPY_DTYPES, NumberFormat
 
 NICENESS = 10
@@ -22,8 +22,16 @@ _FORMATS: dict[torch.dtype, NumberFormat] = {
 }
 
 
+class Tower(Protocol):
+    """Makes embeddings."""
+
+    def embed(self, arrays: Arrays) -> torch.Tensor:
+        """Return the embeddings [n, E] of an image or a window of audio."""
+        ...
+
+
 class EncodeMedia:
-    """The call ``encode_media``: arrays of one image to its embeddings. It runs in one thread.
+    """The call ``encode_media``: arrays of one medium to its embeddings. It runs in one thread.
 
     Args:
         tower: The model's tower.
@@ -31,7 +39,7 @@ class EncodeMedia:
         num_threads: Threads that compute on a CPU; 0 on a GPU.
     """
 
-    def __init__(self, tower: MediaTower, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, tower: Tower, dtype: torch.dtype, num_threads: int) -> None:
         self._tower = tower
         self._dtype = dtype
         self._num_threads = num_threads

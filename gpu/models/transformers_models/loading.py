@@ -46,8 +46,8 @@ def load_through_transformers(
     """
     config = files.config
     assert isinstance(config, TransformersConfig)
-    _refuse_options(start, device, config.architecture)
-    _require_library(config.architecture)
+    refuse_native_options(start, device, config)
+    require_library(config)
     torch.set_num_threads(choose_num_threads(start.num_threads))
     torch.set_float32_matmul_precision("highest")
     decoder, layers = _load(files, dtype, start.max_model_len, on_progress)
@@ -80,8 +80,12 @@ def load_through_transformers(
     )
 
 
-def _refuse_options(start: Start, device: str, architecture: str) -> None:
-    """Refuse options that only native models support."""
+def refuse_native_options(start: Start, device: str, config: TransformersConfig) -> None:
+    """Refuse options that only native models support.
+
+    Raises:
+        ModelLoadError: One was given.
+    """
     reason = None
     if device != "cpu":
         reason = "no GPU: use --device cpu"
@@ -92,14 +96,19 @@ def _refuse_options(start: Start, device: str, architecture: str) -> None:
     elif start.deterministic:
         reason = "no order of operations that is the same in every batch: leave out --deterministic"
     if reason is not None:
-        raise ModelLoadError(f"{architecture} is served through transformers, with {reason}")
+        raise ModelLoadError(f"{config.architecture} is served through transformers, with {reason}")
     refuse_cache_format(start)
 
 
-def _require_library(architecture: str) -> None:
+def require_library(config: TransformersConfig) -> None:
+    """Refuse a model without the library that computes it, and prepare the library.
+
+    Raises:
+        ModelLoadError: The library isn't installed.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise ModelLoadError(
-            f"{architecture} is served through transformers, which isn't installed: "
+            f"{config.architecture} is served through transformers, which isn't installed: "
             + extra_advice("transformers")
         )
     from transformers.utils import logging

@@ -55,6 +55,8 @@ def is_bounded(annotation: Any, checked: bool, depth: int = 0) -> bool:
         return checked
     if annotation in (int, float, bool, None, type(None), msgspec.UnsetType):
         return True
+    if annotation is bytes:  # A form's file, which the body and --limit-mm-bytes bound.
+        return True
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return depth <= 1  # A field or an item of its list, which parse_body looks into.
     if origin in (typing.Union, types.UnionType):

@@ -18,7 +18,7 @@ from trioserve.http.api.schema.refused_fields import Refusal
 from trioserve.model_files import ModelConfig
 from trioserve.protocol.sampling import SamplingParams
 from trioserve.protocol.wire import OpenSlot
-from trioserve.requests.embedded import EmbeddingsPrompt
+from trioserve.requests.embedded import EmbeddingsPrompt, SpeechPrompt
 from trioserve.requests.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from trioserve.requests.stream import TokenLogprob
 
@@ -65,7 +65,8 @@ CAN: dict[Refusal, Callable[[], bool]] = {
     Refusal.ROUTED_EXPERTS: lambda: told("routed_experts"),
     Refusal.EXPERT_ADAPTERS: lambda: any("expert" in part for part in PACKED_MODULES),
     Refusal.READING_MEDIA: lambda: (
-        set(typing.get_args(Prompt)) != {TextPrompt, TokensPrompt, ChatPrompt, EmbeddingsPrompt}
+        set(typing.get_args(Prompt))
+        != {TextPrompt, TokensPrompt, ChatPrompt, EmbeddingsPrompt, SpeechPrompt}
     ),
     Refusal.MEDIA: lambda: told("modalities"),
     Refusal.DISAGGREGATION: lambda: not option("disaggregation"),

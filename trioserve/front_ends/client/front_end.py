@@ -13,7 +13,7 @@ import trio
 
 from trioserve._util.pair_socket import MessageSocket
 from trioserve.engine.loaded_model import LoadedModel, in_thread
-from trioserve.engine.media import open_media
+from trioserve.engine.media import ModelMedia, open_media
 from trioserve.engine.nursery import Place, run_tasks
 from trioserve.engine.request_engine import RequestEngine
 from trioserve.engine.tasks import EngineTasks
@@ -41,7 +41,6 @@ from trioserve.observability.metrics import Metrics
 from trioserve.observability.tracing import open_tracing
 from trioserve.protocol import wire
 from trioserve.protocol.errors import TrioserveError
-from trioserve.text.tokenizer_task import EmbedMedia
 
 _log = get_logger("trioserve.front_end")
 
@@ -131,12 +130,8 @@ class StartedFrontEnd:
             tracing = await stack.enter_async_context(
                 open_tracing(config.engine.otlp_traces_endpoint)
             )
-            embed_with = await stack.enter_async_context(
-                open_media(config.engine, model, path, metrics)
-            )
-            engine = await stack.enter_async_context(
-                self._run_tasks(model, remote, metrics, embed_with(remote.calls))
-            )
+            media = await stack.enter_async_context(open_media(config.engine, model, path, metrics))
+            engine = await stack.enter_async_context(self._run_tasks(model, remote, metrics, media))
             tracing.model_name = engine.model_name
             engine.on_request_end = tracing.request_ended
             engine.pooling.on_end = tracing.texts_ended
@@ -156,7 +151,7 @@ class StartedFrontEnd:
         model: LoadedModel,
         remote: RemoteScheduler,
         metrics: Metrics,
-        embed_media: EmbedMedia | None,
+        media: ModelMedia,
     ) -> contextlib.AbstractAsyncContextManager[RequestEngine]:
         start = self.start
 
@@ -174,9 +169,10 @@ class StartedFrontEnd:
                 RequestEngine,
                 worker_restarts=lambda: remote.state.worker_restarts,
                 encoding=remote_encoding(model, remote.calls),
+                speech=media.speech_reader(remote.calls),
             ),
             validation=None,
-            embed_media=embed_media,
+            embed_media=media.embedder(remote.calls),
             output_buffer=0,
             place=Place(index=start.index, count=start.count),
         )

@@ -274,7 +274,7 @@ async def open_host(
     to_routing, routing_inbox = trio.open_memory_channel[list[SequenceOutput]](math.inf)
     engine_server: EngineServer | None = None
     workers = WorkerGroup.of(
-        config.engine, metrics, make_worker, encodes=task != "generate", port=port
+        config.engine, metrics, make_worker, encodes=task in ("embed", "classify"), port=port
     )
     schedulers = workers.schedulers
     validation = WorkerValidation(

@@ -38,6 +38,7 @@ from trioserve.http.api.feeds.endpoint import FeedEndpoints
 from trioserve.http.api.hosts import AllowedHosts
 from trioserve.http.api.ollama.endpoint import OllamaEndpoints
 from trioserve.http.api.ollama.models import OllamaModelEndpoints
+from trioserve.http.api.openai.audio.endpoint import AudioEndpoints
 from trioserve.http.api.openai.chat.endpoint import ChatEndpoints
 from trioserve.http.api.openai.chat.preparation import ChatPreparation
 from trioserve.http.api.openai.completions.endpoint import CompletionEndpoints
@@ -268,6 +269,7 @@ def _add_routes(app: App, service: Service, keys: Keys, routes: Sequence[Route])
     chats = ChatPreparation(service)
     tokens = TokenEndpoints(service)
     endpoints: list[Any] = [
+        AudioEndpoints(service),
         ChatEndpoints(service, chats),
         CompletionEndpoints(service),
         ConsoleEndpoints(service, keys),

@@ -65,6 +65,10 @@ class KeyLimit(TrioserveError):
     """The key has as many open requests as it may have."""
 
 
+class WrongMediaType(TrioserveError):
+    """The body is sent as something else than the route takes."""
+
+
 class NoServer(TrioserveError):
     """No server behind the router can take the request."""
 
@@ -98,6 +102,7 @@ _KINDS: dict[type[Exception], _Kind] = {
     HostNotAllowed: _Kind(403, "permission_error", "host_not_allowed"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     ResponseNotFound: _Kind(404, "invalid_request_error"),
+    WrongMediaType: _Kind(415, "invalid_request_error", "unsupported_media_type"),
     ServerLost: _Kind(502, "server_error", "server_lost"),
     NoServer: _Kind(503, "service_unavailable_error", "no_server"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
@@ -133,7 +138,8 @@ ERROR_STATUSES = {
     405: "The path doesn't take this method",
     408: "The body didn't come in time",
     413: "The body is larger than `--max-body-size`",
-    415: "The body isn't sent as `application/json`, or is compressed",
+    415: "The body isn't sent as `application/json`, or a form as `multipart/form-data`, or it is "
+    "compressed",
     429: "Too much waits already (`--max-num-queued-reqs`, `--max-num-queued-tokens`), or too many "
     "requests with this key are open (`--max-requests-per-key`), or too many sessions "
     "(`--max-sessions`)",

@@ -15,6 +15,7 @@ from trioserve.http.api.dialects import error_body
 from trioserve.http.api.errors import ERROR_STATUSES
 from trioserve.http.api.route import Route
 from trioserve.http.api.schema.field_bounds import MAX_SHORT_CHARACTERS, bounds_of
+from trioserve.http.api.schema.forms import FILE, FORM_TYPE
 from trioserve.http.api.schema.reading import (
     TOKEN_ID_FORMAT,
     Exclusive,
@@ -84,6 +85,9 @@ def build_document(
         for field in bounds_of(cls):
             if field.short:
                 _add_length(components[cls.__name__]["properties"][field.encoded_name])
+    for route in routes:
+        if route.is_form and route.request is not None:
+            _mark_file(components[route.request.__name__]["properties"][FILE])
     if vocab_size is not None:
         _bound_token_ids(components, vocab_size - 1)
     references = _References(list(zip(types, schemas, strict=True)))
@@ -133,6 +137,12 @@ def _add_length(schema: dict[str, Any]) -> None:
     for inner in (*schema.get("anyOf", ()), schema.get("items")):
         if isinstance(inner, dict):
             _add_length(inner)
+
+
+def _mark_file(schema: dict[str, Any]) -> None:
+    """Make a field of bytes, which JSON would have in base64, that of a form's file."""
+    schema.pop("contentEncoding", None)
+    schema["format"] = "binary"
 
 
 def _bound_token_ids(value: Any, largest: int) -> None:
@@ -216,9 +226,10 @@ def _operation(
     if parameters:
         operation["parameters"] = parameters
     if route.request is not None:
+        kind = FORM_TYPE if route.is_form else "application/json"
         operation["requestBody"] = {
             "required": not route.body_optional,
-            "content": {"application/json": {"schema": references.of(route.request)}},
+            "content": {kind: {"schema": references.of(route.request)}},
         }
     return operation
 
@@ -280,6 +291,7 @@ def _content(route: Route, references: _References) -> dict[str, Any]:
     if route.batch:
         server_api = {"anyOf": [server_api, {"type": "array", "items": server_api}]}
     content = {"application/json": {"schema": server_api}}
+    content |= {kind: {"schema": {"type": "string"}} for kind in route.texts}
     if route.events is not None:
         content[route.stream_type] = {"schema": _event(route, references)}
     return content

@@ -10,6 +10,7 @@ import msgspec
 GROUPS = (
     "Generation",
     "Embeddings and scores",
+    "Speech",
     "Tokens",
     "Models",
     "The server",
@@ -43,7 +44,11 @@ class Route:
     request: type[msgspec.Struct] | None = None
     body_optional: bool = False
     """True if the body may be left out."""
+    is_form: bool = False
+    """True if the request is a form with a file, not JSON."""
     response: Any
+    texts: tuple[str, ...] = ()
+    """Further content types of an answer, which is text then."""
     query: type[msgspec.Struct] | None = None
     """Class of its query, if it reads one."""
     events: Any = None

@@ -11,6 +11,7 @@ from trioserve.http.api.console.routes import ROUTES as CONSOLE
 from trioserve.http.api.control.routes import ROUTES as CONTROL
 from trioserve.http.api.feeds.routes import ROUTES as FEEDS
 from trioserve.http.api.ollama.routes import ROUTES as OLLAMA
+from trioserve.http.api.openai.audio.routes import ROUTES as AUDIO
 from trioserve.http.api.openai.chat.routes import ROUTES as CHAT
 from trioserve.http.api.openai.completions.routes import ROUTES as COMPLETIONS
 from trioserve.http.api.openai.responses.routes import ROUTES as RESPONSES
@@ -29,6 +30,7 @@ ROUTES = (
     *RESPONSES,
     *SESSIONS,
     *POOLING,
+    *AUDIO,
     *MODELS,
     *UTILITIES,
     *FEEDS,

@@ -17,10 +17,12 @@ from trioserve.engine.request_engine import RequestEngine
 from trioserve.http.api.access_log import AccessRecord
 from trioserve.http.api.asgi import LoggedRequest
 from trioserve.http.api.bounds import AnswerSize, check_batch
-from trioserve.http.api.errors import Forbidden, ModelNotFound
+from trioserve.http.api.cors import CrossOrigin
+from trioserve.http.api.errors import Forbidden, ModelNotFound, WrongMediaType
 from trioserve.http.api.generations import Generations, open_generations, renamed
 from trioserve.http.api.jobs import PromptJob
 from trioserve.http.api.prompt_pages import HEADER, PromptPagesAsked
+from trioserve.http.api.schema.forms import FORM_TYPE, parse_form
 from trioserve.http.api.schema.ignored_fields import IgnoredFields
 from trioserve.http.api.schema.reading import parse_body, parse_query
 from trioserve.http.api.server_api import ServerApi
@@ -75,6 +77,27 @@ def _check_media_type(request: quart.Request, *also: str) -> None:
     by_page = "Origin" in request.headers
     if ((media_type or by_page) and not is_json) or encoding != "identity":
         raise UnsupportedMediaType
+
+
+def _form_boundary(request: quart.Request, cross_origin: CrossOrigin) -> str:
+    """Return the boundary of the parts of a form; refuse another body.
+
+    A web page can send a form without a preflight, but its browser tells the origin.
+
+    Raises:
+        WrongMediaType: The body is no form, or the page's origin isn't allowed.
+    """
+    boundary = request.mimetype_params.get("boundary", "")
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if request.mimetype != FORM_TYPE or not boundary or encoding != "identity":
+        raise WrongMediaType(
+            f"the body must be a form as it is: send Content-Type: {FORM_TYPE}; boundary=… and no "
+            "Content-Encoding"
+        )
+    origin = request.headers.get("Origin")
+    if origin is not None and not cross_origin.allows(origin):
+        raise WrongMediaType("web pages may send forms if --allowed-origins names their origin")
+    return boundary
 
 
 def _query_as_json() -> bytes:
@@ -164,6 +187,24 @@ class Service:
             return parse_body(request_type, _query_as_json())
         _check_media_type(quart.request)
         return await _parsed(request_type, body or b"{}")
+
+    async def read_form(self, form_type: type[RequestType]) -> RequestType:
+        """Return the form of the current request, parsed.
+
+        Its body counts as received until the request has ended, since the file is kept as long.
+
+        Raises:
+            InvalidRequest: it isn't a form of this type.
+            WrongMediaType: it isn't sent as a form.
+            werkzeug.exceptions.HTTPException: it is too large, or didn't come in time.
+        """
+        boundary = _form_boundary(quart.request, CrossOrigin(self.config.allowed_origins))
+        body: bytes = await quart.request.get_data(False, False, False)
+
+        def parse() -> RequestType:
+            return parse_form(form_type, body, boundary, self._ignored)
+
+        return await run_if_long(len(body), parse, most=LONG_BODY)
 
     def read_query(self, query_type: type[RequestType]) -> RequestType:
         """Return the parsed query of the current request.

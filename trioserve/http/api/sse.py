@@ -11,7 +11,7 @@ import abc
 import contextlib
 import functools
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -145,7 +145,42 @@ class FeedBody(EventBody):
         await self._scope.aclose()
 
 
-class EventStream(EventBody):
+class SilenceBody(EventBody):
+    """Body that has keep-alives while the next event is waited for.
+
+    Args:
+        keep_alive_interval: Seconds of silence before one is sent.
+    """
+
+    def __init__(self, keep_alive_interval: float) -> None:
+        self._keep_alive_interval = keep_alive_interval
+        self._waiting_since = math.inf
+        """Time since which the next event is waited for; infinite while it isn't."""
+
+    @property
+    def look_again_at(self) -> float:
+        """Return the earliest time at which a keep-alive may be due."""
+        return min(self._waiting_since, trio.current_time()) + self._keep_alive_interval
+
+    def note_if_silent(self) -> bool:
+        """Return whether a keep-alive is due now; it then counts as sent."""
+        now = trio.current_time()
+        if now < self._waiting_since + self._keep_alive_interval:
+            return False
+        self._waiting_since = now
+        return True
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for the next event in the block."""
+        self._waiting_since = trio.current_time()
+        try:
+            yield
+        finally:
+            self._waiting_since = math.inf
+
+
+class EventStream(SilenceBody):
     """Events of generations. Entering blocks until they are admitted.
 
     ``before_end`` is awaited after the last chunk, before the writer is asked for the end.
@@ -161,31 +196,16 @@ class EventStream(EventBody):
         framing: Framing,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        super().__init__(keep_alive_interval)
         self._generations = generations
         self._writer = writer
         self._record = record
-        self._keep_alive_interval = keep_alive_interval
         self.framing = framing
         self._before_end = before_end
         self._begun: set[tuple[int, int]] = set()
         self._started = False
         self._has_output = False
         self._ended = False
-        self._waiting_since = math.inf
-        """Time since which the next chunk is waited for; infinite while it isn't."""
-
-    @property
-    def look_again_at(self) -> float:
-        """Return the earliest time at which a keep-alive may be due."""
-        return min(self._waiting_since, trio.current_time()) + self._keep_alive_interval
-
-    def note_if_silent(self) -> bool:
-        """Return whether a keep-alive is due now; it then counts as sent."""
-        now = trio.current_time()
-        if now < self._waiting_since + self._keep_alive_interval:
-            return False
-        self._waiting_since = now
-        return True
 
     async def __aenter__(self) -> EventStream:
         await self._generations.__aenter__()

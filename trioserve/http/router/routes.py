@@ -10,7 +10,7 @@ from trioserve.http.api.errors import Forbidden
 from trioserve.http.api.route import Route
 from trioserve.http.api.routes import ROUTES
 
-_FORWARDED = ("Generation", "Embeddings and scores", "Tokens", "Models")
+_FORWARDED = ("Generation", "Embeddings and scores", "Speech", "Tokens", "Models")
 """Groups of routes that any server answers alike, or the one that has the session."""
 _ALSO = frozenset({"/", "/version", "/api/version", "/openapi.json", "/health_generate"})
 OWN = frozenset({"/health", "/metrics", "/v1/models"})
@@ -33,7 +33,7 @@ class FoundRoute:
     @property
     def generates(self) -> bool:
         """True if the request has prompts that a prefix cache may have."""
-        return self.route.events is not None
+        return self.route.events is not None and not self.route.is_form
 
 
 class Routes:

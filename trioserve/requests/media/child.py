@@ -127,11 +127,13 @@ class PartReader:
         )
 
     def _read(self, job: MediaJob, payload: bytes) -> tuple[bytes, ProcessedPart]:
-        processor, setup = self._processor, self._setup
+        processor, setup = self._processor if job.is_processed else None, self._setup
         if job.kind == "audio":
-            data = self._file(job, payload)
-            rate = DEFAULT_RATE if processor is None else processor.sample_rate
-            samples = decode_audio(data, rate, setup.max_seconds)
+            rate = DEFAULT_RATE if self._processor is None else self._processor.sample_rate
+            if job.encoding == "samples":
+                samples = np.frombuffer(payload, np.float32)
+            else:
+                samples = decode_audio(self._file(job, payload), rate, setup.max_seconds)
             digest = self._digest(job.kind, [rate], samples.data)
             if processor is None:
                 return digest, ProcessedPart([], 0, {"samples": samples})

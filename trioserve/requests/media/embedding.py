@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import msgspec
-import numpy as np
-import trio
 
 from trioserve._util.together import all_together
 from trioserve.observability.metrics import Metrics
-from trioserve.protocol.embeddings import EmbeddingRows
-from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest
+from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.media.content import as_media_part
 from trioserve.requests.media.encoder import MediaEncoder
-from trioserve.requests.media.pool import Array
+from trioserve.requests.media.encoding import embeddings_of
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
-
-INLINE_BYTES = 1 << 20
-"""Most bytes of arrays that are copied on the event loop, in less than a millisecond."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -63,9 +56,7 @@ class MediaEmbedder:
         return await all_together(compute, processed)
 
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
-        rows = await self.encoder.kept_media(processed.digest)
-        if rows is None:
-            rows = await self._computed(processed, name)
+        rows = await embeddings_of(processed, self.encoder, name)
         found, wanted = len(rows.numbers(self.width)), processed.num_placeholder_tokens
         if found != wanted:
             raise InvalidRequest(
@@ -80,31 +71,3 @@ class MediaEmbedder:
             digest=processed.digest,
             rows=rows,
         )
-
-    async def _computed(self, processed: ProcessedMedia, name: str) -> EmbeddingRows:
-        try:
-            arrays = await _encoded(processed.arrays)
-            return await self.encoder.encode_media(processed.digest, arrays)
-        except CallFailed as error:
-            raise InvalidRequest(
-                f"{name}: the model can't read this {processed.kind}: {error}", param=name
-            ) from None
-        except EngineError as error:
-            raise EngineError(f"{name}: {error}") from error
-
-
-async def _encoded(arrays: Mapping[str, Array]) -> bytes:
-    """Return :func:`encoded_arrays`, which takes a thread for more than a few milliseconds."""
-    if sum(array.nbytes for array in arrays.values()) <= INLINE_BYTES:
-        return encoded_arrays(arrays)
-    return await trio.to_thread.run_sync(encoded_arrays, arrays)
-
-
-def encoded_arrays(arrays: Mapping[str, Array]) -> bytes:
-    """Return the argument of the worker's call: names, dtypes, shapes and bytes of ``arrays``."""
-
-    def bytes_of(array: Array) -> memoryview:
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-    rows = [(name, array.dtype.str, array.shape, bytes_of(array)) for name, array in arrays.items()]
-    return msgspec.msgpack.encode({"arrays": rows})

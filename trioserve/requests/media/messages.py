@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-Encoding = Literal["bytes", "base64", "path", "pixels"]
-"""Form of a job's payload: a file's bytes, its base64, its path, or decoded pixels."""
+Encoding = Literal["bytes", "base64", "path", "pixels", "samples"]
+"""Form of a job's payload: a file's bytes, its base64, its path, or what is decoded already."""
 
 
 class MediaSetup(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -34,6 +34,7 @@ class MediaJob(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     Attributes:
         kind: Kind of the part; empty asks for nothing but whether the processor works.
         encoding: Form of the payload.
+        is_processed: False to return what is decoded, as it would be without a processor.
         size: Bytes of the payload.
         mode: Mode of decoded pixels.
         width: Width of decoded pixels.
@@ -42,6 +43,7 @@ class MediaJob(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     kind: str
     encoding: Encoding = "bytes"
+    is_processed: bool = True
     size: int = 0
     mode: str = ""
     width: int = 0

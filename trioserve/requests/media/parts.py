@@ -34,8 +34,15 @@ class Pixels:
             raise InvalidRequest(f"{len(self.data)} bytes aren't {sizes} pixels", param="image")
 
 
-Source = bytes | Path | str | Pixels
-"""Bytes of a file, its path, text (a URL, a data URL or base64), or decoded pixels."""
+@attrs.frozen
+class DecodedAudio:
+    """Mono audio at the sample rate of the model's processor: float32 [samples]."""
+
+    data: bytes = attrs.field(repr=False)
+
+
+Source = bytes | Path | str | Pixels | DecodedAudio
+"""Bytes of a file, its path, text (a URL, a data URL or base64), or what is decoded already."""
 
 
 def _from_pillow(image: Any) -> Pixels:
@@ -62,6 +69,8 @@ def _as_source(value: Any, kind: str) -> Source:
         _check_text(value, kind)
         return value
     if kind == "image" and isinstance(value, Pixels):
+        return value
+    if kind == "audio" and isinstance(value, DecodedAudio):
         return value
     if kind == "image" and all(hasattr(value, name) for name in ("mode", "convert", "tobytes")):
         return _from_pillow(value)
@@ -114,7 +123,7 @@ class AudioPart:
 
     Args:
         source: Bytes of a file, its path (:class:`os.PathLike`; text is never a path), an http,
-            https or data URL, or base64.
+            https or data URL, base64, or :class:`DecodedAudio`.
 
     Raises:
         InvalidRequest: ``source`` is something else.

@@ -72,11 +72,14 @@ class MediaReader:
         self._setup = setup
         self._reads = trio.CapacityLimiter(MAX_READS)
 
-    async def read(self, part: MediaPart, *, name: str) -> ProcessedMedia:
+    async def read(
+        self, part: MediaPart, *, name: str, is_processed: bool = True
+    ) -> ProcessedMedia:
         """Return ``part`` as the model takes it. Cancelling ends the process that reads it.
 
         Args:
             part: Image or audio.
+            is_processed: False to return what is decoded, as without a processor.
             name: Its place in the request, such as ``messages[0].content[1]``; errors begin with
                 it, and it is their ``param``.
 
@@ -90,6 +93,7 @@ class MediaReader:
             job = MediaJob(
                 kind=part.kind,
                 encoding=payload.encoding,
+                is_processed=is_processed,
                 size=payload.size,
                 mode="" if pixels is None else pixels.mode,
                 width=0 if pixels is None else pixels.width,

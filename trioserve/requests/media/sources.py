@@ -13,7 +13,7 @@ import attrs
 
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.media.messages import Encoding
-from trioserve.requests.media.parts import DATA_BEGINNING, Pixels, Source
+from trioserve.requests.media.parts import DATA_BEGINNING, DecodedAudio, Pixels, Source
 
 MAX_HEADER_CHARACTERS = 256
 """Longest beginning of a data URL, up to its comma."""
@@ -50,17 +50,19 @@ def payload_of(source: Source, kind: str, name: str, max_bytes: int) -> Payload:
     """Return the payload of a source that isn't fetched.
 
     Args:
-        source: Bytes, a path, base64, a data URL or pixels.
+        source: Bytes, a path, base64, a data URL, pixels or samples.
         kind: Kind of the part.
         name: Name of the part in errors.
-        max_bytes: Most bytes before they are decoded (``--limit-mm-bytes``). Pixels have another
-            limit, which the child checks.
+        max_bytes: Most bytes before they are decoded (``--limit-mm-bytes``). What is decoded has
+            other limits.
 
     Raises:
         InvalidRequest: There are more bytes, or the data URL isn't valid.
     """
     if isinstance(source, Pixels):
         return Payload("pixels", source.data, pixels=source)
+    if isinstance(source, DecodedAudio):
+        return Payload("samples", source.data)
     if isinstance(source, Path):
         return Payload("path", os.fsencode(source))
     if isinstance(source, bytes):

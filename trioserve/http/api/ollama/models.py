@@ -111,7 +111,7 @@ class OllamaModelEndpoints:
     def _capabilities(self) -> list[str]:
         engine = self._service.engine
         if engine.task != "generate":
-            return ["embedding"]
+            return [] if engine.task == "transcribe" else ["embedding"]
         found = {
             "vision": engine.reads_images,
             "tools": self._format.family is not None,

@@ -43,7 +43,7 @@ NumOutputs = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
 GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_SEED)]
 Priority = Annotated[int, msgspec.Meta(ge=-_INT32_MAX, le=_INT32_MAX)]
-_IGNORABLE = ("unknown_parameter", "unsupported_parameter")
+IGNORABLE = ("unknown_parameter", "unsupported_parameter")
 """Codes of errors about fields that may be ignored."""
 _WHOLE_FLOAT = ", got `float`"
 
@@ -158,7 +158,7 @@ def parse_body(
     try:
         return _parse_strictly(request_type, body)
     except InvalidRequest as error:
-        if ignored is None or error.code not in _IGNORABLE or len(body) > MAX_REREAD_BYTES:
+        if ignored is None or error.code not in IGNORABLE or len(body) > MAX_REREAD_BYTES:
             raise
         return _parse_ignoring(request_type, msgspec.json.decode(body), error, ignored)
 
@@ -174,7 +174,7 @@ def _parse_ignoring(
         try:
             return _parse_strictly(request_type, msgspec.json.encode(value))
         except InvalidRequest as next_error:
-            if next_error.code not in _IGNORABLE:
+            if next_error.code not in IGNORABLE:
                 raise
             error = next_error
     raise error

@@ -15,6 +15,12 @@ class Refusal(enum.Enum):
     """Reason of a refused field: a clause for the error and the documentation."""
 
     FILES = "no files are stored"
+    WORD_TIMES = "segments have times, words have none"
+    VOICE_DETECTION = "windows are cut without looking for voices"
+    TRANSCRIPT_LOGPROBS = "segments of verbose_json have a mean log-probability"
+    KEYWORDS = "put them into the prompt"
+    SPEAKERS = "speakers aren't told apart"
+    SEVERAL_LANGUAGES = "one language is spoken: give language"
     DOCUMENTS = "there are no documents to cite"
     TOOLSETS = "there are no sets of tools"
     CALLERS_BUT_THE_MODEL = "nothing but the model calls tools"

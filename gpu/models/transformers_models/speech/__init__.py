@@ -1,0 +1,11 @@
+"""Whisper models: transformers' encoder of audio, and its decoder with paged attention.
+
+- ``reading``: loads one half of a model.
+- ``encoder``: audio to states, in a thread beside the steps.
+- ``decoder``: the decoder's layers.
+- ``attention``: that over the KV cache, and over each slot's audio.
+- ``rules``: the tokens that may come next in a transcript.
+- ``loading``: puts these together to an executor.
+
+Imported by ``loading.loading``.
+"""

@@ -1,0 +1,314 @@
+"""Transcripts by tiny Whisper models: what they give is what transformers gives."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+import trio
+from transformers.generation.logits_process import (
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+import trioserve
+from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.http_stub import server_config
+from tests.support.model_server import serving_folder
+from tests.support.tiny_speech import RATE, make_speech_model, sound, wav
+from trioserve import (
+    Engine,
+    InvalidRequest,
+    ModelLoadError,
+    RequestAborted,
+    open_engine,
+)
+from trioserve.http import create_app
+from trioserve.http.server.server import serve_app
+from trioserve.requests.speech.transcript import Transcript
+
+PAGE = Path(__file__).parents[2] / "docs" / "speech.md"
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+TWO_FRONT_ENDS = ("--api-server-count", "2", "--device", "cpu", "--dtype", "float32")
+TOLERANCE = 2e-4
+LONGEST = 48
+"""Tokens of a window's output, half of the model's context."""
+CLIPS = [(1, 0.4), (2, 1.0), (3, 0.8), (1, 0.4), (4, 2.3)]
+"""Numbers and seconds of clips; the last one has three windows."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_speech_model(tmp_path_factory.mktemp("speech"))
+
+
+class Reference:
+    """transformers' own model and feature extractor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.extractor: Any = transformers.AutoFeatureExtractor.from_pretrained(folder)
+        self.model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+    def features(self, samples: np.ndarray[Any, Any]) -> torch.Tensor:
+        found = self.extractor(samples, sampling_rate=RATE, return_tensors="pt")
+        features: torch.Tensor = found["input_features"]
+        return features
+
+    def check(
+        self, samples: np.ndarray[Any, Any], prompt: list[int], tokens: list[int], logprob: float
+    ) -> None:
+        """Assert that a window's tokens are greedy by transformers' rules for plain text.
+
+        ``logprob`` is their mean log-probability, that of the token of the end included.
+        """
+        special = self.model.generation_config
+        own = tokens + [special.eos_token_id] * (len(tokens) < LONGEST)
+        ids = torch.tensor([prompt + own])
+        with torch.inference_mode():
+            logits = self.model(
+                input_features=self.features(samples), decoder_input_ids=ids
+            ).logits[0, len(prompt) - 1 : -1]
+        found = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).mean()
+        assert logprob == pytest.approx(float(found), abs=TOLERANCE)
+        begin = len(prompt)
+        rules: list[Any] = [
+            SuppressTokensAtBeginLogitsProcessor(special.begin_suppress_tokens, begin),
+            SuppressTokensLogitsProcessor(special.suppress_tokens),
+        ]
+        for index, scores in enumerate(logits):
+            row = scores[None]
+            for rule in rules:
+                row = rule(ids[:, : begin + index], row)
+            assert row.max() - row[0, own[index]] < TOLERANCE
+
+    def check_windows(self, transcript: Transcript, samples: np.ndarray[Any, Any]) -> None:
+        """Assert that a German transcript without timestamps is that of this model."""
+        config = self.model.generation_config
+        prompt = [
+            config.decoder_start_token_id,
+            config.lang_to_id["<|de|>"],
+            config.task_to_id["transcribe"],
+            config.no_timestamps_token_id,
+        ]
+        assert transcript.duration == pytest.approx(len(samples) / RATE)
+        starts = [each.start for each in transcript.segments]
+        assert starts == list(range(math.ceil(transcript.duration)))
+        for each in transcript.segments:
+            window = samples[round(each.start * RATE) :][:RATE]
+            self.check(window, prompt, list(each.token_ids), each.average_logprob)
+
+
+async def transcripts(engine: Engine, **options: Any) -> list[Transcript]:
+    """Return the transcripts of all clips, made at the same time."""
+    found: dict[int, Transcript] = {}
+
+    async def ask(index: int) -> None:
+        found[index] = await engine.transcribe(wav(*CLIPS[index]), **options)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(CLIPS)):
+            nursery.start_soon(ask, index)
+    return [found[index] for index in range(len(CLIPS))]
+
+
+def tokens_of(transcript: Transcript) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in transcript.segments]
+
+
+async def test_transcripts_are_those_of_transformers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, in chunks and preempted, with cached pages, and after the worker was killed."""
+    monkeypatch.chdir(tmp_path)
+    reference = Reference(folder)
+    options = {"block_size": 4, "max_num_batched_tokens": 8, "num_gpu_blocks_override": 30}
+    async with open_tiny_engine(folder, **options) as engine:
+        first = await transcripts(engine, language="de")
+        for clip, transcript in zip(CLIPS, first, strict=True):
+            reference.check_windows(transcript, sound(*clip))
+        assert engine.statistics().scheduler.num_preemptions > 0
+        assert tokens_of(first[0]) == tokens_of(first[3])
+        assert first[0].text != first[1].text
+        process = await worker_of(engine)
+        heard: list[str] = []
+
+        async def kill(text: str) -> None:
+            if not heard:
+                os.kill(process.pid, signal.SIGKILL)
+            heard.append(text)
+
+        again = await engine.transcribe(wav(*CLIPS[4]), language="de", on_text=kill)
+        assert tokens_of(again) == tokens_of(first[4])
+        assert "".join(heard) == again.text == first[4].text
+        assert (await worker_of(engine)).pid != process.pid
+        await assert_idle(engine)
+        await assert_detects(engine, reference)
+        await assert_refused(engine)
+        await assert_served(engine)
+        monkeypatch.setattr(
+            trioserve, "open_engine", lambda *_, **__: contextlib.nullcontext(engine)
+        )
+        await assert_page_runs()
+        await assert_ends(engine)
+
+
+async def assert_detects(engine: Engine, reference: Reference) -> None:
+    """Assert that detected languages are transformers', and that options change the text."""
+    for number, seconds in CLIPS[:3]:
+        transcript = await engine.transcribe(wav(number, seconds))
+        features = reference.features(sound(number, seconds))
+        token = reference.model.detect_language(input_features=features)
+        assert reference.model.generation_config.lang_to_id[f"<|{transcript.language}|>"] == token
+    clip = wav(*CLIPS[1])
+    plain = await engine.transcribe(clip, language="fr")
+    assert plain.text != (await engine.transcribe(clip, language="fr", task="translate")).text
+    assert plain.text != (await engine.transcribe(clip, language="fr", prompt="Once upon")).text
+    await assert_idle(engine)
+
+
+async def assert_refused(engine: Engine) -> None:
+    transcribe, clip = engine.transcribe, wav(1, 0.1)
+    calls: list[tuple[Callable[[], Awaitable[Any]], str, str]] = [
+        (lambda: transcribe(b"no audio"), "unknown format", "audio"),
+        (lambda: transcribe(clip, language="xx"), "de, en, fr", "language"),
+        (lambda: transcribe(clip, temperature=-1), "temperature", "temperature"),
+        (lambda: transcribe(3), "audio must be", "audio"),
+        (lambda: engine.complete("text"), "it transcribes speech", "model"),
+        (lambda: engine.embed("text"), "it transcribes speech", "model"),
+        (lambda: engine.score("text", "text"), "it transcribes speech", "model"),
+    ]
+    for call, told, param in calls:
+        with pytest.raises(InvalidRequest) as refused:
+            await call()
+        assert told in str(refused.value)
+        assert refused.value.param == param
+    await assert_idle(engine)
+
+
+def run(program: str) -> dict[str, Any]:
+    """Run a program of the documentation; return its names."""
+    names: dict[str, Any] = {}
+    exec(program, names)
+    return names
+
+
+async def assert_page_runs() -> None:
+    """Assert that the page's second program runs as it stands, over this engine."""
+    await run(PROGRAMS[1].removesuffix("trio.run(main)\n"))["main"]()
+
+
+async def assert_served(engine: Engine) -> None:
+    """Assert that OpenAI's client gets over HTTP what the engine gives."""
+    clip, config = wav(7, 1.1), server_config()
+    wanted = await engine.transcribe(clip, language="de")
+    timed = await engine.transcribe(clip, language="de", timestamps=True)
+    english = await engine.transcribe(clip, task="translate")
+    times = [time for each in timed.segments for time in (each.start, each.end)]
+    assert times == sorted(times)
+    assert times[-1] <= timed.duration
+
+    def ask(url: str) -> None:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        model, file = client.models.list().data[0].id, ("speech.wav", clip)
+        Path("speech.wav").write_bytes(clip)
+        program = PROGRAMS[0].replace("http://127.0.0.1:8000", url).replace("whisper-small", model)
+        assert run(program)["found"].text
+        create = client.audio.transcriptions.create
+        found = create(model=model, file=file, language="de")
+        assert found.text == wanted.text
+        verbose = create(
+            model=model,
+            file=file,
+            language="de",
+            response_format="verbose_json",
+            timestamp_granularities=["segment"],
+        )
+        segments = [(each.start, each.end, each.text) for each in verbose.segments or ()]
+        assert segments == [(each.start, each.end, each.text) for each in timed.segments]
+        assert (verbose.duration, verbose.language) == (pytest.approx(1.1), "de")
+        events: list[Any] = list(create(model=model, file=file, language="de", stream=True))
+        assert events[-1].text == wanted.text
+        assert "".join(each.delta for each in events[:-1]) == wanted.text
+        translated = httpx.post(f"{url}/v1/audio/translations", files={"file": file})
+        assert translated.json()["text"] == english.text
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(model=model, file=("speech.wav", b"ID3 and no audio"))
+        assert (refused.value.param, "file: " in str(refused.value)) == ("file", True)
+        with pytest.raises(openai.BadRequestError, match="it transcribes speech"):
+            client.completions.create(model=model, prompt="text")
+        assert httpx.get(f"{url}/health_generate").status_code == 200
+
+    async with trio.open_nursery() as nursery:
+        (url,) = await nursery.start(serve_app, create_app(engine, config), config)
+        await trio.to_thread.run_sync(ask, url)
+        nursery.cancel_scope.cancel()
+    await assert_idle(engine)
+
+
+async def assert_ends(engine: Engine) -> None:
+    """Assert that aborted and cancelled transcripts end, and that one goes on in a drain."""
+    begun = trio.Event()
+
+    async def note(text: str) -> None:
+        begun.set()
+
+    async def ask(name: str) -> None:
+        with pytest.raises(RequestAborted):
+            await engine.transcribe(wav(6, 20.0), request_id=name, on_text=note)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask, "speech")
+        await begun.wait()
+        assert engine.abort("speech") == 1
+    with trio.move_on_after(0.3):
+        await engine.transcribe(wav(6, 20.0))
+        raise AssertionError("20 windows took less than 0.3 s")
+    await assert_idle(engine)
+
+    async def drain(text: str) -> None:
+        engine.drain()
+
+    assert (await engine.transcribe(wav(6, 2.5), on_text=drain)).duration == 2.5
+    await engine.wait_idle()
+
+
+async def test_front_ends_transcribe(folder: Path) -> None:
+    clip = wav(7, 1.1)
+    async with open_tiny_engine(folder, dtype="float32") as engine:
+        wanted = await engine.transcribe(clip, language="de")
+
+    def ask() -> None:
+        with serving_folder(folder, *TWO_FRONT_ENDS) as url:
+            for _ in range(4):
+                # Each comes by a connection of its own, and any front end may accept it.
+                reply = httpx.post(
+                    f"{url}/v1/audio/transcriptions",
+                    files={"file": ("speech.wav", clip)},
+                    data={"model": "the-model", "language": "de"},
+                    timeout=60,
+                )
+                assert reply.json()["text"] == wanted.text
+            metrics = httpx.get(f"{url}/metrics", timeout=60).text
+            assert re.search(r"^trioserve:mm_encode_seconds_count{.*} 2\.0$", metrics, re.M)
+
+    await trio.to_thread.run_sync(ask)
+
+
+async def test_without_a_tokenizer_a_model_isnt_served(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="--skip-tokenizer-init"):
+        async with open_engine(str(folder), device="cpu", skip_tokenizer_init=True):
+            raise AssertionError("it was loaded")

@@ -1,0 +1,1 @@
+"""``/v1/audio``: transcripts and translations of speech, from forms with a file."""

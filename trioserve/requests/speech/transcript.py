@@ -1,0 +1,44 @@
+"""Transcripts as callers get them."""
+
+from __future__ import annotations
+
+import zlib
+
+import attrs
+
+from trioserve.requests.generation import Usage
+
+
+@attrs.frozen(kw_only=True)
+class Segment:
+    """A part of a transcript, with its place in the audio in seconds."""
+
+    start: float
+    end: float
+    text: str
+    token_ids: tuple[int, ...]
+    window_start: float
+    """Beginning of the window that it was heard in."""
+    average_logprob: float
+    """Mean log-probability of the window's tokens."""
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of the text by those that zlib makes of it; much more than 2 for repetitions."""
+        data = self.text.encode()
+        return len(data) / len(zlib.compress(data))
+
+
+@attrs.frozen(kw_only=True)
+class Transcript:
+    """The text that is spoken in audio."""
+
+    text: str
+    language: str
+    """Code of the language that is spoken."""
+    duration: float
+    """Seconds of the audio."""
+    segments: tuple[Segment, ...]
+    """Its parts; without timestamps, each of a whole window."""
+    usage: Usage
+    """Tokens of all windows."""
