@@ -106,12 +106,13 @@ class Router:
         if request.coming is not None:  # It was placed on a worker that is lost, or removed.
             request.coming.end()
             request.coming = None
-        count = len(self._numbers) + len(self._new) if among is None else len(among)
-        if count > 1:
+        every = (*self._numbers, *self._new)
+        if len(every) > 1:
             self._update()
-        if count == 1 or not self._workers:
+        asked_for = every if among is None else among
+        if len(every) == 1 or not any(each in self._numbers for each in asked_for):
             request.num_cached_when_placed = 0
-            return (among or (*self._numbers, *self._new))[0]
+            return asked_for[0]
         namespace = namespace_of(request.cache_salt, request.adapter)
         prefix, paths = self._prefix_of(request, namespace)
         mask = self._mask(among)
