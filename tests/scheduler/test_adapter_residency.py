@@ -275,10 +275,12 @@ async def test_loads_that_fail(autojump_clock: trio.abc.Clock) -> None:
 
 
 async def test_a_load_that_is_given_up_leaves_nothing(autojump_clock: trio.abc.Clock) -> None:
-    worker = FakeWorker(call_time=1.0)
+    given_up = trio.CancelScope()
+    worker = FakeWorker(call_time=lambda call: given_up.cancel() or 1.0)
     async with open_fake_engine(lambda: worker, enable_lora=True) as engine:
-        with trio.move_on_after(0.5):
+        with given_up:
             await engine.load_adapter("a", "/a")
+        assert given_up.cancelled_caught
         assert engine.adapters == ()
         await engine.load_adapter("a", "/b")
         await trio.sleep(5)
@@ -288,12 +290,12 @@ async def test_a_load_that_is_given_up_leaves_nothing(autojump_clock: trio.abc.C
 async def test_the_worker_dies_while_it_loads(autojump_clock: trio.abc.Clock) -> None:
     """Report the failure to the caller of the load; a possible culprit isn't loaded again."""
     made: list[FakeWorker] = []
+    loads, killed = trio.Event(), trio.Event()
 
     def worker() -> FakeWorker:
-        made.append(FakeWorker(call_time=1.0))
+        made.append(FakeWorker(call_time=lambda call: loads.set() or 1.0))
         return made[-1]
 
-    killed = trio.Event()
     config = EngineConfig("fake", enable_lora=True)
     async with open_fake_engine(
         open_worker=lambda: run_fake_worker(worker(), config, killed=killed), enable_lora=True
@@ -305,7 +307,7 @@ async def test_the_worker_dies_while_it_loads(autojump_clock: trio.abc.Clock) ->
                     await engine.load_adapter("a", "/a")
 
             nursery.start_soon(load)
-            await trio.sleep(0.5)
+            await loads.wait()
             killed.set()
             killed = trio.Event()
         await trio.sleep(5)

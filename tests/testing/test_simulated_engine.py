@@ -187,7 +187,7 @@ STAGES = {
     "the final chunk": scene(stop=("ab", "b ", "a ")),
     "adapters": with_adapters(scene(others=2)),
     "adapters, and a worker that dies": with_adapters(
-        scene(faults=(Fault(worker=0, what="dies", at=8),))
+        scene(faults=(Fault(worker=0, what="dies", at=10),))
     ),
 }
 

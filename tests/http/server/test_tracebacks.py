@@ -48,6 +48,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "update_weight_version": {"new_version": "x"},
     "load_adapter": {"lora_name": "x", "lora_path": "y"},
     "unload_adapter": {"lora_name": "x"},
+    "transcriptions": {},
+    "translations": {},
 }
 
 
@@ -96,6 +98,8 @@ async def _ask(client: httpx.AsyncClient, route: Route, rule: str, streams: bool
         body = {**body, "stream": streams}
     path = rule.replace("<path:name>", "index.html" if "console" in rule else "x")
     path = path.replace("<index>", "0")
+    if route.is_form:
+        return await client.request(route.method, path, data=body, files={"file": b"x"})
     return await client.request(route.method, path, json=body)
 
 
