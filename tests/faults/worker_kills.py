@@ -85,7 +85,7 @@ class Scenario:
     link_timeout: float = 5.0
     seed: int = 0
     apart: bool = False
-    """True to lose a worker only once all four serve."""
+    """True to lose a worker only once all four serve, and remove one only after one was added."""
     mock: MockSteps | None = None
     """Times of workers that compute nothing, and answer to plain requests only."""
 
@@ -149,7 +149,10 @@ class Losses:
 
     async def _lose(self, way: str, followers: trio.Nursery) -> None:
         """Lose a worker that has streams; at most one other is being loaded meanwhile."""
-        least = _NUM_WORKERS - (not self.scenario.apart)
+        apart = self.scenario.apart
+        if apart and way == "removed":
+            await self.engine.add_worker()
+        least = _NUM_WORKERS - (not apart)
         while len(self._serving()) < least or (worker := self._victim(way)) is None:
             await trio.sleep(_LOOK_EVERY)
         self.lost[way] += 1
@@ -226,7 +229,8 @@ class Losses:
 
     async def _removed(self, worker: EngineWorker) -> None:
         await self.engine.remove_worker(worker.index)
-        await self.engine.add_worker()
+        if not self.scenario.apart:
+            await self.engine.add_worker()
 
     async def _noticed(self, worker: EngineWorker) -> None:
         while worker.supervisor.life.state == "running":

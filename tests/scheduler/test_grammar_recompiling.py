@@ -108,12 +108,13 @@ async def test_a_request_that_leaves_meanwhile_leaves_nothing(autojump_clock: Cl
 
 async def test_the_next_process_loads_what_grammars_need(autojump_clock: Clock) -> None:
     start = start_message(EngineConfig("m"), Path("/m"))
-    async with open_fake_engine(FakeWorker) as engine:
-        (worker,) = engine.worker_group
+    async with open_fake_engine(FakeWorker, data_parallel_size=2) as engine:
         await engine.complete([1, 2], max_tokens=2)
-        assert not worker.amend(start).has_grammars
+        assert not any(each.amend(start).has_grammars for each in engine.worker_group)
         await engine.complete([1, 2], max_tokens=2, grammar=SLOW)
-        assert worker.amend(start).has_grammars
+        await engine.add_worker()
+        assert all(each.amend(start).has_grammars for each in engine.worker_group)
+        assert len(list(engine.worker_group)) == 3
 
 
 class Forgetful(FakeWorker):

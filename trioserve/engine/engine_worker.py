@@ -91,15 +91,13 @@ class EngineWorker:
     def amend(self, start: wire.Start) -> wire.Start:
         """Return what the next process loads: with the present weights, and for its role.
 
-        It loads what grammars need if one has come, because a request with one may move to it as
-        soon as it serves.
+        It loads what grammars need if one has come to any worker, because a request with one may
+        move to it as soon as it serves.
         """
-        core = self.scheduler.core
-        had_grammars = core is not None and core.had_grammars
         return attrs.evolve(
             start,
             weights=self.scheduler.weights.path,
-            has_grammars=had_grammars,
+            has_grammars=self.scheduler.feeds.had_grammars.is_set(),
             hands_over=start.hands_over or self.role != "both",
         )
 

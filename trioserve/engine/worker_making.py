@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import trio
+
 from trioserve.config import EngineConfig
 from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.observability.metrics import Metrics
@@ -59,10 +61,12 @@ def makers(
     ``stop_string_at_end`` finds the stop strings of beams; None if there is no text.
     """
     siblings = Siblings(page_memory) if config.lends_pages else None
+    had_grammars = trio.Event()
 
     def prepared(worker: EngineWorker) -> EngineWorker:
         worker.scheduler.stop_string_at_end = stop_string_at_end
         worker.scheduler.feeds.siblings = siblings
+        worker.scheduler.feeds.had_grammars = had_grammars
         return worker
 
     def make_worker(index: int, device: str | None = None) -> EngineWorker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import attrs
+import trio
 
 from trioserve.observability.scheduler_statistics import Counters
 from trioserve.requests.request import Request
@@ -28,6 +29,8 @@ class Feeds:
     """Keys of the pages on disk by folder; the workers of one host have one dict."""
     siblings: Siblings | None = attrs.field(init=False, default=None)
     """Workers that lend each other pages; None if there are none."""
+    had_grammars: trio.Event = attrs.field(init=False, factory=trio.Event)
+    """Set once a request with a grammar has come; the workers of an engine have one event."""
     on_load_changed: Callable[[], None] | None = attrs.field(init=False, default=None)
     """Called after a change of the sequences that wait or run."""
 

@@ -114,7 +114,8 @@ class Scheduler:
             request.reject(error)
             return
         grammar = request.sequences[0].sampler.grammar
-        self._core.had_grammars |= grammar is not None
+        if grammar is not None:
+            self.feeds.had_grammars.set()
         if compiles and grammar is not None:
             self._core.uncompiled[grammar] = None
             self._planned.notify()

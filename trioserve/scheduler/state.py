@@ -56,8 +56,6 @@ class SchedulerState:
         """Adapters that the worker holds."""
         self.uncompiled: dict[Grammar, None] = {}
         """Grammars that the worker still has to compile. Sequences that follow one of them wait."""
-        self.had_grammars = False
-        """True once a request with a grammar has come."""
         self.pause_gate = PauseGate()
         """Pauses, which keep sequences from being computed."""
         self.counters = self.feeds.counters
