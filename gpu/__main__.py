@@ -112,6 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
     action.add_argument(
         "--node", action="store_true", help="run ranks of another host's worker here"
     )
+    action.add_argument(
+        "--tower", action="store_true", help="compute a model's tower for the parent process"
+    )
     action.add_argument("--doctor", action="store_true", help="print what there is, as JSON")
     options = parser.parse_args(arguments)
     if options.doctor:
@@ -121,6 +124,11 @@ def main(arguments: list[str] | None = None) -> None:
         from gpu.cpu import following
 
         following.run()
+        return
+    if options.tower:
+        from gpu.loading import tower_process
+
+        tower_process.run()
         return
     if options.node:
         from gpu.cpu import node

@@ -5,9 +5,9 @@ common takes all memory, and a thread can't be stopped. A child process therefor
 grammar first, with limits on CPU time and memory. If it dies of them, the grammar is refused. A
 grammar that passes takes the worker as much again.
 
-:func:`main` runs in the child. Messages are MessagePack with a length of four bytes before them.
-The child reads a :class:`~gpu.constraints.grammars.GrammarVocabulary` with the limits, then
-grammars, and writes a :class:`TrialVerdict` for each. It exits when its standard input ends.
+:func:`main` runs in the child. It reads a :class:`~gpu.constraints.grammars.GrammarVocabulary` with
+the limits, then grammars, and writes a :class:`TrialVerdict` for each. It exits when its standard
+input ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
 
 import attrs
 import msgspec
 
+from gpu._util.pipes import read_message, write_message
 from gpu.constraints.grammars import GrammarVocabulary, compile_text, to_llguidance
 from gpu.constraints.refusals import GrammarError
 from trioserve.protocol.grammar import Grammar
@@ -110,11 +110,11 @@ class GrammarTrial:
                 stderr=subprocess.DEVNULL,
             )
             assert process.stdin is not None
-            _write(process.stdin, (self._vocabulary, self._max_seconds, self._max_memory))
+            write_message(process.stdin, (self._vocabulary, self._max_seconds, self._max_memory))
         assert process.stdin is not None
         assert process.stdout is not None
-        _write(process.stdin, grammar)
-        return msgspec.convert(_read(process.stdout), TrialVerdict)
+        write_message(process.stdin, grammar)
+        return msgspec.convert(read_message(process.stdout), TrialVerdict)
 
 
 # The child imports the package from the same folder as this process.
@@ -128,17 +128,17 @@ def main() -> None:
     """Run the child: answer the messages on standard input until it ends."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary, max_seconds, max_memory = _read(source)
+    vocabulary, max_seconds, max_memory = read_message(source)
     try:
         tokenizer = msgspec.convert(vocabulary, GrammarVocabulary).build()
     except GrammarError as error:
-        _write(target, TrialVerdict(error=str(error)))
+        write_message(target, TrialVerdict(error=str(error)))
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + max_memory)
     while True:
         try:
-            grammar = msgspec.convert(_read(source), Grammar)
+            grammar = msgspec.convert(read_message(source), Grammar)
         except EOFError:
             return
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -148,11 +148,11 @@ def main() -> None:
             text = to_llguidance(grammar, tokenizer)
             compiled = compile_text(text, tokenizer)
         except GrammarError as error:
-            _write(target, TrialVerdict(error=str(error)))
+            write_message(target, TrialVerdict(error=str(error)))
         else:
             num_bytes = max(allocated() - before, 0) or estimated_bytes(grammar)
             del compiled
-            _write(target, TrialVerdict(text, num_bytes))
+            write_message(target, TrialVerdict(text, num_bytes))
 
 
 class _Mallinfo(ctypes.Structure):
@@ -188,23 +188,3 @@ def estimated_bytes(grammar: Grammar) -> int:
 
 def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
-
-
-def _write(target: IO[bytes], message: Any) -> None:
-    body = msgspec.msgpack.encode(message)
-    target.write(len(body).to_bytes(4, "little") + body)
-    target.flush()
-
-
-def _read(source: IO[bytes]) -> Any:
-    """Return the next message.
-
-    Raises:
-        EOFError: the input ends before or within it.
-    """
-    head = source.read(4)
-    size = int.from_bytes(head, "little")
-    body = source.read(size)
-    if len(head) < 4 or len(body) < size:
-        raise EOFError
-    return msgspec.msgpack.decode(body)

@@ -29,6 +29,7 @@ from gpu.loading.loaded_model import (
     warm_up,
 )
 from gpu.loading.page_transfers import PageTransfers
+from gpu.loading.tower_process import TowerOrder, TowerProcess
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -112,25 +113,27 @@ def _load_tower(
     """Return the calls of a model that reads images or speech; none for others."""
     if start.mock is not None:
         return {}
-    if files.speech is not None:
-        from gpu.models.transformers_models.speech.loading import encoding_calls
-
-        return encoding_calls(start, files, device, dtype, on_progress)
-    if files.media is None:
+    if files.media is None and files.speech is None:
         return {}
-    import torch
+    if files.speech is not None:
+        from gpu.models.transformers_models.speech.loading import check_served
 
-    from gpu.models.media.encoding import EncodeMedia
-    from gpu.models.media.tower import MediaTower
-
+        check_served(start, files, device)
     on_progress("tower", 0, 1)
-    kind = getattr(torch, dtype)
-    on_cpu = device == "cpu"
-    # A CPU computes float32 as fast as other formats, and more precisely.
-    tower = MediaTower.load(files, torch.float32 if on_cpu else kind, torch.device(device))
-    threads = choose_num_threads(start.num_threads) if on_cpu else 0
+    encode: Callable[[Any], Any]
+    if device == "cpu":
+        threads = choose_num_threads(start.num_threads)
+        encode = TowerProcess(TowerOrder(model=start.model, dtype=dtype, num_threads=threads))
+    else:
+        import torch
+
+        from gpu.models.media.encoding import EncodeMedia
+        from gpu.models.media.tower import MediaTower
+
+        kind = getattr(torch, dtype)
+        encode = EncodeMedia(MediaTower.load(files, kind, torch.device(device)), kind)
     on_progress("tower", 1, 1)
-    return {"encode_media": EncodeMedia(tower, kind, threads)}
+    return {"encode_media": encode}
 
 
 def _refuse_for_encoders(start: Start) -> None:

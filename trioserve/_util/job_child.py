@@ -18,8 +18,8 @@ from typing import IO, NoReturn
 
 import msgspec
 
-NICENESS = 5
-"""Nice value of the process, so that the server and the worker have priority."""
+from trioserve.protocol.priority import lower_priority
+
 HEAD = 4
 """Size of the length in front of a message, in bytes."""
 NUM_FORK_FDS = 3
@@ -59,9 +59,9 @@ def read_bytes(source: IO[bytes], size: int) -> bytes:
     return received
 
 
-def lower_priority() -> None:
+def go_behind(niceness: int) -> None:
     """Let the server and the worker go first, and leave no core dump."""
-    os.nice(NICENESS)
+    lower_priority(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

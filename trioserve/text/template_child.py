@@ -15,14 +15,16 @@ import msgspec
 
 from trioserve._util.job_child import (
     framed,
+    go_behind,
     limit_memory,
     limit_processor_time,
-    lower_priority,
     read_message,
 )
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.chat_template import ChatTemplate
 
+NICENESS = 5
+"""Niceness of the process, so that the server and the worker have priority."""
 MAX_SECONDS = 2
 """Processor seconds for one conversation. Usual ones take less than a hundredth."""
 MAX_MEMORY = 128 << 20
@@ -56,7 +58,7 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True):
 def main() -> None:
     """Answer the jobs on standard input."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    lower_priority()
+    go_behind(NICENESS)
     limit_memory(MAX_MEMORY)
     try:
         setup = msgspec.msgpack.decode(read_message(source), type=Setup)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,9 +9,6 @@ import torch
 
 from gpu.models.media.tower import Arrays
 from trioserve.protocol.embeddings import NUMPY_DTYPES, NumberFormat
-
-NICENESS = 10
-"""Niceness of the thread on a CPU: steps of streams get nine tenths of the cores that they need."""
 
 _FORMATS: dict[torch.dtype, NumberFormat] = {
     torch.float32: "float32",
@@ -36,21 +31,17 @@ class EncodeMedia:
     Args:
         tower: The model's tower.
         dtype: Number format of the decoder, in which embeddings are sent.
-        num_threads: Threads that compute on a CPU; 0 on a GPU.
     """
 
-    def __init__(self, tower: Tower, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
         self._tower = tower
         self._dtype = dtype
-        self._num_threads = num_threads
-        self._prepared = threading.local()
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return ``rows``, the embeddings [n, E], and their ``number_format``.
 
         ``arguments`` has ``arrays``: names, dtypes, shapes and bytes of what the processor gave.
         """
-        self._prepare_thread()
         arrays = {
             name: np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
             for name, dtype, shape, data in arguments["arrays"]
@@ -60,10 +51,3 @@ class EncodeMedia:
         raw = embeddings.view(torch.uint8).numpy()
         assert raw.nbytes == embeddings.numel() * NUMPY_DTYPES[kind].itemsize
         return {"rows": raw.tobytes(), "number_format": kind}
-
-    def _prepare_thread(self) -> None:
-        if self._num_threads and not hasattr(self._prepared, "done"):
-            # torch's own threads are started by this one, and inherit its niceness.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            torch.set_num_threads(self._num_threads)
-            self._prepared.done = True

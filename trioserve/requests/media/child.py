@@ -22,9 +22,9 @@ import numpy as np
 
 from trioserve._util.job_child import (
     framed,
+    go_behind,
     limit_memory,
     limit_processor_time,
-    lower_priority,
     read_bytes,
     read_message,
     serve_forks,
@@ -38,6 +38,8 @@ from trioserve.requests.media.refusals import Refused
 
 MAX_SECONDS = 20
 """Processor seconds for one part. Usual ones take less than a tenth."""
+NICENESS = 10
+"""Niceness of the processes: decoding takes a tenth of the cores that steps need."""
 DIGEST_BYTES = 16
 _BASE_MEMORY = 256 << 20
 _PIXEL_MEMORY = 24
@@ -59,7 +61,7 @@ def memory_of(setup: MediaSetup) -> int:
 def main() -> None:
     """Load what the jobs need, and fork."""
     os.dup2(2, 1)  # Nothing reads what a library prints.
-    lower_priority()
+    go_behind(NICENESS)
     setup = msgspec.msgpack.decode(read_message(sys.stdin.buffer), type=MediaSetup)
     reader = PartReader(setup)
     serve_forks(int(sys.argv[1]), functools.partial(answer_jobs, reader, memory_of(setup)))

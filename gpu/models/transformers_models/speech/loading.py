@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import torch
@@ -14,13 +13,11 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.torch_loading import make_sampler
 from gpu.loading.loaded_model import Loaded, OnProgress, choose_num_threads
 from gpu.models.linear import prepacks
-from gpu.models.media.encoding import EncodeMedia
 from gpu.models.transformers_models.loading import refuse_native_options, require_library
 from gpu.models.transformers_models.packing import pack
 from gpu.models.transformers_models.reading import version
 from gpu.models.transformers_models.speech.attention import HeardAudio, SpeechAttention
 from gpu.models.transformers_models.speech.decoder import SpeechDecoder, SpeechModel
-from gpu.models.transformers_models.speech.encoder import SpeechEncoder
 from gpu.models.transformers_models.speech.reading import read_half
 from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
@@ -36,23 +33,15 @@ AUDIO_SHARE = 0.5
 _log = logging.getLogger("gpu.loading")
 
 
-def encoding_calls(
-    start: Start, files: ModelFiles, device: str, dtype: str, on_progress: OnProgress
-) -> dict[str, Callable[[Any], Any]]:
-    """Return the calls that encode audio, by name.
+def check_served(start: Start, files: ModelFiles, device: str) -> None:
+    """Check that the model can be served with these options.
 
     Raises:
-        ModelLoadError: The model can't be served with these options; one line says why.
+        ModelLoadError: It can't; one line says why.
     """
-    config = files.config
-    assert isinstance(config, TransformersConfig)
-    refuse_native_options(start, device, config)
-    require_library(config)
-    on_progress("tower", 0, 1)
-    encoder = SpeechEncoder.load(files)
-    on_progress("tower", 1, 1)
-    threads = choose_num_threads(start.num_threads)
-    return {"encode_media": EncodeMedia(encoder, getattr(torch, dtype), threads)}
+    assert isinstance(files.config, TransformersConfig)
+    refuse_native_options(start, device, files.config)
+    require_library(files.config)
 
 
 def fit_slots(start: Start, speech: SpeechConfig, dtype: str) -> Start:
