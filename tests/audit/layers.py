@@ -68,7 +68,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "weights": "",
         "lora": "_util slots kernels weights",
         "models": "_util slots executor attention kernels weights lora",
-        "constraints": "slots sampling",
+        "constraints": "_util slots sampling",
         "runner": "slots sampling executor",
         "loading": "slots sampling executor lora constraints runner",
         "cpu.rank_processes": "models",
@@ -82,13 +82,14 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         "cpu.following": "_util weights models loading cpu cpu.rank_processes cuda",
         "models.encoder": "slots executor weights models runner loading",
         "models.transformers_models": "slots sampling executor attention lora models loading cpu",
+        "loading.tower_process": "_util slots models models.transformers_models",
         "mock": "slots sampling executor",
         "loading.loading": (
-            "slots weights constraints runner loading cpu cpu.rank_processes cuda models.encoder "
-            "models models.transformers_models mock"
+            "slots weights constraints runner loading loading.tower_process cpu cpu.rank_processes "
+            "cuda models.encoder models models.transformers_models mock"
         ),
         "worker": "_util slots lora constraints runner loading cuda loading.loading",
-        "__main__": "kernels models loading cpu cpu.following worker",
+        "__main__": "kernels models loading loading.tower_process cpu cpu.following worker",
     },
 }
 """Imports that each folder may make in its own package, from the lowest layer up.
