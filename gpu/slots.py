@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
 
@@ -32,12 +32,6 @@ class PlanError(Exception):
     def __init__(self, message: str, slot: int = -1) -> None:
         super().__init__(message)
         self.slot = slot
-
-
-def summarize(error: Exception) -> str:
-    """Return the type of an exception and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -69,6 +63,8 @@ class Slot:
     the engine dropped it."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings in place of those of its tokens, in the order of their positions."""
+    grids: Sequence[ImageGrid] = ()
+    """Images among its tokens, in the order of their positions, for a model with M-RoPE."""
     _buffer: npt.NDArray[np.int32]
     _length: int
 
@@ -305,6 +301,11 @@ class SlotTable:
             if 0 <= first < opened.computed:
                 raise PlanError(f"slot {number} wants rows of what is computed", number)
         self._check_embeddings(number, opened.embeddings, len(tokens))
+        end = 0
+        for grid in opened.grids:
+            if not end <= grid.start < grid.stop <= len(tokens):
+                raise PlanError(f"slot {number} has an image where it has no tokens", number)
+            end = grid.stop
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
             self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
@@ -321,6 +322,7 @@ class SlotTable:
             states_from=opened.states_from,
             context_logits_from=opened.context_logits_from,
             embeddings=opened.embeddings,
+            grids=opened.grids,
             buffer=buffer,
             length=len(tokens),
         )

@@ -56,6 +56,8 @@ class StepLayout:
     block_tables: npt.NDArray[np.int32]  # [R, max pages]
     num_decode_rows: int
     """Number of rows with one token; the other rows have more."""
+    rotary_positions: npt.NDArray[np.int64] | None = None
+    """[T, 3], for M-RoPE: time, row and column of each token; None if all are ``positions``."""
 
 
 @attrs.frozen(eq=False)

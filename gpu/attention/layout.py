@@ -16,8 +16,15 @@ def in_layout_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.num_computed > 1, -row.stop))
 
 
-def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
-    """Return the layout of at least one row; ``rows`` are in the order of the layout."""
+def step_layout(
+    rows: Sequence[Row],
+    slots: SlotTable,
+    rotary_positions: npt.NDArray[np.int64] | None = None,
+) -> StepLayout:
+    """Return the layout of at least one row; ``rows`` are in the order of the layout.
+
+    ``rotary_positions`` are those of the rows, if they aren't the tokens' places.
+    """
     counts = np.array([row.num_computed for row in rows])
     query_start = np.concatenate([[0], counts.cumsum()])
     starts = np.array([row.start for row in rows])
@@ -30,6 +37,7 @@ def step_layout(rows: Sequence[Row], slots: SlotTable) -> StepLayout:
         slots=numbers,
         block_tables=slots.block_tables[numbers, :width],
         num_decode_rows=int((counts == 1).sum()),
+        rotary_positions=rotary_positions,
     )
 
 

@@ -56,7 +56,8 @@ class TorchCpuAttention:
     """:class:`gpu.attention.Attention` for the CPU, in float32 or bfloat16.
 
     ``cos_sin`` is the table of :func:`gpu.models.rope.cos_sin_table`, None if ``rope_and_write``
-    isn't used. ``windows`` are all values that ``attend`` will be called with.
+    isn't used. ``windows`` are all values that ``attend`` will be called with. ``axes`` [head_dim]
+    say which rotary position each column of ``cos_sin`` takes; None if a layout has none.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TorchCpuAttention:
         num_heads: int,
         cos_sin: torch.Tensor | None,
         windows: Sequence[int | None] = (None,),
+        axes: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self._shape = shape
         self._num_heads = num_heads
@@ -72,6 +74,7 @@ class TorchCpuAttention:
         self._rule = plain_rule(shape.head_dim)
         self._windows = tuple(dict.fromkeys(windows))
         self._angles = None if cos_sin is None else _signed(cos_sin.to(shape.dtype))
+        self._axes = None if axes is None else torch.from_numpy(axes)
         blocks, size = 2 * shape.num_kv_heads * shape.num_pages, shape.page_size * shape.head_dim
         self._cache = [_zeros(blocks, size, shape.dtype) for _ in range(shape.num_layers)]
         self._first_block = torch.arange(2 * shape.num_kv_heads) * shape.num_pages
@@ -103,8 +106,9 @@ class TorchCpuAttention:
         offsets = (positions % shape.page_size)[:, None]
         self._write_index = (blocks * shape.page_size + offsets).view(-1)
         if self._angles is not None:
-            of_step = (table.index_select(0, positions)[:, None] for table in self._angles)
-            self._step_cos, self._step_sin = of_step
+            self._step_cos, self._step_sin = (
+                self._of_step(table, layout)[:, None] for table in self._angles
+            )
         self._work = {
             window: (self._buckets(layout, tables, window), self._chunks(layout, tables, window))
             for window in self._windows
@@ -113,6 +117,13 @@ class TorchCpuAttention:
         needed = max((len(blocks) for blocks in gathers), default=0)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed, self._workspace.shape[1])
+
+    def _of_step(self, table: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        """Return the numbers [T, head_dim] of a step's tokens in a table of all positions."""
+        if layout.rotary_positions is None:
+            return table.index_select(0, torch.from_numpy(layout.positions))
+        assert self._axes is not None
+        return table.gather(0, torch.from_numpy(layout.rotary_positions)[:, self._axes])
 
     def rope_and_write(
         self, layer: int, qkv: torch.Tensor, rotate: bool, qk_norm: QkNorm | None = None

@@ -40,6 +40,7 @@ class _Step(ctypes.Structure):
         ("context_lens", _POINTER),
         ("block_tables", _POINTER),
         ("table_stride", _INT),
+        ("angles", _POINTER),
     )
 
 
@@ -105,7 +106,7 @@ class CompiledAttention:
         self._held = [start, contexts, tables]
         self._step = _Step(
             len(contexts), start.ctypes.data, contexts.ctypes.data, tables.ctypes.data,
-            tables.shape[1],
+            tables.shape[1], None,
         )  # fmt: skip
 
     def rope_and_write(

@@ -26,6 +26,7 @@ from gpu.executor import Content, Copies
 from gpu.lora.reading import LoraWeights
 from gpu.lora.store import AdapterStore
 from gpu.models.parallel.adapter_parts import adapter_part
+from gpu.models.rotary_positions import angles_at
 from gpu.slots import Row, SlotTable
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Blocks, Numbers, Weight
 from trioserve.model_files import ModelConfig
@@ -178,7 +179,7 @@ class CompiledModel:
         self._hidden = self._states
         if self.part is None or self.part.part.is_last:
             self._hidden = self._view(self._library.decoder_hidden(self._decoder), max_tokens)
-        self._arrays = StepArrays(max_tokens)
+        self._arrays = StepArrays(max_tokens, has_mrope=bool(self.config.mrope_section))
 
     def with_weights(self, weights: Iterable[tuple[str, Weight]]) -> CompiledModel:
         """Return a model with other ``weights``, with a cache of its own and this one's adapters.
@@ -257,6 +258,8 @@ class CompiledModel:
         step.query_start = given.query_start.ctypes.data
         step.context_lens = given.context_lens.ctypes.data
         step.block_tables = given.block_tables.ctypes.data
+        angles = angles_at(given.rotary_positions, self._finished["cos_sin"], self.config)
+        step.angles = None if angles is None else angles.ctypes.data
         adapters = step_of(self._adapters, given.adapted) if given.adapted else None
         self._library.decoder_forward(
             self._decoder,

@@ -27,6 +27,8 @@ from gpu.models.parallel.steps import (
     Step,
     UnloadOnRanks,
     encode_step,
+    received_positions,
+    sent_positions,
 )
 from gpu.slots import Row, SlotTable
 from gpu.weights.blocks import Numbers
@@ -167,6 +169,7 @@ def compute_rows(step: CompiledStep) -> ComputeRows:
         query_start=step.query_start.tobytes(),
         context_lens=step.context_lens.tobytes(),
         block_tables=step.block_tables.tobytes(),
+        rotary_positions=sent_positions(step.rotary_positions),
         adapted={number: own.tobytes() for number, own in step.adapted.items()},
         embedded=SentEmbeddings.of(step.embedded),
     )
@@ -181,6 +184,7 @@ def step_of_rows(message: ComputeRows) -> CompiledStep:
         query_start=np.frombuffer(message.query_start, dtype=np.int64),
         context_lens=context_lens,
         block_tables=tables.reshape(len(context_lens), -1),
+        rotary_positions=received_positions(message.rotary_positions),
         adapted={
             number: np.frombuffer(own, dtype=np.int32) for number, own in message.adapted.items()
         },

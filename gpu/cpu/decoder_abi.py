@@ -65,7 +65,7 @@ class RanksShape(ctypes.Structure):
 
 
 class DecoderStep(ctypes.Structure):
-    """The rows of a step, and where each row's pages are."""
+    """The rows of a step, where each row's pages are, and angles that aren't their positions'."""
 
     _fields_ = (
         ("num_rows", c_int64),
@@ -73,6 +73,7 @@ class DecoderStep(ctypes.Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("angles", c_void_p),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.lora.groups import tokens_by_adapter
+from gpu.models.rotary_positions import Positions, positions_of
 from gpu.models.step_embeddings import StepEmbeddings, embeddings_of
 from gpu.slots import Row, SlotTable
 
@@ -25,6 +26,8 @@ class CompiledStep:
     """By the adapter's number: places of its tokens."""
     embedded: StepEmbeddings | None
     """Embeddings in place of those of tokens."""
+    rotary_positions: Positions | None = None
+    """[T, 3], for M-RoPE; None if they are the tokens' places in their sequences."""
 
     def last_tokens(self, rows: Sequence[Row]) -> npt.NDArray[np.integer]:
         """Return for each of ``rows`` the place of its last token before its drafts."""
@@ -35,9 +38,13 @@ class CompiledStep:
 
 
 class StepArrays:
-    """Memory for steps of up to ``most`` tokens, filled anew by each."""
+    """Memory for steps of up to ``most`` tokens, filled anew by each.
 
-    def __init__(self, most: int) -> None:
+    ``has_mrope`` says whether tokens have rotary positions of their own.
+    """
+
+    def __init__(self, most: int, *, has_mrope: bool = False) -> None:
+        self._has_mrope = has_mrope
         self._tokens = np.zeros(most, dtype=np.int32)
         self._context_lens = np.zeros(most, dtype=np.int64)
         self._query_start = np.zeros(most + 1, dtype=np.int64)
@@ -66,4 +73,5 @@ class StepArrays:
             block_tables=slots.block_tables[[row.slot.number for row in rows], :width],
             adapted=tokens_by_adapter(rows) if adapters else {},
             embedded=embeddings_of(rows, query_start, slots.embedding_width),
+            rotary_positions=positions_of(rows) if self._has_mrope else None,
         )

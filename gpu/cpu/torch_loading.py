@@ -25,6 +25,7 @@ from gpu.models.parallel.ranks import Ranks
 from gpu.models.parallel.steps import GiveCache, encode_step
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table_for
+from gpu.models.rotary_positions import axes_of
 from gpu.sampling.sampler import Sampler
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import ModelFiles
@@ -75,12 +76,15 @@ def make_attention(
         dtype=decoder.dtype,
         device=decoder.device,
     )
-    return TorchCpuAttention(shape, config.num_heads, torch.from_numpy(table), config.windows)
+    return TorchCpuAttention(
+        shape, config.num_heads, torch.from_numpy(table), config.windows, axes_of(config)
+    )
 
 
 def make_model(decoder: Decoder, attention: Attention, max_rank: int) -> TorchModel[Attention]:
     """Return the model; ``max_rank`` is the largest of its adapters, 0 for none."""
-    return TorchModel(decoder, attention, TorchAdapters(decoder.config, max_rank, decoder.dtype))
+    adapters = TorchAdapters(decoder.config, max_rank, decoder.dtype)
+    return TorchModel(decoder, attention, adapters, has_mrope=bool(decoder.config.mrope_section))
 
 
 def lead_torch(
@@ -108,6 +112,7 @@ def lead_torch(
         LeadingDecoder(decoder, link),
         LeadingAttention(attention, link),
         LeadingAdapters(part, link, start.max_lora_rank, decoder.dtype),
+        has_mrope=bool(decoder.config.mrope_section),
     )
 
     def read(files: ModelFiles) -> Callable[[], None]:

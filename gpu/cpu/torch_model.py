@@ -17,6 +17,7 @@ from gpu.executor import Content, Copies
 from gpu.lora.store import AdapterStore
 from gpu.lora.torch_adapters import TokenGroup, TorchAdapter, TorchAdapters
 from gpu.models.parallel.adapters import LeadingAdapters
+from gpu.models.rotary_positions import positions_of
 from gpu.models.step_embeddings import StepEmbeddings, embeddings_of
 from gpu.sampling.adjustments import Adjustment
 from gpu.sampling.drawn import Drawn
@@ -64,7 +65,8 @@ class TorchDecoder(Protocol[A_contra]):
 class TorchModel(Generic[A]):
     """:class:`gpu.cpu.model.CpuModel` over a decoder in any dtype.
 
-    ``adapters`` are those that rows may have; None if none are served.
+    ``adapters`` are those that rows may have; None if none are served. ``has_mrope`` says whether
+    tokens have rotary positions of their own.
     """
 
     def __init__(
@@ -72,10 +74,13 @@ class TorchModel(Generic[A]):
         decoder: TorchDecoder[A],
         attention: A,
         adapters: TorchAdapters | LeadingAdapters | None = None,
+        *,
+        has_mrope: bool = False,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._adapters = adapters
+        self._has_mrope = has_mrope
 
     @property
     def adapters(self) -> AdapterStore[TorchAdapter] | None:
@@ -108,7 +113,7 @@ class TorchModel(Generic[A]):
     ) -> tuple[torch.Tensor, npt.NDArray[np.integer]]:
         """See :meth:`gpu.cpu.model.CpuModel.forward`."""
         ordered = in_layout_order(rows)
-        layout = step_layout(ordered, slots)
+        layout = step_layout(ordered, slots, positions_of(ordered) if self._has_mrope else None)
         tokens = np.concatenate([row.slot.span(row.start, row.stop) for row in ordered])
         self._attention.begin(layout)
         hidden = self._hidden(torch.from_numpy(tokens.astype(np.int64)), ordered, layout, slots)

@@ -26,6 +26,7 @@ from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.rope import cos_sin_table
+from gpu.models.rotary_positions import axes_of
 from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelConfig
@@ -86,6 +87,7 @@ def attention_limits(
         max_model_len=limits.max_model_len,
         num_multiprocessors=num_multiprocessors,
         batch_invariant=limits.batch_invariant_attention,
+        has_mrope=bool(config.mrope_section),
     )
 
 
@@ -216,6 +218,9 @@ def _attention(
 ) -> CudaAttention:
     """Return the model's attention over a KV cache of its own."""
     config, device = model.config, loader.device
+    rows = limits.max_model_len
+    if config.mrope_section:
+        rows += limits.max_num_batched_tokens  # of the tokens of a step
     return CudaAttention(
         loader,
         buffer=buffer,
@@ -223,5 +228,6 @@ def _attention(
         cache=KvCache(cache_shape(config, limits, model.dtype, device), limits.num_host_pages),
         limits=of_attention,
         dtype=model.dtype,
-        cos_sin=torch.from_numpy(cos_sin_table(config, limits.max_model_len)).to(device),
+        cos_sin=torch.from_numpy(cos_sin_table(config, limits.max_model_len, rows)).to(device),
+        axes=axes_of(config),
     )

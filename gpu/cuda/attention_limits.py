@@ -34,6 +34,8 @@ class AttentionLimits:
     num_multiprocessors: int
     batch_invariant: bool = False
     """Cut every row alike in every batch."""
+    has_mrope: bool = False
+    """Tokens have rotary positions of their own."""
 
     @property
     def group(self) -> int:
@@ -127,6 +129,8 @@ class AttentionLimits:
             regions[f"partial_start.{index}"] = self.max_tokens + 1
         regions["positions"] = self.max_tokens
         regions["kv_locations"] = self.max_tokens
+        if self.has_mrope:
+            regions["rotary_rows"] = self.max_tokens
         if self.may_share:
             regions["num_prefix_items"] = 1
             regions["prefix_items"] = ITEM_FIELDS * self.max_prefix_items(self.max_rows)

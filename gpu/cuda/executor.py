@@ -32,6 +32,7 @@ from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.step import CudaStep, CudaSubmission, DrawReports, PackedStep
 from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Content, Copies, Submission
+from gpu.models.rotary_positions import positions_of
 from gpu.models.step_embeddings import embeddings_of
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.output_tensors import TensorSpan
@@ -76,6 +77,7 @@ class CudaExecutor:
         self._timeline = timeline
         self._rank = rank
         self._slot_options = SlotOptions(adjuster or NoAdjuster())
+        self._has_mrope = bool(forward.model.config.mrope_section)
 
     @property
     def completions(self) -> int | None:
@@ -147,7 +149,8 @@ class CudaExecutor:
         rows = [each for row in rows for each in single_tokens(row)]
         sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
-        layout = step_layout(ordered, self._slots)
+        rotary = positions_of(ordered) if self._has_mrope else None
+        layout = step_layout(ordered, self._slots, rotary)
         packed = self._packed(ordered, layout, len(sampling))
         adjusted = self._slot_options.adjusts(sampling)
         # A graph has no logits side by side if some rows don't sample.

@@ -16,10 +16,11 @@ import transformers
 import trio
 
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
-from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model, png
+from tests.support.tiny_media import IMAGE_TEXTS, MEDIA_FAMILIES, image, make_media_model, png
 from trioserve import Completion, Engine, EngineConfig, ImagePart, InvalidRequest, TextPrompt
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.model_files.media_config import MediaConfig
+from trioserve.requests.media.processor_loading import load_processor
 from trioserve.testing.fake_engine import byte_tokenizer
 from trioserve.text.tokenizer import Tokenizer
 
@@ -44,9 +45,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_media_model("llava", tmp_path_factory.mktemp("llava"))
+def family_of(folder: Path) -> str:
+    """Return the family of a folder that a fixture made."""
+    return folder.name[:-1]
 
 
 def messages_of(content: Content) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ class Reference:
     """transformers' own model and processor."""
 
     def __init__(self, folder: Path) -> None:
-        self.processor: Any = transformers.AutoProcessor.from_pretrained(folder)
+        self.processor: Any = load_processor(folder)
         self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32
         ).eval()
@@ -93,8 +94,10 @@ class Reference:
         count = inputs["input_ids"].shape[1]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        for name in ("mm_token_type_ids", "token_type_ids"):
-            inputs.pop(name, None)
+        types = inputs.pop("mm_token_type_ids", None)
+        inputs.pop("token_type_ids", None)
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(tokens)], 1)
         with torch.inference_mode():
             logits = self.model(**inputs).logits[0]
         expected = logits[count - 1 : -1].log_softmax(-1)
@@ -105,10 +108,9 @@ class Reference:
         assert (expected.max(-1).values - own).max() < TOLERANCE
 
 
-async def answers(engine: Engine) -> list[Completion]:
+async def answers(engine: Engine, image_token: int) -> list[Completion]:
     """Return the answers to all conversations, begun in one step, without tokens of images."""
-    token = engine.tokenizer.token_of("<image>")
-    fields = {**GREEDY, "logit_bias": {token: -100.0}}
+    fields = {**GREEDY, "logit_bias": {image_token: -100.0}}
     found: dict[int, Completion] = {}
 
     async def ask(number: int) -> None:
@@ -127,25 +129,31 @@ async def answers(engine: Engine) -> list[Completion]:
 async def test_answers_are_those_of_transformers(folder: Path) -> None:
     """Together, in chunks and preempted, and again with cached pages."""
     reference = Reference(folder)
-    pages = 18 if "llava" in folder.name else 32
+    pages = 18 if family_of(folder) == "llava" else 32
+    token = reference.model.config.image_token_id
     async with open_tiny_engine(folder, num_gpu_blocks_override=pages, **TIGHT) as engine:
         for _ in range(2):
-            for content, completion in zip(CONVERSATIONS, await answers(engine), strict=True):
+            for content, completion in zip(
+                CONVERSATIONS, await answers(engine, token), strict=True
+            ):
                 reference.check(content, completion)
         assert engine.statistics().scheduler.num_preemptions > 0
         await assert_idle(engine)
 
 
-async def test_compiled_kernels_give_the_same_bits_whatever_happens(llava: Path) -> None:
+@pytest.mark.parametrize("folder", ["llava", "qwen2_5_vl"], indirect=True)
+async def test_compiled_kernels_give_the_same_bits_whatever_happens(folder: Path) -> None:
     """Alone, beside others, with cached pages, and after the worker was killed."""
+    image_text = IMAGE_TEXTS[family_of(folder)]
     options = {"dtype": "bfloat16", "num_threads": 2, "limit_mm_per_prompt": '{"image": 2}'}
-    async with open_tiny_engine(llava, **options) as engine:
-        await assert_refused(engine)
+    async with open_tiny_engine(folder, **options) as engine:
+        await assert_refused(engine, image_text)
         alone = [
             facts_of(await engine.complete(messages_of(content), **GREEDY))
             for content in CONVERSATIONS
         ]
-        text = TextPrompt("user: What is this?<image>assistant:", media=[ImagePart(png(1))])
+        prompt = f"user: What is this?{image_text}assistant:"
+        text = TextPrompt(prompt, media=[ImagePart(png(1))])
         assert facts_of(await engine.complete(text, **GREEDY)) == alone[0]
         process = await worker_of(engine)
         async with engine.generate(messages_of(CONVERSATIONS[1]), **GREEDY) as stream:
@@ -175,11 +183,11 @@ def facts_of(completion: Completion) -> tuple[Any, ...]:
     return completion.token_ids, logprobs
 
 
-async def assert_refused(engine: Engine) -> None:
+async def assert_refused(engine: Engine, image_text: str) -> None:
     for content, told, param in (
         (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
         ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
-        (["a text with <image> in it", image(1)], "which stands for an image", "messages"),
+        ([f"a text with {image_text} in it", image(1)], "which stands for an image", "messages"),
     ):
         with pytest.raises(InvalidRequest) as refused:
             await engine.complete(messages_of(content), max_tokens=1)

@@ -25,6 +25,7 @@ from gpu.lora.store import AdapterStore
 from gpu.models.decoder import Decoder
 from gpu.models.operations.cuda_ops import CudaOperations
 from gpu.models.registry import build_model
+from gpu.models.rotary_positions import rotary_positions
 from gpu.runner import Runner
 from gpu.sampling.adjustments import Adjuster
 from gpu.sampling.sampler import Sampler
@@ -33,6 +34,7 @@ from gpu.weights.tensors import load_weights
 from tests.kernels.tape import TapeCapturer, TapedLoader
 from tests.support.plans import PlanMaker, make_attention
 from trioserve.model_files import open_model
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.sampling import SamplerParams
 
 __all__ = ["Judge", "MakeRank", "Planned", "Server", "open_follower", "serving_limits"]
@@ -125,13 +127,14 @@ class Judge:
         params: SamplerParams,
         *,
         margin: float,
+        grids: Sequence[ImageGrid] = (),
     ) -> int:
         """Assert that the reference draws the same output, or nearly.
 
         A token that it doesn't draw must win once its logit is raised by ``margin``. Returns how
         many tokens had to be raised.
         """
-        logits = self.logits(tokens[:-1])[prompt_length - 1 :]
+        logits = self.logits(tokens[:-1], grids)[prompt_length - 1 :]
         sampler = Sampler(logits.shape[1], "cpu")
         near_ties = 0
         for index, token in enumerate(tokens[prompt_length:]):
@@ -148,12 +151,12 @@ class Judge:
             near_ties += 1
         return near_ties
 
-    def logits(self, tokens: list[int]) -> torch.Tensor:
+    def logits(self, tokens: list[int], grids: Sequence[ImageGrid] = ()) -> torch.Tensor:
         """[T, V]: what follows each of ``tokens``."""
         with torch.inference_mode():
-            return self._model.logits(self.hidden(tokens))
+            return self._model.logits(self.hidden(tokens, grids))
 
-    def hidden(self, tokens: list[int]) -> torch.Tensor:
+    def hidden(self, tokens: list[int], grids: Sequence[ImageGrid] = ()) -> torch.Tensor:
         """[T, E]: the states of ``tokens`` behind the last norm."""
         total = len(tokens)
         num_pages = -(-total // PAGE_SIZE)
@@ -165,6 +168,7 @@ class Judge:
             slots=np.zeros(1, np.int64),
             block_tables=np.arange(num_pages, dtype=np.int32)[None],
             num_decode_rows=int(total == 1),
+            rotary_positions=rotary_positions(grids, 0, total) if grids else None,
         )
         with torch.inference_mode():
             attention.begin(layout)

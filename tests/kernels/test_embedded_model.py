@@ -1,4 +1,4 @@
-"""Embeddings in place of tokens over kernels: those of a prompt's tokens give its output."""
+"""Embeddings in place of tokens over kernels, and the rotary positions of images."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from gpu.kernels import KernelLoader
-from tests.kernels.serving import Server
+from tests.kernels.serving import Judge, Server
+from tests.support.plans import GREEDY
+from tests.support.tiny_media import make_media_model
 from tests.support.tiny_models import make_tiny
-from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 
+GRIDS = [ImageGrid(start=4, rows=3, columns=5), ImageGrid(start=21, rows=2, columns=2)]
+MARGIN = 0.1
 PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(27)]
 
 
@@ -40,3 +44,19 @@ def test_embeddings_of_tokens(folder: Path, loader: KernelLoader, graphs: bool) 
         server.maker.close(1)
     assert outputs[0] == outputs[1]
     assert server.runner.slots[1].embeddings == ()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rotary_positions_of_images(tmp_path: Path, loader: KernelLoader, graphs: bool) -> None:
+    """In chunks, of which one is a single token of an image, beside a row without an image."""
+    folder = make_media_model("qwen2_vl", tmp_path)
+    server, judge = Server.of(folder, loader, graphs=graphs), Judge(folder)
+    server.maker.open(0, PROMPT[:9])
+    server.maker.open(1, PROMPT, grids=GRIDS)
+    for plan in ({0: 9, 1: 12}, {0: 1, 1: 1}, {0: 1, 1: 14}, *[{0: 1, 1: 1}] * 5):
+        server.maker.step(plan)
+    for slot, length, grids in ((0, 9, []), (1, len(PROMPT), GRIDS)):
+        tokens = server.maker.slots[slot].tokens
+        judge.check(tokens, length, GREEDY, margin=MARGIN, grids=grids)
+    tokens = server.maker.slots[1].tokens
+    assert (judge.logits(tokens, GRIDS) - judge.logits(tokens)).abs()[25:].mean() > 5 * MARGIN

@@ -17,6 +17,7 @@ from gpu.cpu.torch_model import TorchModel, TorchSampler
 from gpu.models.decoder import Decoder
 from gpu.models.registry import build_model
 from gpu.models.rope import cos_sin_table
+from gpu.models.rotary_positions import axes_of
 from gpu.runner import Runner
 from gpu.sampling.adjustments import Adjuster, Adjustment
 from gpu.sampling.sampler import Sampled, Sampler
@@ -24,7 +25,7 @@ from gpu.sampling.sampler_io import SamplerRow
 from gpu.slots import SlotTable
 from gpu.weights.tensors import load_weights
 from trioserve.model_files import open_model
-from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, StepResult, from_ints, ints
 
@@ -80,7 +81,7 @@ def make_attention(model: Decoder, *, page_size: int, num_pages: int) -> TorchCp
         device=model.device,
     )
     table = torch.from_numpy(cos_sin_table(config, config.max_position_embeddings))
-    return TorchCpuAttention(shape, config.num_heads, table, config.windows)
+    return TorchCpuAttention(shape, config.num_heads, table, config.windows, axes_of(config))
 
 
 def begun_attention(model: Decoder, count: int) -> TorchCpuAttention:
@@ -172,6 +173,7 @@ class PlanMaker:
         context_logits_from: int = -1,
         adapter: int = 0,
         embeddings: Sequence[EmbeddingRows] = (),
+        grids: Sequence[ImageGrid] = (),
     ) -> None:
         """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already."""
         computed = len(shared_pages) * self._page_size
@@ -190,6 +192,7 @@ class PlanMaker:
             context_logits_from=context_logits_from,
             adapter=adapter,
             embeddings=list(embeddings),
+            grids=list(grids),
         )
         self._opened.append(opened)
 

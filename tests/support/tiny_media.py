@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import PIL.Image
 
 from tests.support import tiny_processors
 
-__all__ = ["MEDIA_FAMILIES", "image", "make_media_model", "png"]
+__all__ = ["IMAGE_TEXTS", "MEDIA_FAMILIES", "image", "make_media_model", "png"]
 
 TEMPLATE = (
     "<s>{% for m in messages %}{{ m.role }}:"
@@ -19,6 +20,7 @@ TEMPLATE = (
     "{% if part.type == 'image' %}<image>{% else %} {{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _TEXT: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 320,
@@ -40,7 +42,22 @@ _TOWER: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
 }
-MEDIA_FAMILIES = ("llava", "idefics3")
+_QWEN_TEXT: dict[str, Any] = {
+    **{name: value for name, value in _TEXT.items() if name not in ("model_type", "head_dim")},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [8, 12, 12],
+    },
+}
+MEDIA_FAMILIES = ("llava", "idefics3", "qwen2_vl", "qwen2_5_vl")
+IMAGE_TEXTS = {
+    "llava": "<image>",
+    "idefics3": "<image>",
+    "qwen2_vl": QWEN_IMAGE,
+    "qwen2_5_vl": QWEN_IMAGE,
+}
+"""What the template of each family prints for an image."""
 
 
 def make_media_model(family: str, folder: Path) -> Path:
@@ -48,31 +65,71 @@ def make_media_model(family: str, folder: Path) -> Path:
     import torch
     import transformers
 
-    processor = getattr(tiny_processors, family)(folder)
-    token = processor.tokenizer.convert_tokens_to_ids("<image>")
-    if family == "llava":
-        vision: dict[str, Any] = {**_TOWER, "image_size": 28, "patch_size": 14}
-        config: Any = transformers.LlavaConfig(
-            text_config=_TEXT,
-            vision_config={**vision, "model_type": "clip_vision_model", "projection_dim": 32},
-            image_token_index=token,
-        )
-    else:
-        config = transformers.Idefics3Config(
-            text_config=_TEXT,
-            vision_config={**_TOWER, "image_size": 32, "patch_size": 8},
-            image_token_id=token,
-            scale_factor=2,
-        )
+    is_qwen = family.startswith("qwen")
+    config = _qwen_config(family, folder) if is_qwen else _config(family, folder)
     torch.manual_seed(5)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     for name, parameter in model.named_parameters():
         # As initialized, the towers' features would drown in the embeddings of text.
-        if "projector" in name or "connector" in name:
+        if "projector" in name or "connector" in name or "merger" in name:
             parameter.data.normal_(0, 0.3)
     model.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    if family == "qwen2_vl":
+        _write_as_qwen_does(folder / "config.json")
+    template = TEMPLATE.replace("<image>", IMAGE_TEXTS[family])
+    (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def _config(family: str, folder: Path) -> Any:
+    """Write the processor of LLaVA or Idefics 3, and return the model's configuration."""
+    import transformers
+
+    processor = getattr(tiny_processors, family)(folder)
+    token = processor.tokenizer.convert_tokens_to_ids("<image>")
+    if family == "llava":
+        vision: dict[str, Any] = {**_TOWER, "image_size": 28, "patch_size": 14}
+        return transformers.LlavaConfig(
+            text_config=_TEXT,
+            vision_config={**vision, "model_type": "clip_vision_model", "projection_dim": 32},
+            image_token_index=token,
+        )
+    return transformers.Idefics3Config(
+        text_config=_TEXT,
+        vision_config={**_TOWER, "image_size": 32, "patch_size": 8},
+        image_token_id=token,
+        scale_factor=2,
+    )
+
+
+def _qwen_config(family: str, folder: Path) -> Any:
+    """Write the processor of Qwen's models, and return the configuration of one."""
+    import transformers
+
+    tiny_processors.qwen2_vl(folder, fewest_tokens=6)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer.convert_tokens_to_ids(list(tiny_processors.QWEN_TOKENS))
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tower = {"depth": 3, "num_heads": 2}
+    if family == "qwen2_vl":
+        kind: Any = transformers.Qwen2VLConfig
+        vision = {**tower, "embed_dim": 32, "hidden_size": 256, "mlp_ratio": 2}
+    else:
+        kind = transformers.Qwen2_5_VLConfig
+        vision = {**tower, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 256}
+        vision |= {"fullatt_block_indexes": [1], "window_size": 56}
+    ids = dict(zip(names, tokens, strict=True))
+    return kind(text_config=_QWEN_TEXT, vision_config=vision, **ids)
+
+
+def _write_as_qwen_does(path: Path) -> None:
+    """Put the decoder's fields in a config.json where the files of Qwen2-VL have them."""
+    values = json.loads(path.read_text())
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    values = {**text, **values, "rope_theta": rope["rope_theta"]}
+    values["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps(values))
 
 
 def image(number: int, size: tuple[int, int] = (40, 30)) -> PIL.Image.Image:

@@ -13,6 +13,7 @@ IDEFICS_TOKENS = (
     *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
+QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
 def tokenizer(*special_tokens: str) -> Any:
@@ -65,13 +66,13 @@ def llava(folder: Path, side: int = 28, patch: int = 14) -> Any:
     return made
 
 
-def qwen2_vl(folder: Path) -> Any:
+def qwen2_vl(folder: Path, fewest_tokens: int = 1) -> Any:
     """Write a processor of images and videos, and return its part for images."""
     import transformers
 
-    tokenizer("<|image_pad|>", "<|video_pad|>").save_pretrained(folder)
+    tokenizer(*QWEN_TOKENS).save_pretrained(folder)
     made = transformers.Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
+        size={"shortest_edge": fewest_tokens * 28 * 28, "longest_edge": 16 * 28 * 28}
     )
     made.save_pretrained(folder)
     file = folder / "preprocessor_config.json"

@@ -38,6 +38,7 @@ class ModelMedia:
             metrics=self.metrics,
             placeholder=media.image_token_id,
             width=media.width,
+            merge_size=media.merge_size,
         ).embed
 
     def speech_reader(self, encoder: MediaEncoder) -> SpeechReader | None:

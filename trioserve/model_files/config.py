@@ -92,6 +92,9 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None = None
+    mrope_section: tuple[int, ...] = ()
+    """Numbers of rotary frequencies that turn by a token's time, row and column: M-RoPE (Wang et
+    al. 2024, arXiv:2409.12191). Empty if all turn by its position."""
     tie_word_embeddings: bool = False
     has_head: bool = True
     """False for an embedding model without an output matrix. Its token embeddings replace the
@@ -137,6 +140,11 @@ def check_config(config: ModelConfig, path: Path) -> None:
         raise _contradiction(path, f"{heads} heads can't share {kv_heads} heads of keys and values")
     if head_dim % 2 or head_dim <= 2:
         raise _contradiction(path, f"heads of {head_dim} numbers can't be rotated in pairs")
+    section = config.mrope_section
+    if section and (len(section) != 3 or sum(section) != head_dim // 2):
+        raise _contradiction(
+            path, f"mrope_section {list(section)} isn't three parts of {head_dim // 2} frequencies"
+        )
     experts = config.experts
     if experts is not None:
         count, per_token = experts.count, experts.per_token

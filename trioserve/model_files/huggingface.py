@@ -107,6 +107,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
+        mrope_section=_mrope_section(fields) if reads_media(whole) else (),
         tie_word_embeddings=is_tied or not has_head,
         has_head=has_head,
         qkv_bias=family == "qwen2" or attention_bias,
@@ -181,7 +182,7 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
     if partial != 1.0:
         raise ModelLoadError(f"{fields.path}: RoPE over a part of each head isn't served")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return theta, None
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
@@ -213,6 +214,16 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
         mscale_all_dim=mscale_all_dim,
         truncate=rope.get("truncate") is not False,
     )
+
+
+def _mrope_section(fields: Fields) -> tuple[int, ...]:
+    """Return the sections of rotary frequencies; none if all turn by a token's position."""
+    section = (fields.get("rope_parameters") or {}).get("mrope_section") or []
+    if not isinstance(section, list) or not all(
+        type(each) is int and each >= 0 for each in section
+    ):
+        raise fields.error("mrope_section", section)
+    return tuple(section)
 
 
 def _rope_layers(fields: Fields, family: str, num_layers: int) -> tuple[bool, ...]:

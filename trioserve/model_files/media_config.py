@@ -1,7 +1,8 @@
 """Models that read images: a tower of transformers' in front of a decoder of this project.
 
 config.json has the decoder's fields in ``text_config``, and the decoder's tensors have a prefix
-that tells them from the tower's. transformers has changed the prefixes over time.
+that tells them from the tower's. transformers has changed the prefixes over time. Older files of
+Qwen2-VL and Qwen2.5-VL have the decoder's fields and tensors where a decoder alone has them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from trioserve.model_files.common_fields import architecture_of
 from trioserve.model_files.fields import Fields
 from trioserve.protocol.errors import ModelLoadError
 
+_QWEN_CLASSES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+"""Classes whose decoder rotates by the rows and columns of an image."""
 MEDIA_CLASSES = (
     "Idefics3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    *_QWEN_CLASSES,
     "SmolVLMForConditionalGeneration",
 )
 """Classes whose tower gives embeddings for the placeholder tokens of an image."""
@@ -34,9 +38,26 @@ _LLAMA = {
     "vocab_size": 32000,
 }
 """transformers' defaults, which files of LLaVA leave out."""
+_QWEN = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "vocab_size": 152064,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""transformers' defaults of Qwen's decoders."""
+_MROPE_SECTION = [16, 24, 24]
+"""transformers' default."""
 _TEXT_PREFIXES = re.compile(
     r"(?:language_model\.model|model\.language_model|model\.text_model|"
-    r"language_model|text_model)\.(?=embed_tokens|layers|norm)"
+    r"language_model|text_model|model)\.(?=embed_tokens|layers|norm)"
 )
 HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 """Names of the output matrix."""
@@ -52,6 +73,9 @@ class MediaConfig:
     """Width of its embeddings: the decoder's hidden size."""
     image_token_id: int
     """Token at the positions whose embeddings the tower gives."""
+    merge_size: int = 0
+    """Number of an image's patches, down and across, that become one embedding. 0 if the decoder
+    doesn't need to know how the embeddings lie in the image."""
 
 
 def reads_media(values: Mapping[str, Any]) -> bool:
@@ -65,7 +89,7 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     ``width`` is the decoder's hidden size.
 
     Raises:
-        ModelLoadError: The token of images is missing.
+        ModelLoadError: The token of images is missing, or a field is damaged.
     """
     if not reads_media(values):
         return None
@@ -73,7 +97,17 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     name = "image_token_id" if values.get("image_token_id") is not None else "image_token_index"
     architecture = architecture_of(values)
     assert architecture is not None
-    return MediaConfig(architecture=architecture, width=width, image_token_id=fields.integer(name))
+    merge_size = 0
+    if architecture in _QWEN_CLASSES:
+        vision = values.get("vision_config")
+        given = vision if isinstance(vision, dict) else {}
+        merge_size = Fields(path, given, {}).integer("spatial_merge_size", 2)
+    return MediaConfig(
+        architecture=architecture,
+        width=width,
+        image_token_id=fields.integer(name),
+        merge_size=merge_size,
+    )
 
 
 def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -84,14 +118,25 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """
     if not reads_media(values):
         return values
-    text = values.get("text_config")
+    is_qwen = architecture_of(values) in _QWEN_CLASSES
+    text = values.get("text_config", values if is_qwen else None)
     if not isinstance(text, dict):
         raise ModelLoadError(f"{path} has no text_config: it is damaged; fetch it again")
-    defaults = _LLAMA if text.get("model_type") == "llama" else {}
     of_both = {name: values[name] for name in _OF_BOTH if name in values}
     # The class of the decoder may be one that transformers lacks; its type is right.
     own = {name: value for name, value in text.items() if name != "architectures"}
+    if is_qwen:
+        return {**_QWEN, **of_both, **own, "model_type": "qwen2", **_qwen_rope(own)}
+    defaults = _LLAMA if text.get("model_type") == "llama" else {}
     return {**defaults, **of_both, **own}
+
+
+def _qwen_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of the rotary embedding, with the sections of its frequencies."""
+    written = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(written, dict):
+        return {}  # refused where it is read
+    return {"rope_parameters": {"mrope_section": _MROPE_SECTION, **written}}
 
 
 def text_tensor(stored: str) -> str | None:

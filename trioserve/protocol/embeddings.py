@@ -1,4 +1,4 @@
-"""Embeddings in a prompt: rows that stand in place of those of its tokens."""
+"""Embeddings in a prompt: rows that stand in place of those of its tokens, and grids of images."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ class EmbeddingRows:
             ValueError: They aren't so wide.
         """
         return np.frombuffer(self.rows, NUMPY_DTYPES[self.number_format]).reshape(-1, width)
+
+
+@attrs.frozen(kw_only=True)
+class ImageGrid:
+    """Tokens of a prompt that are the rows and columns of an image, row after row."""
+
+    start: int
+    """Position of the first one in the prompt."""
+    rows: int
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last one."""
+        return self.start + self.rows * self.columns

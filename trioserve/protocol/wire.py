@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol.certificates import Credentials
-from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
 from trioserve.protocol.reports import PooledPrompt as PooledPrompt
@@ -146,7 +146,8 @@ class OpenSlot:
     hidden state is returned, and ``context_logits_from`` that of the first prompt token whose
     logits are; -1 for none. ``adapter`` is the number of an adapter loaded by the call
     ``load_adapter``, 0 for none. ``embeddings`` stand in place of those of the tokens, in the order
-    of their positions; there are none for what is ``computed``.
+    of their positions; there are none for what is ``computed``. ``grids`` are those of all images,
+    in the order of their positions, for a model with M-RoPE.
     """
 
     slot: int
@@ -161,6 +162,7 @@ class OpenSlot:
     context_logits_from: int = -1
     adapter: int = 0
     embeddings: list[EmbeddingRows] = attrs.field(factory=list)
+    grids: list[ImageGrid] = attrs.field(factory=list)
 
 
 @attrs.frozen(kw_only=True)
@@ -325,6 +327,7 @@ _PARTS = (
     PromptPiece,
     PooledPrompt,
     EmbeddingRows,
+    ImageGrid,
     TensorPiece,
     MockSteps,
     SamplerParams,

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.protocol.embeddings import NUMPY_DTYPES, EmbeddingRows, NumberFormat
+from trioserve.protocol.embeddings import NUMPY_DTYPES, EmbeddingRows, ImageGrid, NumberFormat
 from trioserve.protocol.errors import InvalidRequest
 
 PLACEHOLDER = 0
@@ -117,6 +117,8 @@ class EmbeddedMedia:
     """Digest of its content."""
     rows: EmbeddingRows
     """Embeddings of all placeholders, in order."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the placeholders, which are neighbors; None if it doesn't matter."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -129,7 +131,8 @@ class EmbeddedMedia:
     def spans(self, start: int, first: int, count: int) -> list[EmbeddedSpan]:
         """See :meth:`EmbeddingsPrompt.spans`; there is one, because media are whole."""
         width = len(self.rows.rows) // self.token_ids.count(self.placeholder)
-        part = self.digest + first.to_bytes(4, "little") + count.to_bytes(4, "little")
+        numbers = (first, count, *(self.grid or ()))
+        part = self.digest + b"".join(each.to_bytes(4, "little") for each in numbers)
         return [
             EmbeddedSpan(
                 start=start,
@@ -138,6 +141,7 @@ class EmbeddedMedia:
                 rows=self.rows.rows[first * width : (first + count) * width],
                 number_format=self.rows.number_format,
                 kind=self.kind,
+                grid=self.grid,
             )
         ]
 
@@ -203,13 +207,15 @@ class EmbeddedSpan:
     start: int
     stop: int
     digest: bytes
-    """Digest of the embeddings, 16 bytes."""
+    """Digest of the embeddings and the grid, 16 bytes."""
     rows: bytes
     """[stop - start, E], contiguous and little-endian."""
     number_format: NumberFormat
     kind: str = ""
     """Kind of the medium that they come from; empty if a caller gave them. For :data:`SPEECH`, all
     later positions need them, too."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of an image whose tokens the positions are; None if it doesn't matter."""
 
     @classmethod
     def of(
@@ -259,6 +265,15 @@ def take_marks(ids: list[int], given: Sequence[Embedded]) -> list[EmbeddedSpan]:
 def rows_after(spans: Sequence[EmbeddedSpan], computed: int) -> list[EmbeddingRows]:
     """Return the embeddings that tokens behind the first ``computed`` ones need."""
     return [span.after(computed) for span in spans if span.stop > computed or span.kind == SPEECH]
+
+
+def grids_of(spans: Sequence[EmbeddedSpan]) -> list[ImageGrid]:
+    """Return the grids of images among ``spans``."""
+    return [
+        ImageGrid(start=span.start, rows=span.grid[0], columns=span.grid[1])
+        for span in spans
+        if span.grid is not None
+    ]
 
 
 @attrs.define(eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
-from trioserve.requests.embedded import rows_after
+from trioserve.requests.embedded import grids_of, rows_after
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
@@ -146,6 +146,7 @@ class PlanBuilder:
                 context_logits_from=seq_state.missing_rows.context_logits_from,
                 adapter=seq_state.adapter,
                 embeddings=embeddings,
+                grids=grids_of(request.embedded),
             )
         )
 

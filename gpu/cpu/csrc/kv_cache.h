@@ -43,6 +43,7 @@ struct AttentionStep {
   const int64_t* context_lens;  // [num_rows]
   const int32_t* block_tables;  // [num_rows, table_stride]
   int64_t table_stride;
+  const float* angles;  // [num_tokens, head_dim], as gpu.rope has them; null: those of positions
 
   int64_t num_tokens() const { return query_start[num_rows]; }
   int64_t query_len(int64_t row) const { return query_start[row + 1] - query_start[row]; }

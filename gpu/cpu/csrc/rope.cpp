@@ -66,7 +66,11 @@ void rope_and_write(const Team& team, const AttentionShape& shape, const Attenti
     bf16* x = qkv + token * shape.qkv_width() + int64_t{head} * shape.head_dim;
     if (head < rotated) {
       if (norm.weight) norm_head(x, norm.weight + head * shape.head_dim, norm.eps, shape.head_dim);
-      if (cos_sin) rotate_head(x, cos_sin + position * shape.head_dim, shape.head_dim);
+      if (cos_sin) {
+        const float* angles = step.angles ? step.angles + token * shape.head_dim
+                                          : cos_sin + position * shape.head_dim;
+        rotate_head(x, angles, shape.head_dim);
+      }
     }
     if (head < shape.num_heads) continue;
     const int64_t page = step.block_tables[row * step.table_stride + position / shape.page_size];

@@ -18,7 +18,7 @@ struct QkNorm {
 //
 // qkv is [num_tokens, num_heads + 2 num_kv_heads, head_dim]: a token's queries, its keys, both
 // changed where they stand, and its values. cos_sin is the table of gpu.rope, [positions, head_dim]
-// float32; null: queries and keys aren't rotated.
+// float32; null: queries and keys aren't rotated. The step may have other angles.
 void rope_and_write(const Team& team, const AttentionShape& shape, const AttentionStep& step,
                     const float* cos_sin, const QkNorm& norm, bf16* qkv, bf16* pages);
 

@@ -8,7 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.attention import StepLayout
-from gpu.models.parallel.steps import Compute, SentEmbeddings
+from gpu.models.parallel.steps import (
+    Compute,
+    SentEmbeddings,
+    received_positions,
+    sent_positions,
+)
 from gpu.models.step_embeddings import StepEmbeddings
 
 
@@ -35,6 +40,7 @@ def compute(
         block_tables=layout.block_tables.tobytes(),
         width=layout.block_tables.shape[1],
         num_decode_rows=layout.num_decode_rows,
+        rotary_positions=sent_positions(layout.rotary_positions),
         adapted={number: own.tobytes() for number, own in adapted.items()},
         embedded=SentEmbeddings.of(embedded),
     )
@@ -50,6 +56,7 @@ def layout_of(step: Compute) -> StepLayout:
         slots=_longs(step.slots),
         block_tables=tables.reshape(-1, step.width),
         num_decode_rows=step.num_decode_rows,
+        rotary_positions=received_positions(step.rotary_positions),
     )
 
 

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from gpu.models.step_embeddings import StepEmbeddings
 from gpu.weights.blocks import BFLOAT16, FLOAT32, Numbers
@@ -52,6 +53,7 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     width: int
     """Pages in each row of the block tables."""
     num_decode_rows: int
+    rotary_positions: bytes | None
     adapted: dict[int, bytes]
     """By the adapter's number: places of its tokens, int64."""
     embedded: SentEmbeddings | None
@@ -106,6 +108,7 @@ class ComputeRows(msgspec.Struct, frozen=True, tag=True):
     query_start: bytes
     context_lens: bytes
     block_tables: bytes
+    rotary_positions: bytes | None
     adapted: dict[int, bytes]
     embedded: SentEmbeddings | None
 
@@ -183,6 +186,16 @@ def decode_step(message: bytes) -> Step:
     """Return the step of a message."""
     step: Step = _decoder.decode(message)
     return step
+
+
+def sent_positions(positions: npt.NDArray[np.int64] | None) -> bytes | None:
+    """Return rotary positions [T, 3] as bytes."""
+    return None if positions is None else positions.tobytes()
+
+
+def received_positions(sent: bytes | None) -> npt.NDArray[np.int64] | None:
+    """Return the rotary positions of :func:`sent_positions`, in memory of their own."""
+    return None if sent is None else np.frombuffer(bytearray(sent), dtype=np.int64).reshape(-1, 3)
 
 
 def packed(numbers: Numbers) -> PackedNumbers:

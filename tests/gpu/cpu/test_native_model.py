@@ -33,6 +33,7 @@ from tests.support.plans import GREEDY, PlanMaker, RecordingSampler, make_attent
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import FAMILIES, make_tiny
 from trioserve.model_files import open_model
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, floats, from_ints, ints
 
@@ -68,11 +69,17 @@ def decoder(path: Path, dtype: torch.dtype) -> Decoder:
 
 def with_torch(path: Path, dtype: torch.dtype) -> TorchModel:
     model = decoder(path, dtype)
-    return TorchModel(model, make_attention(model, page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    attention = make_attention(model, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    return TorchModel(model, attention, has_mrope=bool(model.config.mrope_section))
 
 
-def logits_of(model: CpuModel, prompt: Sequence[int]) -> torch.Tensor:
-    """Return the logits [T, V] after every token of ``prompt``, computed at once."""
+def logits_of(
+    model: CpuModel, prompt: Sequence[int], grids: Sequence[ImageGrid] = ()
+) -> torch.Tensor:
+    """Return the logits [T, V] after every token of ``prompt``, computed at once.
+
+    ``grids`` are images among the tokens.
+    """
     count = len(prompt)
     pages = -(-count // PAGE_SIZE)
     opened = OpenSlot(
@@ -83,6 +90,7 @@ def logits_of(model: CpuModel, prompt: Sequence[int]) -> torch.Tensor:
         computed=0,
         pages=from_ints(range(pages)),
         sampler=GREEDY,
+        grids=list(grids),
     )
     plan = Plan(number=1, opened=[opened], row_slots=from_ints([0]), row_counts=from_ints([count]))
     slots = slot_table()

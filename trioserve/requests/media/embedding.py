@@ -27,6 +27,8 @@ class MediaEmbedder:
         metrics: Counts.
         placeholder: Token at the positions of an image's embeddings.
         width: Width of an embedding.
+        merge_size: Patches, down and across, that become one embedding of an image, if the decoder
+            has to know how its embeddings lie; 0 if not.
     """
 
     reader: MediaReader
@@ -34,6 +36,7 @@ class MediaEmbedder:
     metrics: Metrics
     placeholder: int
     width: int
+    merge_size: int = 0
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
         """Return the embeddings of a prompt's media, in order.
@@ -58,7 +61,8 @@ class MediaEmbedder:
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
         rows = await embeddings_of(processed, self.encoder, name)
         found, wanted = len(rows.numbers(self.width)), processed.num_placeholder_tokens
-        if found != wanted:
+        grid = _grid_of(processed, self.merge_size) if self.merge_size else None
+        if found != wanted or (grid is not None and grid[0] * grid[1] != wanted):
             raise InvalidRequest(
                 f"{name}: the model's tower gives {found} embeddings for {wanted} tokens, so its "
                 "processor is of another model",
@@ -70,4 +74,14 @@ class MediaEmbedder:
             placeholder=self.placeholder,
             digest=processed.digest,
             rows=rows,
+            grid=grid,
         )
+
+
+def _grid_of(processed: ProcessedMedia, merge_size: int) -> tuple[int, int]:
+    """Return the rows and columns of an image's embeddings; (0, 0) if they aren't known."""
+    patches = processed.arrays.get("image_grid_thw")
+    if patches is None or patches.shape != (1, 3):
+        return 0, 0
+    _, height, width = patches[0].tolist()
+    return height // merge_size, width // merge_size

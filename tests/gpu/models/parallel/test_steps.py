@@ -54,6 +54,7 @@ def test_a_layout_arrives_as_it_was() -> None:
         slots=np.array([4, 0]),
         block_tables=np.array([[3, 1, 0], [2, 9, 5]], dtype=np.int32)[:, :2],
         num_decode_rows=1,
+        rotary_positions=np.arange(12).reshape(4, 3),
     )
     tokens = np.array([11, 12, 13, 14])
     places = np.array([0, 2])
@@ -78,7 +79,7 @@ def test_a_layout_arrives_as_it_was() -> None:
     [
         GiveCache(5, 2),
         ComputeLogits(b"\x00\x01", 1),
-        ComputeRows(b"12", b"34", b"56", b"78", {3: b"9"}, SentEmbeddings(b"1", b"2")),
+        ComputeRows(b"12", b"34", b"56", b"78", b"90", {3: b"9"}, SentEmbeddings(b"1", b"2")),
         ComputeRowLogits(b"\x00\x01\x00\x00"),
         CopyPages(bytes(16)),
         LoadOnRanks(3, [LowRank(1, "mlp.up_proj", packed(MATRIX), packed(MATRIX), 0.5)]),

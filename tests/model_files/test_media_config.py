@@ -1,0 +1,87 @@
+"""The configuration of models with a tower, in the forms in which files have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_media import make_media_model
+from trioserve.model_files import open_model
+from trioserve.model_files.media_config import text_tensor
+from trioserve.protocol.errors import ModelLoadError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_media_model("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+@pytest.fixture
+def values(folder: Path) -> Any:
+    """Fields of config.json; what a test has written there is undone."""
+    path = folder / "config.json"
+    written = path.read_text()
+    yield json.loads(written)
+    path.write_text(written)
+
+
+def write(folder: Path, values: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_fields_of_the_decoder_may_stand_where_a_decoder_has_them(
+    folder: Path, values: dict[str, Any]
+) -> None:
+    nested = open_model(folder)
+    assert nested.native.mrope_section == (8, 12, 12)
+    assert nested.media is not None
+    assert nested.media.merge_size == 2
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    del values["vision_config"]["spatial_merge_size"]
+    rope["type"] = "mrope"
+    del rope["rope_type"]
+    write(folder, {**text, **values, "rope_scaling": rope})
+    flat = open_model(folder)
+    assert flat.config == nested.config
+    assert flat.media == nested.media
+
+
+def test_sections_are_transformers_own_if_the_file_has_none(
+    folder: Path, values: dict[str, Any]
+) -> None:
+    text = values["text_config"]
+    text["head_dim"] = 128
+    del text["rope_parameters"]
+    write(folder, values)
+    assert open_model(folder).native.mrope_section == (16, 24, 24)
+    assert open_model(folder).native.rope_theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ([8, 12, 13], "isn't three parts of 32 frequencies"),
+        ([16, 16], "isn't three parts of 32 frequencies"),
+        ([33, 0, -1], "has mrope_section = "),
+        ("8", "has mrope_section = "),
+    ],
+)
+def test_sections_that_cannot_be_are_refused(
+    folder: Path, values: dict[str, Any], section: Any, told: str
+) -> None:
+    values["text_config"]["rope_parameters"]["mrope_section"] = section
+    write(folder, values)
+    with pytest.raises(ModelLoadError, match=told):
+        open_model(folder)
+
+
+def test_names_of_the_decoder_s_tensors() -> None:
+    for prefix in ("model.", "model.language_model.", "language_model.model.", "model.text_model."):
+        assert text_tensor(f"{prefix}layers.3.x") == "model.layers.3.x"
+    for name in ("visual.blocks.0.x", "model.visual.blocks.0.x", "model.vision_tower.layers.0.x"):
+        assert text_tensor(name) is None
+    assert text_tensor("model.lm_head.weight") == "lm_head.weight"
