@@ -79,17 +79,37 @@ class Reference:
             folder, dtype=torch.float32
         ).eval()
 
-    def check(self, content: Content, completion: Completion) -> None:
-        """Assert that the output is greedy, with log-probabilities within the tolerance."""
+    @property
+    def image_token(self) -> int:
+        """Token at the positions of images."""
+        return int(self.model.config.image_token_id)
+
+    def inputs_of(self, content: Content) -> Any:
+        """Return the processor's result for a conversation."""
         template = self.processor.tokenizer.chat_template or self.processor.chat_template
         text = self.processor.apply_chat_template(
             messages_of(content), chat_template=template, add_generation_prompt=True
         )
         images = [each for each in content if not isinstance(each, str)]
-        inputs = self.processor(
+        return self.processor(
             text=text, images=images or None, return_tensors="pt", add_special_tokens=False
         )
-        assert list(completion.prompt_token_ids) == inputs["input_ids"][0].tolist()
+
+    def generate(self, content: Content, max_tokens: int) -> list[int]:
+        """Return the greedy output, without tokens of images."""
+        inputs = self.inputs_of(content)
+        limits = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None}
+        inputs.pop("token_type_ids", None)
+        suppressed = [self.image_token]
+        found = self.model.generate(**inputs, **limits, suppress_tokens=suppressed, pad_token_id=0)
+        return found[0, inputs["input_ids"].shape[1] :].tolist()
+
+    def check(self, content: Content, completion: Completion) -> None:
+        """Assert that the output is greedy, with log-probabilities within the tolerance."""
+        inputs = self.inputs_of(content)
+        prompt = inputs["input_ids"][0].tolist()
+        assert list(completion.prompt_token_ids) == prompt
+        assert completion.usage.image_tokens == prompt.count(self.image_token)
         tokens = torch.tensor([completion.token_ids])
         count = inputs["input_ids"].shape[1]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
@@ -103,7 +123,7 @@ class Reference:
         expected = logits[count - 1 : -1].log_softmax(-1)
         told = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
         own = expected.gather(1, tokens[0][:, None])[:, 0]
-        expected[:, self.model.config.image_token_id] = -torch.inf
+        expected[:, self.image_token] = -torch.inf
         assert told == pytest.approx(own.tolist(), abs=TOLERANCE)
         assert (expected.max(-1).values - own).max() < TOLERANCE
 
@@ -130,13 +150,12 @@ async def test_answers_are_those_of_transformers(folder: Path) -> None:
     """Together, in chunks and preempted, and again with cached pages."""
     reference = Reference(folder)
     pages = 18 if family_of(folder) == "llava" else 32
-    token = reference.model.config.image_token_id
     async with open_tiny_engine(folder, num_gpu_blocks_override=pages, **TIGHT) as engine:
         for _ in range(2):
-            for content, completion in zip(
-                CONVERSATIONS, await answers(engine, token), strict=True
-            ):
+            found = await answers(engine, reference.image_token)
+            for content, completion in zip(CONVERSATIONS, found, strict=True):
                 reference.check(content, completion)
+        assert list(found[1].token_ids) == reference.generate(CONVERSATIONS[1], 20)
         assert engine.statistics().scheduler.num_preemptions > 0
         await assert_idle(engine)
 

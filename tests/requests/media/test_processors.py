@@ -53,10 +53,19 @@ def test_an_image_is_what_transformers_makes_of_it(
         processor.of_audio(np.zeros(10, np.float32))
 
 
-def test_a_processor_of_images_and_videos_reads_images_without_torchvision(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 28 * 28}},
+        {"min_pixels": 28 * 28, "max_pixels": 8 * 28 * 28},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
+def test_a_processor_of_images_and_videos_reads_images_without_torchvision(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
     assert find_spec("torchvision") is None
     direct = qwen2_vl(tmp_path)
-    arguments = {"size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 28 * 28}}
     processor = MediaProcessor(str(tmp_path), arguments)
     image = noise(130, 90)
     part = processor.of_image(image)

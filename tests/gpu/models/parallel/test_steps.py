@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from gpu.attention import StepLayout
+from gpu.cpu.compiled_ranks import compute_rows, step_of_rows
 from gpu.cpu.rank_processes import RankOrder, read_order, write_order
+from gpu.cpu.step_arrays import CompiledStep
 from gpu.models.parallel.layouts import compute, layout_of
 from gpu.models.parallel.link import RankLink, agreed, connect_ranks
 from gpu.models.parallel.steps import (
@@ -72,6 +74,23 @@ def test_a_layout_arrives_as_it_was() -> None:
     for name, values in wanted.items():
         assert found[name].dtype == values.dtype
         assert np.array_equal(found[name], values), name
+
+
+def test_a_step_of_the_compiled_kernels_arrives_as_it_was() -> None:
+    arrays = {
+        "tokens": np.array([11, 12, 13], dtype=np.int32),
+        "query_start": np.array([0, 1, 3]),
+        "context_lens": np.array([8, 6]),
+        "block_tables": np.array([[3, 1], [2, 9]], dtype=np.int32),
+        "rotary_positions": np.arange(9).reshape(3, 3),
+    }
+    step = CompiledStep(**arrays, adapted={}, embedded=None)
+    message = decode_step(encode_step(compute_rows(step)))
+    assert isinstance(message, ComputeRows)
+    found = step_of_rows(message)
+    for name, values in arrays.items():
+        assert getattr(found, name).dtype == values.dtype
+        assert np.array_equal(getattr(found, name), values), name
 
 
 @pytest.mark.parametrize(
