@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -23,6 +25,8 @@ NUM_PAGES = 80
 NUM_SLOTS = 4
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 64
 MAX_LEN = 512
+MAX_TOKENS = 64
+AXES = np.tile(np.repeat(np.arange(3), (8, 12, 12)), 2)
 TOLERANCE = 1e-2
 
 
@@ -59,6 +63,7 @@ class Backend:
         *,
         cache_dtype: torch.dtype = torch.bfloat16,
         batch_invariant: bool = False,
+        axes: npt.NDArray[np.int64] | None = None,
     ) -> Backend:
         limits = AttentionLimits(
             num_heads=NUM_HEADS,
@@ -66,11 +71,15 @@ class Backend:
             head_dim=HEAD_DIM,
             windows=windows,
             max_rows=NUM_SLOTS,
-            max_tokens=64,
+            max_tokens=MAX_TOKENS,
             max_model_len=MAX_LEN,
             num_multiprocessors=4,  # so that small steps are cut as large ones are on a GPU
             batch_invariant=batch_invariant,
+            has_mrope=axes is not None,
         )
+        table = cos_sin()
+        if axes is not None:
+            table = torch.cat([table, torch.zeros(MAX_TOKENS, HEAD_DIM)])
         buffer = StepBuffer(loader.device, limits.regions())
         tables = torch.full((NUM_SLOTS, MAX_LEN // PAGE_SIZE), -1, dtype=torch.int32)
         tables = tables.to(loader.device)
@@ -81,21 +90,34 @@ class Backend:
             cache=poisoned_cache(cache_shape(cache_dtype, loader.device)),
             limits=limits,
             dtype=torch.bfloat16,
-            cos_sin=cos_sin().to(loader.device),
+            cos_sin=table.to(loader.device),
+            axes=axes,
         )
         return cls(buffer, tables, attention)
 
     def run(
-        self, layout: StepLayout, qkv: torch.Tensor, window: int | None, rotate: bool = True
+        self,
+        layout: StepLayout,
+        qkv: torch.Tensor,
+        window: int | None,
+        rotate: bool = True,
+        padded_to: int = 0,
     ) -> torch.Tensor:
+        """Return the attention of a step, whose rows are ``padded_to`` more than 0 for a graph."""
         for row, slot in enumerate(layout.slots):
             pages = -(-int(layout.context_lens[row]) // PAGE_SIZE)
             self.block_tables[slot, :pages] = torch.from_numpy(layout.block_tables[row, :pages])
-        self.attention.begin(layout)
+        count = len(qkv)
+        if padded_to:
+            self.attention.begin_padded(padded_to, shares=False)
+            self.attention.pack_padded(layout, padded_to, None)
+            qkv = torch.cat([qkv, torch.zeros_like(qkv[:1]).expand(padded_to - count, -1, -1)])
+        else:
+            self.attention.begin(layout)
         self.buffer.upload()
         qkv = qkv.to(self.block_tables.device, copy=True)
         q = self.attention.rope_and_write(0, qkv, rotate)
-        return self.attention.attend(0, q, window).cpu()
+        return self.attention.attend(0, q, window)[:count].cpu()
 
 
 def poisoned_cache(shape: CacheShape) -> KvCache:
@@ -169,6 +191,28 @@ def test_it_gives_what_the_reference_gives(
     for window in windows:
         ours, theirs = (run(each, layout, qkv, window) for each in (backend, reference))
         assert relative_error(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rows", "padded_to"), [(MIXED, 0), ([(1, 130), (1, 17)], 4)])
+def test_rows_turn_by_rotary_positions(
+    loader: KernelLoader, rows: list[tuple[int, int]], padded_to: int
+) -> None:
+    """Those of a token may differ, or be the same, or there are none."""
+    backend = Backend.of(loader, axes=AXES)
+    shape = cache_shape(torch.float32, torch.device("cpu"))
+    reference = TorchCpuAttention(shape, NUM_HEADS, cos_sin(), axes=AXES)
+    layout = step(rows)
+    fill(layout, [backend, reference])
+    qkv = random_qkv(int(layout.query_start[-1]), 7)
+    different = np.random.default_rng(3).integers(0, MAX_LEN, (len(qkv), 3))
+    outputs = []
+    for positions in (different, different[:, :1].repeat(3, axis=1), None):
+        turned = attrs.evolve(layout, rotary_positions=positions)
+        ours = backend.run(turned, qkv, None, padded_to=padded_to)
+        outputs.append(run(reference, turned, qkv, None))
+        assert relative_error(ours, outputs[-1]) < TOLERANCE
+    assert relative_error(outputs[0], outputs[1]) > 5 * TOLERANCE
+    assert relative_error(outputs[1], outputs[2]) > 5 * TOLERANCE
 
 
 def test_an_fp8_cache_is_near(loader: KernelLoader) -> None:
