@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid, find_misfit
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
 
@@ -32,6 +32,12 @@ class PlanError(Exception):
     def __init__(self, message: str, slot: int = -1) -> None:
         super().__init__(message)
         self.slot = slot
+
+
+def summarize(error: Exception) -> str:
+    """Return the type of an exception and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -300,12 +306,9 @@ class SlotTable:
         for first in (opened.states_from, opened.context_logits_from):
             if 0 <= first < opened.computed:
                 raise PlanError(f"slot {number} wants rows of what is computed", number)
-        self._check_embeddings(number, opened.embeddings, len(tokens))
-        end = 0
-        for grid in opened.grids:
-            if not end <= grid.start < grid.stop <= len(tokens):
-                raise PlanError(f"slot {number} has an image where it has no tokens", number)
-            end = grid.stop
+        width = self.embedding_width
+        if misfit := find_misfit(opened.embeddings, opened.grids, width, len(tokens)):
+            raise PlanError(f"slot {number} has {misfit}", number)
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
             self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
@@ -328,15 +331,6 @@ class SlotTable:
         )
         pages = ints(opened.pages)
         self._append_pages(np.full(len(pages), number, dtype=np.int32), pages)
-
-    def _check_embeddings(self, number: int, given: Sequence[EmbeddingRows], most: int) -> None:
-        for each in given:
-            try:
-                stop = each.start + len(each.numbers(self.embedding_width))
-            except (ValueError, KeyError):
-                raise PlanError(f"slot {number} has embeddings of another width", number) from None
-            if not 0 <= each.start < stop <= most:
-                raise PlanError(f"slot {number} has embeddings where it has no tokens", number)
 
     def _sharing(self, sampler: SamplerParams) -> SamplerParams:
         """Return ``sampler`` with equal long columns shared with the slot opened before it.

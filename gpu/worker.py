@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import msgspec
 import pynng
 
-from gpu._util.logs import set_up_logging, summarize
+from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
 from gpu.constraints.adjuster import Constraints
 from gpu.constraints.background import Background
@@ -39,7 +39,7 @@ from gpu.loading.page_transfers import PageTransfers
 from gpu.loading.weight_swap import ModelWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
-from gpu.slots import PlanError
+from gpu.slots import PlanError, summarize
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.gc_tuning import freeze_objects

@@ -36,12 +36,6 @@ class ConsoleFormatter(logging.Formatter):
         return escaped(super().format(record), keep="\n\t")
 
 
-def summarize(error: Exception) -> str:
-    """Return the type of an exception and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def set_up_logging() -> None:
     """Log to stderr, including Python warnings and uncaught exceptions.
 

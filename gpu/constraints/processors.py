@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from gpu._util.logs import summarize
-from gpu.slots import PlanError
+from gpu.slots import PlanError, summarize
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
 

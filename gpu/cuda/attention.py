@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu._util.upload import upload
 from gpu.attention import QkNorm, StepLayout
 from gpu.attention.kv_cache import KvCache
 from gpu.attention.prefill_items import ITEM_FIELDS
 from gpu.attention.shared_prefix import SharedPrefixes
 from gpu.cuda.attention_limits import AttentionLimits
 from gpu.cuda.attention_packing import StepPacker, StepShape, padded_shape
+from gpu.cuda.rotary_rows import RotaryRows
 from gpu.cuda.step_buffer import StepBuffer
 from gpu.executor import Copies
 from gpu.kernels import KernelLoader
@@ -59,9 +59,8 @@ class CudaAttention:
         cache: the KV cache.
         limits: of the steps.
         dtype: of the model.
-        cos_sin: the table of :func:`gpu.models.rope.cos_sin_table` on the device; with ``axes``,
-            it has room for ``limits.max_tokens`` more rows.
-        axes: which rotary position each column of the table takes; None if layouts have none.
+        cos_sin: the table, as in :class:`~gpu.cuda.rotary_rows.RotaryRows`.
+        axes: as there.
 
     Raises:
         ValueError: the kernels aren't built for the model's shape.
@@ -98,10 +97,8 @@ class CudaAttention:
             "cache_dtype": shape.dtype,
         }
         self._rope_and_write = RopeAndWrite(loader, cos_sin=cos_sin, **heads)
-        rotary_rows = buffer["positions" if axes is None else "rotary_rows"]
-        self._rope_and_write.prepare(rotary_rows, buffer["kv_locations"])
-        self._cos_sin = cos_sin
-        self._axes = None if axes is None else torch.from_numpy(axes).to(loader.device)
+        self._rotary_rows = RotaryRows(buffer, cos_sin, axes, limits.max_model_len)
+        self._rope_and_write.prepare(self._rotary_rows.on_device, buffer["kv_locations"])
         self._windows = {
             size: _Window(
                 index=index,
@@ -122,11 +119,10 @@ class CudaAttention:
             for tile in (TILES if limits.may_share else ())
         }
         partials = (limits.max_partials, limits.num_heads)
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": loader.device}
         self._partials: dict[str, Any] = {
-            "partial_out": torch.empty(
-                (*partials, shape.head_dim), dtype=torch.float32, device=loader.device
-            ),
-            "partial_lse": torch.empty(partials, dtype=torch.float32, device=loader.device),
+            "partial_out": torch.empty((*partials, shape.head_dim), **floats),
+            "partial_lse": torch.empty(partials, **floats),
         }
         self.shape = padded_shape(limits, 1, shares=False)
         """Shape of the step whose launches are set."""
@@ -150,7 +146,7 @@ class CudaAttention:
         """Pack a step into the step buffer and set its launches."""
         shared = self._packer.find_shared(layout, layout.num_decode_rows)
         self.prepare(self._packer.pack(layout, shared=shared))
-        self._pack_rotation(layout)
+        self._rotary_rows.pack(layout)
 
     def begin_padded(self, num_rows: int, *, shares: bool) -> None:
         """Set the launches for any step of up to ``num_rows`` rows of one token, to be captured.
@@ -166,25 +162,7 @@ class CudaAttention:
     def pack_padded(self, layout: StepLayout, num_rows: int, shared: SharedPrefixes | None) -> None:
         """Pack a step for what was captured for ``num_rows``; the launches stay as they are."""
         self._packer.pack(layout, padded_to=num_rows, shared=shared)
-        self._pack_rotation(layout, padded_to=num_rows)
-
-    def _pack_rotation(self, layout: StepLayout, *, padded_to: int = 0) -> None:
-        """Pack which row of the table each token turns by.
-
-        A step with tokens whose positions differ has its rows behind those of all positions; they
-        are queued behind the steps before.
-        """
-        if self._axes is None:
-            return
-        rows, given = layout.positions, layout.rotary_positions
-        if given is not None:
-            rows = given[:, 0]
-            if (given != rows[:, None]).any():
-                first, stop = self._limits.max_model_len, self._limits.max_model_len + len(given)
-                taken = upload(given, self._cos_sin.device)[:, self._axes]
-                self._cos_sin[first:stop] = self._cos_sin[:first].gather(0, taken)
-                rows = np.arange(first, stop)
-        self._buffer.put("rotary_rows", rows, padded_to=padded_to)
+        self._rotary_rows.pack(layout, padded_to=num_rows)
 
     def rope_and_write(
         self, layer: int, qkv: torch.Tensor, rotate: bool, qk_norm: QkNorm | None = None

@@ -197,7 +197,7 @@ def test_it_gives_what_the_reference_gives(
 def test_rows_turn_by_rotary_positions(
     loader: KernelLoader, rows: list[tuple[int, int]], padded_to: int
 ) -> None:
-    """Those of a token may differ, or be the same, or there are none."""
+    """The three positions of a token may differ, or be the same; or there are none."""
     backend = Backend.of(loader, axes=AXES)
     shape = cache_shape(torch.float32, torch.device("cpu"))
     reference = TorchCpuAttention(shape, NUM_HEADS, cos_sin(), axes=AXES)

@@ -57,7 +57,7 @@ IMAGE_TEXTS = {
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
 }
-"""What the template of each family prints for an image."""
+"""Text that the template of each family prints for an image."""
 
 
 def make_media_model(family: str, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import attrs
@@ -48,3 +49,27 @@ class ImageGrid:
     def stop(self) -> int:
         """Position behind the last one."""
         return self.start + self.rows * self.columns
+
+
+def find_misfit(
+    embeddings: Sequence[EmbeddingRows], grids: Sequence[ImageGrid], width: int, num_tokens: int
+) -> str:
+    """Return what doesn't fit a sequence of ``num_tokens`` tokens; empty if all does.
+
+    Args:
+        embeddings: Embeddings in place of its tokens, each to be ``width`` numbers.
+        grids: Images among its tokens, to be in order.
+    """
+    for each in embeddings:
+        try:
+            stop = each.start + len(each.numbers(width))
+        except (ValueError, KeyError):
+            return "embeddings of another width"
+        if not 0 <= each.start < stop <= num_tokens:
+            return "embeddings where it has no tokens"
+    end = 0
+    for grid in grids:
+        if not end <= grid.start < grid.stop <= num_tokens:
+            return "an image where it has no tokens"
+        end = grid.stop
+    return ""
