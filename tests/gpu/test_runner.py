@@ -14,6 +14,7 @@ from gpu.runner import Runner
 from gpu.slots import PlanError, SlotTable
 from tests.support.plans import GREEDY, PlanMaker, load_tiny, make_runner
 from tests.support.tiny_models import make_tiny
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, floats, from_ints, ints
 
@@ -217,6 +218,10 @@ def opened(**changes: Any) -> OpenSlot:
     return OpenSlot(**fields, **columns, sampler=GREEDY)
 
 
+def image(start: int, rows: int, columns: int) -> ImageGrid:
+    return ImageGrid(start=start, rows=rows, columns=columns)
+
+
 def rows(**counts: int) -> dict[str, bytes]:
     return {
         "row_slots": from_ints([int(name[1:]) for name in counts]),
@@ -239,6 +244,9 @@ class TestSlotTable:
         ("computed", lambda: Plan(number=1, opened=[opened(computed=5)]), "don't fit"),
         ("vocabulary", lambda: Plan(number=1, opened=[opened(tokens=[1, 2, 3, 4, 100])]),
          "outside the vocabulary"),
+        ("image", lambda: Plan(number=1, opened=[opened(grids=[image(3, 1, 3)])]), "an image"),
+        ("images", lambda: Plan(number=1, opened=[opened(grids=[image(0, 1, 3), image(2, 1, 1)])]),
+         "an image where it has no tokens"),
         ("page", lambda: Plan(number=1, opened=[opened(pages=[8])]), "page 8 of 8"),
         ("pages", lambda: Plan(number=1, opened=[opened(pages=[1, 2, 3, 4])]), "more pages"),
         ("stray page", lambda: Plan(number=1, page_slots=from_ints([0]), page_ids=from_ints([1])),

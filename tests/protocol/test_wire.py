@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioserve.protocol import wire
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.joining import Join, JoinRefusal, LinkHeartbeat, WorkerEnd
 from trioserve.protocol.sampling import SamplerParams
@@ -65,6 +66,7 @@ MESSAGES: list[wire.Message] = [
                     extra_args={"target": [1, "x", None]},
                 ),
                 prompt_logprobs_from=1,
+                grids=[ImageGrid(start=0, rows=1, columns=2)],
             )
         ],
         page_slots=wire.from_ints([1]),

@@ -11,13 +11,16 @@ import trio
 import trio.testing
 
 from trioserve import EmbeddingsPrompt
+from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests import embedded
 from trioserve.requests.embedded import (
     FIRST_CONTENT_ID,
     PLACEHOLDER,
     ContentIds,
+    EmbeddedMedia,
     EmbeddedSpan,
+    grids_of,
     rows_after,
     take_marks,
 )
@@ -48,6 +51,31 @@ def test_equal_contents_have_equal_ids_and_others_have_others() -> None:
     assert not set(one) & set(half)
     assert min(one + same[3:] + half) >= FIRST_CONTENT_ID
     assert len(set(one)) == 3
+
+
+def test_an_image_with_another_grid_is_another_content() -> None:
+    rows = EmbeddingRows(start=0, rows=ROWS[:6].tobytes(), number_format="float32")
+    grids = ((2, 3), (3, 2), None)
+    images = [
+        EmbeddedMedia(
+            kind="image",
+            token_ids=[1, *[7] * 6, 2],
+            placeholder=7,
+            digest=b"d",
+            rows=rows,
+            grid=grid,
+        )
+        for grid in grids
+    ]
+    ids = [5, *(mark for index, each in enumerate(images) for mark in each.marks(index))]
+    found = take_marks(ids, images)
+    assert ids == [5, *[1, *[7] * 6, 2] * 3]
+    assert [(span.start, span.stop) for span in found] == [(2, 8), (10, 16), (18, 24)]
+    assert len({span.digest for span in found}) == 3
+    assert [(each.start, each.rows, each.columns) for each in grids_of(found)] == [
+        (2, 2, 3),
+        (10, 3, 2),
+    ]
 
 
 def test_ids_begin_anew_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:

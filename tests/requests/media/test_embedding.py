@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -152,3 +153,5 @@ async def test_lost_workers_and_errors(autojump_clock: trio.testing.MockClock) -
         with pytest.raises(InvalidRequest, match=told) as refused:
             await embedder(worker).embed(parts(b"a"))
         assert refused.value.param == "part 0"
+    with pytest.raises(InvalidRequest, match="its processor is of another model"):
+        await attrs.evolve(embedder(Worker()), merge_size=2).embed(parts(b"a"))
