@@ -12,9 +12,9 @@ from trioserve.protocol.errors import InvalidRequest
 
 
 def test_the_counts_that_are_not_given_keep_their_defaults() -> None:
-    assert MediaOptions().most_media() == {"image": 8, "audio": 1, "video": 0}
+    assert MediaOptions().most_media() == {"image": 8, "audio": 8, "video": 0}
     given = EngineConfig("m", limit_mm_per_prompt='{"image": 2, "video": 0}')
-    assert given.most_media() == {"image": 2, "audio": 1, "video": 0}
+    assert given.most_media() == {"image": 2, "audio": 8, "video": 0}
     assert MediaOptions().processor_arguments() == {}
     arguments = EngineConfig("m", mm_processor_kwargs='{"size": {"height": 3}}')
     assert arguments.processor_arguments() == {"size": {"height": 3}}

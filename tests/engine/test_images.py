@@ -1,7 +1,8 @@
-"""Images in prompts over tiny models: what they give is what transformers gives."""
+"""Images and audio in prompts over tiny models: what they give is what transformers gives."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from collections.abc import Sequence
@@ -11,13 +12,25 @@ from typing import Any
 import attrs
 import PIL.Image
 import pytest
+import soundfile
 import torch
 import transformers
 import trio
 
+from tests.engine.audio_over_http import assert_served
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.tiny_audio import AUDIO_FAMILIES, TOKENS, make_audio_model
 from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model, png
-from trioserve import Completion, Engine, EngineConfig, ImagePart, InvalidRequest, TextPrompt
+from tests.support.tiny_speech import wav
+from trioserve import (
+    AudioPart,
+    Completion,
+    Engine,
+    EngineConfig,
+    ImagePart,
+    InvalidRequest,
+    TextPrompt,
+)
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.model_files.media_config import MediaConfig
 from trioserve.testing.fake_engine import byte_tokenizer
@@ -28,31 +41,70 @@ TIGHT: dict[str, Any] = {
     "block_size": 4,
     "max_num_batched_tokens": 16,
 }
-"""Prompts are cut in the middle of images, and there are too few pages for all."""
+"""Prompts are cut in the middle of media, and there are too few pages for all."""
+LIMITS = {"limit_mm_per_prompt": '{"image": 2, "audio": 2}'}
 TOLERANCE = 2e-4
-Content = Sequence[str | bytes | PIL.Image.Image]
+Content = Sequence[str | bytes | PIL.Image.Image | AudioPart]
 CONVERSATIONS: list[Content] = [
     ["What is this?", image(1)],
     [image(2, (30, 70)), "and", image(1), "differ?"],
     ["no picture at all"],
     [image(3), image(3), "twice"],
 ]
+REFUSED: list[tuple[Content, str, str]] = [
+    (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
+    ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
+    ([image(1), AudioPart(b"RIFF")], "reads no audio clips", "messages[0].content[1]"),
+    (["a text with <image> in it", image(1)], "which stands for images", "messages"),
+]
+REFUSED_AUDIO: list[tuple[Content, str, str]] = [
+    (["hear", AudioPart(b"no audio")], "messages[0].content[1]", "messages[0].content[1]"),
+    ([AudioPart(wav(1, 0.1))] * 3, "--limit-mm-per-prompt", "messages[0].content[2]"),
+    ([AudioPart(wav(1, 0.1)), image(1)], "reads no images", "messages[0].content[1]"),
+    ([AudioPart(wav(1, 1.1))], "1.1 seconds, and the model hears 1", "messages[0].content[0]"),
+    ([AudioPart(wav(1, 0.001))], "too short", "messages[0].content[0]"),
+    (["a <|AUDIO|> in it", AudioPart(wav(1, 0.1))], "stands for audio clips", "messages"),
+]
 
 
-@pytest.fixture(scope="module", params=MEDIA_FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
+@attrs.frozen
+class Model:
+    """A tiny model, and conversations for it."""
+
+    folder: Path
+    token: str
+    conversations: Sequence[Content]
+    refused: Sequence[tuple[Content, str, str]]
+    num_pages: int
+    """Pages that are too few for all conversations at a time."""
 
 
-@pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_media_model("llava", tmp_path_factory.mktemp("llava"))
+def make_model(family: str, folder: Path) -> Model:
+    if family not in AUDIO_FAMILIES:
+        made = make_media_model(family, folder)
+        return Model(made, "<image>", CONVERSATIONS, REFUSED, 18 if family == "llava" else 32)
+    longest = 1.0 if family == "qwen2_audio" else 2.3
+    spoken: list[Content] = [
+        ["What is said?", AudioPart(wav(1, 0.7))],
+        [AudioPart(wav(2, longest)), "and", AudioPart(wav(1, 0.7)), "differ?"],
+        ["no sound at all"],
+        [AudioPart(wav(3, 0.2)), AudioPart(wav(3, 0.2)), "twice"],
+    ]
+    made = make_audio_model(family, folder)
+    return Model(made, TOKENS[family], spoken, REFUSED_AUDIO, 32 if longest == 1 else 40)
+
+
+@pytest.fixture(scope="module", params=[*MEDIA_FAMILIES, *AUDIO_FAMILIES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def messages_of(content: Content) -> list[dict[str, Any]]:
     parts = [
         {"type": "text", "text": each}
         if isinstance(each, str)
+        else {"type": "audio", "audio": each}
+        if isinstance(each, AudioPart)
         else {"type": "image", "image": each}
         for each in content
     ]
@@ -60,23 +112,27 @@ def messages_of(content: Content) -> list[dict[str, Any]]:
 
 
 def test_images_are_read_with_a_tower_and_a_limit_above_0() -> None:
-    tower = MediaConfig(architecture="LlavaForConditionalGeneration", width=8, image_token_id=1)
+    tower = MediaConfig(
+        architecture="LlavaForConditionalGeneration", width=8, token_ids={"image": 1}
+    )
     model = LoadedModel(name="m", tokenizer=Tokenizer(byte_tokenizer()), eos_token_ids=())
     reader = attrs.evolve(model, media=tower)
     refusing = EngineConfig("m", limit_mm_per_prompt='{"image": 0}')
-    assert reader.reads_images(EngineConfig("m"))
-    assert not reader.reads_images(refusing)
-    assert not model.reads_images(EngineConfig("m"))
+    assert reader.reads("image", EngineConfig("m"))
+    assert not reader.reads("audio", EngineConfig("m"))
+    assert not reader.reads("image", refusing)
+    assert not model.reads("image", EngineConfig("m"))
 
 
 class Reference:
     """transformers' own model and processor."""
 
-    def __init__(self, folder: Path) -> None:
-        self.processor: Any = transformers.AutoProcessor.from_pretrained(folder)
-        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
+    def __init__(self, model: Model) -> None:
+        config = transformers.AutoConfig.from_pretrained(model.folder)
+        model_class: Any = getattr(transformers, config.architectures[0])
+        self.model = model_class.from_pretrained(model.folder, dtype=torch.float32).eval()
+        self.processor: Any = transformers.AutoProcessor.from_pretrained(model.folder)
+        self.placeholder = self.processor.tokenizer.convert_tokens_to_ids(model.token)
 
     def check(self, content: Content, completion: Completion) -> None:
         """Assert that the output is greedy, with log-probabilities within the tolerance."""
@@ -84,10 +140,7 @@ class Reference:
         text = self.processor.apply_chat_template(
             messages_of(content), chat_template=template, add_generation_prompt=True
         )
-        images = [each for each in content if not isinstance(each, str)]
-        inputs = self.processor(
-            text=text, images=images or None, return_tensors="pt", add_special_tokens=False
-        )
+        inputs = self._inputs(text, [each for each in content if not isinstance(each, str)])
         assert list(completion.prompt_token_ids) == inputs["input_ids"][0].tolist()
         tokens = torch.tensor([completion.token_ids])
         count = inputs["input_ids"].shape[1]
@@ -100,68 +153,89 @@ class Reference:
         expected = logits[count - 1 : -1].log_softmax(-1)
         told = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
         own = expected.gather(1, tokens[0][:, None])[:, 0]
-        expected[:, self.model.config.image_token_id] = -torch.inf
+        expected[:, self.placeholder] = -torch.inf
         assert told == pytest.approx(own.tolist(), abs=TOLERANCE)
         assert (expected.max(-1).values - own).max() < TOLERANCE
 
+    def _inputs(self, text: str, media: Sequence[Any]) -> Any:
+        options = {"return_tensors": "pt", "add_special_tokens": False}
+        clips = [each for each in media if isinstance(each, AudioPart)]
+        if media and not clips:
+            return self.processor(text=text, images=media, **options)
+        # Some processors take one clip for a text.
+        parts: list[Any] = []
+        for clip in clips:
+            assert isinstance(clip.source, bytes)
+            samples, rate = soundfile.read(io.BytesIO(clip.source), dtype="float32")
+            token = self.processor.audio_token
+            parts.append(self.processor(text=token, audio=samples, sampling_rate=rate, **options))
+            text = text.replace(token, "\0" * parts[-1]["input_ids"].shape[1], 1)
+        if clips:
+            text = text.replace("\0", self.processor.audio_token)
+        names = [name for name in (parts[0] if clips else ()) if "feature" in name]
+        features = {name: torch.cat([part[name] for part in parts]) for name in names}
+        return {**self.processor.tokenizer(text, **options), **features}
 
-async def answers(engine: Engine) -> list[Completion]:
-    """Return the answers to all conversations, begun in one step, without tokens of images."""
-    token = engine.tokenizer.token_of("<image>")
-    fields = {**GREEDY, "logit_bias": {token: -100.0}}
+
+def without_token(engine: Engine, model: Model) -> dict[str, Any]:
+    """Return the fields of greedy answers without tokens of media."""
+    return {**GREEDY, "logit_bias": {engine.tokenizer.token_of(model.token): -100.0}}
+
+
+async def answers(engine: Engine, model: Model) -> list[Completion]:
+    """Return the answers to all conversations, begun in one step, without tokens of media."""
+    fields = without_token(engine, model)
     found: dict[int, Completion] = {}
 
     async def ask(number: int) -> None:
-        found[number] = await engine.complete(messages_of(CONVERSATIONS[number]), **fields)
+        messages = messages_of(model.conversations[number])
+        found[number] = await engine.complete(messages, **fields)
 
     await engine.pause("in_place")
     async with trio.open_nursery() as nursery:
-        for number in range(len(CONVERSATIONS)):
+        for number in range(len(model.conversations)):
             nursery.start_soon(ask, number)
-        while engine.statistics().scheduler.num_waiting < len(CONVERSATIONS):
+        while engine.statistics().scheduler.num_waiting < len(model.conversations):
             await trio.sleep(0.005)
         engine.resume()
-    return [found[number] for number in range(len(CONVERSATIONS))]
+    return [found[number] for number in range(len(model.conversations))]
 
 
-async def test_answers_are_those_of_transformers(folder: Path) -> None:
+async def test_answers_are_those_of_transformers(model: Model) -> None:
     """Together, in chunks and preempted, and again with cached pages."""
-    reference = Reference(folder)
-    pages = 18 if "llava" in folder.name else 32
-    async with open_tiny_engine(folder, num_gpu_blocks_override=pages, **TIGHT) as engine:
+    reference = Reference(model)
+    options = {"num_gpu_blocks_override": model.num_pages, **TIGHT, **LIMITS}
+    async with open_tiny_engine(model.folder, **options) as engine:
         for _ in range(2):
-            for content, completion in zip(CONVERSATIONS, await answers(engine), strict=True):
+            found = await answers(engine, model)
+            for content, completion in zip(model.conversations, found, strict=True):
                 reference.check(content, completion)
         assert engine.statistics().scheduler.num_preemptions > 0
+        if model.token == TOKENS["qwen2_audio"]:
+            tokens = await tokens_of_a_killed_worker(engine, model, without_token(engine, model))
+            assert tokens == found[1].token_ids
+            await assert_refused(engine, model)
+            await assert_served(engine)
         await assert_idle(engine)
 
 
-async def test_compiled_kernels_give_the_same_bits_whatever_happens(llava: Path) -> None:
+@pytest.mark.parametrize("model", ["llava"], indirect=True)
+async def test_compiled_kernels_give_the_same_bits_whatever_happens(model: Model) -> None:
     """Alone, beside others, with cached pages, and after the worker was killed."""
-    options = {"dtype": "bfloat16", "num_threads": 2, "limit_mm_per_prompt": '{"image": 2}'}
-    async with open_tiny_engine(llava, **options) as engine:
-        await assert_refused(engine)
+    async with open_tiny_engine(model.folder, dtype="bfloat16", num_threads=2, **LIMITS) as engine:
+        await assert_refused(engine, model)
         alone = [
             facts_of(await engine.complete(messages_of(content), **GREEDY))
-            for content in CONVERSATIONS
+            for content in model.conversations
         ]
         text = TextPrompt("user: What is this?<image>assistant:", media=[ImagePart(png(1))])
         assert facts_of(await engine.complete(text, **GREEDY)) == alone[0]
-        process = await worker_of(engine)
-        async with engine.generate(messages_of(CONVERSATIONS[1]), **GREEDY) as stream:
-            chunks = []
-            async for chunk in stream:
-                if not chunks:
-                    os.kill(process.pid, signal.SIGKILL)
-                chunks.append(chunk)
-        tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
-        assert tokens == alone[1][0]
-        assert (await worker_of(engine)).pid != process.pid
+        assert await tokens_of_a_killed_worker(engine, model, GREEDY) == alone[1][0]
         engine.flush_cache()
         found: dict[int, Any] = {}
 
         async def ask(number: int) -> None:
-            content = messages_of(CONVERSATIONS[number % len(alone)])
+            content = messages_of(model.conversations[number % len(alone)])
             found[number] = facts_of(await engine.complete(content, **GREEDY))
 
         async with trio.open_nursery() as nursery:
@@ -170,17 +244,28 @@ async def test_compiled_kernels_give_the_same_bits_whatever_happens(llava: Path)
         assert [found[number] for number in range(3 * len(alone))] == alone * 3
 
 
+async def tokens_of_a_killed_worker(
+    engine: Engine, model: Model, fields: dict[str, Any]
+) -> tuple[int, ...]:
+    """Return the answer to the second conversation, in which the worker is killed."""
+    process = await worker_of(engine)
+    async with engine.generate(messages_of(model.conversations[1]), **fields) as stream:
+        chunks = []
+        async for chunk in stream:
+            if not chunks:
+                os.kill(process.pid, signal.SIGKILL)
+            chunks.append(chunk)
+    assert (await worker_of(engine)).pid != process.pid
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
 def facts_of(completion: Completion) -> tuple[Any, ...]:
     logprobs = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
     return completion.token_ids, logprobs
 
 
-async def assert_refused(engine: Engine) -> None:
-    for content, told, param in (
-        (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
-        ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
-        (["a text with <image> in it", image(1)], "which stands for an image", "messages"),
-    ):
+async def assert_refused(engine: Engine, model: Model) -> None:
+    for content, told, param in model.refused:
         with pytest.raises(InvalidRequest) as refused:
             await engine.complete(messages_of(content), max_tokens=1)
         assert told in str(refused.value)

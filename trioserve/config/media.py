@@ -12,7 +12,7 @@ from trioserve.config.options import option
 from trioserve.protocol.errors import InvalidRequest
 
 MEDIA_KINDS = ("image", "audio", "video")
-DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 1, "video": 0}
+DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 8, "video": 0}
 """Most parts of each kind in a prompt, where ``--limit-mm-per-prompt`` doesn't say."""
 _COUNTS = "limit_mm_per_prompt"
 _ARGUMENTS = "mm_processor_kwargs"
@@ -30,7 +30,7 @@ class MediaOptions:
         None,
         "most images and audio clips in a prompt: a JSON object with image and audio, as in "
         '{"image": 4}; 0 refuses all of a kind; video is taken, and no videos are read',
-        unset="8 images, 1 audio clip",
+        unset="8 images, 8 audio clips",
         group="media",
         page="media#Limits",
         metavar="COUNTS",
@@ -90,8 +90,7 @@ class MediaOptions:
 
     mm_processor_cache_gb: float = option(
         1.0,
-        "memory in GiB for the embeddings of images and speech, which are kept for requests to "
-        "come",
+        "memory in GiB for the embeddings of images and audio, which are kept for requests to come",
         group="media",
         page="media#The cache",
         kind=float,

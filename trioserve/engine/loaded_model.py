@@ -54,7 +54,7 @@ class LoadedModel:
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     task: ModelTask = "generate"
     media: MediaConfig | None = None
-    """Tower of a model that reads images."""
+    """Tower of a model that reads images or audio."""
     speech: SpeechConfig | None = None
     """Encoder and tokens of a model that transcribes speech."""
     encoder: TextEncoder | None = None
@@ -69,9 +69,10 @@ class LoadedModel:
             return None
         return functools.partial(stop_string_at_end, self.tokenizer)
 
-    def reads_images(self, config: EngineConfig) -> bool:
-        """Return True if prompts may have images: the model has a tower, and the limit isn't 0."""
-        return self.media is not None and config.most_media()["image"] > 0
+    def reads(self, kind: str, config: EngineConfig) -> bool:
+        """Return True if prompts may have media of ``kind``: there's a tower, and no limit of 0."""
+        has_tower = self.media is not None and kind in self.media.token_ids
+        return has_tower and config.most_media()[kind] > 0
 
     def log_defaults(self) -> None:
         """Log the default sampling parameters, if there are any."""
@@ -206,10 +207,9 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
         backend = load_tokenizer_from(config.tokenizer)
     source = _chat_template(config.chat_template) or files.chat_template
     ends = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    image_token = None
-    if files.media is not None:
-        image_token = backend.id_to_token(files.media.image_token_id)
-    template = None if source is None else ChatTemplate(source, **ends, image_token=image_token)
+    tokens = {} if files.media is None else files.media.token_ids
+    media = {f"{kind}_token": backend.id_to_token(token) for kind, token in tokens.items()}
+    template = None if source is None else ChatTemplate(source, **ends, **media)
     return Tokenizer(backend, template, **ends)
 
 

@@ -36,7 +36,7 @@ class ModelMedia:
             reader=self.reader,
             encoder=encoder,
             metrics=self.metrics,
-            placeholder=media.image_token_id,
+            placeholders=media.token_ids,
             width=media.width,
         ).embed
 

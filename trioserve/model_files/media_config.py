@@ -1,4 +1,4 @@
-"""Models that read images: a tower of transformers' in front of a decoder of this project.
+"""Models that read images or audio: a tower of transformers' before a decoder of this project.
 
 config.json has the decoder's fields in ``text_config``, and the decoder's tensors have a prefix
 that tells them from the tower's. transformers has changed the prefixes over time.
@@ -23,6 +23,8 @@ MEDIA_CLASSES = (
     "SmolVLMForConditionalGeneration",
 )
 """Classes whose tower gives embeddings for the placeholder tokens of an image."""
+AUDIO_CLASSES = ("AudioFlamingo3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
+"""Classes whose tower gives embeddings for the placeholder tokens of an audio clip."""
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that hold for the decoder."""
 _LLAMA = {
@@ -34,6 +36,16 @@ _LLAMA = {
     "vocab_size": 32000,
 }
 """transformers' defaults, which files of LLaVA leave out."""
+_QWEN2 = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
+"""transformers' defaults, which files of Qwen2-Audio leave out."""
+_DEFAULTS = {"llama": _LLAMA, "qwen2": _QWEN2}
 _TEXT_PREFIXES = re.compile(
     r"(?:language_model\.model|model\.language_model|model\.text_model|"
     r"language_model|text_model)\.(?=embed_tokens|layers|norm)"
@@ -44,19 +56,19 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weigh
 
 @attrs.frozen(kw_only=True)
 class MediaConfig:
-    """The tower of a model that reads images."""
+    """The tower of a model that reads images or audio."""
 
     architecture: str
     """Class of the whole model in transformers."""
     width: int
     """Width of its embeddings: the decoder's hidden size."""
-    image_token_id: int
-    """Token at the positions whose embeddings the tower gives."""
+    token_ids: Mapping[str, int]
+    """Token at the positions whose embeddings the tower gives, by the kind of the medium."""
 
 
 def reads_media(values: Mapping[str, Any]) -> bool:
     """Return True if config.json is that of a model with a tower."""
-    return architecture_of(values) in MEDIA_CLASSES
+    return architecture_of(values) in (*MEDIA_CLASSES, *AUDIO_CLASSES)
 
 
 def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> MediaConfig | None:
@@ -65,15 +77,20 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     ``width`` is the decoder's hidden size.
 
     Raises:
-        ModelLoadError: The token of images is missing.
+        ModelLoadError: The token of images or audio is missing.
     """
     if not reads_media(values):
         return None
     fields = Fields(path, dict(values), {})
-    name = "image_token_id" if values.get("image_token_id") is not None else "image_token_index"
     architecture = architecture_of(values)
     assert architecture is not None
-    return MediaConfig(architecture=architecture, width=width, image_token_id=fields.integer(name))
+    kind = "audio" if architecture in AUDIO_CLASSES else "image"
+    name = f"{kind}_token_id"
+    if values.get(name) is None:
+        name = f"{kind}_token_index"
+    return MediaConfig(
+        architecture=architecture, width=width, token_ids={kind: fields.integer(name)}
+    )
 
 
 def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +104,7 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise ModelLoadError(f"{path} has no text_config: it is damaged; fetch it again")
-    defaults = _LLAMA if text.get("model_type") == "llama" else {}
+    defaults = _DEFAULTS.get(text.get("model_type", ""), {})
     of_both = {name: values[name] for name in _OF_BOTH if name in values}
     # The class of the decoder may be one that transformers lacks; its type is right.
     own = {name: value for name, value in text.items() if name != "architectures"}

@@ -21,6 +21,8 @@ MEDIA_TYPES = {
     "input_audio": "audio",
 }
 """Kinds of media by the types of content parts."""
+PLURALS = {"image": "images", "audio": "audio clips"}
+"""Words for several media, by their kind."""
 _SECRET = secrets.token_hex(8)
 """Part of every mark, so that no text of a client has one."""
 _MARK = re.compile(f"<embeds-{_SECRET}-([0-9]+)>")
@@ -107,21 +109,26 @@ def ids_with_marks(
         ids += encode(text[end:])
     if sorted(numbers) != list(range(len(embedded))):
         raise _not_printed(len(numbers), len(embedded), "prompt_embeds parts")
-    if num_media > len(media):
-        raise InvalidRequest(
-            f"{param} has the text {media_token!r}, which stands for an image, {num_media} times, "
-            f"and there are {len(media)} images",
-            param=param,
-        )
-    if num_media < len(media):
-        if param == "messages":
-            raise _not_printed(num_media, len(media), "images")
-        raise InvalidRequest(
-            f"{param} must have the text {media_token!r} once for each of its {len(media)} images, "
-            f"and has it {num_media} times",
-            param=param,
-        )
+    if num_media != len(media):
+        _refuse_count(num_media, media, media_token, param)
     return ids
+
+
+def _refuse_count(count: int, media: Sequence[EmbeddedMedia], token: str, param: str) -> None:
+    kind = PLURALS[media[0].kind]
+    if count > len(media):
+        raise InvalidRequest(
+            f"{param} has the text {token!r}, which stands for {kind}, {count} times, and there "
+            f"are {len(media)}",
+            param=param,
+        )
+    if param == "messages":
+        raise _not_printed(count, len(media), kind)
+    raise InvalidRequest(
+        f"{param} must have the text {token!r} once for each of its {len(media)} {kind}, and has "
+        f"it {count} times",
+        param=param,
+    )
 
 
 def _not_printed(count: int, given: int, kind: str) -> InvalidRequest:

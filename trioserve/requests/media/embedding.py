@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ from trioserve._util.together import all_together
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedMedia
+from trioserve.requests.embedded_parts import PLURALS
 from trioserve.requests.media.content import as_media_part
 from trioserve.requests.media.encoder import MediaEncoder
 from trioserve.requests.media.encoding import embeddings_of
@@ -25,14 +26,14 @@ class MediaEmbedder:
         reader: Reads and processes each part.
         encoder: Computes its embeddings.
         metrics: Counts.
-        placeholder: Token at the positions of an image's embeddings.
+        placeholders: Token at the positions of embeddings, by the kinds that the model reads.
         width: Width of an embedding.
     """
 
     reader: MediaReader
     encoder: MediaEncoder
     metrics: Metrics
-    placeholder: int
+    placeholders: Mapping[str, int]
     width: int
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
@@ -45,7 +46,10 @@ class MediaEmbedder:
             InvalidRequest: A part is refused; ``param`` is its name.
             EngineError: The engine is closed, or can't compute them.
         """
-        given = [(name, as_media_part(part, name)) for name, part in parts]
+        given = [(name, as_media_part(value, name)) for name, value in parts]
+        for name, part in given:
+            if part.kind not in self.placeholders:
+                raise InvalidRequest(f"{name}: the model reads no {PLURALS[part.kind]}", param=name)
         processed = await self.reader.read_all(given)
         for each in processed:
             self.metrics.media_bytes[each.kind] += each.num_bytes
@@ -67,7 +71,7 @@ class MediaEmbedder:
         return EmbeddedMedia(
             kind=processed.kind,
             token_ids=processed.token_ids,
-            placeholder=self.placeholder,
+            placeholder=self.placeholders[processed.kind],
             digest=processed.digest,
             rows=rows,
         )

@@ -6,6 +6,7 @@ It runs in a child process, which alone imports transformers.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,15 +110,28 @@ class MediaProcessor:
                 lambda: self._extractor(samples, return_tensors="np", **rate, **self._arguments),
                 "audio",
             )
-        return self._call("audio", {"audio": [samples]}, rate)
+        self._check_seconds(len(samples) / self.sample_rate)
+        # The processors of some families make torch's tensors only.
+        return self._call("audio", {"audio": [samples]}, {**rate, "return_tensors": "pt"})
+
+    def _check_seconds(self, seconds: float) -> None:
+        """Refuse a clip that the processor would cut."""
+        window = getattr(self._extractor, "chunk_length", math.inf)
+        most = float(getattr(self._processor, "max_audio_len", window))
+        if seconds > most:
+            raise Refused(f"the audio has {seconds:.1f} seconds, and the model hears {most:g}")
 
     def _call(self, kind: str, media: dict[str, Any], more: dict[str, Any]) -> ProcessedPart:
         tokenizer = getattr(self._processor, "tokenizer", None)
-        given = {**media, **more, "return_tensors": "np", **self._arguments}
+        given = {**media, "return_tensors": "np", **more, **self._arguments}
         token = getattr(self._processor, f"{kind}_token", None)
-        if tokenizer is not None and token is not None:
-            given |= {"text": token, "add_special_tokens": False}
-        return self._result(lambda: self._processor(**given), kind)
+        if tokenizer is None or token is None:
+            return self._result(lambda: self._processor(**given), kind)
+        given |= {"text": token, "add_special_tokens": False}
+        found = self._result(lambda: self._processor(**given), kind)
+        if not found.num_placeholder_tokens:
+            raise Refused(f"the {kind} is too short for the model")
+        return found
 
     def _result(self, call: Any, kind: str) -> ProcessedPart:
         try:
