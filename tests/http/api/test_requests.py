@@ -59,7 +59,7 @@ async def refusal(path: str, body: Any) -> dict[str, Any]:
         (TEXT, "return_hidden_states", True),
         (TEXT, "bootstrap_room", 1),
         (NATIVE, "return_entropy", True),
-        (NATIVE, "audio_data", ["x"]),
+        (NATIVE, "mm_hashes", ["x"]),
         (NATIVE, "lora_id", "x"),
     ],
 )
@@ -102,7 +102,7 @@ async def test_unknown_fields(path: str) -> None:
             {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
             "messages[0].content[0].type",
             "messages[0].content[0].type: invalid value 'video_url', expected one of text, "
-            "refusal, prompt_embeds, image_url",
+            "refusal, prompt_embeds, image_url, input_audio, audio_url",
         ),
         (
             CHAT,
