@@ -130,7 +130,7 @@ class MediaProcessor:
         given |= {"text": token, "add_special_tokens": False}
         found = self._result(lambda: self._processor(**given), kind)
         if not found.num_placeholder_tokens:
-            raise Refused(f"the {kind} is too short for the model")
+            raise Refused(f"the {kind} is too short or too small for the model")
         return found
 
     def _result(self, call: Any, kind: str) -> ProcessedPart:
