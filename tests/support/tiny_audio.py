@@ -79,6 +79,6 @@ def template_of(token: str) -> str:
     return (
         "<s>{% for m in messages %}{{ m.role }}:"
         "{% if m.content is string %} {{ m.content }}{% else %}{% for part in m.content %}"
-        "{% if part.type == 'audio' %}" + token + "{% else %} {{ part.text }}{% endif %}"
+        "{% if 'audio' in part %}" + token + "{% else %} {{ part.text }}{% endif %}"
         "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )

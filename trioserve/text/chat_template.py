@@ -276,7 +276,8 @@ def _shown_part(part: Any, media_tokens: Mapping[str, str]) -> tuple[dict[str, A
         return {"type": "text", "text": part}, part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in media_tokens:
-        return {"type": kind}, media_tokens[kind]
+        # Templates look for a type, or for a field of that name.
+        return {"type": kind, kind: media_tokens[kind]}, media_tokens[kind]
     if kind != "text":
         raise _refuse(f"this model reads text only; a content part has the type {kind!r}")
     text = part.get("text")
