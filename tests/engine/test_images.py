@@ -1,11 +1,11 @@
-"""Images and audio in prompts over tiny models: what they give is what transformers gives."""
+"""Media in prompts over tiny models: what they give is what transformers gives."""
 
 from __future__ import annotations
 
 import io
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 import transformers
 import trio
 
-from tests.engine.audio_over_http import assert_served
+from tests.engine import audio_over_http, video_over_http
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.smolvlm_inputs import NUM_FRAMES, smolvlm_inputs
 from tests.support.tiny_audio import AUDIO_FAMILIES, TOKENS, make_audio_model
 from tests.support.tiny_media import MEDIA_FAMILIES, image, make_media_model, png
 from tests.support.tiny_speech import wav
+from tests.support.video_files import video
 from trioserve import (
     AudioPart,
     Completion,
@@ -30,9 +32,11 @@ from trioserve import (
     ImagePart,
     InvalidRequest,
     TextPrompt,
+    VideoPart,
 )
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.model_files.media_config import MediaConfig
+from trioserve.requests.media.processor_loading import load_processor
 from trioserve.testing.fake_engine import byte_tokenizer
 from trioserve.text.tokenizer import Tokenizer
 
@@ -42,9 +46,12 @@ TIGHT: dict[str, Any] = {
     "max_num_batched_tokens": 16,
 }
 """Prompts are cut in the middle of media, and there are too few pages for all."""
-LIMITS = {"limit_mm_per_prompt": '{"image": 2, "audio": 2}'}
+LIMITS: dict[str, Any] = {
+    "limit_mm_per_prompt": '{"image": 2, "audio": 2, "video": 2}',
+    "media_io_kwargs": f'{{"video": {{"num_frames": {NUM_FRAMES}}}}}',
+}
 TOLERANCE = 2e-4
-Content = Sequence[str | bytes | PIL.Image.Image | AudioPart]
+Content = Sequence[str | bytes | PIL.Image.Image | AudioPart | VideoPart]
 CONVERSATIONS: list[Content] = [
     ["What is this?", image(1)],
     [image(2, (30, 70)), "and", image(1), "differ?"],
@@ -55,7 +62,21 @@ REFUSED: list[tuple[Content, str, str]] = [
     (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
     ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
     ([image(1), AudioPart(b"RIFF")], "reads no audio clips", "messages[0].content[1]"),
+    ([VideoPart(b"x")], "reads no videos", "messages[0].content[0]"),
     (["a text with <image> in it", image(1)], "which stands for images", "messages"),
+]
+SHORT, LONG = VideoPart(video(num_frames=13)), VideoPart(video("libvpx", 24))
+FILMS: list[Content] = [
+    ["What is this?", image(1)],
+    [LONG, "and", image(2, (30, 70)), "differ from", SHORT],
+    ["What happens?", SHORT],
+    [SHORT, SHORT, "twice"],
+]
+REFUSED_FILMS: list[tuple[Content, str, str]] = [
+    (["see", VideoPart(b"no video")], "unknown format", "messages[0].content[1]"),
+    ([SHORT, image(1), SHORT, SHORT], "--limit-mm-per-prompt", "messages[0].content[3]"),
+    (["a text with <video> in it", SHORT], "which stands for videos", "messages"),
+    (["a text with <image> in it", SHORT], "stands for embeddings", "messages"),
 ]
 REFUSED_AUDIO: list[tuple[Content, str, str]] = [
     (["hear", AudioPart(b"no audio")], "messages[0].content[1]", "messages[0].content[1]"),
@@ -77,9 +98,14 @@ class Model:
     refused: Sequence[tuple[Content, str, str]]
     num_pages: int
     """Pages that are too few for all conversations at a time."""
+    served: Callable[[Engine], Awaitable[None]] | None = None
+    """Asserts that HTTP serves the model; None if that of another one is enough."""
 
 
 def make_model(family: str, folder: Path) -> Model:
+    if family == "smolvlm":
+        made, served = make_media_model(family, folder), video_over_http.assert_served
+        return Model(made, "<image>", FILMS, REFUSED_FILMS, 100, served)
     if family not in AUDIO_FAMILIES:
         made = make_media_model(family, folder)
         return Model(made, "<image>", CONVERSATIONS, REFUSED, 18 if family == "llava" else 32)
@@ -90,8 +116,9 @@ def make_model(family: str, folder: Path) -> Model:
         ["no sound at all"],
         [AudioPart(wav(3, 0.2)), AudioPart(wav(3, 0.2)), "twice"],
     ]
-    made = make_audio_model(family, folder)
-    return Model(made, TOKENS[family], spoken, REFUSED_AUDIO, 32 if longest == 1 else 40)
+    made, pages = make_audio_model(family, folder), 32 if longest == 1 else 40
+    served = audio_over_http.assert_served if family == "qwen2_audio" else None
+    return Model(made, TOKENS[family], spoken, REFUSED_AUDIO, pages, served)
 
 
 @pytest.fixture(scope="module", params=[*MEDIA_FAMILIES, *AUDIO_FAMILIES])
@@ -105,6 +132,8 @@ def messages_of(content: Content) -> list[dict[str, Any]]:
         if isinstance(each, str)
         else {"type": "audio", "audio": each}
         if isinstance(each, AudioPart)
+        else {"type": "video", "video": each}
+        if isinstance(each, VideoPart)
         else {"type": "image", "image": each}
         for each in content
     ]
@@ -131,14 +160,17 @@ class Reference:
         config = transformers.AutoConfig.from_pretrained(model.folder)
         model_class: Any = getattr(transformers, config.architectures[0])
         self.model = model_class.from_pretrained(model.folder, dtype=torch.float32).eval()
-        self.processor: Any = transformers.AutoProcessor.from_pretrained(model.folder)
+        self.processor: Any = load_processor(model.folder)
         self.placeholder = self.processor.tokenizer.convert_tokens_to_ids(model.token)
 
     def check(self, content: Content, completion: Completion) -> None:
         """Assert that the output is greedy, with log-probabilities within the tolerance."""
         template = self.processor.tokenizer.chat_template or self.processor.chat_template
-        text = self.processor.apply_chat_template(
-            messages_of(content), chat_template=template, add_generation_prompt=True
+        text = self.processor.tokenizer.apply_chat_template(
+            messages_of(content),
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
         )
         inputs = self._inputs(text, [each for each in content if not isinstance(each, str)])
         assert list(completion.prompt_token_ids) == inputs["input_ids"][0].tolist()
@@ -159,6 +191,8 @@ class Reference:
 
     def _inputs(self, text: str, media: Sequence[Any]) -> Any:
         options = {"return_tensors": "pt", "add_special_tokens": False}
+        if hasattr(self.processor, "video_token"):
+            return smolvlm_inputs(self.processor, text, media)
         clips = [each for each in media if isinstance(each, AudioPart)]
         if media and not clips:
             return self.processor(text=text, images=media, **options)
@@ -211,18 +245,19 @@ async def test_answers_are_those_of_transformers(model: Model) -> None:
             for content, completion in zip(model.conversations, found, strict=True):
                 reference.check(content, completion)
         assert engine.statistics().scheduler.num_preemptions > 0
-        if model.token == TOKENS["qwen2_audio"]:
+        if model.served is not None:
             tokens = await tokens_of_a_killed_worker(engine, model, without_token(engine, model))
             assert tokens == found[1].token_ids
             await assert_refused(engine, model)
-            await assert_served(engine)
+            await model.served(engine)
         await assert_idle(engine)
 
 
 @pytest.mark.parametrize("model", ["llava"], indirect=True)
 async def test_compiled_kernels_give_the_same_bits_whatever_happens(model: Model) -> None:
     """Alone, beside others, with cached pages, and after the worker was killed."""
-    async with open_tiny_engine(model.folder, dtype="bfloat16", num_threads=2, **LIMITS) as engine:
+    options = {"dtype": "bfloat16", "num_threads": 2, **LIMITS}
+    async with open_tiny_engine(model.folder, **options) as engine:
         await assert_refused(engine, model)
         alone = [
             facts_of(await engine.complete(messages_of(content), **GREEDY))

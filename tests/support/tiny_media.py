@@ -16,7 +16,8 @@ __all__ = ["MEDIA_FAMILIES", "image", "make_media_model", "png"]
 TEMPLATE = (
     "<s>{% for m in messages %}{{ m.role }}:"
     "{% if m.content is string %} {{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %} {{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<image>{% elif part.type == 'video' %}<video>"
+    "{% else %} {{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _TEXT: dict[str, Any] = {
@@ -40,7 +41,8 @@ _TOWER: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
 }
-MEDIA_FAMILIES = ("llava", "idefics3")
+_CONFIGS = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}
+MEDIA_FAMILIES = ("llava", "idefics3", "smolvlm")
 
 
 def make_media_model(family: str, folder: Path) -> Path:
@@ -58,7 +60,8 @@ def make_media_model(family: str, folder: Path) -> Path:
             image_token_index=token,
         )
     else:
-        config = transformers.Idefics3Config(
+        config_class = getattr(transformers, _CONFIGS[family])
+        config = config_class(
             text_config=_TEXT,
             vision_config={**_TOWER, "image_size": 32, "patch_size": 8},
             image_token_id=token,

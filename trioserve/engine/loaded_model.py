@@ -27,7 +27,7 @@ from trioserve.model_files import (
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
-from trioserve.model_files.media_config import MediaConfig
+from trioserve.model_files.media_config import MediaConfig, template_with_videos
 from trioserve.model_files.speech_config import SpeechConfig
 from trioserve.observability.logs import get_logger
 from trioserve.pooling.inputs import TextEncoder
@@ -205,10 +205,13 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
         backend = files.load_tokenizer()
     else:
         backend = load_tokenizer_from(config.tokenizer)
-    source = _chat_template(config.chat_template) or files.chat_template
+    own = template_with_videos(files.media, files.chat_template)
+    source = _chat_template(config.chat_template) or own
     ends = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    tokens = {} if files.media is None else files.media.token_ids
-    media = {f"{kind}_token": backend.id_to_token(token) for kind, token in tokens.items()}
+    media: dict[str, str | None] = {}
+    if files.media is not None:
+        for kind, token in files.media.token_ids.items():
+            media[f"{kind}_token"] = files.media.texts.get(kind) or backend.id_to_token(token)
     template = None if source is None else ChatTemplate(source, **ends, **media)
     return Tokenizer(backend, template, **ends)
 

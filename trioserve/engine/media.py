@@ -37,6 +37,7 @@ class ModelMedia:
             encoder=encoder,
             metrics=self.metrics,
             placeholders=media.token_ids,
+            texts=media.texts,
             width=media.width,
         ).embed
 

@@ -25,6 +25,17 @@ MEDIA_CLASSES = (
 """Classes whose tower gives embeddings for the placeholder tokens of an image."""
 AUDIO_CLASSES = ("AudioFlamingo3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
 """Classes whose tower gives embeddings for the placeholder tokens of an audio clip."""
+_VIDEO_TEXTS = {"SmolVLMForConditionalGeneration": "<video>"}
+"""Texts that stand for videos, by the classes whose tower takes their frames as images."""
+_VIDEO_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}"
+    "{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""transformers' chat template for SmolVLM's conversations with videos."""
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that hold for the decoder."""
 _LLAMA = {
@@ -64,6 +75,8 @@ class MediaConfig:
     """Width of its embeddings: the decoder's hidden size."""
     token_ids: Mapping[str, int]
     """Token at the positions whose embeddings the tower gives, by the kind of the medium."""
+    texts: Mapping[str, str] = attrs.field(factory=dict)
+    """Texts that stand for media in a prompt, by their kinds, where they aren't those tokens'."""
 
 
 def reads_media(values: Mapping[str, Any]) -> bool:
@@ -88,9 +101,21 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     name = f"{kind}_token_id"
     if values.get(name) is None:
         name = f"{kind}_token_index"
-    return MediaConfig(
-        architecture=architecture, width=width, token_ids={kind: fields.integer(name)}
-    )
+    token_ids = {kind: fields.integer(name)}
+    texts = {}
+    if architecture in _VIDEO_TEXTS:
+        token_ids["video"] = token_ids["image"]
+        texts["video"] = _VIDEO_TEXTS[architecture]
+    return MediaConfig(architecture=architecture, width=width, token_ids=token_ids, texts=texts)
+
+
+def template_with_videos(media: MediaConfig | None, template: str | None) -> str | None:
+    """Return a model's chat template, or another one if its own one prints no videos.
+
+    transformers does so for SmolVLM, whose older files have such templates.
+    """
+    text = None if media is None else media.texts.get("video")
+    return template if text is None or (template and text in template) else _VIDEO_TEMPLATE
 
 
 def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Usage:
     """Tokens that were drafted and verified; completion_tokens doesn't count those refused."""
     accepted_draft_tokens: int = 0
     image_tokens: int = 0
-    """Tokens of the prompt whose embeddings come from images."""
+    """Tokens of the prompt whose embeddings come from images, and from frames of videos."""
     audio_tokens: int = 0
     """Tokens of the prompt whose embeddings come from audio clips."""
 
@@ -226,13 +226,13 @@ class GenerationStream:
             cached_tokens=max(self._request.num_cached_tokens - num_virtual, 0),
             draft_tokens=sum(each.num_draft_tokens for each in self._request.sequences),
             accepted_draft_tokens=sum(each.num_accepted_drafts for each in self._request.sequences),
-            image_tokens=self._media_tokens("image"),
+            image_tokens=self._media_tokens("image", "video"),
             audio_tokens=self._media_tokens("audio"),
         )
 
-    def _media_tokens(self, kind: str) -> int:
+    def _media_tokens(self, *kinds: str) -> int:
         spans = self._request.embedded
-        return sum(span.stop - span.start for span in spans if span.kind == kind)
+        return sum(span.stop - span.start for span in spans if span.kind in kinds)
 
     def __aiter__(self) -> GenerationStream:
         return self

@@ -22,7 +22,7 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, measure
 from trioserve.text.template_sandbox import TemplateEnvironment
 
-MEDIA_TOKENS = {"image": "image_token", "audio": "audio_token"}
+MEDIA_TOKENS = {kind: f"{kind}_token" for kind in ("image", "audio", "video")}
 """Variables with the token that stands for a medium in a prompt, by its kind. Models that read no
 media of a kind don't have its variable."""
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "

@@ -99,10 +99,10 @@ async def test_unknown_fields(path: str) -> None:
         ),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "film_url"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type: invalid value 'video_url', expected one of text, "
-            "refusal, prompt_embeds, image_url, input_audio, audio_url",
+            "messages[0].content[0].type: invalid value 'film_url', expected one of text, "
+            "refusal, prompt_embeds, image_url, input_audio, audio_url, video_url",
         ),
         (
             CHAT,

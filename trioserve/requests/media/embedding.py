@@ -27,6 +27,8 @@ class MediaEmbedder:
         encoder: Computes its embeddings.
         metrics: Counts.
         placeholders: Token at the positions of embeddings, by the kinds that the model reads.
+        texts: Texts that stand for media in prompts, by their kinds, where they aren't those of the
+            placeholders.
         width: Width of an embedding.
     """
 
@@ -34,6 +36,7 @@ class MediaEmbedder:
     encoder: MediaEncoder
     metrics: Metrics
     placeholders: Mapping[str, int]
+    texts: Mapping[str, str] = attrs.field(factory=dict)
     width: int
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
@@ -74,4 +77,6 @@ class MediaEmbedder:
             placeholder=self.placeholders[processed.kind],
             digest=processed.digest,
             rows=rows,
+            token=self.texts.get(processed.kind, ""),
+            text=processed.text,
         )

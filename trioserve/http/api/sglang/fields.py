@@ -31,7 +31,7 @@ _SAMPLING_NAMES = {
     "extra_args": "custom_params",
 }
 """Names in ``sampling_params``, by the engine's sampling fields."""
-_MEDIA_FIELDS = {"image_data": "image", "audio_data": "audio"}
+_MEDIA_FIELDS = {"image_data": "image", "audio_data": "audio", "video_data": "video"}
 """Kinds of media by the fields that have them."""
 _LOGPROB_NAMES = {
     "logprobs": "top_logprobs_num",

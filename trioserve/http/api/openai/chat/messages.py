@@ -134,6 +134,32 @@ class AudioUrlPart(
         return self.audio_url if isinstance(self.audio_url, str) else self.audio_url.url
 
 
+class VideoUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The place of a video."""
+
+    url: Annotated[
+        Text,
+        about(
+            "A data URL, the video's base64, or an http or https URL of a host that "
+            "`--allowed-media-domains` names."
+        ),
+    ]
+
+
+class VideoUrlPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="video_url"
+):
+    """A video in a user's message, in vLLM's form."""
+
+    video_url: Annotated[VideoUrl | Text, about("The video.")]
+    uuid: Annotated[Any, hint()] = None
+
+    @property
+    def source(self) -> str:
+        """The video's URL or base64."""
+        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
@@ -153,7 +179,15 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Annotated[Any, hint()] = None
 
 
-Part = TextPart | RefusalPart | EmbedsPart | ImageUrlPart | InputAudioPart | AudioUrlPart
+Part = (
+    TextPart
+    | RefusalPart
+    | EmbedsPart
+    | ImageUrlPart
+    | InputAudioPart
+    | AudioUrlPart
+    | VideoUrlPart
+)
 Parts = Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)]
 _Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
 

@@ -21,6 +21,7 @@ from trioserve.http.api.openai.chat.messages import (
     Part,
     RefusalPart,
     TextPart,
+    VideoUrlPart,
 )
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.thinking import SWITCHES, no_effort_arguments
@@ -144,6 +145,8 @@ def _template_part(part: Part, name: str, role: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": part.url, "name": field}
     if isinstance(part, InputAudioPart | AudioUrlPart):
         return {"type": "audio", "audio": part.source, "name": name}
+    if isinstance(part, VideoUrlPart):
+        return {"type": "video", "video": part.source, "name": name}
     embeddings = decode_embeddings(part.prompt_embeds, f"{name}.prompt_embeds")
     return {"type": PART_TYPE, PART_TYPE: embeddings}
 
