@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trioserve.requests.embedded import EmbeddingsPrompt
     from trioserve.requests.generation import Completion, GenerationStream, Output, Usage
     from trioserve.requests.logprobs import PromptLogprobs
-    from trioserve.requests.media.parts import AudioPart, ImagePart
+    from trioserve.requests.media.parts import AudioPart, ImagePart, VideoPart
     from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.requests.retention import Retention, RetentionRange
     from trioserve.requests.speech.transcript import Segment, Transcript
@@ -88,6 +88,7 @@ _HOME = {
     "PromptLogprobs": "requests.logprobs",
     "AudioPart": "requests.media.parts",
     "ImagePart": "requests.media.parts",
+    "VideoPart": "requests.media.parts",
     "ChatPrompt": "requests.prompts",
     "TextPrompt": "requests.prompts",
     "TokensPrompt": "requests.prompts",
@@ -144,6 +145,7 @@ __all__ = [
     "Transcript",
     "TrioserveError",
     "Usage",
+    "VideoPart",
     "__version__",
     "open_engine",
     "serve",

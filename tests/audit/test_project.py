@@ -93,7 +93,7 @@ def test_every_third_party_import_is_a_dependency() -> None:
     known = {name.replace("-", "_") for name in stated} | sys.stdlib_module_names
     known |= {"trioserve", "gpu"}
     extras = {"cryptography", "cupy", "matplotlib", "opentelemetry", "ray", "transformers"}
-    extras |= {"PIL", "soundfile", "soxr"}
+    extras |= {"PIL", "av", "soundfile", "soxr"}
     known |= extras
     for path in (*modules_of("trioserve"), *modules_of("gpu")):
         names = {name.partition(".")[0] for name in imports_of(path)}

@@ -74,6 +74,10 @@ ALLOWED = {
     "trioserve/requests/media/images.py PIL.WebPImagePlugin": DECODER,
     "trioserve/requests/media/processors.py PIL.Image": DECODER,
     "trioserve/requests/media/processors.py PIL.Image.Image": DECODER,
+    "trioserve/requests/media/child.py av": DECODER,
+    "trioserve/requests/media/videos.py av": DECODER,
+    "trioserve/requests/media/videos.py PIL.Image": DECODER,
+    "trioserve/requests/media/videos.py PIL.Image.Image": DECODER,
     "trioserve/requests/media/processor_loading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),

@@ -1,4 +1,4 @@
-"""Images in the playground, over the real server with a model that reads them."""
+"""Images and audio in the playground, over the real server with a model that reads images."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, FilePayload, Locator, Page, expect
+from playwright.sync_api import Browser, FilePayload, Locator, Page, Route, expect
 
 from tests.browser.conftest import PATIENCE, Console
 from tests.support.model_server import Server, serving
 from tests.support.tiny_media import make_media_model, png
+from tests.support.tiny_speech import wav
 
 expect.set_options(timeout=PATIENCE)
 
@@ -132,6 +133,31 @@ def test_images_are_dropped_and_pasted(images: Console) -> None:
     expect(page.locator(".answer .notice")).to_contain_text(re.compile(r"messages\[0\]"))
     page.keyboard.press("m")
     expect(page.get_by_role("button", name="Attach images")).to_be_hidden()
+
+
+def test_audio_is_attached_for_a_model_that_reads_audio(images: Console) -> None:
+    def with_audio(route: Route) -> None:
+        facts = {"has_image_understanding": False, "has_audio_understanding": True}
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), **facts})
+
+    images.context.route("**/model_info", with_audio)
+    page = images.open()
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Attach audio").click()
+    data = wav(1, 0.2)
+    chooser.value.set_files([file("a.wav", data, "audio/wav"), file("cat.png", png(1))])
+    expect(page.locator(".composer .notice")).to_have_text("cat.png isn't an audio file.")
+    clip = page.locator(".attachments audio")
+    expect(clip).to_have_count(1)
+    assert clip.evaluate(
+        "clip => clip.readyState ? clip.duration : new Promise((done) => "
+        "clip.addEventListener('loadedmetadata', () => done(clip.duration)))"
+    ) == pytest.approx(0.2, abs=0.01)
+    (sent,) = last_message(page, page.locator("#send").click)["content"]
+    url = f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
+    assert sent == {"type": "audio_url", "audio_url": {"url": url}}
+    expect(page.locator(".answer .notice")).to_contain_text("reads no audio clips")
 
 
 def test_a_model_of_text_is_offered_none(console: Console) -> None:

@@ -74,6 +74,7 @@ def test_the_policy_allows_the_pages_own_files_only(console: Console) -> None:
         "style-src 'self'",
         "connect-src 'self'",
         "img-src 'self' data:;",
+        "media-src data:;",
     ):
         assert rule in policy
     assert "unsafe" not in policy

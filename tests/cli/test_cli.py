@@ -72,6 +72,7 @@ def test_a_flag_gives_what_the_variable_gives(option: Any) -> None:
         text = "3,2" if option.metavar == "N,N" else text
         text = '{"top_k": 5}' if option.metavar == "JSON" else text
         text = '{"image": 5}' if option.metavar in ("COUNTS", "ARGUMENTS") else text
+        text = '{"video": {"fps": 5}}' if option.metavar == "SAMPLING" else text
         text = '{"method": "ngram"}' if option.metavar == "OBJECT" else text
         flag = [option.flag, text]
     needed = NEEDED.get(option.name, {})

@@ -49,6 +49,7 @@ def sample(option: Option) -> tuple[str, Any]:
             "JSON": '{"top_k": 5}',
             "COUNTS": '{"image": 5}',
             "ARGUMENTS": '{"size": 5}',
+            "SAMPLING": '{"video": {"fps": 5}}',
             "OBJECT": '{"method": "ngram"}',
             "HOST": "a.example",
             "WORD": "word",
@@ -94,7 +95,7 @@ def test_every_option_is_documented_and_its_default_is_allowed(cls: type, option
 def test_names_are_unique_and_there_are_few() -> None:
     names = [option.name for _, option in OPTIONS]
     assert len(set(names)) == len(names)
-    assert len(names) <= 107
+    assert len(names) <= 108
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def bound_of(what: str) -> str:
             f"{template_child.MAX_MEMORY >> 20} MiB, in a process of its own",
         ),
         (
-            "Bytes of an [image or audio clip](media.md#limits), pixels, seconds",
+            "Bytes of an [image, audio clip or video](media.md#limits), pixels, seconds",
             f"{MEDIA.limit_mm_bytes >> 20} MiB; {MEDIA.limit_mm_pixels:,}; "
             f"{MEDIA.limit_mm_seconds:g}",
         ),

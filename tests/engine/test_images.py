@@ -1,23 +1,39 @@
-"""Images in prompts over tiny models: what they give is what transformers gives."""
+"""Media in prompts over tiny models: what they give is what transformers gives."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import PIL.Image
 import pytest
+import soundfile
 import torch
 import transformers
 import trio
 
+from tests.engine import audio_over_http, video_over_http
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.smolvlm_inputs import NUM_FRAMES, smolvlm_inputs
+from tests.support.tiny_audio import AUDIO_FAMILIES, TOKENS, make_audio_model
 from tests.support.tiny_media import IMAGE_TEXTS, MEDIA_FAMILIES, image, make_media_model, png
-from trioserve import Completion, Engine, EngineConfig, ImagePart, InvalidRequest, TextPrompt
+from tests.support.tiny_speech import wav
+from tests.support.video_files import video
+from trioserve import (
+    AudioPart,
+    Completion,
+    Engine,
+    EngineConfig,
+    ImagePart,
+    InvalidRequest,
+    TextPrompt,
+    VideoPart,
+)
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.model_files.media_config import MediaConfig
 from trioserve.requests.media.processor_loading import load_processor
@@ -29,31 +45,100 @@ TIGHT: dict[str, Any] = {
     "block_size": 4,
     "max_num_batched_tokens": 16,
 }
-"""Prompts are cut in the middle of images, and there are too few pages for all."""
+"""Prompts are cut in the middle of media, and there are too few pages for all."""
+LIMITS: dict[str, Any] = {
+    "limit_mm_per_prompt": '{"image": 2, "audio": 2, "video": 2}',
+    "media_io_kwargs": f'{{"video": {{"num_frames": {NUM_FRAMES}}}}}',
+}
 TOLERANCE = 2e-4
-Content = Sequence[str | bytes | PIL.Image.Image]
+Content = Sequence[str | bytes | PIL.Image.Image | AudioPart | VideoPart]
 CONVERSATIONS: list[Content] = [
     ["What is this?", image(1)],
     [image(2, (30, 70)), "and", image(1), "differ?"],
     ["no picture at all"],
     [image(3), image(3), "twice"],
 ]
+REFUSED_IMAGES: list[tuple[Content, str, str]] = [
+    (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
+    ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
+    ([image(1), AudioPart(b"RIFF")], "reads no audio clips", "messages[0].content[1]"),
+    ([VideoPart(b"x")], "reads no videos", "messages[0].content[0]"),
+]
+SHORT, LONG = VideoPart(video(num_frames=13)), VideoPart(video("libvpx", 24))
+FILMS: list[Content] = [
+    ["What is this?", image(1)],
+    [LONG, "and", image(2, (30, 70)), "differ from", SHORT],
+    ["What happens?", SHORT],
+    [SHORT, SHORT, "twice"],
+]
+REFUSED_FILMS: list[tuple[Content, str, str]] = [
+    (["see", VideoPart(b"no video")], "unknown format", "messages[0].content[1]"),
+    ([SHORT, image(1), SHORT, SHORT], "--limit-mm-per-prompt", "messages[0].content[3]"),
+    (["a text with <video> in it", SHORT], "which stands for videos", "messages"),
+    (["a text with <image> in it", SHORT], "stands for embeddings", "messages"),
+]
+REFUSED_AUDIO: list[tuple[Content, str, str]] = [
+    (["hear", AudioPart(b"no audio")], "messages[0].content[1]", "messages[0].content[1]"),
+    ([AudioPart(wav(1, 0.1))] * 3, "--limit-mm-per-prompt", "messages[0].content[2]"),
+    ([AudioPart(wav(1, 0.1)), image(1)], "reads no images", "messages[0].content[1]"),
+    ([AudioPart(wav(1, 1.1))], "1.1 seconds, and the model hears 1", "messages[0].content[0]"),
+    ([AudioPart(wav(1, 0.001))], "too short", "messages[0].content[0]"),
+    (["a <|AUDIO|> in it", AudioPart(wav(1, 0.1))], "stands for audio clips", "messages"),
+]
 
 
-@pytest.fixture(scope="module", params=MEDIA_FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
+@attrs.frozen
+class Model:
+    """A tiny model, and conversations for it."""
+
+    folder: Path
+    token: str
+    conversations: Sequence[Content]
+    refused: Sequence[tuple[Content, str, str]]
+    num_pages: int
+    """Pages that are too few for all conversations at a time."""
+    served: Callable[[Engine], Awaitable[None]] | None = None
+    """Asserts that HTTP serves the model; None if that of another one is enough."""
+    text: str = ""
+    """Text that the template prints for an image."""
 
 
-def family_of(folder: Path) -> str:
-    """Return the family of a folder that a fixture made."""
-    return folder.name[:-1]
+def make_model(family: str, folder: Path) -> Model:
+    if family == "smolvlm":
+        made, served = make_media_model(family, folder), video_over_http.assert_served
+        return Model(made, "<image>", FILMS, REFUSED_FILMS, 100, served)
+    if family not in AUDIO_FAMILIES:
+        made, text = make_media_model(family, folder), IMAGE_TEXTS[family]
+        token = "<|image_pad|>" if family.startswith("qwen") else text
+        written: Content = [f"a text with {text} in it", image(1)]
+        refused = [*REFUSED_IMAGES, (written, "which stands for images", "messages")]
+        pages = 18 if family == "llava" else 32
+        return Model(made, token, CONVERSATIONS, refused, pages, text=text)
+    longest = 1.0 if family == "qwen2_audio" else 2.3
+    spoken: list[Content] = [
+        ["What is said?", AudioPart(wav(1, 0.7))],
+        [AudioPart(wav(2, longest)), "and", AudioPart(wav(1, 0.7)), "differ?"],
+        ["no sound at all"],
+        [AudioPart(wav(3, 0.2)), AudioPart(wav(3, 0.2)), "twice"],
+    ]
+    made, pages = make_audio_model(family, folder), 32 if longest == 1 else 40
+    served = audio_over_http.assert_served if family == "qwen2_audio" else None
+    return Model(made, TOKENS[family], spoken, REFUSED_AUDIO, pages, served)
+
+
+@pytest.fixture(scope="module", params=[*MEDIA_FAMILIES, *AUDIO_FAMILIES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def messages_of(content: Content) -> list[dict[str, Any]]:
     parts = [
         {"type": "text", "text": each}
         if isinstance(each, str)
+        else {"type": "audio", "audio": each}
+        if isinstance(each, AudioPart)
+        else {"type": "video", "video": each}
+        if isinstance(each, VideoPart)
         else {"type": "image", "image": each}
         for each in content
     ]
@@ -61,55 +146,54 @@ def messages_of(content: Content) -> list[dict[str, Any]]:
 
 
 def test_images_are_read_with_a_tower_and_a_limit_above_0() -> None:
-    tower = MediaConfig(architecture="LlavaForConditionalGeneration", width=8, image_token_id=1)
+    tower = MediaConfig(
+        architecture="LlavaForConditionalGeneration", width=8, token_ids={"image": 1}
+    )
     model = LoadedModel(name="m", tokenizer=Tokenizer(byte_tokenizer()), eos_token_ids=())
     reader = attrs.evolve(model, media=tower)
     refusing = EngineConfig("m", limit_mm_per_prompt='{"image": 0}')
-    assert reader.reads_images(EngineConfig("m"))
-    assert not reader.reads_images(refusing)
-    assert not model.reads_images(EngineConfig("m"))
+    assert reader.reads("image", EngineConfig("m"))
+    assert not reader.reads("audio", EngineConfig("m"))
+    assert not reader.reads("image", refusing)
+    assert not model.reads("image", EngineConfig("m"))
 
 
 class Reference:
     """transformers' own model and processor."""
 
-    def __init__(self, folder: Path) -> None:
-        self.processor: Any = load_processor(folder)
-        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
-
-    @property
-    def image_token(self) -> int:
-        """Token at the positions of images."""
-        return int(self.model.config.image_token_id)
+    def __init__(self, model: Model) -> None:
+        config = transformers.AutoConfig.from_pretrained(model.folder)
+        model_class: Any = getattr(transformers, config.architectures[0])
+        self.model = model_class.from_pretrained(model.folder, dtype=torch.float32).eval()
+        self.processor: Any = load_processor(model.folder)
+        self.placeholder = self.processor.tokenizer.convert_tokens_to_ids(model.token)
 
     def inputs_of(self, content: Content) -> Any:
         """Return the processor's result for a conversation."""
         template = self.processor.tokenizer.chat_template or self.processor.chat_template
-        text = self.processor.apply_chat_template(
-            messages_of(content), chat_template=template, add_generation_prompt=True
+        text = self.processor.tokenizer.apply_chat_template(
+            messages_of(content),
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
         )
-        images = [each for each in content if not isinstance(each, str)]
-        return self.processor(
-            text=text, images=images or None, return_tensors="pt", add_special_tokens=False
-        )
+        return self._inputs(text, [each for each in content if not isinstance(each, str)])
 
     def generate(self, content: Content, max_tokens: int) -> list[int]:
-        """Return the greedy output, without tokens of images."""
+        """Return the greedy output, without tokens of media."""
         inputs = self.inputs_of(content)
         limits = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None}
         inputs.pop("token_type_ids", None)
-        suppressed = [self.image_token]
+        suppressed = [self.placeholder]
         found = self.model.generate(**inputs, **limits, suppress_tokens=suppressed, pad_token_id=0)
         return found[0, inputs["input_ids"].shape[1] :].tolist()
 
     def check(self, content: Content, completion: Completion) -> None:
         """Assert that the output is greedy, with log-probabilities within the tolerance."""
         inputs = self.inputs_of(content)
-        prompt = inputs["input_ids"][0].tolist()
+        prompt, usage = inputs["input_ids"][0].tolist(), completion.usage
         assert list(completion.prompt_token_ids) == prompt
-        assert completion.usage.image_tokens == prompt.count(self.image_token)
+        assert usage.image_tokens + usage.audio_tokens == prompt.count(self.placeholder)
         tokens = torch.tensor([completion.token_ids])
         count = inputs["input_ids"].shape[1]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
@@ -123,72 +207,95 @@ class Reference:
         expected = logits[count - 1 : -1].log_softmax(-1)
         told = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
         own = expected.gather(1, tokens[0][:, None])[:, 0]
-        expected[:, self.image_token] = -torch.inf
+        expected[:, self.placeholder] = -torch.inf
         assert told == pytest.approx(own.tolist(), abs=TOLERANCE)
         assert (expected.max(-1).values - own).max() < TOLERANCE
 
+    def _inputs(self, text: str, media: Sequence[Any]) -> Any:
+        options = {"return_tensors": "pt", "add_special_tokens": False}
+        if "SmolVLM" in type(self.processor).__name__:
+            return smolvlm_inputs(self.processor, text, media)
+        clips = [each for each in media if isinstance(each, AudioPart)]
+        if media and not clips:
+            return self.processor(text=text, images=media, **options)
+        # Some processors take one clip for a text.
+        parts: list[Any] = []
+        for clip in clips:
+            assert isinstance(clip.source, bytes)
+            samples, rate = soundfile.read(io.BytesIO(clip.source), dtype="float32")
+            token = self.processor.audio_token
+            parts.append(self.processor(text=token, audio=samples, sampling_rate=rate, **options))
+            text = text.replace(token, "\0" * parts[-1]["input_ids"].shape[1], 1)
+        if clips:
+            text = text.replace("\0", self.processor.audio_token)
+        names = [name for name in (parts[0] if clips else ()) if "feature" in name]
+        features = {name: torch.cat([part[name] for part in parts]) for name in names}
+        return {**self.processor.tokenizer(text, **options), **features}
 
-async def answers(engine: Engine, image_token: int) -> list[Completion]:
-    """Return the answers to all conversations, begun in one step, without tokens of images."""
-    fields = {**GREEDY, "logit_bias": {image_token: -100.0}}
+
+def without_token(engine: Engine, model: Model) -> dict[str, Any]:
+    """Return the fields of greedy answers without tokens of media."""
+    return {**GREEDY, "logit_bias": {engine.tokenizer.token_of(model.token): -100.0}}
+
+
+async def answers(engine: Engine, model: Model) -> list[Completion]:
+    """Return the answers to all conversations, begun in one step, without tokens of media."""
+    fields = without_token(engine, model)
     found: dict[int, Completion] = {}
 
     async def ask(number: int) -> None:
-        found[number] = await engine.complete(messages_of(CONVERSATIONS[number]), **fields)
+        messages = messages_of(model.conversations[number])
+        found[number] = await engine.complete(messages, **fields)
 
     await engine.pause("in_place")
     async with trio.open_nursery() as nursery:
-        for number in range(len(CONVERSATIONS)):
+        for number in range(len(model.conversations)):
             nursery.start_soon(ask, number)
-        while engine.statistics().scheduler.num_waiting < len(CONVERSATIONS):
+        while engine.statistics().scheduler.num_waiting < len(model.conversations):
             await trio.sleep(0.005)
         engine.resume()
-    return [found[number] for number in range(len(CONVERSATIONS))]
+    return [found[number] for number in range(len(model.conversations))]
 
 
-async def test_answers_are_those_of_transformers(folder: Path) -> None:
+async def test_answers_are_those_of_transformers(model: Model) -> None:
     """Together, in chunks and preempted, and again with cached pages."""
-    reference = Reference(folder)
-    pages = 18 if family_of(folder) == "llava" else 32
-    async with open_tiny_engine(folder, num_gpu_blocks_override=pages, **TIGHT) as engine:
+    reference = Reference(model)
+    options = {"num_gpu_blocks_override": model.num_pages, **TIGHT, **LIMITS}
+    async with open_tiny_engine(model.folder, **options) as engine:
         for _ in range(2):
-            found = await answers(engine, reference.image_token)
-            for content, completion in zip(CONVERSATIONS, found, strict=True):
+            found = await answers(engine, model)
+            for content, completion in zip(model.conversations, found, strict=True):
                 reference.check(content, completion)
-        assert list(found[1].token_ids) == reference.generate(CONVERSATIONS[1], 20)
+        if model.conversations is CONVERSATIONS:
+            assert list(found[1].token_ids) == reference.generate(CONVERSATIONS[1], 20)
         assert engine.statistics().scheduler.num_preemptions > 0
+        if model.served is not None:
+            tokens = await tokens_of_a_killed_worker(engine, model, without_token(engine, model))
+            assert tokens == found[1].token_ids
+            await assert_refused(engine, model)
+            await model.served(engine)
         await assert_idle(engine)
 
 
-@pytest.mark.parametrize("folder", ["llava", "qwen2_5_vl"], indirect=True)
-async def test_compiled_kernels_give_the_same_bits_whatever_happens(folder: Path) -> None:
+@pytest.mark.parametrize("model", ["llava", "qwen2_5_vl"], indirect=True)
+async def test_compiled_kernels_give_the_same_bits_whatever_happens(model: Model) -> None:
     """Alone, beside others, with cached pages, and after the worker was killed."""
-    image_text = IMAGE_TEXTS[family_of(folder)]
-    options = {"dtype": "bfloat16", "num_threads": 2, "limit_mm_per_prompt": '{"image": 2}'}
-    async with open_tiny_engine(folder, **options) as engine:
-        await assert_refused(engine, image_text)
+    options = {"dtype": "bfloat16", "num_threads": 2, **LIMITS}
+    async with open_tiny_engine(model.folder, **options) as engine:
+        await assert_refused(engine, model)
         alone = [
             facts_of(await engine.complete(messages_of(content), **GREEDY))
-            for content in CONVERSATIONS
+            for content in model.conversations
         ]
-        prompt = f"user: What is this?{image_text}assistant:"
+        prompt = f"user: What is this?{model.text}assistant:"
         text = TextPrompt(prompt, media=[ImagePart(png(1))])
         assert facts_of(await engine.complete(text, **GREEDY)) == alone[0]
-        process = await worker_of(engine)
-        async with engine.generate(messages_of(CONVERSATIONS[1]), **GREEDY) as stream:
-            chunks = []
-            async for chunk in stream:
-                if not chunks:
-                    os.kill(process.pid, signal.SIGKILL)
-                chunks.append(chunk)
-        tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
-        assert tokens == alone[1][0]
-        assert (await worker_of(engine)).pid != process.pid
+        assert await tokens_of_a_killed_worker(engine, model, GREEDY) == alone[1][0]
         engine.flush_cache()
         found: dict[int, Any] = {}
 
         async def ask(number: int) -> None:
-            content = messages_of(CONVERSATIONS[number % len(alone)])
+            content = messages_of(model.conversations[number % len(alone)])
             found[number] = facts_of(await engine.complete(content, **GREEDY))
 
         async with trio.open_nursery() as nursery:
@@ -197,17 +304,28 @@ async def test_compiled_kernels_give_the_same_bits_whatever_happens(folder: Path
         assert [found[number] for number in range(3 * len(alone))] == alone * 3
 
 
+async def tokens_of_a_killed_worker(
+    engine: Engine, model: Model, fields: dict[str, Any]
+) -> tuple[int, ...]:
+    """Return the answer to the second conversation, in which the worker is killed."""
+    process = await worker_of(engine)
+    async with engine.generate(messages_of(model.conversations[1]), **fields) as stream:
+        chunks = []
+        async for chunk in stream:
+            if not chunks:
+                os.kill(process.pid, signal.SIGKILL)
+            chunks.append(chunk)
+    assert (await worker_of(engine)).pid != process.pid
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
 def facts_of(completion: Completion) -> tuple[Any, ...]:
     logprobs = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
     return completion.token_ids, logprobs
 
 
-async def assert_refused(engine: Engine, image_text: str) -> None:
-    for content, told, param in (
-        (["see", b"no image"], "messages[0].content[1]", "messages[0].content[1]"),
-        ([image(1), image(1), image(1)], "--limit-mm-per-prompt", "messages[0].content[2]"),
-        ([f"a text with {image_text} in it", image(1)], "which stands for an image", "messages"),
-    ):
+async def assert_refused(engine: Engine, model: Model) -> None:
+    for content, told, param in model.refused:
         with pytest.raises(InvalidRequest) as refused:
             await engine.complete(messages_of(content), max_tokens=1)
         assert told in str(refused.value)

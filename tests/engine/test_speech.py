@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -37,7 +38,7 @@ from trioserve import (
 )
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
-from trioserve.requests.speech.transcript import Transcript
+from trioserve.requests.speech.transcript import Segment, Transcript
 
 PAGE = Path(__file__).parents[2] / "docs" / "speech.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -68,22 +69,22 @@ class Reference:
         features: torch.Tensor = found["input_features"]
         return features
 
-    def check(
-        self, samples: np.ndarray[Any, Any], prompt: list[int], tokens: list[int], logprob: float
-    ) -> None:
-        """Assert that a window's tokens are greedy by transformers' rules for plain text.
-
-        ``logprob`` is their mean log-probability, that of the token of the end included.
-        """
+    def check(self, samples: np.ndarray[Any, Any], prompt: list[int], segment: Segment) -> None:
+        """Assert that a window's tokens are greedy by transformers' rules for plain text."""
         special = self.model.generation_config
+        tokens = list(segment.token_ids)
         own = tokens + [special.eos_token_id] * (len(tokens) < LONGEST)
         ids = torch.tensor([prompt + own])
         with torch.inference_mode():
-            logits = self.model(
-                input_features=self.features(samples), decoder_input_ids=ids
-            ).logits[0, len(prompt) - 1 : -1]
+            whole = self.model(input_features=self.features(samples), decoder_input_ids=ids).logits[
+                0
+            ]
+        silence = whole[prompt.index(special.decoder_start_token_id)].softmax(-1)
+        silence = silence[special.no_timestamps_token_id - 1]
+        assert segment.no_speech_prob == pytest.approx(float(silence), rel=TOLERANCE)
+        logits = whole[len(prompt) - 1 : -1]
         found = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).mean()
-        assert logprob == pytest.approx(float(found), abs=TOLERANCE)
+        assert segment.average_logprob == pytest.approx(float(found), abs=TOLERANCE)
         begin = len(prompt)
         rules: list[Any] = [
             SuppressTokensAtBeginLogitsProcessor(special.begin_suppress_tokens, begin),
@@ -109,7 +110,7 @@ class Reference:
         assert starts == list(range(math.ceil(transcript.duration)))
         for each in transcript.segments:
             window = samples[round(each.start * RATE) :][:RATE]
-            self.check(window, prompt, list(each.token_ids), each.average_logprob)
+            self.check(window, prompt, each)
 
 
 async def transcripts(engine: Engine, **options: Any) -> list[Transcript]:
@@ -137,7 +138,7 @@ async def test_transcripts_are_those_of_transformers(
     reference = Reference(folder)
     options = {"block_size": 4, "max_num_batched_tokens": 8, "num_gpu_blocks_override": 30}
     async with open_tiny_engine(folder, **options) as engine:
-        first = await transcripts(engine, language="de")
+        first = await transcripts(engine, language="de", temperature=0)
         for clip, transcript in zip(CLIPS, first, strict=True):
             reference.check_windows(transcript, sound(*clip))
         assert engine.statistics().scheduler.num_preemptions > 0
@@ -169,14 +170,15 @@ async def test_transcripts_are_those_of_transformers(
 async def assert_detects(engine: Engine, reference: Reference) -> None:
     """Assert that detected languages are transformers', and that options change the text."""
     for number, seconds in CLIPS[:3]:
-        transcript = await engine.transcribe(wav(number, seconds))
+        transcript = await engine.transcribe(wav(number, seconds), temperature=0)
         features = reference.features(sound(number, seconds))
         token = reference.model.detect_language(input_features=features)
         assert reference.model.generation_config.lang_to_id[f"<|{transcript.language}|>"] == token
     clip = wav(*CLIPS[1])
-    plain = await engine.transcribe(clip, language="fr")
-    assert plain.text != (await engine.transcribe(clip, language="fr", task="translate")).text
-    assert plain.text != (await engine.transcribe(clip, language="fr", prompt="Once upon")).text
+    french = functools.partial(engine.transcribe, clip, language="fr", temperature=0)
+    plain = await french()
+    assert plain.text != (await french(task="translate")).text
+    assert plain.text != (await french(prompt="Once upon")).text
     await assert_idle(engine)
 
 
@@ -214,9 +216,13 @@ async def assert_page_runs() -> None:
 async def assert_served(engine: Engine) -> None:
     """Assert that OpenAI's client gets over HTTP what the engine gives."""
     clip, config = wav(7, 1.1), server_config()
-    wanted = await engine.transcribe(clip, language="de")
-    timed = await engine.transcribe(clip, language="de", timestamps=True)
-    english = await engine.transcribe(clip, task="translate")
+    wanted = await engine.transcribe(clip, language="de", temperature=0)
+    short = wav(7, 0.2)
+    tried = await engine.transcribe(short, language="de")
+    # A model of random numbers is never sure.
+    assert [each.temperature for each in tried.segments] == [1.0]
+    timed = await engine.transcribe(clip, language="de", timestamps=True, temperature=0)
+    english = await engine.transcribe(clip, task="translate", temperature=0)
     times = [time for each in timed.segments for time in (each.start, each.end)]
     assert times == sorted(times)
     assert times[-1] <= timed.duration
@@ -224,17 +230,20 @@ async def assert_served(engine: Engine) -> None:
     def ask(url: str) -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         model, file = client.models.list().data[0].id, ("speech.wav", clip)
-        Path("speech.wav").write_bytes(clip)
+        Path("speech.wav").write_bytes(short)
         program = PROGRAMS[0].replace("http://127.0.0.1:8000", url).replace("whisper-small", model)
         assert run(program)["found"].text
         create = client.audio.transcriptions.create
-        found = create(model=model, file=file, language="de")
+        found = create(model=model, file=("speech.wav", short), language="de")
+        assert found.text == tried.text
+        found = create(model=model, file=file, language="de", temperature=0)
         assert found.text == wanted.text
         verbose = create(
             model=model,
             file=file,
             language="de",
             response_format="verbose_json",
+            temperature=0,
             timestamp_granularities=["segment"],
         )
         segments = [(each.start, each.end, each.text) for each in verbose.segments or ()]
@@ -243,7 +252,8 @@ async def assert_served(engine: Engine) -> None:
         events: list[Any] = list(create(model=model, file=file, language="de", stream=True))
         assert events[-1].text == wanted.text
         assert "".join(each.delta for each in events[:-1]) == wanted.text
-        translated = httpx.post(f"{url}/v1/audio/translations", files={"file": file})
+        data = {"temperature": "0"}
+        translated = httpx.post(f"{url}/v1/audio/translations", files={"file": file}, data=data)
         assert translated.json()["text"] == english.text
         with pytest.raises(openai.BadRequestError) as refused:
             create(model=model, file=("speech.wav", b"ID3 and no audio"))
@@ -289,7 +299,7 @@ async def assert_ends(engine: Engine) -> None:
 async def test_front_ends_transcribe(folder: Path) -> None:
     clip = wav(7, 1.1)
     async with open_tiny_engine(folder, dtype="float32") as engine:
-        wanted = await engine.transcribe(clip, language="de")
+        wanted = await engine.transcribe(clip, language="de", temperature=0)
 
     def ask() -> None:
         with serving_folder(folder, *TWO_FRONT_ENDS) as url:
@@ -298,7 +308,7 @@ async def test_front_ends_transcribe(folder: Path) -> None:
                 reply = httpx.post(
                     f"{url}/v1/audio/transcriptions",
                     files={"file": ("speech.wav", clip)},
-                    data={"model": "the-model", "language": "de"},
+                    data={"model": "the-model", "language": "de", "temperature": "0"},
                     timeout=60,
                 )
                 assert reply.json()["text"] == wanted.text

@@ -78,7 +78,7 @@ async def transcribe(engine: Engine, clips: list[bytes]) -> tuple[list[list[int]
     found: dict[int, list[int]] = {}
 
     async def ask(index: int) -> None:
-        heard = await engine.transcribe(clips[index])
+        heard = await engine.transcribe(clips[index], temperature=0)
         tokens = [token for each in heard.segments for token in each.token_ids]
         found[index] = [token for token in tokens if token < end]
 

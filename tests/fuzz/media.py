@@ -18,6 +18,7 @@ from tests.support.media_files import (
     hostile_images,
     noise,
 )
+from tests.support.video_files import CONTAINERS, hostile_videos, lying_videos, turned, video
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.media.audio import decode_audio
 from trioserve.requests.media.fetching import MediaUrl
@@ -26,6 +27,7 @@ from trioserve.requests.media.parts import ImagePart
 from trioserve.requests.media.public_addresses import is_public
 from trioserve.requests.media.refusals import Refused
 from trioserve.requests.media.sources import payload_of
+from trioserve.requests.media.videos import decode_video
 
 __all__ = ["TARGETS"]
 
@@ -56,6 +58,24 @@ def _check_audio(data: bytes) -> None:
     assert np.isfinite(samples).all()
 
 
+def _check_video(data: bytes) -> None:
+    with address_space_bounded(MEMORY):
+        try:
+            found = decode_video(
+                data, max_pixels=MAX_PIXELS, max_seconds=MAX_SECONDS, fps=8, num_frames=4
+            )
+            frames = list(found.frames)
+        except Refused:
+            return
+    assert 0 <= found.duration <= MAX_SECONDS
+    assert 0 < len(frames) <= 4
+    assert len({image.size for _, image in frames}) == 1
+    for seconds, image in frames:
+        assert 0 <= seconds <= found.duration
+        assert image.mode == "RGB"
+        assert 0 < image.width * image.height <= MAX_PIXELS
+
+
 def _images() -> list[bytes]:
     modes = (("PNG", "RGBA"), ("PNG", "L"), ("TIFF", "RGBA"), ("WEBP", "RGBA"))
     images = [encoded(noise(), name) for name in IMAGE_FORMATS]
@@ -66,6 +86,12 @@ def _images() -> list[bytes]:
 
 def _clips() -> list[bytes]:
     return [clip(name, seconds=0.05, channels=count) for name in AUDIO_FORMATS for count in (1, 2)]
+
+
+def _videos() -> list[bytes]:
+    found = [video(encoder, 5) for encoder in CONTAINERS]
+    others = [video(num_frames=5, fragmented=True), turned(found[0], 1)]
+    return [*found, *others, *lying_videos().values(), *hostile_videos().values()]
 
 
 def _check_url(text: str) -> None:
@@ -106,6 +132,7 @@ _SOURCES = _PIECES(
 TARGETS = (
     Target("image_file", _check_image, seeds=_images),
     Target("audio_file", _check_audio, seeds=_clips),
+    Target("video_file", _check_video, seeds=_videos),
     Target("media_url", _check_url, _URLS),
     Target("media_source", _check_source, _SOURCES),
 )

@@ -22,6 +22,7 @@ MODULES = {
         "fsspec",
         "boto3",
         "PIL",
+        "av",
         "opentelemetry.exporter",
         "torchaudio",
         "torchvision",

@@ -23,6 +23,8 @@ SEGMENTS = (
         token_ids=(5, 6),
         window_start=0.0,
         average_logprob=-0.25,
+        no_speech_prob=0.125,
+        temperature=0.4,
     ),
     Segment(
         start=3661.25,
@@ -31,6 +33,8 @@ SEGMENTS = (
         token_ids=(7,),
         window_start=3660.0,
         average_logprob=-0.5,
+        no_speech_prob=0.25,
+        temperature=0.0,
     ),
 )
 TRANSCRIPT = Transcript(

@@ -178,6 +178,7 @@ class StubEngine:
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     adapters: tuple[Adapter, ...] = ()
     reads_images: bool = False
+    reads_audio: bool = False
     prompt_logprobs: Callable[[Call], PromptLogprobs | None] = lambda call: None
     calls: list[Call] = attrs.field(factory=list)
     healthy: bool = True

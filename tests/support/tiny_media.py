@@ -17,7 +17,8 @@ __all__ = ["IMAGE_TEXTS", "MEDIA_FAMILIES", "image", "make_media_model", "png"]
 TEMPLATE = (
     "<s>{% for m in messages %}{{ m.role }}:"
     "{% if m.content is string %} {{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %} {{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<image>{% elif part.type == 'video' %}<video>"
+    "{% else %} {{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -50,10 +51,12 @@ _QWEN_TEXT: dict[str, Any] = {
         "mrope_section": [8, 12, 12],
     },
 }
-MEDIA_FAMILIES = ("llava", "idefics3", "qwen2_vl", "qwen2_5_vl")
+_CONFIGS = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}
+MEDIA_FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl")
 IMAGE_TEXTS = {
     "llava": "<image>",
     "idefics3": "<image>",
+    "smolvlm": "<image>",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
 }
@@ -82,7 +85,7 @@ def make_media_model(family: str, folder: Path) -> Path:
 
 
 def _config(family: str, folder: Path) -> Any:
-    """Write the processor of LLaVA or Idefics 3, and return the model's configuration."""
+    """Write the processor of LLaVA, Idefics 3 or SmolVLM, and return the model's configuration."""
     import transformers
 
     processor = getattr(tiny_processors, family)(folder)
@@ -94,7 +97,7 @@ def _config(family: str, folder: Path) -> Any:
             vision_config={**vision, "model_type": "clip_vision_model", "projection_dim": 32},
             image_token_index=token,
         )
-    return transformers.Idefics3Config(
+    return getattr(transformers, _CONFIGS[family])(
         text_config=_TEXT,
         vision_config={**_TOWER, "image_size": 32, "patch_size": 8},
         image_token_id=token,

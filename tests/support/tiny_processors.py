@@ -48,6 +48,21 @@ def idefics3(folder: Path) -> Any:
     return made
 
 
+def smolvlm(folder: Path) -> Any:
+    """Write a processor of images and videos for SmolVLM, and return it without torchvision."""
+    import transformers
+
+    from trioserve.requests.media.processor_loading import load_processor
+
+    tokenizer(*IDEFICS_TOKENS).save_pretrained(folder)
+    transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+    ).save_pretrained(folder)
+    config = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+    (folder / "processor_config.json").write_text(json.dumps(config))
+    return load_processor(folder)
+
+
 def llava(folder: Path, side: int = 28, patch: int = 14) -> Any:
     """Write a processor that makes one square of an image, and return it."""
     import transformers

@@ -452,3 +452,21 @@ async def test_a_crowd_of_every_kind_is_encoded_as_each_alone(tokenizer: Tokeniz
         assert request.prompt_ids == tokenizer.prompt_ids(prompt)
     assert isinstance(requests[-2].rejection, InvalidRequest)
     assert cut.prompt_ids == tokenizer.prompt_ids(cut.prompt, keep=7)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_media_stand_in_a_template_that_reads_parts_and_in_any_other(is_listed: bool) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    if is_listed:
+        source = (
+            "{% for m in messages %}{% for part in m.content %}"
+            "{% if part.type == 'image' or 'audio' in part %}({{ part.type }})"
+            "{% else %}{{ part.text }}{% endif %} {% endfor %}{% endfor %}"
+        )
+    template = ChatTemplate(source, image_token="(image)", audio_token="(audio)")
+    content = [{"type": "image"}, "and", {"type": "audio"}, {"type": "text", "text": "differ"}]
+    prompt = ChatPrompt(messages=[{"role": "user", "content": content}])
+    assert template.render(prompt).split() == ["(image)", "and", "(audio)", "differ"]
+    reader = ChatTemplate(source, image_token="(image)")
+    with pytest.raises(InvalidRequest, match="has the type 'audio'"):
+        reader.render(prompt)

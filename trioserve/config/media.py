@@ -1,4 +1,4 @@
-"""The options of images and audio in prompts, a part of the engine's options."""
+"""The options of images, audio and videos in prompts, a part of the engine's options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,24 @@ from trioserve.config.options import option
 from trioserve.protocol.errors import InvalidRequest
 
 MEDIA_KINDS = ("image", "audio", "video")
-DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 1, "video": 0}
+DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 8, "video": 1}
 """Most parts of each kind in a prompt, where ``--limit-mm-per-prompt`` doesn't say."""
 _COUNTS = "limit_mm_per_prompt"
 _ARGUMENTS = "mm_processor_kwargs"
+_READING = "media_io_kwargs"
+_READING_EXAMPLE = '{"video": {"fps": 2, "num_frames": 32}}'
+MAX_FPS = 1000.0
+MAX_FRAMES = 1024
+
+
+@attrs.frozen(kw_only=True)
+class FrameSampling:
+    """The frames that are taken of a video, evenly from the first to the last one."""
+
+    fps: float = 2.0
+    """Most frames for each second."""
+    num_frames: int = 32
+    """Most frames."""
 
 
 @attrs.frozen(kw_only=True)
@@ -28,16 +42,16 @@ class MediaOptions:
 
     limit_mm_per_prompt: str | None = option(
         None,
-        "most images and audio clips in a prompt: a JSON object with image and audio, as in "
-        '{"image": 4}; 0 refuses all of a kind; video is taken, and no videos are read',
-        unset="8 images, 1 audio clip",
+        "most images, audio clips and videos in a prompt: a JSON object with image, audio and "
+        'video, as in {"image": 4}; 0 refuses all of a kind',
+        unset="8 images, 8 audio clips, 1 video",
         group="media",
         page="media#Limits",
         metavar="COUNTS",
     )
     limit_mm_bytes: int = option(
         32 << 20,
-        "most bytes of an image or audio clip, as it is sent or fetched",
+        "most bytes of an image, audio clip or video, as it is sent or fetched",
         group="media",
         page="media#Limits",
         kind=int,
@@ -47,7 +61,7 @@ class MediaOptions:
     )
     limit_mm_pixels: int = option(
         1 << 26,
-        "most pixels of an image, width times height",
+        "most pixels of an image or a frame of a video, width times height",
         group="media",
         page="media#Limits",
         kind=int,
@@ -56,7 +70,7 @@ class MediaOptions:
     )
     limit_mm_seconds: float = option(
         600.0,
-        "longest audio clip, in seconds",
+        "longest audio clip or video, in seconds",
         group="media",
         page="media#Limits",
         kind=float,
@@ -87,11 +101,19 @@ class MediaOptions:
         page="media#The processor",
         metavar="ARGUMENTS",
     )
+    media_io_kwargs: str | None = option(
+        None,
+        "frames that are taken of a video, evenly: fps for each second, and num_frames at most; a "
+        f"JSON object, as in {_READING_EXAMPLE}",
+        unset="2 a second, 32 at most",
+        group="media",
+        page="media#Videos",
+        metavar="SAMPLING",
+    )
 
     mm_processor_cache_gb: float = option(
         1.0,
-        "memory in GiB for the embeddings of images and speech, which are kept for requests to "
-        "come",
+        "memory in GiB for the embeddings of images and audio, which are kept for requests to come",
         group="media",
         page="media#The cache",
         kind=float,
@@ -102,6 +124,7 @@ class MediaOptions:
     def __attrs_post_init__(self) -> None:
         self.most_media()
         self.processor_arguments()
+        self.frame_sampling()
 
     def most_media(self) -> dict[str, int]:
         """Return the most parts of each kind in a prompt."""
@@ -123,3 +146,33 @@ class MediaOptions:
         if text is None:
             return {}
         return parse_json_object(_ARGUMENTS, text, None, '{"do_image_splitting": false}')
+
+    def frame_sampling(self) -> FrameSampling:
+        """Return which frames of a video are taken."""
+        text = self.media_io_kwargs
+        if text is None:
+            return FrameSampling()
+        given = parse_json_object(_READING, text, ("video",), _READING_EXAMPLE).get("video", {})
+        if not isinstance(given, dict) or given.keys() - {"fps", "num_frames"}:
+            raise InvalidRequest(
+                f"{_READING}: video must be an object with fps and num_frames, got {given!r}",
+                param=_READING,
+            )
+        found = FrameSampling(**given)
+        if not _is_number(found.fps) or not 0 < found.fps <= MAX_FPS:
+            raise InvalidRequest(
+                f"{_READING}: fps must be a number above 0 and at most {MAX_FPS:g}, "
+                f"got {found.fps!r}",
+                param=_READING,
+            )
+        if type(found.num_frames) is not int or not 1 <= found.num_frames <= MAX_FRAMES:
+            raise InvalidRequest(
+                f"{_READING}: num_frames must be a whole number from 1 to {MAX_FRAMES}, "
+                f"got {found.num_frames!r}",
+                param=_READING,
+            )
+        return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

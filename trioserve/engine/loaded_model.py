@@ -27,7 +27,7 @@ from trioserve.model_files import (
 from trioserve.model_files.decoder_embedding import DecoderEmbedding
 from trioserve.model_files.encoder_files import ModelTask
 from trioserve.model_files.generation_config import GenerationConfig, read_generation_file
-from trioserve.model_files.media_config import MediaConfig
+from trioserve.model_files.media_config import MediaConfig, template_with_videos
 from trioserve.model_files.speech_config import SpeechConfig
 from trioserve.observability.logs import get_logger
 from trioserve.pooling.inputs import TextEncoder
@@ -54,7 +54,7 @@ class LoadedModel:
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
     task: ModelTask = "generate"
     media: MediaConfig | None = None
-    """Tower of a model that reads images."""
+    """Tower of a model that reads images or audio."""
     speech: SpeechConfig | None = None
     """Encoder and tokens of a model that transcribes speech."""
     encoder: TextEncoder | None = None
@@ -69,9 +69,10 @@ class LoadedModel:
             return None
         return functools.partial(stop_string_at_end, self.tokenizer)
 
-    def reads_images(self, config: EngineConfig) -> bool:
-        """Return True if prompts may have images: the model has a tower, and the limit isn't 0."""
-        return self.media is not None and config.most_media()["image"] > 0
+    def reads(self, kind: str, config: EngineConfig) -> bool:
+        """Return True if prompts may have media of ``kind``: there's a tower, and no limit of 0."""
+        has_tower = self.media is not None and kind in self.media.token_ids
+        return has_tower and config.most_media()[kind] > 0
 
     def log_defaults(self) -> None:
         """Log the default sampling parameters, if there are any."""
@@ -204,12 +205,14 @@ def _load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
         backend = files.load_tokenizer()
     else:
         backend = load_tokenizer_from(config.tokenizer)
-    source = _chat_template(config.chat_template) or files.chat_template
+    own = template_with_videos(files.media, files.chat_template)
+    source = _chat_template(config.chat_template) or own
     ends = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    image_token = None
+    media: dict[str, str | None] = {}
     if files.media is not None:
-        image_token = backend.id_to_token(files.media.image_token_id)
-    template = None if source is None else ChatTemplate(source, **ends, image_token=image_token)
+        for kind, token in files.media.token_ids.items():
+            media[f"{kind}_token"] = files.media.texts.get(kind) or backend.id_to_token(token)
+    template = None if source is None else ChatTemplate(source, **ends, **media)
     return Tokenizer(backend, template, **ends)
 
 

@@ -36,7 +36,8 @@ class ModelMedia:
             reader=self.reader,
             encoder=encoder,
             metrics=self.metrics,
-            placeholder=media.image_token_id,
+            placeholders=media.token_ids,
+            texts=media.texts,
             width=media.width,
             merge_size=media.merge_size,
         ).embed

@@ -318,7 +318,8 @@ def _model_fields(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "generation": model.generation,
         "task": model.task,
         "embedding": model.embedding or DecoderEmbedding(),
-        "reads_images": model.reads_images(config),
+        "reads_images": model.reads("image", config),
+        "reads_audio": model.reads("audio", config),
     }
 
 

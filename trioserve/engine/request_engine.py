@@ -68,6 +68,8 @@ class RequestEngine(GeneratingEngine, PoolingEngine, SpeechEngine):
     """The task of the model: ``generate``, ``embed``, ``classify`` or ``transcribe``."""
     reads_images: bool = False
     """True if prompts may have images."""
+    reads_audio: bool = False
+    """True if prompts may have audio clips."""
     _encoding: Encoding | None = None
     """Computes texts as a whole, if the model is an encoder."""
     _embedding: DecoderEmbedding

@@ -33,8 +33,9 @@ class SpeechEngine:
         task: SpeechTask = "transcribe",
         language: str | None = None,
         prompt: str = "",
-        temperature: float = 0.0,
+        temperature: float | None = None,
         timestamps: bool = False,
+        condition_on_previous_text: bool = False,
         on_text: OnText | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
@@ -46,8 +47,8 @@ class SpeechEngine:
         """Return what is spoken in audio. Cancelling the call aborts it.
 
         The audio is computed in windows of 30 seconds, each a request of its own.
-        :class:`SpeechOptions` describes the arguments from ``task`` to ``timestamps``,
-        :meth:`generate` those from ``request_id`` on.
+        :class:`SpeechOptions` describes the arguments from ``task`` to
+        ``condition_on_previous_text``, :meth:`generate` those from ``request_id`` on.
 
         Args:
             audio: Bytes of a file, its path (:class:`os.PathLike`), a URL, a data URL or base64.
@@ -78,6 +79,7 @@ class SpeechEngine:
             prompt=prompt,
             temperature=temperature,
             timestamps=timestamps,
+            condition_on_previous_text=condition_on_previous_text,
         )
         with self.pooling.open.opened(request.named()):
             deadline = Deadline.of(timeout, arrived, self.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from trioserve.requests.speech.tasks import (
     tokens_that_detect,
 )
 from trioserve.requests.speech.transcript import Segment, Transcript
+from trioserve.requests.speech.window_output import MOST_FOLLOWED, TEMPERATURES, WindowOutput
+from trioserve.requests.stream import TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
 OnText = Callable[[str], Awaitable[None]]
@@ -105,7 +108,12 @@ class Transcriber:
             ids = self.tokenizer.encode(f" {text.strip()}", add_special_tokens=False)
         except InvalidRequest as error:
             raise InvalidRequest(str(error), param="prompt") from error
-        return ids[-(self.max_model_len // 2 - 1) :]
+        return ids[-self.most_previous :]
+
+    @property
+    def most_previous(self) -> int:
+        """Most tokens of text that precedes a window."""
+        return self.max_model_len // 2 - 1
 
 
 @attrs.define(eq=False)
@@ -127,16 +135,19 @@ class _Running:
         init=False, default=Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
     )
     _num_requests: int = attrs.field(init=False, default=0)
+    _previous: list[int] = attrs.field(init=False, factory=list)
+    """Tokens of the text so far that precedes the next window."""
 
     async def result(self) -> Transcript:
         by, options = self._by, self._options
         config, seconds = by.reader.config, len(self._samples) / RATE
-        previous = by.previous(options.prompt)
+        given = by.previous(options.prompt)
         language = options.language or await self._detected()
-        tokens = tokens_before(config, options, language, previous)
         start = 0.0
         while start < seconds:
             own = min(config.window_seconds, seconds - start)
+            previous = [*given, *self._previous][-by.most_previous :]
+            tokens = tokens_before(config, options, language, previous)
             start += await self._window(start, own, tokens)
         text = self._text.strip()
         await self._tell(text, is_whole=True)
@@ -153,25 +164,22 @@ class _Running:
         config = self._by.reader.config
         if not config.languages:
             return ENGLISH
-        ids, _ = await self._tokens(0.0, tokens_that_detect(config), max_tokens=1, temperature=0.0)
+        given = SamplingParams(detokenize=False, max_tokens=1, temperature=0.0)
+        ids, _ = await self._tokens(0.0, tokens_that_detect(config), given)
         return next(code for code, token in config.languages.items() if token == ids[0])
 
     async def _window(self, start: float, seconds: float, prompt: tuple[int, ...]) -> float:
         """Transcribe the window that begins at ``start``; return when the next one does, in it."""
-        by, config = self._by, self._by.reader.config
-        longest = min(by.max_model_len // 2, by.max_model_len - len(prompt))
-        ids, logprobs = await self._tokens(
-            start,
-            prompt,
-            max_tokens=longest,
-            temperature=self._options.temperature,
-            logprobs=0,
-            # With timestamps, a part may be left to the next window.
-            is_text=not self._options.timestamps,
-        )
-        spans, step = [TokenSpan(0.0, seconds, ids)], seconds
-        if self._options.timestamps:
-            spans, step = spans_of(ids, seconds, config)
+        options = self._options
+        if options.temperature is None and not self._streams:
+            heard = await self._plausible(start, prompt)
+            if heard.is_silent:
+                return seconds
+        else:
+            heard = await self._output(start, prompt, options.temperature or 0.0, None)
+        spans, step = [TokenSpan(0.0, seconds, heard.tokens)], seconds
+        if options.timestamps:
+            spans, step = spans_of(heard.tokens, seconds, self._by.reader.config)
         for span in spans:
             text = self._decoded(span.tokens)
             if not text.strip():
@@ -183,13 +191,60 @@ class _Running:
                     text=text,
                     token_ids=tuple(span.tokens),
                     window_start=start,
-                    average_logprob=sum(logprobs) / len(logprobs),
+                    average_logprob=heard.average_logprob,
+                    no_speech_prob=heard.no_speech_prob,
+                    temperature=heard.temperature,
                 )
             )
             self._text += text
-        if self._options.timestamps:
+        if options.condition_on_previous_text:
+            self._previous += [token for span in spans for token in span.tokens]
+            if heard.temperature > MOST_FOLLOWED:
+                self._previous.clear()
+        if options.timestamps:
             await self._tell(self._text.strip())
         return step
+
+    @property
+    def _streams(self) -> bool:
+        """True if text is told as it comes. With timestamps, a part may be the next window's."""
+        return self._on_text is not None and not self._options.timestamps
+
+    async def _plausible(self, start: float, prompt: tuple[int, ...]) -> WindowOutput:
+        """Return the first plausible output of the window at ``start``, or else the last one."""
+        for seed, temperature in enumerate(TEMPERATURES):
+            found = await self._output(start, prompt, temperature, seed)
+            if found.is_plausible:
+                break
+        return found
+
+    async def _output(
+        self, start: float, prompt: tuple[int, ...], temperature: float, seed: int | None
+    ) -> WindowOutput:
+        by, config = self._by, self._by.reader.config
+        behind_start = len(prompt) - prompt[::-1].index(config.start_token)
+        num_scored = len(prompt) - behind_start
+        given = SamplingParams(
+            detokenize=False,
+            max_tokens=min(by.max_model_len // 2, by.max_model_len - len(prompt)),
+            temperature=temperature,
+            seed=seed,
+            logprobs=0,
+            # Behind the start, silence has a token of its own.
+            logprob_token_ids=[config.no_speech_token],
+            prompt_logprobs=0 if num_scored else None,
+            prompt_logprobs_start=behind_start if num_scored else 0,
+        )
+        ids, entries = await self._tokens(start, prompt, given, is_text=self._streams)
+        logprobs = [entry.logprob for entry in entries[num_scored:]]
+        ((_, silence, _),) = entries[0].asked
+        return WindowOutput(
+            tokens=ids,
+            text=self._decoded(ids),
+            average_logprob=sum(logprobs) / len(logprobs),
+            no_speech_prob=math.exp(silence),
+            temperature=temperature,
+        )
 
     def _time(self, seconds: float) -> float:
         """Return a time within the audio; the model may give one behind its end."""
@@ -199,32 +254,36 @@ class _Running:
         self,
         start: float,
         prompt: tuple[int, ...],
+        sampling: SamplingParams,
         *,
         is_text: bool = False,
-        **params: Any,
-    ) -> tuple[list[int], list[float]]:
-        """Return the tokens behind ``prompt`` for the window at ``start``, and their log-probs."""
+    ) -> tuple[list[int], list[TokenLogprob]]:
+        """Return the tokens behind ``prompt`` for the window at ``start``.
+
+        Their log-probabilities follow those of the prompt that are asked for.
+        """
         by = self._by
         request = attrs.evolve(
             self._request, request_id=f"{self._request.request_id}-{self._num_requests}"
         )
         self._num_requests += 1
         given = await by.reader.prompt(self._samples, start, prompt, AUDIO)
-        sampling = SamplingParams(detokenize=False, **params)
         ids: list[int] = []
-        logprobs: list[float] = []
+        entries: list[TokenLogprob] = []
         async with by.open_window(given, sampling, request, self._deadline) as stream:
             async for chunk in stream:
                 ids += chunk.token_ids
-                logprobs += [entry.logprob for entry in chunk.logprobs or ()]
+                entries += chunk.logprobs or ()
                 if chunk.finish_reason == FinishReason.ABORT:
                     raise RequestAborted("the request was aborted")
                 if is_text:
                     await self._tell((self._text + self._decoded(ids)).strip())
+            if stream.prompt_logprobs is not None:
+                entries = stream.prompt_logprobs.entries(list(prompt)) + entries
             self._usage = sum((stream.usage,), start=self._usage)
         if ids and ids[-1] == by.reader.config.end_token:
             ids.pop()
-        return ids, logprobs
+        return ids, entries
 
     async def _tell(self, text: str, *, is_whole: bool = False) -> None:
         """Give what is new of ``text`` to the caller, unless its last character may change."""

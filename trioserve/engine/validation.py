@@ -13,6 +13,7 @@ import attrs
 from trioserve.config import EngineConfig
 from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
+from trioserve.requests.embedded import SpeechPrompt
 from trioserve.requests.prompt_size import characters_of_contents
 from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in
 from trioserve.scheduler.beam_search import MAX_CONTINUATIONS, num_continuations
@@ -175,7 +176,8 @@ def check_embeddings(prompt: Prompt, params: SamplingParams, width: int) -> None
                 param="prompt",
             )
     why = "this one has embeddings"
-    _refuse_reading(params, why)
+    if not isinstance(prompt, SpeechPrompt):  # whose tokens are all there
+        _refuse_reading(params, why)
     if params.truncate_prompt_tokens is not None:
         raise _needs_tokens("truncate_prompt_tokens", why)
 

@@ -1,4 +1,4 @@
-"""Models that read images: a tower of transformers' in front of a decoder of this project.
+"""Models that read images or audio: a tower of transformers' before a decoder of this project.
 
 config.json has the decoder's fields in ``text_config``, and the decoder's tensors have a prefix
 that tells them from the tower's. transformers has changed the prefixes over time. Older files of
@@ -27,6 +27,19 @@ MEDIA_CLASSES = (
     "SmolVLMForConditionalGeneration",
 )
 """Classes whose tower gives embeddings for the placeholder tokens of an image."""
+AUDIO_CLASSES = ("AudioFlamingo3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
+"""Classes whose tower gives embeddings for the placeholder tokens of an audio clip."""
+_VIDEO_TEXTS = {"SmolVLMForConditionalGeneration": "<video>"}
+"""Texts that stand for videos, by the classes whose tower takes their frames as images."""
+_VIDEO_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}"
+    "{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""transformers' chat template for SmolVLM's conversations with videos."""
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that hold for the decoder."""
 _LLAMA = {
@@ -38,7 +51,7 @@ _LLAMA = {
     "vocab_size": 32000,
 }
 """transformers' defaults, which files of LLaVA leave out."""
-_QWEN = {
+_QWEN2_VL = {
     "hidden_size": 8192,
     "intermediate_size": 29568,
     "num_hidden_layers": 80,
@@ -52,9 +65,19 @@ _QWEN = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
-"""transformers' defaults of Qwen's decoders."""
+"""transformers' defaults of Qwen2-VL's decoders."""
 _MROPE_SECTION = [16, 24, 24]
 """transformers' default."""
+_QWEN2 = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
+"""transformers' defaults, which files of Qwen2-Audio leave out."""
+_DEFAULTS = {"llama": _LLAMA, "qwen2": _QWEN2}
 _TEXT_PREFIXES = re.compile(
     r"(?:language_model\.model|model\.language_model|model\.text_model|"
     r"language_model|text_model|model)\.(?=embed_tokens|layers|norm)"
@@ -65,14 +88,16 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weigh
 
 @attrs.frozen(kw_only=True)
 class MediaConfig:
-    """The tower of a model that reads images."""
+    """The tower of a model that reads images or audio."""
 
     architecture: str
     """Class of the whole model in transformers."""
     width: int
     """Width of its embeddings: the decoder's hidden size."""
-    image_token_id: int
-    """Token at the positions whose embeddings the tower gives."""
+    token_ids: Mapping[str, int]
+    """Token at the positions whose embeddings the tower gives, by the kind of the medium."""
+    texts: Mapping[str, str] = attrs.field(factory=dict)
+    """Texts that stand for media in a prompt, by their kinds, where they aren't those tokens'."""
     merge_size: int = 0
     """Number of an image's patches, down and across, that become one embedding. 0 if the decoder
     doesn't need to know how the embeddings lie in the image."""
@@ -80,7 +105,7 @@ class MediaConfig:
 
 def reads_media(values: Mapping[str, Any]) -> bool:
     """Return True if config.json is that of a model with a tower."""
-    return architecture_of(values) in MEDIA_CLASSES
+    return architecture_of(values) in (*MEDIA_CLASSES, *AUDIO_CLASSES)
 
 
 def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> MediaConfig | None:
@@ -89,14 +114,22 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     ``width`` is the decoder's hidden size.
 
     Raises:
-        ModelLoadError: The token of images is missing, or a field is damaged.
+        ModelLoadError: The token of images or audio is missing, or a field is damaged.
     """
     if not reads_media(values):
         return None
     fields = Fields(path, dict(values), {})
-    name = "image_token_id" if values.get("image_token_id") is not None else "image_token_index"
     architecture = architecture_of(values)
     assert architecture is not None
+    kind = "audio" if architecture in AUDIO_CLASSES else "image"
+    name = f"{kind}_token_id"
+    if values.get(name) is None:
+        name = f"{kind}_token_index"
+    token_ids = {kind: fields.integer(name)}
+    texts = {}
+    if architecture in _VIDEO_TEXTS:
+        token_ids["video"] = token_ids["image"]
+        texts["video"] = _VIDEO_TEXTS[architecture]
     merge_size = 0
     if architecture in _QWEN_CLASSES:
         vision = values.get("vision_config")
@@ -105,9 +138,19 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     return MediaConfig(
         architecture=architecture,
         width=width,
-        image_token_id=fields.integer(name),
+        token_ids=token_ids,
+        texts=texts,
         merge_size=merge_size,
     )
+
+
+def template_with_videos(media: MediaConfig | None, template: str | None) -> str | None:
+    """Return a model's chat template, or another one if its own one prints no videos.
+
+    transformers does so for SmolVLM, whose older files have such templates.
+    """
+    text = None if media is None else media.texts.get("video")
+    return template if text is None or (template and text in template) else _VIDEO_TEMPLATE
 
 
 def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +169,8 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     # The class of the decoder may be one that transformers lacks; its type is right.
     own = {name: value for name, value in text.items() if name != "architectures"}
     if is_qwen:
-        return {**_QWEN, **of_both, **own, "model_type": "qwen2", **_qwen_rope(own)}
-    defaults = _LLAMA if text.get("model_type") == "llama" else {}
+        return {**_QWEN2_VL, **of_both, **own, "model_type": "qwen2", **_qwen_rope(own)}
+    defaults = _DEFAULTS.get(text.get("model_type", ""), {})
     return {**defaults, **of_both, **own}
 
 

@@ -67,6 +67,12 @@ class SpeechConfig:
         return self.no_timestamps_token + 1
 
     @property
+    def no_speech_token(self) -> int:
+        """Token whose probability behind the start is that of silence; it stands before the last
+        one that isn't a timestamp."""
+        return self.no_timestamps_token - 1
+
+    @property
     def numbers_of_audio(self) -> int:
         """Numbers of all encoder states of a window."""
         return self.num_states * self.width

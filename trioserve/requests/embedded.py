@@ -109,7 +109,7 @@ class EmbeddedMedia:
     """The embeddings of an image or another medium, among tokens that stand for it."""
 
     kind: str
-    """``image`` or ``audio``."""
+    """``image``, ``audio`` or ``video``."""
     token_ids: list[int]
     """Tokens in its place, of which those that are :attr:`placeholder` have embeddings."""
     placeholder: int
@@ -119,18 +119,36 @@ class EmbeddedMedia:
     """Embeddings of all placeholders, in order."""
     grid: tuple[int, int] | None = None
     """Rows and columns of the placeholders, which are neighbors; None if it doesn't matter."""
+    token: str = ""
+    """Text that stands for it in a prompt; empty for that of the placeholder."""
+    text: str = ""
+    """Text of :attr:`token_ids`, which is encoded together with what stands beside it; empty if the
+    tokens stay as they are."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_placeholders(self) -> int:
+        """Number of tokens with an embedding."""
+        return self.token_ids.count(self.placeholder)
+
     def marks(self, index: int) -> list[int]:
         """See :meth:`EmbeddingsPrompt.marks`; the other tokens stay."""
-        mark = _mark(index)
-        return [mark if id == self.placeholder else id for id in self.token_ids]
+        ids = self.token_ids.copy()
+        self.put_marks(index, ids)
+        return ids
+
+    def put_marks(self, index: int, ids: list[int]) -> None:
+        """Put marks of piece number ``index`` in place of the first placeholders in ``ids``."""
+        place = -1
+        for _ in range(self.num_placeholders):
+            place = ids.index(self.placeholder, place + 1)
+            ids[place] = _mark(index)
 
     def spans(self, start: int, first: int, count: int) -> list[EmbeddedSpan]:
         """See :meth:`EmbeddingsPrompt.spans`; there is one, because media are whole."""
-        width = len(self.rows.rows) // self.token_ids.count(self.placeholder)
+        width = len(self.rows.rows) // self.num_placeholders
         numbers = (first, count, *(self.grid or ()))
         part = self.digest + b"".join(each.to_bytes(4, "little") for each in numbers)
         return [

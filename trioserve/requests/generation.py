@@ -35,7 +35,9 @@ class Usage:
     """Tokens that were drafted and verified; completion_tokens doesn't count those refused."""
     accepted_draft_tokens: int = 0
     image_tokens: int = 0
-    """Tokens of the prompt whose embeddings come from images."""
+    """Tokens of the prompt whose embeddings come from images, and from frames of videos."""
+    audio_tokens: int = 0
+    """Tokens of the prompt whose embeddings come from audio clips."""
 
     def __add__(self, other: Usage) -> Usage:
         """Return the tokens of both."""
@@ -224,10 +226,13 @@ class GenerationStream:
             cached_tokens=max(self._request.num_cached_tokens - num_virtual, 0),
             draft_tokens=sum(each.num_draft_tokens for each in self._request.sequences),
             accepted_draft_tokens=sum(each.num_accepted_drafts for each in self._request.sequences),
-            image_tokens=sum(
-                span.stop - span.start for span in self._request.embedded if span.kind == "image"
-            ),
+            image_tokens=self._media_tokens("image", "video"),
+            audio_tokens=self._media_tokens("audio"),
         )
+
+    def _media_tokens(self, *kinds: str) -> int:
+        spans = self._request.embedded
+        return sum(span.stop - span.start for span in spans if span.kind in kinds)
 
     def __aiter__(self) -> GenerationStream:
         return self

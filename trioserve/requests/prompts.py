@@ -34,7 +34,7 @@ def _as_parts(media: Iterable[Any]) -> tuple[Mapping[str, Any], ...]:
         kind = part.get("type") if is_map else getattr(part, "kind", None)
         if not isinstance(kind, str) or kind not in MEDIA_TYPES:
             name = f"media[{index}]"
-            raise InvalidRequest(f"{name} must be an image or an audio clip", param=name)
+            raise InvalidRequest(f"{name} must be an image, an audio clip or a video", param=name)
         parts.append(part if is_map else {"type": kind, kind: part})
     return tuple(parts)
 
@@ -58,8 +58,9 @@ def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) ->
 class TextPrompt:
     """Text to be continued.
 
-    ``media`` are images and audio clips in place of the texts of the model's media token, in order:
-    parts as in a chat's messages, :class:`~trioserve.ImagePart` or :class:`~trioserve.AudioPart`.
+    ``media`` are images, audio clips and videos in place of the texts of the model's media tokens,
+    those of each kind in order: parts as in a chat's messages, :class:`~trioserve.ImagePart`,
+    :class:`~trioserve.AudioPart` or :class:`~trioserve.VideoPart`.
     """
 
     text: str = attrs.field(validator=_check_text)

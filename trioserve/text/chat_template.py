@@ -22,8 +22,9 @@ from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.text.template_bounds import BeyondBounds, BoundedEnvironment, measure
 from trioserve.text.template_sandbox import TemplateEnvironment
 
-MEDIA_TOKEN = "image_token"
-"""Variable with the token that stands for an image in a prompt; only some models have it."""
+MEDIA_TOKENS = {kind: f"{kind}_token" for kind in ("image", "audio", "video")}
+"""Variables with the token that stands for a medium in a prompt, by its kind. Models that read no
+media of a kind don't have its variable."""
 _CONTINUE_HERE = "CONTINUE_THE_FINAL_MESSAGE_HERE "
 """Mark at the end of the message to be continued. Its space shows if the template trims."""
 
@@ -130,7 +131,14 @@ class _Renderer:
     """Function that renders the template with variables."""
     _tokens: Mapping[str, str]
     _takes_parts: bool
+    _media_tokens: Mapping[str, str] = attrs.field(init=False)
+    """Tokens that stand for media, by their kinds."""
     _arguments_as_text: bool | None = attrs.field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._media_tokens = {
+            kind: self._tokens[name] for kind, name in MEDIA_TOKENS.items() if name in self._tokens
+        }
 
     def render(self, prompt: ConversationFields) -> str:
         """See :meth:`ChatTemplate.render`."""
@@ -178,11 +186,12 @@ class _Renderer:
         if content is None:
             content = ""
         if isinstance(content, (list, tuple)):
-            media_token = self._tokens.get(MEDIA_TOKEN, "")
-            if self._takes_parts:
-                content = [_shown_part(part, media_token) for part in content]
-            else:
-                content = "\n".join(_part_text(part, media_token) for part in content)
+            shown = [_shown_part(part, self._media_tokens) for part in content]
+            content = (
+                [part for part, _ in shown]
+                if self._takes_parts
+                else "\n".join(text for _, text in shown)
+            )
         elif not isinstance(content, str):
             raise _refuse("a message's content must be a string or a list of text parts")
         printed = {**message, "content": content}
@@ -261,27 +270,20 @@ def _object_of(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _shown_part(part: Any, media_token: str) -> dict[str, Any]:
-    text = _part_text(part, media_token)
-    return {"type": part["type"]} if _is_medium(part) else {"type": "text", "text": text}
-
-
-def _is_medium(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def _part_text(part: Any, media_token: str) -> str:
+def _shown_part(part: Any, media_tokens: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Return the form of a part for templates that read parts, and its text for all others."""
     if isinstance(part, str):
-        return part
-    if media_token and _is_medium(part):
-        return media_token
+        return {"type": "text", "text": part}, part
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in media_tokens:
+        # Templates look for a type, or for a field of that name.
+        return {"type": kind, kind: media_tokens[kind]}, media_tokens[kind]
     if kind != "text":
         raise _refuse(f"this model reads text only; a content part has the type {kind!r}")
     text = part.get("text")
     if not isinstance(text, str):
         raise _refuse("a text part must have a text that is a string")
-    return text
+    return {"type": "text", "text": text}, text
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:

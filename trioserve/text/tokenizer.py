@@ -196,7 +196,7 @@ class Tokenizer:
             text,
             embedded,
             media,
-            self.name_of(media[0].placeholder) if media else "",
+            {each.kind: each.token or self.name_of(each.placeholder) for each in media},
             lambda part: self.ids_of(part, False, None, "", param),
             param,
         )

@@ -1,4 +1,4 @@
-"""Towers of transformers' that turn images into embeddings for a decoder.
+"""Towers of transformers' that turn images and audio into embeddings for a decoder.
 
 May import ``loading``, ``slots`` and ``weights``.
 """

@@ -1,4 +1,4 @@
-"""Answers the engine's calls for the embeddings of images."""
+"""Answers the engine's calls for the embeddings of images and audio."""
 
 from __future__ import annotations
 

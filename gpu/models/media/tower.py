@@ -1,15 +1,17 @@
-"""The tower of a model that reads images: transformers' own, without the decoder behind it."""
+"""The tower of a model that reads images or audio: transformers' own, without the decoder."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu.models.media.qwen2_audio import qwen2_audio_features
 from trioserve.model_files import ModelFiles
 from trioserve.protocol.errors import ModelLoadError
 
@@ -27,7 +29,8 @@ class MediaTower:
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
         self._device = device
-        names = inspect.signature(model.model.get_image_features).parameters
+        self._features = _features_of(model.model)
+        names = inspect.signature(self._features).parameters
         self._names = frozenset(names) - {"self", "kwargs"}
 
     @classmethod
@@ -58,7 +61,7 @@ class MediaTower:
         except Exception as error:  # transformers raises many kinds for damaged files
             lines = str(error).splitlines() or [type(error).__name__]
             raise ModelLoadError(
-                f"the tower of images in {files.path} can't be loaded: {lines[0]}"
+                f"the tower in {files.path} can't be loaded: {lines[0]}"
             ) from error
         missing = [name for name in report["missing_keys"] if not name.endswith("lm_head.weight")]
         if missing:
@@ -68,13 +71,13 @@ class MediaTower:
 
     @torch.inference_mode()
     def embed(self, arrays: Arrays) -> torch.Tensor:
-        """Return the embeddings [n, E] of one image, in the order of its placeholder tokens.
+        """Return the embeddings [n, E] of one medium, in the order of its placeholder tokens.
 
         Args:
             arrays: What the model's processor gives for it, by name, with a batch dimension of 1.
         """
         given = {name: self._tensor(array) for name, array in arrays.items() if name in self._names}
-        found = self._model.model.get_image_features(**given)
+        found = self._features(**given)
         features = getattr(found, "pooler_output", found)
         if isinstance(features, (list, tuple)):
             features = torch.cat([each.flatten(0, -2) for each in features])
@@ -84,6 +87,15 @@ class MediaTower:
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
         return tensor.to(self._model.dtype) if tensor.is_floating_point() else tensor
+
+
+def _features_of(model: Any) -> Callable[..., Any]:
+    """Return the function of a model without its head that computes embeddings of a medium."""
+    for name in ("get_image_features", "get_audio_features"):
+        if hasattr(model, name):
+            found: Callable[..., Any] = getattr(model, name)
+            return found
+    return functools.partial(qwen2_audio_features, model)
 
 
 def _drop_decoder(model: Any) -> None:

@@ -49,7 +49,7 @@ test("a slider's part lies in its field's range", () => {
 
 test("the body of a chat", () => {
   const settings = { ...SETTINGS, system: "Be brief.", alternatives: 3, sampling: { seed: 1 } };
-  const { path, body } = chatRequest(settings, [{ role: "user", text: "Hi", images: [] }]);
+  const { path, body } = chatRequest(settings, [{ role: "user", text: "Hi", media: [] }]);
   assert.equal(path, "/v1/chat/completions");
   assert.deepEqual(body.messages, [
     { role: "system", content: "Be brief." },
@@ -64,13 +64,20 @@ test("without alternatives no probabilities are asked for", () => {
   assert.equal(completionRequest({ ...SETTINGS, alternatives: 2 }, "a").body.logprobs, 2);
 });
 
+test("a file of audio becomes a part of audio", () => {
+  const url = "data:audio/wav;base64,AAAA";
+  const turn = { role: "user", text: "", media: [{ name: "a.wav", url }] };
+  const [{ content }] = chatRequest(SETTINGS, [turn]).body.messages;
+  assert.deepEqual(content, [{ type: "audio_url", audio_url: { url } }]);
+});
+
 test("images come before the text, and may come without one", () => {
-  const images = [{ name: "a.png", url: "data:image/png;base64,AAAA" }];
+  const media = [{ name: "a.png", url: "data:image/png;base64,AAAA" }];
   const { body } = chatRequest(SETTINGS, [
-    { role: "user", text: "Hi", images },
-    { role: "user", text: "", images },
+    { role: "user", text: "Hi", media },
+    { role: "user", text: "", media },
   ]);
-  const part = { type: "image_url", image_url: { url: images[0].url } };
+  const part = { type: "image_url", image_url: { url: media[0].url } };
   assert.deepEqual(
     body.messages.map(({ content }) => content),
     [[part, { type: "text", text: "Hi" }], [part]],
@@ -81,7 +88,7 @@ const STRANGE = 'it\'s $HOME, "quoted"\n`ls` \\ \\n';
 
 test("a shell reads the curl command as it was meant", () => {
   const body = { prompt: STRANGE };
-  const command = curlCommand("http://localhost/v1/completions", { body, images: [] }, true);
+  const command = curlCommand("http://localhost/v1/completions", { body, media: [] }, true);
   const shown = execFileSync("sh", ["-c", `curl() { printf '%s\\0' "$@"; }; ${command}`], {
     env: { ...process.env, TRIOSERVE_API_KEY: "secret" },
   });
@@ -98,12 +105,12 @@ test("a shell reads the curl command as it was meant", () => {
 test("the curl command reads images from their files", (t) => {
   const folder = mkdtempSync(join(tmpdir(), "images-"));
   t.after(() => rmSync(folder, { recursive: true }));
-  const images = ["it's `$(here)` \\.png", "-n"].map((name, i) => {
+  const media = ["it's `$(here)` \\.png", "-n"].map((name, i) => {
     const data = Buffer.alloc(150_000, i + 1);
     writeFileSync(join(folder, name), data);
     return { name, url: `data:image/png;base64,${data.toString("base64")}` };
   });
-  const request = chatRequest(SETTINGS, [{ role: "user", text: STRANGE, images }]);
+  const request = chatRequest(SETTINGS, [{ role: "user", text: STRANGE, media }]);
   const command = curlCommand("http://localhost", request, false);
   assert.ok(command.length < 2000);
   for (const shell of ["sh", "bash"]) {

@@ -75,6 +75,8 @@ async def test_formats_of_answers() -> None:
     assert segments[1]["tokens"] == [7]
     assert (segments[1]["id"], segments[1]["seek"]) == (1, 366_000)
     assert segments[0]["avg_logprob"] == -0.25
+    assert [each["no_speech_prob"] for each in segments] == [0.125, 0.25]
+    assert [each["temperature"] for each in segments] == [0.4, 0.0]
     timed = [options.timestamps for _, options, _ in fake.asked]
     assert timed == [False, False, True, True, True, False]
     assert {source for source, _, _ in fake.asked} == {AUDIO}
@@ -85,6 +87,7 @@ async def test_fields_reach_the_engine() -> None:
     fake = FakeTranscriber()
     async with audio_client(fake) as client:
         fields = (("language", "de"), ("prompt", "Über 100 €"), ("model", "fake"))
+        follow = ("condition_on_previous_text", "true")
         (model,) = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
         fields = (*fields[:2], ("model", model))
         headers = {"X-Request-Id": "mine"}
@@ -96,13 +99,15 @@ async def test_fields_reach_the_engine() -> None:
             ),
         )
         response = await client.post(
-            TRANSLATIONS, files=form(("prompt", "x"), ("response_format", "verbose_json"))
+            TRANSLATIONS, files=form(("prompt", "x"), ("response_format", "verbose_json"), follow)
         )
     assert response.json()["task"] == "translate"
     assert [options for _, options, _ in fake.asked] == [
         SpeechOptions(language="de", prompt="Über 100 €"),
         SpeechOptions(timestamps=True),
-        SpeechOptions(task="translate", prompt="x", timestamps=True),
+        SpeechOptions(
+            task="translate", prompt="x", timestamps=True, condition_on_previous_text=True
+        ),
     ]
     assert fake.asked[0][2] == "transcribe-mine"
 

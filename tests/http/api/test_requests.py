@@ -59,7 +59,7 @@ async def refusal(path: str, body: Any) -> dict[str, Any]:
         (TEXT, "return_hidden_states", True),
         (TEXT, "bootstrap_room", 1),
         (NATIVE, "return_entropy", True),
-        (NATIVE, "audio_data", ["x"]),
+        (NATIVE, "mm_hashes", ["x"]),
         (NATIVE, "lora_id", "x"),
     ],
 )
@@ -99,10 +99,10 @@ async def test_unknown_fields(path: str) -> None:
         ),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "film_url"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type: invalid value 'video_url', expected one of text, "
-            "refusal, prompt_embeds, image_url",
+            "messages[0].content[0].type: invalid value 'film_url', expected one of text, "
+            "refusal, prompt_embeds, image_url, input_audio, audio_url, video_url",
         ),
         (
             CHAT,

@@ -70,7 +70,7 @@ def embedder(worker: Worker, max_bytes: int = 1000) -> MediaEmbedder:
             metrics=metrics,
         ),
         metrics=metrics,
-        placeholder=PLACEHOLDER,
+        placeholders={"image": PLACEHOLDER},
         width=WIDTH,
     )
 

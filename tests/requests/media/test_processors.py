@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,22 @@ import psutil
 import pytest
 
 from tests.support.media_files import encoded, noise, tone
-from tests.support.tiny_processors import BEGINNING, idefics3, llava, qwen2_vl, tokenizer, whisper
+from tests.support.tiny_processors import (
+    BEGINNING,
+    idefics3,
+    llava,
+    qwen2_vl,
+    smolvlm,
+    tokenizer,
+    whisper,
+)
 from trioserve.config.media import MediaOptions
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
 from trioserve.requests.media.parts import AudioPart, ImagePart
 from trioserve.requests.media.processors import MediaProcessor, ProcessedPart
 from trioserve.requests.media.reader import open_media_reader
 from trioserve.requests.media.refusals import Refused
+from trioserve.requests.media.videos import Video
 
 SIZES = ((40, 30), (30, 90), (7, 5))
 
@@ -51,6 +60,8 @@ def test_an_image_is_what_transformers_makes_of_it(
         assert part.num_placeholder_tokens == part.token_ids.count(place) > 0
     with pytest.raises(Refused, match="the model reads no audio"):
         processor.of_audio(np.zeros(10, np.float32))
+    with pytest.raises(Refused, match="the model reads no videos"):
+        processor.of_video(Video(0.0, iter([(0.0, noise())])))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +87,52 @@ def test_a_processor_of_images_and_videos_reads_images_without_torchvision(
     count = wanted["image_grid_thw"].prod() // 4
     assert len(part.token_ids) == part.num_placeholder_tokens == count <= 8
     assert len(set(part.token_ids)) == 1
+
+
+def test_a_video_is_its_frames_unsplit_with_their_times(tmp_path: Path) -> None:
+    direct = smolvlm(tmp_path)
+    images = [noise(40, 30, seed=number) for number in range(3)]
+    video = Video(75.9, iter(zip((0.0, 1.96, 75.5), images, strict=True)))
+    part = MediaProcessor(str(tmp_path), {}).of_video(video)
+    frames = [
+        direct.image_processor([image], return_tensors="np", do_image_splitting=False)
+        for image in images
+    ]
+    for name in ("pixel_values", "pixel_attention_mask"):
+        wanted = np.concatenate([frame[name] for frame in frames], axis=1)
+        assert np.array_equal(part.arrays[name], wanted)
+    assert part.arrays["pixel_values"].shape == (1, 3, 3, 32, 32)
+    fake, image = "<fake_token_around_image>", "<image>" * 4
+    shown = [f"\nFrame from {time}:{fake}<global-img>{image}{fake}" for time in ("00:00", "00:01")]
+    assert part.text == (
+        "You are provided the following series of three frames from a 0:01:15 [H:MM:SS] video.\n"
+        f"{''.join(shown)}\nFrame from 01:15:{fake}<global-img>{image}{fake}\n\n"
+    )
+    assert part.token_ids == direct.tokenizer(part.text, add_special_tokens=False)["input_ids"]
+    assert part.num_placeholder_tokens == 12
+
+
+def test_videos_have_settings_of_their_own(tmp_path: Path) -> None:
+    smolvlm(tmp_path)
+    kind = {"video_processor_type": "SmolVLMVideoProcessor"}
+    own = {"max_image_size": {"longest_edge": 48}, "fps": 1, **kind}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    for arguments, side in (({}, 48), ({"max_image_size": {"longest_edge": 16}}, 16)):
+        video = Video(0.0, iter([(0.0, noise(40, 30))]))
+        part = MediaProcessor(str(tmp_path), arguments).of_video(video)
+        assert part.arrays["pixel_values"].shape == (1, 1, 3, side, side)
+
+
+def test_a_damaged_video_is_refused_with_its_reason(tmp_path: Path) -> None:
+    smolvlm(tmp_path)
+
+    def frames() -> Iterator[Any]:
+        yield 0.0, noise()
+        raise Refused("the video ends")
+
+    processor = MediaProcessor(str(tmp_path), {})
+    with pytest.raises(Refused, match=r"^the video ends$"):
+        processor.of_video(Video(1.0, frames()))
 
 
 def test_audio_is_what_transformers_makes_of_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import trio
 
 from tests.support.media_files import SVG, clip, encoded, hostile_images, noise, tone
 from tests.support.process_ends import wait_ended
+from tests.support.video_files import hostile_videos, lying_videos, video
 from trioserve._util import job_server
 from trioserve._util.job_processes import JobLost
 from trioserve.config.media import MediaOptions
@@ -24,7 +25,7 @@ from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.requests.media import pool
 from trioserve.requests.media.child import MAX_SECONDS, memory_of
 from trioserve.requests.media.messages import ArrayLayout, MediaJob
-from trioserve.requests.media.parts import AudioPart, ImagePart, MediaPart
+from trioserve.requests.media.parts import AudioPart, ImagePart, MediaPart, VideoPart
 from trioserve.requests.media.pool import MediaProcesses, copy_arrays, num_processes
 from trioserve.requests.media.reader import MediaReader, open_media_reader, setup_of
 from trioserve.requests.media.sources import Payload
@@ -118,6 +119,30 @@ async def test_audio_is_read() -> None:
         assert long == "the audio has 3.0 seconds, more than --limit-mm-seconds (2) allows"
 
 
+async def test_a_video_is_read(tmp_path: Path) -> None:
+    data = video()
+    path = tmp_path / "video.avi"
+    path.write_bytes(data)
+    text = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+    options = MediaOptions(media_io_kwargs='{"video": {"fps": 4, "num_frames": 3}}')
+    digests = set()
+    async with open_media_reader(options) as reader:
+        for source in (data, path, text):
+            found = await reader.read(VideoPart(source), name=NAME)
+            assert found.arrays["pixels"].shape == (3, 32, 48, 3)
+            assert found.arrays["seconds"].tolist() == [0.0, 0.9, 1.9]
+            digests.add(found.digest)
+    async with open_media_reader(OPTIONS) as reader:
+        found = await reader.read(VideoPart(data), name=NAME)
+        assert found.arrays["seconds"].tolist() == pytest.approx([0.0, 0.6, 1.2, 1.9])
+        digests.add(found.digest)
+        reason = await refused(reader, VideoPart(video(num_frames=21)))
+        assert reason == "the video has 2.1 seconds, more than --limit-mm-seconds (2) allows"
+        reason = await refused(reader, VideoPart("data:image/png;base64,AAAA"))
+        assert "which is no video" in reason
+    assert len(digests) == 2
+
+
 async def test_hostile_parts_are_refused_by_name_and_others_go_on(tmp_path: Path) -> None:
     good = encoded(IMAGE, "PNG")
     large = tmp_path / "large"
@@ -126,6 +151,7 @@ async def test_hostile_parts_are_refused_by_name_and_others_go_on(tmp_path: Path
     parts = [*map(ImagePart, hostile_images().values())]
     parts += [ImagePart(data) for data in (b"x", SVG, clip(), good[: len(good) // 2])]
     parts += [AudioPart(data) for data in (b"x", good, clip()[:20])]
+    parts += [VideoPart(data) for data in (b"x", good, clip(), *hostile_videos().values())]
     parts += [ImagePart(text) for text in ("AAA", "A A=", "AAAA====", "____", "data:;base64,ü==")]
     parts += [ImagePart(path) for path in (tmp_path, tmp_path / "none", tmp_path / "pipe", large)]
     parts += [ImagePart(Path("/dev/zero")), ImagePart("https://a.example/")]
@@ -133,6 +159,8 @@ async def test_hostile_parts_are_refused_by_name_and_others_go_on(tmp_path: Path
         await check_serves(reader)
         (child,) = children()
         reasons = [await refused(reader, part) for part in parts]
+        for data in lying_videos().values():
+            assert (await reader.read(VideoPart(data), name=NAME)).arrays["pixels"].any()
         await check_serves(reader)
         assert children() == [child]
     assert all(reasons)
@@ -257,7 +285,10 @@ async def test_a_process_that_does_not_answer_is_replaced(monkeypatch: pytest.Mo
 
 
 async def test_too_much_memory_ends_the_process() -> None:
-    options = MediaOptions(limit_mm_bytes=1, limit_mm_pixels=1, limit_mm_seconds=1)
+    frames = '{"video": {"num_frames": 1}}'
+    options = MediaOptions(
+        limit_mm_bytes=1, limit_mm_pixels=1, limit_mm_seconds=1, media_io_kwargs=frames
+    )
     found = MediaProcesses(setup_of(options))
     large = Payload("bytes", bytes(400 << 20))
     try:

@@ -17,7 +17,7 @@ from trioserve.observability.metrics.definition import (
 from trioserve.observability.worker_report import WorkerReport
 from trioserve.protocol.grammar import GRAMMAR_KINDS
 
-MEDIA_KINDS = ("image", "audio")
+MEDIA_KINDS = ("image", "audio", "video")
 
 GRAMMAR_OUTCOMES = ("ok", "refused", "timeout")
 
@@ -304,7 +304,7 @@ MEDIA = (
     Definition(
         name="mm_input_bytes",
         kind="counter",
-        help="Bytes of images and audio clips in prompts, as files or decoded pixels",
+        help="Bytes of images, audio clips and videos in prompts, as files or decoded pixels",
         group="media",
         labels=("kind",),
         read=lambda s: [((kind,), s.metrics.media_bytes[kind]) for kind in MEDIA_KINDS],
@@ -313,13 +313,13 @@ MEDIA = (
         "media",
         "mm_cache_queries",
         lambda s: s.metrics.media_lookups,
-        "Images and audio clips whose embeddings were looked up in the cache",
+        "Media whose embeddings were looked up in the cache",
     ),
     counter(
         "media",
         "mm_cache_hits",
         lambda s: s.metrics.media_hits,
-        "Images and audio clips whose embeddings were in the cache, or were being computed",
+        "Media whose embeddings were in the cache, or were being computed",
     ),
     histogram(
         "media",

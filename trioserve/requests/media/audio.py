@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trioserve.requests.media.refusals import Refused, undecodable
+from trioserve.requests.media.refusals import Refused, check_seconds, undecodable
 
 _BEGINNINGS = (b"fLaC", b"OggS", b"ID3")
 _FORMATS = "WAV, FLAC, Ogg and MP3"
@@ -67,15 +67,7 @@ def _check_header(file: Any, max_seconds: float) -> None:
     if file.frames >= UNKNOWN_FRAMES:
         raise Refused("the audio doesn't say in its header how long it is")
     # Headers can lie, so seconds are also counted as they are decoded.
-    _check_seconds(file.frames / file.samplerate, max_seconds)
-
-
-def _check_seconds(seconds: float, max_seconds: float) -> None:
-    if seconds > max_seconds:
-        raise Refused(
-            f"the audio has {seconds:.1f} seconds, more than --limit-mm-seconds "
-            f"({max_seconds:g}) allows"
-        )
+    check_seconds("audio", file.frames / file.samplerate, max_seconds)
 
 
 def _resampled(file: Any, rate: int, max_seconds: float) -> Samples:
@@ -86,7 +78,7 @@ def _resampled(file: Any, rate: int, max_seconds: float) -> Samples:
     num_frames = 0
     while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
         num_frames += len(block)
-        _check_seconds(num_frames / file.samplerate, max_seconds)
+        check_seconds("audio", num_frames / file.samplerate, max_seconds)
         mono = np.nan_to_num(block.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0)
         parts.append(_changed(resampler, file.samplerate, rate, mono, last=False))
     if not num_frames:

@@ -35,6 +35,7 @@ from trioserve.requests.media.images import decode_image, image_of_pixels, impor
 from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
 from trioserve.requests.media.processors import Arrays, MediaProcessor, ProcessedPart
 from trioserve.requests.media.refusals import Refused
+from trioserve.requests.media.videos import decode_video
 
 MAX_SECONDS = 20
 """Processor seconds for one part. Usual ones take less than a tenth."""
@@ -46,6 +47,8 @@ _PIXEL_MEMORY = 24
 """Bytes for a pixel: decoded, without transparency, upright, and copies in the processor."""
 _SECOND_MEMORY = 512_000
 """Bytes for a second of audio: samples at 16 kHz, in pieces, joined, and in the processor."""
+_FRAME_MEMORY = 8 << 20
+"""Bytes for a processed frame of a video: 512 x 512 pixels and their mask, each of them, joined."""
 
 
 def memory_of(setup: MediaSetup) -> int:
@@ -55,6 +58,7 @@ def memory_of(setup: MediaSetup) -> int:
         + 3 * setup.max_bytes
         + _PIXEL_MEMORY * setup.max_pixels
         + int(_SECOND_MEMORY * setup.max_seconds)
+        + _FRAME_MEMORY * setup.num_frames
     )
 
 
@@ -125,6 +129,7 @@ class PartReader:
             digest=digest,
             token_ids=part.token_ids,
             num_placeholder_tokens=part.num_placeholder_tokens,
+            text=part.text,
             arrays=_share(part.arrays, memory),
         )
 
@@ -140,6 +145,8 @@ class PartReader:
             if processor is None:
                 return digest, ProcessedPart([], 0, {"samples": samples})
             return digest, processor.of_audio(samples)
+        if job.kind == "video":
+            return self._read_video(self._file(job, payload), processor)
         if job.encoding == "pixels":
             image = image_of_pixels(job.mode, job.width, job.height, payload, setup.max_pixels)
         else:
@@ -149,8 +156,26 @@ class PartReader:
             return digest, ProcessedPart([], 0, {"pixels": np.asarray(image)})
         return digest, processor.of_image(image)
 
+    def _read_video(
+        self, file: bytes, processor: MediaProcessor | None
+    ) -> tuple[bytes, ProcessedPart]:
+        setup = self._setup
+        video = decode_video(
+            file,
+            max_pixels=setup.max_pixels,
+            max_seconds=setup.max_seconds,
+            fps=setup.fps,
+            num_frames=setup.num_frames,
+        )
+        digest = self._digest("video", [setup.fps, setup.num_frames], file)
+        if processor is not None:
+            return digest, processor.of_video(video)
+        times, images = zip(*video.frames, strict=True)
+        arrays = {"seconds": np.array(times), "pixels": np.stack(images)}
+        return digest, ProcessedPart([], 0, arrays)
+
     def _digest(self, kind: str, numbers: Any, content: bytes | memoryview) -> bytes:
-        """Return the hash of decoded content, its kind and the processor's arguments."""
+        """Return the hash of a content, its kind and the processor's arguments."""
         about = json.dumps(
             [kind, *numbers, self._setup.processor_arguments], sort_keys=True
         ).encode()
@@ -191,6 +216,7 @@ def _import_libraries() -> None:
     Raises:
         ImportError: One isn't installed.
     """
+    import av  # noqa: F401
     import soundfile  # noqa: F401
     import soxr  # noqa: F401
 

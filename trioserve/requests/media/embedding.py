@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ from trioserve._util.together import all_together
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedMedia
+from trioserve.requests.embedded_parts import PLURALS
 from trioserve.requests.media.content import as_media_part
 from trioserve.requests.media.encoder import MediaEncoder
 from trioserve.requests.media.encoding import embeddings_of
@@ -25,7 +26,9 @@ class MediaEmbedder:
         reader: Reads and processes each part.
         encoder: Computes its embeddings.
         metrics: Counts.
-        placeholder: Token at the positions of an image's embeddings.
+        placeholders: Token at the positions of embeddings, by the kinds that the model reads.
+        texts: Texts that stand for media in prompts, by their kinds, where they aren't those of the
+            placeholders.
         width: Width of an embedding.
         merge_size: Patches, down and across, that become one embedding of an image, if the decoder
             has to know how its embeddings lie; 0 if not.
@@ -34,7 +37,8 @@ class MediaEmbedder:
     reader: MediaReader
     encoder: MediaEncoder
     metrics: Metrics
-    placeholder: int
+    placeholders: Mapping[str, int]
+    texts: Mapping[str, str] = attrs.field(factory=dict)
     width: int
     merge_size: int = 0
 
@@ -48,7 +52,10 @@ class MediaEmbedder:
             InvalidRequest: A part is refused; ``param`` is its name.
             EngineError: The engine is closed, or can't compute them.
         """
-        given = [(name, as_media_part(part, name)) for name, part in parts]
+        given = [(name, as_media_part(value, name)) for name, value in parts]
+        for name, part in given:
+            if part.kind not in self.placeholders:
+                raise InvalidRequest(f"{name}: the model reads no {PLURALS[part.kind]}", param=name)
         processed = await self.reader.read_all(given)
         for each in processed:
             self.metrics.media_bytes[each.kind] += each.num_bytes
@@ -71,10 +78,12 @@ class MediaEmbedder:
         return EmbeddedMedia(
             kind=processed.kind,
             token_ids=processed.token_ids,
-            placeholder=self.placeholder,
+            placeholder=self.placeholders[processed.kind],
             digest=processed.digest,
             rows=rows,
             grid=grid,
+            token=self.texts.get(processed.kind, ""),
+            text=processed.text,
         )
 
 

@@ -96,17 +96,17 @@ def image_of_pixels(mode: str, width: int, height: int, data: bytes, max_pixels:
     return as_rgb(PIL.Image.frombytes(mode, (width, height), data))
 
 
-def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Refuse an image of more than ``max_pixels``.
+def check_pixels(width: int, height: int, max_pixels: int, kind: str = "image") -> None:
+    """Refuse an image, or a video of such frames, of more than ``max_pixels``.
 
     Raises:
         Refused: It has more, or none.
     """
     if width < 1 or height < 1:
-        raise Refused(f"the image has {width} x {height} pixels")
+        raise Refused(f"the {kind} has {width} x {height} pixels")
     if width * height > max_pixels:
         raise Refused(
-            f"the image has {width} x {height} pixels, more than --limit-mm-pixels "
+            f"the {kind} has {width} x {height} pixels, more than --limit-mm-pixels "
             f"({max_pixels}) allows"
         )
 

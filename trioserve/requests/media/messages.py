@@ -15,8 +15,10 @@ class MediaSetup(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     Attributes:
         max_bytes: Most bytes of a file.
-        max_pixels: Most pixels of an image.
-        max_seconds: Longest audio clip, in seconds.
+        max_pixels: Most pixels of an image or a frame.
+        max_seconds: Longest audio clip or video, in seconds.
+        fps: Most frames that are taken for each second of a video.
+        num_frames: Most frames that are taken of a video.
         processor_folder: Folder of the model whose processor is used; empty for none.
         processor_arguments: Arguments of the processor.
     """
@@ -24,6 +26,8 @@ class MediaSetup(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     max_bytes: int
     max_pixels: int
     max_seconds: float
+    fps: float
+    num_frames: int
     processor_folder: str
     processor_arguments: dict[str, Any]
 
@@ -70,9 +74,10 @@ class MediaAnswer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     Attributes:
         error: Reason for which the part is refused; empty if it isn't.
         failure: Reason for which the processor can't be loaded; empty if it can.
-        digest: Hash of the decoded content.
+        digest: Hash of the content.
         token_ids: Tokens in place of the part.
         num_placeholder_tokens: Number of them whose embeddings come from the arrays.
+        text: Text that the tokens are of, if what stands beside it in a prompt changes them.
         arrays: Arrays.
     """
 
@@ -81,4 +86,5 @@ class MediaAnswer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     digest: bytes = b""
     token_ids: list[int] = []
     num_placeholder_tokens: int = 0
+    text: str = ""
     arrays: list[ArrayLayout] = []

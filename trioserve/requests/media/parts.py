@@ -101,6 +101,10 @@ def _as_audio(value: Any) -> Source:
     return _as_source(value, AudioPart.kind)
 
 
+def _as_video(value: Any) -> Source:
+    return _as_source(value, VideoPart.kind)
+
+
 @attrs.frozen
 class ImagePart:
     """An image.
@@ -133,4 +137,20 @@ class AudioPart:
     source: Source = attrs.field(converter=_as_audio, repr=False)
 
 
-MediaPart = ImagePart | AudioPart
+@attrs.frozen
+class VideoPart:
+    """A video.
+
+    Args:
+        source: Bytes of a file, its path (:class:`os.PathLike`; text is never a path), an http,
+            https or data URL, or base64.
+
+    Raises:
+        InvalidRequest: ``source`` is something else.
+    """
+
+    kind: ClassVar[str] = "video"
+    source: Source = attrs.field(converter=_as_video, repr=False)
+
+
+MediaPart = ImagePart | AudioPart | VideoPart

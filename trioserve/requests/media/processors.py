@@ -6,6 +6,7 @@ It runs in a child process, which alone imports transformers.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ import numpy as np
 
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.requests.media.audio import DEFAULT_RATE, Samples
+from trioserve.requests.media.frames import FrameProcessor
 from trioserve.requests.media.processor_loading import load_processor
 from trioserve.requests.media.refusals import Refused
+from trioserve.requests.media.videos import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,6 +32,7 @@ _OF_TEXT = frozenset(
         "token_type_ids",
         "mm_token_type_ids",
         "text_replacement_offsets",
+        "text",
     )
 )
 """Entries of a processor's result that belong to the text."""
@@ -47,11 +51,13 @@ class ProcessedPart:
         token_ids: Tokens that stand for the part in a prompt.
         num_placeholder_tokens: Number of them whose embeddings come from the arrays.
         arrays: Arrays by name, with the processor's batch dimension of 1.
+        text: Text that the tokens are of, if what stands beside it in a prompt changes them.
     """
 
     token_ids: list[int]
     num_placeholder_tokens: int
     arrays: Arrays
+    text: str = ""
 
 
 class MediaProcessor:
@@ -75,6 +81,7 @@ class MediaProcessor:
         self.reads_images = hasattr(self._processor, "image_processor") or hasattr(
             self._processor, "image_mean"
         )
+        self._frames = FrameProcessor.of(self._processor, Path(folder), arguments)
         if not self.reads_images and self._extractor is None:
             raise ModelLoadError(f"the processor in {folder} is none of images or audio")
         self._check_arguments()
@@ -109,15 +116,39 @@ class MediaProcessor:
                 lambda: self._extractor(samples, return_tensors="np", **rate, **self._arguments),
                 "audio",
             )
-        return self._call("audio", {"audio": [samples]}, rate)
+        self._check_seconds(len(samples) / self.sample_rate)
+        # The processors of some families make torch's tensors only.
+        return self._call("audio", {"audio": [samples]}, {**rate, "return_tensors": "pt"})
+
+    def _check_seconds(self, seconds: float) -> None:
+        """Refuse a clip that the processor would cut."""
+        window = getattr(self._extractor, "chunk_length", math.inf)
+        most = float(getattr(self._processor, "max_audio_len", window))
+        if seconds > most:
+            raise Refused(f"the audio has {seconds:.1f} seconds, and the model hears {most:g}")
+
+    def of_video(self, video: Video) -> ProcessedPart:
+        """Return the result for a video.
+
+        Raises:
+            Refused: The video is damaged, the processor refuses it, or reads no videos.
+        """
+        frames = self._frames
+        if frames is None:
+            raise Refused("the model reads no videos")
+        return self._result(lambda: frames(video), "video")
 
     def _call(self, kind: str, media: dict[str, Any], more: dict[str, Any]) -> ProcessedPart:
         tokenizer = getattr(self._processor, "tokenizer", None)
-        given = {**media, **more, "return_tensors": "np", **self._arguments}
+        given = {**media, "return_tensors": "np", **more, **self._arguments}
         token = getattr(self._processor, f"{kind}_token", None)
-        if tokenizer is not None and token is not None:
-            given |= {"text": token, "add_special_tokens": False}
-        return self._result(lambda: self._processor(**given), kind)
+        if tokenizer is None or token is None:
+            return self._result(lambda: self._processor(**given), kind)
+        given |= {"text": token, "add_special_tokens": False}
+        found = self._result(lambda: self._processor(**given), kind)
+        if not found.num_placeholder_tokens:
+            raise Refused(f"the {kind} is too short or too small for the model")
+        return found
 
     def _result(self, call: Any, kind: str) -> ProcessedPart:
         try:
@@ -126,14 +157,16 @@ class MediaProcessor:
             arrays = {
                 name: np.asarray(value) for name, value in found.items() if name not in _OF_TEXT
             }
-        except MemoryError:
+        except (MemoryError, Refused):
             raise
         except Exception as error:  # Processors check their inputs in many ways.
             raise Refused(f"the model's processor refuses the {kind}: {error}") from error
         for name, array in arrays.items():
             if array.dtype.kind not in "fiub":
                 raise Refused(f"the model's processor gives no numbers for {name}")
-        return ProcessedPart(ids, ids.count(self._placeholder_id(kind)), arrays)
+        # Frames of a video are images.
+        token = self._placeholder_id("image" if kind == "video" else kind)
+        return ProcessedPart(ids, ids.count(token), arrays, found.get("text", ""))
 
     def _placeholder_id(self, kind: str) -> int:
         """Return the token whose embeddings come from the arrays, -1 without one."""
@@ -178,7 +211,10 @@ class MediaProcessor:
 
         try:
             if self.reads_images:
-                self.of_image(PIL.Image.new("RGB", _TRIAL_SIZE))
+                image = PIL.Image.new("RGB", _TRIAL_SIZE)
+                self.of_image(image)
+                if self._frames is not None:
+                    self.of_video(Video(0.0, iter([(0.0, image)])))
             else:
                 self.of_audio(np.zeros(self.sample_rate, np.float32))
         except Refused as error:

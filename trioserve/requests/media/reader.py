@@ -30,15 +30,18 @@ class ProcessedMedia:
     """A part as the model takes it.
 
     Attributes:
-        kind: ``image`` or ``audio``.
-        digest: Hash of the decoded content, the kind and the processor's arguments, 16 bytes. Parts
-            with equal digests have equal arrays.
+        kind: ``image``, ``audio`` or ``video``.
+        digest: Hash of the content, the kind and the processor's arguments, 16 bytes. Parts with
+            equal digests have equal arrays.
         token_ids: Tokens that stand for the part in a prompt, without the prompt's first one. Empty
             without a processor.
         arrays: Arrays by name, as the model's processor names them. Without a processor,
-            ``pixels`` (uint8 [height, width, 3]) or ``samples`` (float32 [samples], 16 kHz).
+            ``pixels`` (uint8 [height, width, 3]) or ``samples`` (float32 [samples], 16 kHz). A
+            video has ``pixels`` (uint8 [frames, height, width, 3]) and ``seconds`` (float64
+            [frames]).
         num_placeholder_tokens: Number of the tokens whose embeddings come from the arrays.
         num_bytes: Bytes of the part as it was read.
+        text: Text that the tokens are of, if what stands beside it in a prompt changes them.
     """
 
     kind: str
@@ -47,10 +50,11 @@ class ProcessedMedia:
     arrays: dict[str, Array] = attrs.field(repr=False)
     num_placeholder_tokens: int
     num_bytes: int = 0
+    text: str = ""
 
 
 class MediaReader:
-    """Reader of images and audio. :func:`open_media_reader` makes it.
+    """Reader of images, audio and videos. :func:`open_media_reader` makes it.
 
     Args:
         processes: Processes that decode.
@@ -78,7 +82,7 @@ class MediaReader:
         """Return ``part`` as the model takes it. Cancelling ends the process that reads it.
 
         Args:
-            part: Image or audio.
+            part: Image, audio or video.
             is_processed: False to return what is decoded, as without a processor.
             name: Its place in the request, such as ``messages[0].content[1]``; errors begin with
                 it, and it is their ``param``.
@@ -119,6 +123,7 @@ class MediaReader:
             found.arrays,
             answer.num_placeholder_tokens,
             payload.size,
+            answer.text,
         )
 
     async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
@@ -169,10 +174,13 @@ class MediaReader:
 
 def setup_of(options: MediaOptions, processor_folder: Path | None = None) -> MediaSetup:
     """Return the limits and the processor as the processes get them."""
+    sampling = options.frame_sampling()
     return MediaSetup(
         max_bytes=options.limit_mm_bytes,
         max_pixels=options.limit_mm_pixels,
         max_seconds=options.limit_mm_seconds,
+        fps=sampling.fps,
+        num_frames=sampling.num_frames,
         processor_folder="" if processor_folder is None else str(processor_folder),
         processor_arguments=options.processor_arguments(),
     )

@@ -19,7 +19,9 @@ class SpeechOptions:
         task: ``transcribe``, or ``translate`` into English.
         language: Code of the language that is spoken; None to detect it in the first window.
         prompt: Text that might precede each window of the audio, for its spelling and style.
-        temperature: 0 for the most probable tokens.
+        temperature: 0 for the most probable tokens. None for 0, and for higher ones where a
+            window's text isn't plausible; windows without speech are then left out.
+        condition_on_previous_text: True to have the text so far precede each window.
         timestamps: True for segments with their times. Windows then begin where the last segment
             ended, so none is cut.
     """
@@ -27,8 +29,9 @@ class SpeechOptions:
     task: SpeechTask = "transcribe"
     language: str | None = None
     prompt: str = ""
-    temperature: float = 0.0
+    temperature: float | None = None
     timestamps: bool = False
+    condition_on_previous_text: bool = False
 
     def check(self, config: SpeechConfig) -> None:
         """Check the options against the model.

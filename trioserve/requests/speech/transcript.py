@@ -9,6 +9,12 @@ import attrs
 from trioserve.requests.generation import Usage
 
 
+def compression_ratio(text: str) -> float:
+    """Return a text's bytes by those that zlib makes of it; much more than 2 for repetitions."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data))
+
+
 @attrs.frozen(kw_only=True)
 class Segment:
     """A part of a transcript, with its place in the audio in seconds."""
@@ -21,12 +27,15 @@ class Segment:
     """Beginning of the window that it was heard in."""
     average_logprob: float
     """Mean log-probability of the window's tokens."""
+    no_speech_prob: float
+    """Probability that there is no speech in the window."""
+    temperature: float
+    """Temperature at which the window's tokens were drawn."""
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of the text by those that zlib makes of it; much more than 2 for repetitions."""
-        data = self.text.encode()
-        return len(data) / len(zlib.compress(data))
+        """See :func:`compression_ratio`."""
+        return compression_ratio(self.text)
 
 
 @attrs.frozen(kw_only=True)

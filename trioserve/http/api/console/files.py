@@ -22,7 +22,8 @@ _TYPES = {
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'none'"
+        "img-src 'self' data:; media-src data:; base-uri 'none'; frame-ancestors 'none'; "
+        "form-action 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -243,6 +243,9 @@ class PromptTokensDetails(msgspec.Struct):
     image_tokens: Annotated[
         int | UnsetType, about("Tokens of the prompt that stand for images, if it has any.")
     ] = UNSET
+    audio_tokens: Annotated[
+        int | UnsetType, about("Tokens of the prompt that stand for audio clips, if it has any.")
+    ] = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):

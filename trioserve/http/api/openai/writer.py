@@ -37,7 +37,9 @@ def usage_reply(usage: Usage, reasoning_tokens: int | None = None) -> UsageReply
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=usage.cached_tokens, image_tokens=usage.image_tokens or UNSET
+            cached_tokens=usage.cached_tokens,
+            image_tokens=usage.image_tokens or UNSET,
+            audio_tokens=usage.audio_tokens or UNSET,
         ),
     )
     if reasoning_tokens is not None or usage.draft_tokens:

@@ -56,7 +56,7 @@ class Refusal(enum.Enum):
     PARTIAL_LOADING = "the model is loaded whole"
     CHAT_TRUNCATION = "a prompt that is too long is refused"
     CONTEXT_SHIFT = "an output ends where the context does"
-    MEDIA = "images are parts of messages; models read and write nothing else but text"
+    MEDIA = "images and audio are parts of messages, and models write text"
     FILLING_IN = "outputs aren't made to fit what follows"
     TEMPLATES_AS_PROGRAMS = "a template is a program, and nothing that a client sends is executed"
     CONTEXT_TOKENS = "/api/chat takes the conversation"
@@ -101,7 +101,9 @@ class Refusal(enum.Enum):
     CHAT_HIDDEN_STATES = "/generate returns them, as arrays"
     CACHED_TOKEN_DETAILS = "usage tells the number of cached tokens"
     ROUTED_EXPERTS = "the experts that computed a token aren't reported"
-    READING_MEDIA = "images are read in chats, and as image_data of /generate"
+    READING_MEDIA = (
+        "images and audio are read in chats, and as image_data and audio_data of /generate"
+    )
     CHOSEN_WORKERS = "the server chooses the worker of a request"
     MISSING_SPECIAL_TOKENS = "the model was trained with its special tokens"
     VECTOR_TYPES = "vectors are given as they are computed"

@@ -31,6 +31,8 @@ _SAMPLING_NAMES = {
     "extra_args": "custom_params",
 }
 """Names in ``sampling_params``, by the engine's sampling fields."""
+_MEDIA_FIELDS = {"image_data": "image", "audio_data": "audio", "video_data": "video"}
+"""Kinds of media by the fields that have them."""
 _LOGPROB_NAMES = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
@@ -167,38 +169,40 @@ def _prompt_field(request: GenerateRequest) -> str:
 def _prompts(request: GenerateRequest, service: Service) -> tuple[list[Prompt], bool]:
     """Return the prompts, and whether they were given as a batch."""
     if isinstance(request.text, str):
-        return [_with_images(request.text, request.image_data, "image_data")], False
+        parts = [
+            part
+            for name, kind in _MEDIA_FIELDS.items()
+            for part in _media_parts(getattr(request, name), kind, name)
+        ]
+        return [TextPrompt(request.text, media=parts)], False
     if request.text is not None:
         service.check_number_of_prompts(len(request.text), "text")
-        given_images: Any = request.image_data or None
-        images = _per_prompt(given_images, len(request.text), "image_data")
-        return [
-            _with_images(text, given, f"image_data[{index}]")
-            for index, (text, given) in enumerate(zip(request.text, images, strict=True))
-        ], True
+        media: list[list[dict[str, Any]]] = [[] for _ in request.text]
+        for name, kind in _MEDIA_FIELDS.items():
+            given = _per_prompt(getattr(request, name) or None, len(media), name)
+            for index, each in enumerate(given):
+                media[index] += _media_parts(each, kind, f"{name}[{index}]")
+        prompts = zip(request.text, media, strict=True)
+        return [TextPrompt(text, media=parts) for text, parts in prompts], True
     assert request.input_ids is not None
-    if request.image_data:
-        raise InvalidRequest(
-            "image_data needs text, which has the places of the images", param="image_data"
-        )
+    for name in _MEDIA_FIELDS:
+        if getattr(request, name):
+            raise InvalidRequest(f"{name} needs text, which has the places for it", param=name)
     lists, listed = one_or_several(request.input_ids, "input_ids")
     service.check_number_of_prompts(len(lists), "input_ids")
     return [TokensPrompt(tuple(ids)) for ids in lists], listed
 
 
-def _with_images(text: str, images: Any, field: str) -> TextPrompt:
-    """Return the prompt with the images of ``field``: one, or a list of them."""
-    listed = isinstance(images, list)
-    given = images if listed else [images] if images else []
-    if any(isinstance(image, list) for image in given):
-        raise InvalidRequest(
-            f"{field} has a list of images for each of several prompts", param=field
-        )
-    parts = [
-        {"type": "image", "image": image, "name": f"{field}[{index}]" if listed else field}
-        for index, image in enumerate(given)
+def _media_parts(media: Any, kind: str, field: str) -> list[dict[str, Any]]:
+    """Return the parts of ``kind`` that a prompt has in ``field``: one, or a list of them."""
+    listed = isinstance(media, list)
+    given = media if listed else [media] if media else []
+    if any(isinstance(each, list) for each in given):
+        raise InvalidRequest(f"{field} has a list for each of several prompts", param=field)
+    return [
+        {"type": kind, kind: each, "name": f"{field}[{index}]" if listed else field}
+        for index, each in enumerate(given)
     ]
-    return TextPrompt(text, media=parts)
 
 
 def _asked_ids(given: Sequence[int | list[int]] | None, count: int) -> Sequence[list[int] | None]:

@@ -131,6 +131,14 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "For several prompts it is a list with one image, or a list of images, for each."
         ),
     ] = None
+    audio_data: Annotated[
+        Text | list[Text | list[Text]] | None,
+        about("Audio clips in place of the model's audio token in `text`; see `image_data`."),
+    ] = None
+    video_data: Annotated[
+        Text | list[Text | list[Text]] | None,
+        about("Videos in place of the model's video token in `text`; see `image_data`."),
+    ] = None
     sampling_params: Annotated[
         NativeSampling | list[NativeSampling] | None,
         about("Sampling and stop parameters: an object, or a list with one for each prompt."),
@@ -227,8 +235,6 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     input_embeds: Annotated[Any, only(refusal=Refusal.INPUT_EMBEDDINGS)] = None
     positional_embed_overrides: Annotated[Any, only(refusal=Refusal.INPUT_EMBEDDINGS)] = None
-    video_data: Annotated[Any, _text_only()] = None
-    audio_data: Annotated[Any, _text_only()] = None
     mm_hashes: Annotated[Any, _text_only()] = None
     use_audio_in_video: Annotated[Any, only(False, refusal=Refusal.READING_MEDIA)] = None
     modalities: Annotated[Any, only(["text"], [], refusal=Refusal.READING_MEDIA)] = None

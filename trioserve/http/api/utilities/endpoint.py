@@ -110,6 +110,7 @@ class UtilityEndpoints:
                 preferred_sampling_params=engine.generation_defaults,
                 weight_version=await self._service.server_api.weight_version(),
                 has_image_understanding=engine.reads_images,
+                has_audio_understanding=engine.reads_audio,
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
             )

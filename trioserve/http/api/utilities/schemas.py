@@ -251,6 +251,6 @@ class ModelInfo(msgspec.Struct, kw_only=True):
         str, about("`default`, or the version of the weights that replaced the first ones.")
     ]
     has_image_understanding: Annotated[bool, about("True if prompts may have images.")]
-    has_audio_understanding: Annotated[bool, about("Always false.")] = False
+    has_audio_understanding: Annotated[bool, about("True if prompts may have audio clips.")]
     max_model_len: Annotated[int, about("Most tokens of prompt and output together.")]
     vocab_size: Annotated[int, about("Tokens in the vocabulary.")]

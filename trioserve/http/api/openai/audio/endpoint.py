@@ -73,7 +73,8 @@ class AudioEndpoints:
         return {
             "task": task,
             "prompt": form.prompt or "",
-            "temperature": form.temperature or 0.0,
+            "temperature": form.temperature,
+            "condition_on_previous_text": bool(form.condition_on_previous_text),
             "timestamps": form.response_format in _TIMED,
             "request_id": f"{task}-{record.request_id}",
             "timeout": form.timeout,
@@ -110,11 +111,11 @@ class AudioEndpoints:
         if form.response_format == "verbose_json":
             reply.task = arguments["task"]
             reply.language, reply.duration = found.language, found.duration
-            reply.segments = _segments(found, arguments["temperature"])
+            reply.segments = _segments(found)
         return json_response(reply)
 
 
-def _segments(found: Transcript, temperature: float) -> list[TranscriptSegment]:
+def _segments(found: Transcript) -> list[TranscriptSegment]:
     return [
         TranscriptSegment(
             id=number,
@@ -123,9 +124,10 @@ def _segments(found: Transcript, temperature: float) -> list[TranscriptSegment]:
             end=each.end,
             text=each.text,
             tokens=list(each.token_ids),
-            temperature=temperature,
+            temperature=each.temperature,
             avg_logprob=each.average_logprob,
             compression_ratio=each.compression_ratio,
+            no_speech_prob=each.no_speech_prob,
         )
         for number, each in enumerate(found.segments)
     ]

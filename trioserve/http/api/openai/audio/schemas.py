@@ -32,7 +32,13 @@ class SpeechForm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     temperature: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=1)] | None,
-        about("0 (the default) for the most probable tokens; else they are drawn."),
+        about(
+            "0 for the most probable tokens; else they are drawn. By default it is 0, and higher "
+            "for windows whose text isn't plausible then."
+        ),
+    ] = None
+    condition_on_previous_text: Annotated[
+        bool | None, about("True to have the text so far precede each window.")
     ] = None
     timeout: Annotated[
         Seconds | None, about("Seconds after which the request ends with an error.")
@@ -79,11 +85,12 @@ class TranscriptSegment(msgspec.Struct):
     end: Annotated[float, about("Its end, in seconds.")]
     text: Annotated[str, about("Its text.")]
     tokens: Annotated[list[int], about("Its tokens, timestamps included.")]
-    temperature: Annotated[float, about("The temperature of the request.")]
+    temperature: Annotated[float, about("The temperature of the window's tokens.")]
     avg_logprob: Annotated[float, about("Mean log-probability of the window's tokens.")]
     compression_ratio: Annotated[
         float, about("Bytes of the text by those of it compressed; more for repetitions.")
     ]
+    no_speech_prob: Annotated[float, about("Probability that the window has no speech.")]
 
 
 class TranscriptReply(msgspec.Struct):

@@ -86,6 +86,80 @@ class NamedImage(ImageUrlPart, kw_only=True, tag="image_url"):
     field: str
 
 
+class InputAudio(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The content of an audio clip."""
+
+    data: Annotated[Text, about("The base64 of a WAV, FLAC, Ogg or MP3 file.")]
+    format: Annotated[Any, hint()] = None
+
+
+class InputAudioPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="input_audio"
+):
+    """An audio clip in a user's message."""
+
+    input_audio: Annotated[InputAudio, about("The clip.")]
+    uuid: Annotated[Any, hint()] = None
+    prompt_cache_breakpoint: Annotated[Any, hint()] = None
+
+    @property
+    def source(self) -> str:
+        """The clip's base64."""
+        return self.input_audio.data
+
+
+class AudioUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The place of an audio clip."""
+
+    url: Annotated[
+        Text,
+        about(
+            "A data URL, the clip's base64, or an http or https URL of a host that "
+            "`--allowed-media-domains` names."
+        ),
+    ]
+
+
+class AudioUrlPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="audio_url"
+):
+    """An audio clip in a user's message, in vLLM's form."""
+
+    audio_url: Annotated[AudioUrl | Text, about("The clip.")]
+    uuid: Annotated[Any, hint()] = None
+
+    @property
+    def source(self) -> str:
+        """The clip's URL or base64."""
+        return self.audio_url if isinstance(self.audio_url, str) else self.audio_url.url
+
+
+class VideoUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The place of a video."""
+
+    url: Annotated[
+        Text,
+        about(
+            "A data URL, the video's base64, or an http or https URL of a host that "
+            "`--allowed-media-domains` names."
+        ),
+    ]
+
+
+class VideoUrlPart(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="video_url"
+):
+    """A video in a user's message, in vLLM's form."""
+
+    video_url: Annotated[VideoUrl | Text, about("The video.")]
+    uuid: Annotated[Any, hint()] = None
+
+    @property
+    def source(self) -> str:
+        """The video's URL or base64."""
+        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier tool call."""
 
@@ -105,7 +179,15 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Annotated[Any, hint()] = None
 
 
-Part = TextPart | RefusalPart | EmbedsPart | ImageUrlPart
+Part = (
+    TextPart
+    | RefusalPart
+    | EmbedsPart
+    | ImageUrlPart
+    | InputAudioPart
+    | AudioUrlPart
+    | VideoUrlPart
+)
 Parts = Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)]
 _Calls = Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOLS)]
 

@@ -11,14 +11,17 @@ import msgspec
 from trioserve.http.api.openai.chat.format import ChatFormat
 from trioserve.http.api.openai.chat.legacy import with_tool_calls
 from trioserve.http.api.openai.chat.messages import (
+    AudioUrlPart,
     ChatMessage,
     EmbedsPart,
     ImageUrlPart,
+    InputAudioPart,
     MessageToolCall,
     NamedImage,
     Part,
     RefusalPart,
     TextPart,
+    VideoUrlPart,
 )
 from trioserve.http.api.openai.chat.schemas import ChatCompletionRequest
 from trioserve.http.api.openai.chat.thinking import SWITCHES, no_effort_arguments
@@ -140,6 +143,10 @@ def _template_part(part: Part, name: str, role: str) -> dict[str, Any]:
     if isinstance(part, ImageUrlPart):
         field = part.field if isinstance(part, NamedImage) else name
         return {"type": "image_url", "image_url": part.url, "name": field}
+    if isinstance(part, InputAudioPart | AudioUrlPart):
+        return {"type": "audio", "audio": part.source, "name": name}
+    if isinstance(part, VideoUrlPart):
+        return {"type": "video", "video": part.source, "name": name}
     embeddings = decode_embeddings(part.prompt_embeds, f"{name}.prompt_embeds")
     return {"type": PART_TYPE, PART_TYPE: embeddings}
 

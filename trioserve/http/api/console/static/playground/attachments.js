@@ -1,22 +1,26 @@
-/** The images of the message that is being written: chosen, dropped or pasted. */
+/** The media of the message that is being written: chosen, dropped or pasted. */
 
 import { announce } from "../announcer.js";
 import { button, element } from "../dom.js";
-import { imageList, readImage } from "./images.js";
+import { mediaList, readFile } from "./media.js";
+
+const LABELS = { image: "Attach images", audio: "Attach audio" };
+const REFUSALS = { image: "an image", audio: "an audio file" };
 
 export class Attachments {
-  /** @type {import("./images.js").Image[]} */
-  #images = [];
+  /** @type {import("./media.js").Medium[]} */
+  #media = [];
   #reading = Promise.resolve();
-  #list = imageList([]);
+  #list = mediaList([]);
   #choice = element("input", {
     type: "file",
-    accept: "image/*",
     multiple: true,
     hidden: true,
     on: { change: () => this.#chosen() },
   });
-  #attach = button("Attach images", () => this.#choice.click());
+  #attach = button("", () => this.#choice.click());
+  /** @type {"image"|"audio"} */
+  #kind = "image";
 
   /** @param {(message: string) => void} say shows why a file can't be attached */
   constructor(say) {
@@ -30,9 +34,13 @@ export class Attachments {
     );
   }
 
-  /** Offer them, if the model reads images. */
-  offer(areRead) {
-    this.element.hidden = !areRead;
+  /** @param {"image"|"audio"|null} kind what the model reads, if anything */
+  offer(kind) {
+    this.element.hidden = !kind;
+    if (!kind) return;
+    this.#kind = kind;
+    this.#choice.accept = `${kind}/*`;
+    this.#attach.textContent = LABELS[kind];
   }
 
   /** Let files be dropped on `place` and pasted there. */
@@ -59,14 +67,14 @@ export class Attachments {
     return this.#reading;
   }
 
-  get images() {
-    return this.#images;
+  get media() {
+    return this.#media;
   }
 
-  /** @param {import("./images.js").Image[]} images shown in place of those so far */
-  show(images) {
-    this.#images = images;
-    const list = imageList(images, (index) => this.#remove(index));
+  /** @param {import("./media.js").Medium[]} media shown in place of those so far */
+  show(media) {
+    this.#media = media;
+    const list = mediaList(media, (index) => this.#remove(index));
     this.#list.replaceWith(list);
     this.#list = list;
   }
@@ -94,21 +102,21 @@ export class Attachments {
   }
 
   async #addFile(file) {
-    if (!file.type.startsWith("image/")) {
-      this.say(`${file.name} isn't an image.`);
+    if (!file.type.startsWith(`${this.#kind}/`)) {
+      this.say(`${file.name} isn't ${REFUSALS[this.#kind]}.`);
       return;
     }
     try {
-      this.show([...this.#images, await readImage(file)]);
+      this.show([...this.#media, await readFile(file)]);
       announce(`${file.name} is attached.`);
     } catch {
       this.say(`${file.name} can't be read.`);
     }
   }
 
-  /** Leave an image out; the focus goes to the next one's button. */
+  /** Leave a medium out; the focus goes to the next one's button. */
   #remove(index) {
-    this.show(this.#images.toSpliced(index, 1));
+    this.show(this.#media.toSpliced(index, 1));
     const buttons = this.#list.querySelectorAll("button");
     (buttons[Math.min(index, buttons.length - 1)] ?? this.#attach).focus();
   }

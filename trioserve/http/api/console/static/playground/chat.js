@@ -42,21 +42,21 @@ export class Chat {
     this.output = element("div", { class: "output" }, this.#empty, this.#log);
   }
 
-  /** Offer to attach images, if the model reads them. */
-  offerImages(areRead) {
-    this.#attachments.offer(areRead);
+  /** @param {"image"|"audio"|null} kind what may be attached, if anything */
+  offerMedia(kind) {
+    this.#attachments.offer(kind);
   }
 
-  /** Send what was written, with its images. */
+  /** Send what was written, with its media. */
   async submit() {
     await this.#attachments.settled();
-    const { images } = this.#attachments;
+    const { media } = this.#attachments;
     const text = this.input.value.trim();
-    if (!text && !images.length) return;
+    if (!text && !media.length) return;
     this.input.value = "";
     this.#attachments.show([]);
     this.#dropRefused();
-    const turn = new UserTurn(text, images, { onEdit: () => this.#answerTo(turn) });
+    const turn = new UserTurn(text, media, { onEdit: () => this.#answerTo(turn) });
     this.#add(turn);
     this.#answer();
   }
@@ -65,9 +65,9 @@ export class Chat {
   #takeBack() {
     const turn = this.#turns.findLast(({ role }) => role === "user");
     this.#refused = turn;
-    if (this.input.value || this.#attachments.images.length) return;
+    if (this.input.value || this.#attachments.media.length) return;
     this.input.value = turn.text;
-    this.#attachments.show(turn.images);
+    this.#attachments.show(turn.media);
   }
 
   #dropRefused() {
@@ -87,7 +87,7 @@ export class Chat {
 
   async #answer() {
     this.#refused = null;
-    const turns = this.#turns.filter(({ text, images }) => text || images.length);
+    const turns = this.#turns.filter(({ text, media }) => text || media.length);
     const request = chatRequest(this.playground.settings(), turns);
     const turn = new ModelTurn(new AnswerView(), {
       onRegenerate: () => this.#regenerate(turn),

@@ -42,11 +42,12 @@ export class Playground {
     this.setMode("chat");
   }
 
-  /** Ask the server which models it serves, and if they read images; for a key, if it wants one. */
+  /** Ask the server which models it serves, and if they read media; for a key, if it wants one. */
   async loadModels() {
     try {
       const [{ data }, model] = await Promise.all([call("/v1/models"), call("/model_info")]);
-      this.#modes.chat.offerImages(model.has_image_understanding);
+      const hearing = model.has_audio_understanding ? "audio" : null;
+      this.#modes.chat.offerMedia(model.has_image_understanding ? "image" : hearing);
       this.#settings.setModels(data);
       this.onModel(data.find(({ parent }) => !parent)?.id ?? "");
     } catch (error) {

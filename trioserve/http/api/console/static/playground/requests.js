@@ -1,5 +1,7 @@
 /** The bodies of the playground's requests, and the same as a command. Nothing here touches the page. */
 
+import { isAudio } from "./media.js";
+
 /**
  * @typedef {object} Settings
  * @property {string} model
@@ -12,7 +14,7 @@ const STREAMED = { stream: true, stream_options: { include_usage: true } };
 
 /**
  * @param {Settings} settings
- * @param {{role: string, text: string, images: import("./images.js").Image[]}[]} turns
+ * @param {{role: string, text: string, media: import("./media.js").Medium[]}[]} turns
  */
 export function chatRequest({ model, system, alternatives, sampling }, turns) {
   const instruction = system ? [{ role: "system", content: system }] : [];
@@ -26,16 +28,21 @@ export function chatRequest({ model, system, alternatives, sampling }, turns) {
       ...probabilities,
       ...STREAMED,
     },
-    images: turns.flatMap(({ images }) => images),
+    media: turns.flatMap(({ media }) => media),
   };
 }
 
-/** A turn's message: its images, if there are any, and then its text. */
-function messageOf({ role, text, images }) {
-  if (!images.length) return { role, content: text };
-  const content = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+/** A turn's message: its media, if there are any, and then its text. */
+function messageOf({ role, text, media }) {
+  if (!media.length) return { role, content: text };
+  const content = media.map(({ url }) => partOf(url));
   if (text) content.push({ type: "text", text });
   return { role, content };
+}
+
+function partOf(url) {
+  if (isAudio(url)) return { type: "audio_url", audio_url: { url } };
+  return { type: "image_url", image_url: { url } };
 }
 
 /**
@@ -47,35 +54,35 @@ export function completionRequest({ model, alternatives, sampling }, prompt) {
   return {
     path: "/v1/completions",
     body: { model, prompt, ...sampling, ...probabilities, ...STREAMED },
-    images: [],
+    media: [],
   };
 }
 
 /**
  * A shell's command that makes the request. Keys stay out of it.
  *
- * Images do, too: an argument holds no more than 128 KiB on Linux, and a terminal less. The command
+ * Media do, too: an argument holds no more than 128 KiB on Linux, and a terminal less. The command
  * reads them from files of their names, in the folder where it is run.
  *
  * @param {string} address where the request goes
- * @param {{body: object, images: import("./images.js").Image[]}} request
+ * @param {{body: object, media: import("./media.js").Medium[]}} request
  * @param {boolean} needsKey
  */
-export function curlCommand(address, { body, images }, needsKey) {
+export function curlCommand(address, { body, media }, needsKey) {
   const json = JSON.stringify(body, null, 2);
   const lines = [
     `curl -N ${quoted(address)}`,
     needsKey ? `-H "Authorization: Bearer $TRIOSERVE_API_KEY"` : null,
     `-H 'Content-Type: application/json'`,
-    images.length ? `-d @- <<END\n${withFiles(json, images)}\nEND` : `-d ${quoted(json)}`,
+    media.length ? `-d @- <<END\n${withFiles(json, media)}\nEND` : `-d ${quoted(json)}`,
   ];
   return lines.filter(Boolean).join(" \\\n  ");
 }
 
-/** A shell's here-document that stands for `json`, with the images' files in place of their data. */
-function withFiles(json, images) {
+/** A shell's here-document that stands for `json`, with the media' files in place of their data. */
+function withFiles(json, media) {
   const literal = json.replaceAll(/[\\$`]/g, "\\$&");
-  return images.reduce((text, { name, url }) => {
+  return media.reduce((text, { name, url }) => {
     const head = url.slice(0, url.indexOf(",") + 1);
     const file = `$(base64 < ${quoted(name)} | tr -d '\\n')`;
     return text.replaceAll(`"${url}"`, () => `"${head}${file}"`);

@@ -2,14 +2,14 @@
 
 import { copyButton } from "../clipboard.js";
 import { button, element } from "../dom.js";
-import { imageList } from "./images.js";
+import { mediaList } from "./media.js";
 
 const NAMES = { user: "You", assistant: "Model" };
 
 /**
  * A message that was written by the reader.
  *
- * `onEdit` is called when the text was changed and is sent again; the images stay.
+ * `onEdit` is called when the text was changed and is sent again; the media stay.
  */
 export class UserTurn {
   role = "user";
@@ -18,17 +18,17 @@ export class UserTurn {
 
   /**
    * @param {string} text
-   * @param {import("./images.js").Image[]} images
+   * @param {import("./media.js").Medium[]} media
    * @param {{onEdit: () => void}} actions
    */
-  constructor(text, images, { onEdit }) {
+  constructor(text, media, { onEdit }) {
     this.text = text;
-    this.images = images;
+    this.media = media;
     this.onEdit = onEdit;
     this.#text.append(text);
     this.element = turn(
       "user",
-      element("div", {}, images.length ? imageList(images) : null, this.#body),
+      element("div", {}, media.length ? mediaList(media) : null, this.#body),
       button("Edit", () => this.#edit()),
     );
   }
@@ -59,7 +59,7 @@ export class UserTurn {
 /** A message of the model: `view` shows it as it comes. */
 export class ModelTurn {
   role = "assistant";
-  images = [];
+  media = [];
 
   constructor(view, { onRegenerate, onCurl }) {
     this.view = view;
