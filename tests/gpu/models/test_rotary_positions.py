@@ -1,9 +1,8 @@
-"""M-RoPE: rotary positions are those of transformers, and all kernels turn by them."""
+"""Rotary positions of M-RoPE are those of transformers."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ import torch
 import transformers
 
 from gpu.models.rotary_positions import rotary_positions
-from tests.gpu.cpu.test_native_model import compiled, distance, logits_of, with_torch
-from tests.support.tiny_media import make_media_model
 from trioserve.protocol.embeddings import ImageGrid
 
 MERGE = 2
@@ -50,18 +47,3 @@ def test_positions_are_those_of_transformers(kind: str) -> None:
             for stop in (start + 1, (start + len(types) + 1) // 2, len(types)):
                 part = rotary_positions(grids, start, stop)
                 assert np.array_equal(part, found[start:stop])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_media_model("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
-
-
-def test_compiled_kernels_turn_by_them(folder: Path) -> None:
-    """Logits in one step are as near to the exact ones as torch's, and far from those of text."""
-    types, grids = sequence(3)
-    prompt = random.Random(0).choices(range(3, 300), k=len(types))
-    exact = logits_of(with_torch(folder, torch.float32), prompt, grids)
-    rounded = distance(logits_of(with_torch(folder, torch.bfloat16), prompt, grids), exact)
-    assert distance(logits_of(compiled(folder), prompt, grids), exact) < 1.3 * rounded + 0.002
-    assert distance(logits_of(with_torch(folder, torch.float32), prompt), exact) > 5 * rounded
