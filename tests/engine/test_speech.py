@@ -73,7 +73,8 @@ class Reference:
         """Assert that a window's tokens are greedy by transformers' rules for plain text."""
         special = self.model.generation_config
         tokens = list(segment.token_ids)
-        own = tokens + [special.eos_token_id] * (len(tokens) < LONGEST)
+        most = min(LONGEST, 2 * LONGEST - len(prompt))
+        own = tokens + [special.eos_token_id] * (len(tokens) < most)
         ids = torch.tensor([prompt + own])
         with torch.inference_mode():
             whole = self.model(input_features=self.features(samples), decoder_input_ids=ids).logits[
@@ -96,8 +97,13 @@ class Reference:
                 row = rule(ids[:, : begin + index], row)
             assert row.max() - row[0, own[index]] < TOLERANCE
 
-    def check_windows(self, transcript: Transcript, samples: np.ndarray[Any, Any]) -> None:
-        """Assert that a German transcript without timestamps is that of this model."""
+    def check_windows(
+        self, transcript: Transcript, samples: np.ndarray[Any, Any], *, is_conditioned: bool = False
+    ) -> None:
+        """Assert that a German transcript without timestamps is that of this model.
+
+        With ``is_conditioned`` the text so far precedes each window.
+        """
         config = self.model.generation_config
         prompt = [
             config.decoder_start_token_id,
@@ -108,9 +114,13 @@ class Reference:
         assert transcript.duration == pytest.approx(len(samples) / RATE)
         starts = [each.start for each in transcript.segments]
         assert starts == list(range(math.ceil(transcript.duration)))
+        before: list[int] = []
         for each in transcript.segments:
             window = samples[round(each.start * RATE) :][:RATE]
-            self.check(window, prompt, each)
+            previous = [config.no_timestamps_token_id - 2, *before[1 - LONGEST :]] if before else []
+            self.check(window, previous + prompt, each)
+            if is_conditioned:
+                before += each.token_ids
 
 
 async def transcripts(engine: Engine, **options: Any) -> list[Transcript]:
@@ -142,6 +152,10 @@ async def test_transcripts_are_those_of_transformers(
         for clip, transcript in zip(CLIPS, first, strict=True):
             reference.check_windows(transcript, sound(*clip))
         assert engine.statistics().scheduler.num_preemptions > 0
+        follow = {"temperature": 0, "condition_on_previous_text": True}
+        followed = await engine.transcribe(wav(*CLIPS[4]), language="de", **follow)
+        reference.check_windows(followed, sound(*CLIPS[4]), is_conditioned=True)
+        assert tokens_of(followed) != tokens_of(first[4])
         assert tokens_of(first[0]) == tokens_of(first[3])
         assert first[0].text != first[1].text
         process = await worker_of(engine)
