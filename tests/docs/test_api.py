@@ -78,6 +78,7 @@ OWN = {
     *("LiveQuery.interval", "LiveQuery.requests", "LiveQuery.nodes"),
     *("LiveQuery.pictures", "ApplyTemplateRequest.continue_final_message"),
     *("ApplyTemplateRequest.reasoning_effort", "ApplyTemplateRequest.chat_template"),
+    "condition_on_previous_text",
 }
 """Fields of requests that no peer has."""
 THEIRS = {"OpenSessionRequest.timeout"}
