@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         following.run()
         return
     if options.tower:
-        from gpu.loading import tower_process
+        from gpu.models.transformers_models import tower_process
 
         tower_process.run()
         return

@@ -29,7 +29,6 @@ from gpu.loading.loaded_model import (
     warm_up,
 )
 from gpu.loading.page_transfers import PageTransfers
-from gpu.loading.tower_process import TowerOrder, TowerProcess
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
 from gpu.runner import Runner
 from gpu.slots import SlotTable
@@ -122,6 +121,8 @@ def _load_tower(
     on_progress("tower", 0, 1)
     encode: Callable[[Any], Any]
     if device == "cpu":
+        from gpu.models.transformers_models.tower_process import TowerOrder, TowerProcess
+
         threads = choose_num_threads(start.num_threads)
         encode = TowerProcess(TowerOrder(model=start.model, dtype=dtype, num_threads=threads))
     else:

@@ -81,15 +81,16 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
         ),
         "cpu.following": "_util weights models loading cpu cpu.rank_processes cuda",
         "models.encoder": "slots executor weights models runner loading",
-        "models.transformers_models": "slots sampling executor attention lora models loading cpu",
-        "loading.tower_process": "_util slots models models.transformers_models",
+        "models.transformers_models": (
+            "_util slots sampling executor attention lora models loading cpu"
+        ),
         "mock": "slots sampling executor",
         "loading.loading": (
-            "slots weights constraints runner loading loading.tower_process cpu cpu.rank_processes "
-            "cuda models.encoder models models.transformers_models mock"
+            "slots weights constraints runner loading cpu cpu.rank_processes cuda models.encoder "
+            "models models.transformers_models mock"
         ),
         "worker": "_util slots lora constraints runner loading cuda loading.loading",
-        "__main__": "kernels models loading loading.tower_process cpu cpu.following worker",
+        "__main__": "kernels models models.transformers_models loading cpu cpu.following worker",
     },
 }
 """Imports that each folder may make in its own package, from the lowest layer up.

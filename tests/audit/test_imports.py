@@ -89,7 +89,9 @@ def test_signals_are_handled_by_the_command_line_and_the_worker_process_alone() 
         *(f"trioserve/cli/{name}.py" for name in commands),
         *(f"trioserve/{name}.py" for name in others),
         *(f"gpu/cpu/{name}.py" for name in ("following", "node", "rank_processes")),
-        *("gpu/loading/tower_process.py", "gpu/models/parallel/link.py", "gpu/worker.py"),
+        "gpu/models/parallel/link.py",
+        "gpu/models/transformers_models/tower_process.py",
+        "gpu/worker.py",
     ])  # fmt: skip
 
 

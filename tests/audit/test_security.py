@@ -45,7 +45,7 @@ ALLOWED = {
     "trioserve/protocol/gc_tuning.py ctypes.CDLL": "the C library, to give memory back",
     "gpu/cpu/following.py ctypes.CDLL": "the C library, to end with the parent process",
     "gpu/cpu/rank_processes.py subprocess.Popen": "the other ranks of a worker",
-    "gpu/loading/tower_process.py subprocess.Popen": "the tower of a model on a CPU",
+    "gpu/models/transformers_models/tower_process.py subprocess.Popen": "a tower on a CPU",
     "gpu/cpu/following.py socket.socket": "the socket that a rank inherits from its worker",
     "gpu/models/parallel/link.py socket.socket": "the same, as a type",
     "gpu/models/parallel/pages.py socket.socket": "the same, as a type",

@@ -15,6 +15,8 @@ one sequence, with a position for each token.
 - :mod:`~gpu.models.transformers_models.packing`: packs its linear layers for the CPU.
 - :mod:`~gpu.models.transformers_models.reading`: loads a model from its folder.
 - :mod:`~gpu.models.transformers_models.loading`: puts these together to an executor.
+- :mod:`~gpu.models.transformers_models.tower_process`: the towers of models that read media, on a
+  CPU, in a process.
 
-Imported by ``loading.loading``.
+Imported by ``loading.loading`` and ``__main__``.
 """

@@ -14,9 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.loading.tower_process import NICENESS, TowerFailed, TowerOrder, TowerProcess
 from gpu.models.media.encoding import EncodeMedia
 from gpu.models.media.tower import MediaTower
+from gpu.models.transformers_models.tower_process import (
+    NICENESS,
+    TowerFailed,
+    TowerOrder,
+    TowerProcess,
+)
 from tests.support.tiny_media import make_media_model
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
