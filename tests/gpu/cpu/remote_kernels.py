@@ -229,7 +229,7 @@ class RemoteAttention:
         tables = np.ascontiguousarray(layout.block_tables, dtype=np.int32)
         contexts = layout.context_lens.astype(np.int64)
         addresses = (put(layout.query_start.astype(np.int64)), put(contexts), put(tables))
-        fields = struct.pack("<qQQQq", len(contexts), *addresses, tables.shape[1])
+        fields = struct.pack("<qQQQqQ", len(contexts), *addresses, tables.shape[1], 0)
         self._step = self._kernels.put(fields)
 
     def rope_and_write(
