@@ -129,7 +129,6 @@ def run() -> None:
     """Run the child: load the tower, and answer calls until standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    lower_priority(NICENESS)
     source, target = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # No library may write between the messages.
     set_up_logging()
@@ -139,6 +138,7 @@ def run() -> None:
     except ModelLoadError as error:
         write_message(target, str(error))
         return
+    lower_priority(NICENESS)
     write_message(target, "")
     while True:
         try:

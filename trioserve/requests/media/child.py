@@ -65,9 +65,9 @@ def memory_of(setup: MediaSetup) -> int:
 def main() -> None:
     """Load what the jobs need, and fork."""
     os.dup2(2, 1)  # Nothing reads what a library prints.
-    go_behind(NICENESS)
     setup = msgspec.msgpack.decode(read_message(sys.stdin.buffer), type=MediaSetup)
     reader = PartReader(setup)
+    go_behind(NICENESS)
     serve_forks(int(sys.argv[1]), functools.partial(answer_jobs, reader, memory_of(setup)))
 
 

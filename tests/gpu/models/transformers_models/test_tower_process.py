@@ -55,7 +55,8 @@ def test_its_numbers_are_those_of_the_tower(folder: Path, tower: TowerProcess) -
     files = open_model(folder)
     same = EncodeMedia(MediaTower.load(files, torch.float32, torch.device("cpu")), torch.bfloat16)
     assert tower(arguments()) == same(arguments())
-    assert os.getpriority(os.PRIO_PROCESS, child(tower)) == NICENESS
+    threads = Path(f"/proc/{child(tower)}/task").iterdir()
+    assert {os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in threads} == {NICENESS}
     group = Path(f"/proc/{child(tower)}/autogroup")
     if group.exists():
         assert group.read_text().endswith(f"nice {NICENESS}\n")
