@@ -135,7 +135,10 @@ def _versions(results: Results) -> str:
     return f"{markdown(heads, lines)}\n\n{table}".rstrip()
 
 
-PAGES = ("performance", "workers", "router", "exactness", "disaggregation", "tensor-parallel")
+PAGES = (
+    *("performance", "workers", "router", "exactness", "disaggregation", "tensor-parallel"),
+    "media",
+)
 README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor.amx": "Xeon"}
 """Machines of the README's figures, and their names there; all of the first one's are shown."""
 
