@@ -17,8 +17,9 @@ def lower_priority(niceness: int) -> None:
     """
     for thread in _THREADS.iterdir():
         number = int(thread.name)
-        before = os.getpriority(os.PRIO_PROCESS, number)
-        os.setpriority(os.PRIO_PROCESS, number, max(before, niceness))
+        with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+            before = os.getpriority(os.PRIO_PROCESS, number)
+            os.setpriority(os.PRIO_PROCESS, number, max(before, niceness))
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):  # There are no such groups.
             _AUTOGROUP.write_text(str(niceness))
