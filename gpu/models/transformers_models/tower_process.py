@@ -69,7 +69,7 @@ class TowerProcess:
 
     def __init__(self, order: TowerOrder) -> None:
         self._order = order
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = self._start()
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """Return the result of :class:`gpu.models.media.encoding.EncodeMedia`.
@@ -83,7 +83,6 @@ class TowerProcess:
                 answer = self._ask(arguments)
             except (EOFError, BrokenPipeError):
                 self.close()
-                self._process = self._start()
                 continue
             if answer.error:
                 failure = TowerFailed(answer.error)
@@ -94,10 +93,14 @@ class TowerProcess:
 
     def close(self) -> None:
         """Kill the child, and close its pipes."""
-        self._process.kill()
-        self._process.communicate()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def _ask(self, arguments: dict[str, Any]) -> TowerAnswer:
+        if self._process is None:
+            self._process = self._start()
         source, target = self._process.stdout, self._process.stdin
         assert source is not None
         assert target is not None

@@ -48,6 +48,7 @@ def arguments(name: str = "pixel_values") -> dict[str, Any]:
 
 
 def child(tower: TowerProcess) -> int:
+    assert tower._process is not None
     return tower._process.pid
 
 
@@ -90,6 +91,21 @@ def test_what_ends_it_again_and_again_is_refused(
         patches.setattr(tower, "_start", start)
         with pytest.raises(TowerFailed, match="ended 2 times while it computed this"):
             tower(arguments())
+    assert tower(arguments())["rows"]
+
+
+def test_a_start_that_fails_is_tried_again_by_the_next_call(
+    tower: TowerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> subprocess.Popen[bytes]:
+        raise ModelLoadError("no memory")
+
+    os.kill(child(tower), signal.SIGKILL)
+    with monkeypatch.context() as patches:
+        patches.setattr(tower, "_start", start)
+        for _ in range(2):
+            with pytest.raises(ModelLoadError, match="no memory"):
+                tower(arguments())
     assert tower(arguments())["rows"]
 
 
