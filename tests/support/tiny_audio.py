@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_media import DECODER
 from tests.support.tiny_processors import tokenizer
 
 __all__ = ["AUDIO_FAMILIES", "TOKENS", "make_audio_model"]
@@ -14,19 +15,6 @@ TOKENS = {"qwen2_audio": "<|AUDIO|>", "audioflamingo3": "<sound>"}
 AUDIO_FAMILIES = tuple(TOKENS)
 NUM_STATES = 50
 """Encoder states of a window of one second."""
-_TEXT: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-    "bos_token_id": 256,
-    "eos_token_id": 319,
-    "pad_token_id": 256,
-}
 _TOWER: dict[str, Any] = {
     "num_mel_bins": 16,
     "d_model": 32,
@@ -58,7 +46,7 @@ def make_audio_model(family: str, folder: Path) -> Path:
         tower = transformers.AudioFlamingo3EncoderConfig(**_TOWER)
         name = "audio_token_id"
     made.save_pretrained(folder)
-    text = transformers.Qwen2Config(**_TEXT)
+    text = transformers.Qwen2Config(**DECODER)
     ids = {name: made.tokenizer.convert_tokens_to_ids(token)}
     model_class = getattr(
         transformers, config.__name__.replace("Config", "ForConditionalGeneration")

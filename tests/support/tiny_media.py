@@ -12,7 +12,7 @@ import PIL.Image
 
 from tests.support import tiny_processors
 
-__all__ = ["IMAGE_TEXTS", "MEDIA_FAMILIES", "image", "make_media_model", "png"]
+__all__ = ["DECODER", "IMAGE_TEXTS", "MEDIA_FAMILIES", "image", "make_media_model", "png"]
 
 TEMPLATE = (
     "<s>{% for m in messages %}{{ m.role }}:"
@@ -22,21 +22,21 @@ TEMPLATE = (
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_TEXT: dict[str, Any] = {
-    "model_type": "llama",
+DECODER: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 256,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 64,
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
     "bos_token_id": 256,
     "eos_token_id": 319,
     "pad_token_id": 256,
 }
+"""Fields of the decoders, of whatever family."""
+_TEXT: dict[str, Any] = {"model_type": "llama", "head_dim": 64, **DECODER}
 _TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -44,7 +44,7 @@ _TOWER: dict[str, Any] = {
     "num_attention_heads": 2,
 }
 _QWEN_TEXT: dict[str, Any] = {
-    **{name: value for name, value in _TEXT.items() if name not in ("model_type", "head_dim")},
+    **DECODER,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
