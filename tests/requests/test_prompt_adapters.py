@@ -107,9 +107,7 @@ async def test_beams_and_embeddings_behind_virtual_tokens(folders: dict[str, Pat
         assert np.array_equal(found.prompt_hidden_states, expected.prompt_hidden_states[40:])
 
 
-async def test_unloading_waits_for_what_runs(
-    folders: dict[str, Path], autojump_clock: object
-) -> None:
+async def test_unloading_waits_for_what_runs(folders: dict[str, Path]) -> None:
     """Two adapters with one name, one after the other, at the same time."""
     results: list[Completion] = []
 
@@ -120,19 +118,22 @@ async def test_unloading_waits_for_what_runs(
         await engine.unload_adapter("it")
         assert worker.num_steps >= 100
 
-    worker = small(step_time=0.01)
+    # Files are read in a thread, beside steps: five seconds of them are left by then.
+    pace = [0.05]
+    worker = small(step_time=lambda _plan: pace[0])
     async with open_fake_engine(lambda: worker, enable_lora=True) as engine:
         await engine.load_adapter("it", folders["long"])
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, engine)
-            await trio.sleep(0.2)
-            assert engine.statistics().scheduler.running_adapters == ("it",)
+            while engine.statistics().scheduler.running_adapters != ("it",):
+                await trio.sleep(0.01)
             nursery.start_soon(unload, engine)
             await trio.testing.wait_all_tasks_blocked()
             await engine.load_adapter("it", folders["short"])
             found = await engine.complete([5, 6], adapter="it", max_tokens=5, seed=4)
             check(found, folders["short"], [5, 6], seed=4)
             assert not results
+            pace[0] = 0.0
         assert not worker.adapters
         assert len(results[0].token_ids) == 100
         check(results[0], folders["long"], [5, 6], seed=4)
