@@ -16,6 +16,7 @@ import faulthandler
 import functools
 import gc
 import logging
+import math
 import os
 import select
 import signal
@@ -43,7 +44,6 @@ from gpu.slots import PlanError, summarize
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.gc_tuning import freeze_objects
-from trioserve.protocol.grammar import Grammar
 
 SEND_MS = 10_000
 PROGRESS_INTERVAL = 0.1
@@ -191,7 +191,7 @@ class Worker:
     def _handle(self, runner: Runner, message: wire.Message) -> None:
         match message:
             case wire.Plan():
-                self._look_ahead(runner)
+                self._look_ahead(runner, message.number)
                 self._submit(runner, message)
             case wire.Drop():
                 runner.drop(message.slot, message.generation, message.plan)
@@ -251,23 +251,25 @@ class Worker:
             self._transfers.use(checksum)
         freeze_objects()  # collects the old weights, a large part of the memory
 
-    def _look_ahead(self, runner: Runner) -> None:
-        """Handle the Drop messages already received behind the next plan."""
+    def _look_ahead(self, runner: Runner, plan: int) -> None:
+        """Handle what came behind ``plan``, the next one, and need not wait for it."""
         with contextlib.suppress(pynng.TryAgain):
             while True:
-                message = self._receive(block=False)
-                if isinstance(message, wire.Drop):
-                    self._handle(runner, message)
-                else:
-                    self._ahead.append(message)
+                self._ahead.append(self._receive(block=False))
+        uncomputed = runner.next_result if runner.num_pending else plan
+        behind, self._ahead = self._ahead, deque()
+        for message in behind:
+            if isinstance(message, wire.Drop) or _plan_of_export(message) < uncomputed:
+                self._handle(runner, message)
+            else:
+                self._ahead.append(message)
 
     def _prepare(self, call: wire.Call, constraints: Constraints) -> None:
         if self._background.num_unfinished >= MAX_PREPARING:
             error = f"{MAX_PREPARING} others wait for the worker already"
             self._send(wire.Reply(number=call.number, error=error))
             return
-        preparing = functools.partial(_prepare, constraints)
-        self._background.start(functools.partial(_reply, call, preparing))
+        self._background.start(functools.partial(_reply, call, constraints.answer))
 
     def _submit(self, runner: Runner, plan: wire.Plan) -> None:
         try:
@@ -344,15 +346,11 @@ def _reply(
     return wire.Reply(number=call.number, result=result)
 
 
-def _prepare(constraints: Constraints, arguments: Any) -> dict[str, str] | int:
-    """Answer the call ``prepare``: see :meth:`~gpu.constraints.adjuster.Constraints.prepare`."""
-    grammar = arguments["grammar"]
-    return constraints.prepare(
-        None if grammar is None else Grammar(*grammar),
-        arguments["extra_args"],
-        arguments.get("logits_processors", ()),
-        tried=arguments.get("tried", False),
-    )
+def _plan_of_export(message: wire.Message) -> float:
+    """Return the last plan that a call for an export of pages names; infinity if it isn't one."""
+    if isinstance(message, wire.Call) and message.name == "export_pages":
+        return float(msgspec.msgpack.decode(message.arguments)["plan"])
+    return math.inf
 
 
 def _failure(plan: int, error: Exception) -> wire.Failure:

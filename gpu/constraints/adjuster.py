@@ -117,6 +117,16 @@ class Constraints:
 
         return llguidance.LLExecutor(self._num_threads)
 
+    def answer(self, arguments: Mapping[str, Any]) -> dict[str, str] | int:
+        """Answer the call ``prepare``: see :meth:`prepare`."""
+        grammar = arguments["grammar"]
+        return self.prepare(
+            None if grammar is None else Grammar(*grammar),
+            arguments["extra_args"],
+            arguments.get("logits_processors", ()),
+            tried=arguments.get("tried", False),
+        )
+
     def prepare(
         self,
         grammar: Grammar | None,

@@ -3,7 +3,9 @@
 A prompt is computed by one engine, which copies its pages to the host's memory and to files. The
 next engine finds them on disk, and then in memory. The files are in the system's page cache, as
 those that were used lately are; a disk that has to be read takes longer. In a third engine one
-worker computes the prompt, and the other one takes the pages from it. Each worker has one thread.
+worker computes the prompt, and the other one takes the pages from it. Then prompts are handed over
+to a worker that decodes, as one chunk and in chunks of 256 tokens, of which all but the last go
+ahead. Each worker has one thread.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from trioserve import Engine, open_engine
 
 _VOCABULARY = range(20, 40_000)
 _PATIENCE = 120.0
+_CHUNK = 256
+"""Tokens of a chunk, where prompts go ahead."""
 
 
 def prompts_of(lengths: Sequence[int], seed: int) -> dict[int, list[int]]:
@@ -35,6 +39,15 @@ async def first_token(engine: Engine, prompt: Sequence[int]) -> tuple[float, int
     began = time.perf_counter()
     answer = await engine.complete(list(prompt), max_tokens=1, temperature=0)
     return 1e3 * (time.perf_counter() - began), answer.usage.cached_tokens
+
+
+async def second_token(engine: Engine, prompt: Sequence[int]) -> float:
+    """Return the milliseconds from the first token to the second."""
+    times = []
+    async with engine.generate(list(prompt), max_tokens=2, temperature=0) as chunks:
+        async for _ in chunks:
+            times.append(time.perf_counter())
+    return 1e3 * (times[1] - times[0])
 
 
 async def until_all_are_written(engine: Engine) -> None:
@@ -89,6 +102,12 @@ async def add_round(found: Rounds, model: str, lengths: Sequence[int], number: i
                 await first_token(engine, prompt)
                 took, cached = await first_token(engine, prompt)
                 found.add(length, sibling=took, lent=cached)
+        options["disaggregation"] = ("prefill", "decode")
+        for name, chunk in (("whole", longest + 64), ("ahead", _CHUNK)):
+            async with open_engine(model, max_num_batched_tokens=chunk, **options) as engine:
+                await second_token(engine, [5] * 40)
+                for length, prompt in prompts.items():
+                    found.add(length, **{name: await second_token(engine, prompt)})
 
 
 @script
@@ -104,9 +123,11 @@ async def measure(
     lines = []
     for length, each in found.medians().items():
         figures = [f"{each[name]:.1f}" for name in ("computed", "sibling", "disk", "memory")]
+        figures += [f"{each[name]:.1f}" for name in ("whole", "ahead")]
         found_there = [f"{each['lent']:.0f}", f"{each['cached']:.0f}"]
         lines.append([length, *figures, *found_there])
     heads = ["tokens of the prompt", "computed, ms", "taken from another worker, ms"]
     heads += ["read from the disk, ms", "in memory, ms"]
+    heads += ["handed over: from the first token to the second, ms", "in chunks, ms"]
     heads += ["tokens taken from the other worker", "tokens read from the disk"]
     return Made(markdown(heads, lines))

@@ -38,6 +38,7 @@ from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.sampling import SamplerParams
+from trioserve.scheduler.page_keys import KEY_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 180.0
@@ -183,6 +184,29 @@ def call(number: int, name: str, arguments: object) -> wire.Call:
 
 def prepare(number: int, kind: str, text: str) -> wire.Call:
     return call(number, "prepare", {"grammar": [kind, text], "extra_args": {}})
+
+
+def test_an_export_waits_for_the_plan_that_computes_its_pages(folder: Path, peer: Peer) -> None:
+    peer.receive()
+    ready, _ = peer.load(start_message(folder, kv_offloading_bytes=1 << 20))
+    assert isinstance(ready, wire.Ready)
+    maker = PlanMaker(peer.step)
+    maker.open(0, [1 + number % 250 for number in range(120)])
+    for plan in [maker.plan({0: 4}) for _ in range(30)]:
+        peer.send(plan)
+    for number, plan_of_pages in ((1, 2), (2, 30)):
+        arguments = {"keys": [bytes(KEY_BYTES)], "pages": [63], "plan": plan_of_pages}
+        peer.send(call(number, "export_pages", arguments))
+    contents, done = {}, 0
+    for _ in range(32):
+        answer = peer.receive()
+        if isinstance(answer, wire.Reply):
+            contents[answer.number] = answer.result
+            assert done < 30 if answer.number == 1 else done == 30
+        else:
+            assert isinstance(answer, wire.StepResult)
+            done = answer.number
+    assert contents[1] == contents[2] != b""
 
 
 SLOW, HOPELESS = (

@@ -30,7 +30,7 @@ from trioserve.protocol.errors import AdapterNotFound, WorkerLost
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.beams import BeamGroup, Beams, StopStringAtEnd
 from trioserve.scheduler.feeds import Feeds
-from trioserve.scheduler.handing_over import hand_over
+from trioserve.scheduler.handing_over import hand_over, send_ahead
 from trioserve.scheduler.invariants import check_state
 from trioserve.scheduler.limits import (
     SchedulerLimits,
@@ -126,7 +126,10 @@ class SchedulerCore(SchedulerState):
 
     def next_plan(self, now: float) -> wire.Plan | None:
         """Return the worker's next plan; None if there is nothing to do or enough is in flight."""
-        return self._planner.next_plan(now)
+        plan = self._planner.next_plan(now)
+        if self.chunks:
+            send_ahead(self)
+        return plan
 
     def on_result(self, result: wire.StepResult, now: float) -> list[SequenceOutput]:
         """Take the result of the oldest plan in flight.

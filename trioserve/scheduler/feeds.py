@@ -12,6 +12,7 @@ from trioserve.requests.request import Request
 from trioserve.scheduler.cache_events import CacheEvents
 from trioserve.scheduler.iterations import Iterations
 from trioserve.scheduler.prefix_index import WorkerPages
+from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.scheduler.siblings import Siblings
 
 
@@ -37,6 +38,10 @@ class Feeds:
     on_prefilled: Callable[[Request], bool] | None = attrs.field(init=False, default=None)
     """Called with a request whose prompt is computed and that another worker is to go on with;
     returns False if none can.
+    """
+    on_chunk: Callable[[SequenceState], None] | None = attrs.field(init=False, default=None)
+    """Called with a sequence whose prompt is computed for another worker, after a plan has some of
+    its tokens and not the last.
     """
 
     def __attrs_post_init__(self) -> None:

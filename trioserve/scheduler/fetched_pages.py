@@ -3,7 +3,8 @@
 If a request could begin with pages that its worker lacks and a *source* has, they are fetched to
 the host's memory, in a *transfer* beside the steps, and the request finds them there. It waits
 meanwhile, and others overtake it. It waits at most once before it enters, and only if to compute
-the pages would take longer.
+the pages would take longer. Pages of a prompt that a worker computes for another one are fetched
+*ahead*, while the rest of the prompt is computed.
 
 The decisions are made here, without a task; :mod:`~trioserve.scheduler.page_transfers` has the
 tasks. The sources are :mod:`~trioserve.scheduler.disk_pages` and
@@ -33,6 +34,8 @@ _LEAST_VARIANCE = 1.0
 """Variance of the numbers of pages from which on the time of a page is told from the rest."""
 _FORGETTING = 0.02
 """Part of that time that is forgotten each time that it is too long, so that it is tried again."""
+NO_PLAN = -1
+"""Number of no plan, for :meth:`.PrefixCache.match`: pages of plans in flight are found, too."""
 
 
 @attrs.define(eq=False)
@@ -150,7 +153,7 @@ class PageSource(Protocol):
 
 @attrs.frozen(eq=False, kw_only=True)
 class _Wanted:
-    seq_state: SequenceState
+    seq_state: SequenceState | None
     missing: Missing
     found: Found
     num_flushes: int
@@ -160,8 +163,8 @@ class _Wanted:
 class Fetch:
     """A transfer of pages to reserved places on the host, one below the other."""
 
-    seq_state: SequenceState
-    """Sequence that waits for them."""
+    seq_state: SequenceState | None
+    """Sequence that waits for them; None if they are fetched ahead."""
     found: Found
     namespace: Namespace
     parent: Node | None
@@ -180,15 +183,27 @@ class FetchedPages:
     _sources: Sequence[PageSource]
     _wanted: deque[_Wanted] = attrs.field(init=False, factory=deque)
     """Pages that sequences wait for and no transfer has begun to fetch."""
+    _wanted_ahead: deque[_Wanted] = attrs.field(init=False, factory=deque)
+    """Such pages that are to be fetched ahead."""
+    _due: dict[bytes, tuple[Namespace, bytes, StepTimeModel]] = attrs.field(
+        init=False, factory=dict
+    )
+    """Prompts that :meth:`fetch_ahead` is to look for again, by the key of a page being fetched."""
     _waiting: set[SequenceState] = attrs.field(init=False, factory=set)
     """Sequences that wait for a transfer."""
     _fetching: set[bytes] = attrs.field(init=False, factory=set)
     """Keys of the pages that are wanted or fetched."""
+    _num_transfers: int = attrs.field(init=False, default=0)
+    """Transfers that have begun and not ended."""
 
     @property
-    def has_waiting(self) -> bool:
-        """True if a sequence waits for pages."""
-        return bool(self._waiting)
+    def is_busy(self) -> bool:
+        """True if pages are wanted or fetched."""
+        return bool(self._num_transfers or self._wanted or self._wanted_ahead)
+
+    def wants(self, *, ahead: bool) -> bool:
+        """Return True if :meth:`next_fetch` has something to fetch."""
+        return bool(self._wanted_ahead if ahead else self._wanted)
 
     def waits(
         self, seq_state: SequenceState, match: PrefixMatch, stop: int, step_times: StepTimeModel
@@ -208,24 +223,69 @@ class FetchedPages:
             return False
         column = seq_state.known_column()[: TOKEN_BYTES * stop]
         missing = Missing(namespace, match, column, self._prefix.page_size)
-        found = [each for source in self._sources if (each := source.find(missing)) is not None]
-        if any(each.keys[0] in self._fetching for each in found):
-            return True  # Another one waits for it, and then this one finds it on the host.
+        found = self._find(missing)
+        if self._first_fetched(found):
+            return True  # They are fetched for another one or ahead: it finds them on the host.
         seq_state.asked_elsewhere = True
-        best = self._best(found, len(match.nodes), step_times)
-        if best is None:
+        wanted = self._want(seq_state, missing, found, step_times)
+        if wanted is None:
             return False
-        self._wanted.append(
-            _Wanted(
-                seq_state=seq_state,
-                missing=missing,
-                found=best,
-                num_flushes=self._prefix.num_flushes,
-            )
-        )
+        self._wanted.append(wanted)
         self._waiting.add(seq_state)
-        self._fetching.update(best.keys)
         return True
+
+    def fetch_ahead(self, namespace: Namespace, column: bytes, step_times: StepTimeModel) -> bool:
+        """Have the pages fetched that other places have of a prompt so far, if that pays.
+
+        Args:
+            namespace: Namespace of the prompt.
+            column: Tokens that are computed or in a plan, as on the wire.
+            step_times: As in :meth:`waits`.
+
+        Returns:
+            True if there are such pages and none of them is fetched already. If one is, the rest
+            is looked for after it.
+        """
+        most = len(column) // TOKEN_BYTES
+        match = self._prefix.match(namespace, column, NO_PLAN, most)
+        missing = Missing(namespace, match, column, self._prefix.page_size)
+        found = self._find(missing)
+        key = self._first_fetched(found)
+        if key:
+            self._due[key] = namespace, column, step_times
+            return False
+        wanted = self._want(None, missing, found, step_times)
+        if wanted is not None:
+            self._wanted_ahead.append(wanted)
+        return wanted is not None
+
+    def _find(self, missing: Missing) -> list[Found]:
+        """Return the pages that each source has, at least one each."""
+        return [each for source in self._sources if (each := source.find(missing)) is not None]
+
+    def _first_fetched(self, found: Sequence[Found]) -> bytes | None:
+        """Return the key of the first page if it is fetched already, otherwise None."""
+        keys = (each.keys[0] for each in found)
+        return next((key for key in keys if key in self._fetching), None)
+
+    def _want(
+        self,
+        seq_state: SequenceState | None,
+        missing: Missing,
+        found: Sequence[Found],
+        step_times: StepTimeModel,
+    ) -> _Wanted | None:
+        """Note the pages with which a prompt is computed soonest; None to compute them all."""
+        best = self._best(found, len(missing.match.nodes), step_times)
+        if best is None:
+            return None
+        self._fetching.update(best.keys)
+        return _Wanted(
+            seq_state=seq_state,
+            missing=missing,
+            found=best,
+            num_flushes=self._prefix.num_flushes,
+        )
 
     def _best(
         self, found: Sequence[Found], num_cached: int, step_times: StepTimeModel
@@ -249,13 +309,14 @@ class FetchedPages:
             return None
         return best
 
-    def next_fetch(self) -> Fetch | None:
-        """Begin to fetch the pages that a sequence waits for, as far as the host has room.
+    def next_fetch(self, *, ahead: bool = False) -> Fetch | None:
+        """Begin to fetch pages that a sequence waits for, or ``ahead``, as far as there is room.
 
         Return None if there are none.
         """
-        while self._wanted:
-            wanted = self._wanted.popleft()
+        queue = self._wanted_ahead if ahead else self._wanted
+        while queue:
+            wanted = queue.popleft()
             found, parent = wanted.found, wanted.missing.parent
             if parent is not None and self._prefix.has(parent):
                 self._evict_last(parent)  # The pages go below it.
@@ -264,6 +325,7 @@ class FetchedPages:
                 places.append(self._prefix.pool.host.reserve())
             self._fetching.difference_update(found.keys[len(places) :])
             if places:
+                self._num_transfers += 1
                 return Fetch(
                     seq_state=wanted.seq_state,
                     found=found,
@@ -286,6 +348,7 @@ class FetchedPages:
     def end(self, fetch: Fetch, num_fetched: int) -> None:
         """End a transfer of the first ``num_fetched`` pages; the source lacks the next."""
         host = self._prefix.pool.host
+        self._num_transfers -= 1
         self._fetching.difference_update(fetch.keys)
         for key in fetch.keys[num_fetched : num_fetched + 1]:
             fetch.found.source.forget(key)
@@ -303,6 +366,9 @@ class FetchedPages:
             host.cancel(place)
         self._evict_last(node)
         self._end_waiting(fetch.seq_state)
+        for key in fetch.keys:
+            if key in self._due:
+                self.fetch_ahead(*self._due.pop(key))
 
     def _evict_last(self, node: Node | None) -> None:
         """Let the pages on the host on the path to ``node`` be evicted last, the deepest first."""
@@ -312,6 +378,7 @@ class FetchedPages:
                 pool.host.move(node.page, pool.level(node.page))
             node = node.parent
 
-    def _end_waiting(self, seq_state: SequenceState) -> None:
-        self._waiting.discard(seq_state)
-        seq_state.expected_cached = None
+    def _end_waiting(self, seq_state: SequenceState | None) -> None:
+        if seq_state is not None:
+            self._waiting.discard(seq_state)
+            seq_state.expected_cached = None

@@ -2,7 +2,8 @@
 
 A sequence that is to be computed elsewhere gets its first token here, and no further row. When all
 sequences of its request have come so far, the request moves to another worker
-(:mod:`~trioserve.scheduler.moving`), which fetches its pages. If none can take it, it stays.
+(:mod:`~trioserve.scheduler.moving`), which fetches its pages. If none can take it, it stays. While
+the last chunk of a long prompt is computed, the other worker fetches the pages of those before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ def hand_over(state: SchedulerState) -> None:
         on_prefilled = state.feeds.on_prefilled
         if on_prefilled is None or not on_prefilled(request):
             stay(state, request)
+
+
+def send_ahead(state: SchedulerState) -> None:
+    """Let other workers fetch what the latest plan computes of prompts before their last chunk."""
+    chunks, state.chunks = state.chunks, []
+    if state.feeds.on_chunk is not None:
+        for seq_state in chunks:
+            state.feeds.on_chunk(seq_state)
 
 
 def vacate(state: SchedulerState, request: Request) -> None:

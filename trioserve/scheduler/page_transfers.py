@@ -1,9 +1,9 @@
 """The transfers of pages to the disk, and from there or from siblings, while a worker is attached.
 
-One task has pages written to the disk, and one has pages fetched, a transfer at a time each. What
-is transferred is decided in :mod:`~trioserve.scheduler.disk_pages` and
-:mod:`~trioserve.scheduler.fetched_pages`. A transfer that fails costs no request anything: its
-pages are computed when they are needed.
+One task has pages written to the disk, one has pages fetched that sequences wait for, and one has
+pages fetched ahead, a transfer at a time each. What is transferred is decided in
+:mod:`~trioserve.scheduler.disk_pages` and :mod:`~trioserve.scheduler.fetched_pages`. A transfer
+that fails costs no request anything: its pages are computed when they are needed.
 """
 
 from __future__ import annotations
@@ -66,16 +66,17 @@ class _Transfers:
         assert fetched is not None
         return fetched
 
-    async def fetch_all(self) -> NoReturn:
-        """Have pages fetched that sequences wait for."""
+    async def fetch_all(self, ahead: bool = False) -> NoReturn:
+        """Have pages fetched that sequences wait for, or those ``ahead``."""
         while True:
-            await self.conditions.wait_for(lambda: self.fetched().has_waiting)
+            await self.conditions.wait_for(lambda: self.fetched().wants(ahead=ahead))
             fetched = self.fetched()
-            fetch = fetched.next_fetch()
+            fetch = fetched.next_fetch(ahead=ahead)
             if fetch is not None:
                 began = trio.current_time()
                 num_fetched = await self._fetch(fetched, fetch)
-                if num_fetched:
+                # A part of the time ahead may be that of the step which computes the pages.
+                if num_fetched and not ahead:
                     seconds = trio.current_time() - began
                     fetch.found.source.pace.learn(num_fetched, seconds)
                 fetched.end(fetch, num_fetched)
@@ -170,4 +171,5 @@ async def transfer_pages(
                 is_far = core.limits.is_far
                 sibling = Sibling(lambda: core.memory, call, wake, nursery.start_soon, is_far)
                 stack.enter_context(core.feeds.siblings.joined(sibling))
+                nursery.start_soon(transfers.fetch_all, True)
             await transfers.fetch_all()

@@ -77,7 +77,7 @@ class PlanSender:
             and not core.residency.wants_change
             and not core.uncompiled
             and not core.memory.lending.held
-            and not (core.memory.fetched is not None and core.memory.fetched.has_waiting)
+            and not (core.memory.fetched is not None and core.memory.fetched.is_busy)
         )
         if self.is_stuck and not was_stuck:
             _log.error(

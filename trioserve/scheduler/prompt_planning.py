@@ -237,11 +237,14 @@ class PromptPlanner:
         seq_state.add_row(count, samples, builder.number)
         if seq_state.sequence.state is State.PREFILL:
             self._state.memory.publish(seq_state, builder.number)
+            hands_over = seq_state.sequence.request.hands_over
             if samples:
                 self._state.move(seq_state.sequence, State.DECODE)
                 self._state.groups.on_prompt_planned(seq_state)
-                if seq_state.sequence.request.hands_over:
+                if hands_over:
                     self._state.leaving[seq_state.sequence.request] = None
+            elif hands_over:
+                self._state.chunks.append(seq_state)
 
 
 @attrs.define(eq=False)

@@ -23,12 +23,12 @@ import trio
 from trioserve.protocol.errors import CallFailed, WorkerLost
 from trioserve.protocol.wire import TOKEN_BYTES
 from trioserve.scheduler.calls import WorkerCall
-from trioserve.scheduler.fetched_pages import FetchPace, Found, Missing
+from trioserve.scheduler.fetched_pages import NO_PLAN, FetchedPages, FetchPace, Found, Missing
 from trioserve.scheduler.page_lending import Lending
 from trioserve.scheduler.prefix_cache import PrefixCache
-from trioserve.scheduler.prefix_tree import FLUSHED, Node
+from trioserve.scheduler.prefix_tree import FLUSHED, Namespace, Node
+from trioserve.scheduler.step_time import StepTimeModel
 
-_NO_PLAN = -1
 _OVER_A_LINK = 8
 """Pages that go over a link in one message."""
 _IN_MEMORY = 64
@@ -46,6 +46,11 @@ class LendingMemory(Protocol):
     @property
     def lending(self) -> Lending:
         """Pages of it that are lent."""
+        ...
+
+    @property
+    def fetched(self) -> FetchedPages | None:
+        """The fetching of pages for it."""
         ...
 
 
@@ -78,7 +83,7 @@ class Sibling:
     memory: Callable[[], LendingMemory]
     call: WorkerCall
     wake: Callable[[], None]
-    """Called when pages that it has lent are free again."""
+    """Called when pages that it has lent are free again, and when there are some to fetch."""
     start_soon: Callable[..., None]
     """Starts a task that ends with the worker."""
     is_far: bool = False
@@ -107,7 +112,11 @@ class Sibling:
     async def _write(self, export: _Export, arguments: dict[str, object]) -> bytes | None:
         memory = self.memory()
         lent = memory.lending.begin(export.nodes)
-        arguments |= {"keys": export.keys[: len(lent.pages)], "pages": lent.pages}
+        arguments |= {
+            "keys": export.keys[: len(lent.pages)],
+            "pages": lent.pages,
+            "plan": max((each.plan for each in export.nodes), default=0),
+        }
         try:
             found = await self.call("export_pages", arguments)
         except (CallFailed, WorkerLost):
@@ -146,6 +155,20 @@ class Siblings:
         """Return the pages of the others, for the worker of ``prefix``."""
         return SiblingPages(self, prefix)
 
+    def send_ahead(
+        self,
+        memory: LendingMemory,
+        namespace: Namespace,
+        column: bytes,
+        step_times: StepTimeModel,
+    ) -> None:
+        """Have the worker of ``memory`` fetch pages ahead: :meth:`FetchedPages.fetch_ahead`."""
+        for sibling in self.present:
+            if sibling.memory() is memory:
+                fetched = memory.fetched
+                if fetched is not None and fetched.fetch_ahead(namespace, column, step_times):
+                    sibling.wake()
+
     def find(self, missing: Missing, prefix: PrefixCache) -> PageLoan | None:
         """Return the longest run of pages that a sibling has, but for the worker of ``prefix``.
 
@@ -159,7 +182,7 @@ class Siblings:
             other = sibling.memory().prefix
             if other is prefix:
                 continue
-            match = other.match(missing.namespace, missing.column, _NO_PLAN, most)
+            match = other.match(missing.namespace, missing.column, NO_PLAN, most)
             nodes = match.nodes[first:]
             if nodes and (best is None or len(nodes) > len(best.nodes)):
                 best = PageLoan(self, sibling, nodes)

@@ -51,6 +51,8 @@ class SchedulerState:
         """Preempted sequences that a plan in flight still names; the others are queued again."""
         self.leaving: dict[Request, None] = {}
         """Requests that another worker goes on with, once all their prompts are computed."""
+        self.chunks: list[SequenceState] = []
+        """Sequences of such requests with tokens in the latest plan, before the last."""
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
         """Adapters that the worker holds."""

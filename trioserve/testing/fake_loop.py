@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TypeGuard
 
 import attrs
+import msgspec
 import trio
 
 from trioserve._util.exception_groups import sole_exception
@@ -39,9 +41,13 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
     while True:
         match ahead.popleft() if ahead else await link.receive():
             case wire.Plan() as plan:
-                for message in link.receive_waiting():
+                behind = [*ahead, *link.receive_waiting()]
+                ahead.clear()
+                for message in behind:
                     if isinstance(message, wire.Drop):
                         worker.drop(message)
+                    elif _overtakes(message, plan) and not worker.calls_in_turn:
+                        nursery.start_soon(late.answer, message)
                     else:
                         ahead.append(message)
                 answer = worker.step(plan)
@@ -67,6 +73,13 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
                 return
             case message:
                 raise AssertionError(f"a worker got {type(message).__name__}")
+
+
+def _overtakes(message: wire.Message, plan: wire.Plan) -> TypeGuard[wire.Call]:
+    """Return True for an export of pages that earlier plans compute."""
+    if not isinstance(message, wire.Call) or message.name != "export_pages":
+        return False
+    return bool(msgspec.msgpack.decode(message.arguments)["plan"] < plan.number)
 
 
 @attrs.define(eq=False)

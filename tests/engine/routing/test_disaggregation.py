@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -21,6 +22,7 @@ from tests.support.known_answers import (
 from trioserve import Engine, EngineConfig
 from trioserve.engine.worker_making import check_role
 from trioserve.engine.worker_start import start_message
+from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_disk import FakeDisk
@@ -66,6 +68,49 @@ async def test_one_worker_computes_prompts_and_the_other_outputs(autojump_clock:
         assert statistics.num_handed_over == 4
         assert statistics.pages_imported == 4 * 5
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("prefill", "decode", "decode")])
+async def test_pages_go_ahead_of_the_last_chunk(
+    autojump_clock: Clock, roles: tuple[str, ...]
+) -> None:
+    """A chunk's pages are fetched while the next one is computed, all by one worker."""
+
+    def call_time(call: wire.Call) -> float:
+        arguments = msgspec.msgpack.decode(call.arguments) if call.arguments else None
+        return 0.002 * len(arguments["keys"]) if call.name.endswith("port_pages") else 0.0
+
+    make = workers(max_num_batched_tokens=8, call_time=call_time)
+    options: dict[str, Any] = {"data_parallel_size": len(roles), "disaggregation": roles}
+
+    def imported(engine: Engine) -> int:
+        return engine.statistics().scheduler.pages_imported
+
+    async with open_fake_engine(make, **options) as engine:
+        for length in (5, 8, 5, 8):  # Now the times of transfers are known.
+            await engine.complete(prompt(length, length), max_tokens=3)
+        before, at_first_token = imported(engine), None
+        async with engine.generate(prompt(0), max_tokens=8) as chunks:
+            async for _ in chunks:
+                if at_first_token is None:
+                    at_first_token = imported(engine) - before
+        assert at_first_token == 2 * 8 // PAGE
+        assert imported(engine) - before <= 22 // PAGE  # None came twice.
+        engine.check_integrity()
+
+
+async def test_what_went_ahead_is_free_once_the_client_has_left(autojump_clock: Clock) -> None:
+    make = workers(max_num_batched_tokens=8, call_time=0.3)
+    async with open_fake_engine(make, **APART) as engine:
+        for patience in (0.05, 0.2, 0.25, 0.35, 0.5, 0.6):
+            with trio.move_on_after(patience) as scope:
+                await ask(engine, round(100 * patience), 8)
+            assert scope.cancelled_caught
+            await trio.sleep(2)
+            assert engine.statistics().scheduler.pages_held == 0
+            engine.check_integrity()
+        assert engine.statistics().scheduler.pages_imported > 0
+        await ask(engine, 0)
 
 
 async def test_a_single_token_is_not_handed_over(autojump_clock: Clock) -> None:

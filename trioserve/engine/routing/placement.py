@@ -11,10 +11,12 @@ from trioserve.engine.routing.policy import Policy
 from trioserve.engine.routing.router import Router
 from trioserve.protocol.errors import EngineError, InvalidRequest
 from trioserve.protocol.joining import WorkerRole
+from trioserve.protocol.wire import TOKEN_BYTES
 from trioserve.requests.request import Finish, FinishReason, Request
 from trioserve.scheduler.handing_over import vacate
 from trioserve.scheduler.moving import fits, movable
 from trioserve.scheduler.scheduler import Scheduler
+from trioserve.scheduler.sequence_state import SequenceState
 
 
 class Placement:
@@ -100,6 +102,19 @@ class Placement:
         self._move(request, holder, able)
         return True
 
+    def send_ahead(self, holder: Scheduler, seq_state: SequenceState) -> None:
+        """Have pages of a prompt fetched by the worker that will probably go on with it."""
+        request, siblings = seq_state.sequence.request, holder.feeds.siblings
+        able = [each for each in self._able(holder, request) if self._decodes(each)]
+        able = [each for each in able if each.attached]
+        if siblings is None or seq_state.namespace is None or not able:
+            return
+        other = self._router.foresee(request, able)
+        core = None if other is None else other.core
+        if core is not None:
+            column = seq_state.known_column()[: TOKEN_BYTES * seq_state.planned]
+            siblings.send_ahead(core.memory, seq_state.namespace, column, core.step_times)
+
     def _hands_over(self, scheduler: Scheduler, request: Request) -> bool:
         begins = not (_has_begun(request) or request.params.beam_width)
         return begins and not self._decodes(scheduler)
@@ -139,6 +154,7 @@ class Placement:
         """Place requests on one more scheduler."""
         scheduler.on_loss = functools.partial(self.move_requests, scheduler)
         scheduler.feeds.on_prefilled = functools.partial(self.hand_over, scheduler)
+        scheduler.feeds.on_chunk = functools.partial(self.send_ahead, scheduler)
         self.schedulers = (*self.schedulers, scheduler)
         self._router.add(scheduler)
 

@@ -237,9 +237,7 @@ class Policy:
 
         ``among`` is true for workers that may be chosen; None stands for all.
         """
-        costs = self._costs(loads, prompt, prefix)
-        if among is not None:
-            costs = np.where(among, costs, np.inf)
+        costs = self._costs(loads, prompt, prefix, among)
         least = costs[costs.argmin()]
         if self._temperature > 0 and self._name != "round_robin":
             scale = self._temperature * max(abs(least), 1e-9)
@@ -248,6 +246,17 @@ class Policy:
         # Equals take turns, so that an idle server uses all of its workers.
         best = (costs <= least).nonzero()[0]
         return int(best[next(self._turns) % len(best)])
+
+    def foresee(
+        self, loads: Loads, prompt: int, prefix: KnownPrefix, among: Bools | None = None
+    ) -> int | None:
+        """Return the worker that :meth:`choose` will return, once that has a part of the prompt.
+
+        None says that this is open. Arguments are those of :meth:`choose`.
+        """
+        if self._temperature > 0 or self._name not in ("predicted", "prefix"):
+            return None
+        return int(self._costs(loads, prompt, prefix, among).argmin())
 
     def choose_apart(
         self, loads: Loads, prompt: int, prefix: KnownPrefix, among: Bools | None = None
@@ -265,7 +274,12 @@ class Policy:
         apart = first[one] + second[other] + prefix.handing_over
         return one if apart < (first + second).min() else None
 
-    def _costs(self, loads: Loads, prompt: int, prefix: KnownPrefix) -> Floats:
+    def _costs(self, loads: Loads, prompt: int, prefix: KnownPrefix, among: Bools | None) -> Floats:
+        """Return the cost of each worker; infinity for those that may not be chosen."""
+        costs = self._costs_of_all(loads, prompt, prefix)
+        return costs if among is None else np.where(among, costs, np.inf)
+
+    def _costs_of_all(self, loads: Loads, prompt: int, prefix: KnownPrefix) -> Floats:
         if self._name == "predicted":
             return loads.costs(prompt, prefix)
         if self._name == "round_robin":

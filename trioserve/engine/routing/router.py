@@ -115,8 +115,7 @@ class Router:
             return asked_for[0]
         namespace = namespace_of(request.cache_salt, request.adapter)
         prefix, paths = self._prefix_of(request, namespace)
-        mask = self._mask(among)
-        asked = (self._loads, len(request.prompt_ids), prefix, mask)
+        asked = (self._loads, len(request.prompt_ids), prefix, self._mask(among))
         apart = self._policy.choose_apart(*asked) if may_split else None
         request.hands_over = apart is not None
         number = self._policy.choose(*asked) if apart is None else apart
@@ -130,6 +129,16 @@ class Router:
                 namespace, page_size, request.cache_column(), 2 * number, paths[page_size]
             )
         return worker.scheduler
+
+    def foresee(self, request: Request, among: Seq[Scheduler]) -> Scheduler | None:
+        """Return the scheduler that :meth:`place` will probably return; None if that is open."""
+        self._update()
+        if len(among) == 1 or not all(each in self._numbers for each in among):
+            return among[0] if len(among) == 1 else None
+        prefix, _ = self._prefix_of(request, namespace_of(request.cache_salt, request.adapter))
+        asked = (self._loads, len(request.prompt_ids), prefix, self._mask(among))
+        number = self._policy.foresee(*asked)
+        return None if number is None else self._workers[number].scheduler
 
     def _update(self) -> None:
         """Take in new schedulers, and what has changed."""

@@ -78,7 +78,7 @@ class SimulatedWorkers:
         if core is None:
             return False
         memory = core.memory
-        is_fetching = memory.fetched is not None and memory.fetched.has_waiting
+        is_fetching = memory.fetched is not None and memory.fetched.is_busy
         every = [self._checkers.of(each) for each in self.current]
         return (is_fetching or bool(memory.lending.held)) and any(
             each.is_calling("export_pages", "import_pages", "read_pages") for each in every
