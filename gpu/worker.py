@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 import msgspec
 import pynng
 
+from gpu._util.background import Background
 from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
 from gpu.constraints.adjuster import Constraints
-from gpu.constraints.background import Background
 from gpu.loading import loading
 from gpu.loading.loaded_model import Serving
 from gpu.loading.page_transfers import PageTransfers
@@ -75,9 +75,9 @@ class Worker:
         }
         self._last_progress = -PROGRESS_INTERVAL
         # One thread more, so that an adapter doesn't wait for grammars.
-        self._background = Background[wire.Reply](PREPARING_THREADS + 1, "background")
-        self._transferring = Background[wire.Reply](2, "transfers")
-        self._beside = Background[wire.Reply](1, "beside")
+        self._background = Background(PREPARING_THREADS + 1, "background")
+        self._transferring = Background(2, "transfers")
+        self._beside = Background(1, "beside")
         self._calls_beside: Mapping[str, Callable[[Any], Any]] = {}
         self._constraints: Constraints | None = None
         self._weights: ModelWeights[Any] | None = None
@@ -92,7 +92,7 @@ class Worker:
         return any(each.num_unfinished for each in self._backgrounds)
 
     @property
-    def _backgrounds(self) -> tuple[Background[wire.Reply], ...]:
+    def _backgrounds(self) -> tuple[Background, ...]:
         return self._background, self._transferring, self._beside
 
     def run(self) -> None:
@@ -165,12 +165,9 @@ class Worker:
         idle, waiting = select.poll(), select.poll()
         for poll in (idle, waiting):
             poll.register(self._socket.recv_fd, select.POLLIN)
-            for each in self._backgrounds:
-                poll.register(each.descriptor, select.POLLIN)
         if runner.completions is not None:
             waiting.register(runner.completions, select.POLLIN)
         while True:
-            self._send_prepared()
             if runner.num_pending and (runner.completions is None or not runner.accepts):
                 self._finish(runner)
                 continue
@@ -207,12 +204,11 @@ class Worker:
                 self._read_weights(message)
             case wire.Call(name="load_adapter") if self._adapters is not None:
                 # The engine loads one adapter at a time.
-                self._background.start(functools.partial(_reply, message, self._adapters.load))
+                self._answer_beside(self._background, message, self._adapters.load)
             case wire.Call() if self._transfers and message.name in self._transfers.calls:
                 self._transfer(message, self._transfers)
             case wire.Call() if message.name in self._calls_beside:
-                function = self._calls_beside[message.name]
-                self._beside.start(functools.partial(_reply, message, function))
+                self._answer_beside(self._beside, message, self._calls_beside[message.name])
             case wire.Call(name="unload_adapter") if self._adapters is not None:
                 self._send(_reply(message, self._adapters.unload))
             case wire.Call():
@@ -234,12 +230,18 @@ class Worker:
 
     def _read_weights(self, call: wire.Call) -> None:
         read = self._all_weights.reading(msgspec.msgpack.decode(call.arguments))
-        self._background.start(lambda: _reply(call, lambda _: read()))
+        self._answer_beside(self._background, call, lambda _: read())
+
+    def _answer_beside(
+        self, threads: Background, call: wire.Call, function: Callable[[Any], Any]
+    ) -> None:
+        """Answer a call in a thread, as soon as it can be, also in the middle of a step."""
+        threads.start(lambda: self._send(_reply(call, function)))
 
     def _transfer(self, call: wire.Call, transfers: PageTransfers) -> None:
         """Run a transfer of pages in a thread."""
         transfers.begin(call.name, msgspec.msgpack.decode(call.arguments))
-        self._transferring.start(functools.partial(_reply, call, transfers.calls[call.name]))
+        self._answer_beside(self._transferring, call, transfers.calls[call.name])
 
     def _swap_weights(self, runner: Runner, path: str) -> None:
         if len(runner.slots):
@@ -269,7 +271,7 @@ class Worker:
             error = f"{MAX_PREPARING} others wait for the worker already"
             self._send(wire.Reply(number=call.number, error=error))
             return
-        self._background.start(functools.partial(_reply, call, constraints.answer))
+        self._answer_beside(self._background, call, constraints.answer)
 
     def _submit(self, runner: Runner, plan: wire.Plan) -> None:
         try:
@@ -301,11 +303,6 @@ class Worker:
             self._send(wire.Failure(number=0, message=reply.error, fatal=True))
         else:
             self._send(reply)
-
-    def _send_prepared(self) -> None:
-        for each in self._backgrounds:
-            for reply in each.take():
-                self._send(reply)
 
     def _send(self, message: wire.Message) -> None:
         self._socket.send(wire.encode(message))

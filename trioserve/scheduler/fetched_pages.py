@@ -185,10 +185,12 @@ class FetchedPages:
     """Pages that sequences wait for and no transfer has begun to fetch."""
     _wanted_ahead: deque[_Wanted] = attrs.field(init=False, factory=deque)
     """Such pages that are to be fetched ahead."""
-    _due: dict[bytes, tuple[Namespace, bytes, StepTimeModel]] = attrs.field(
+    _due: dict[bytes, list[tuple[Namespace, bytes, StepTimeModel]]] = attrs.field(
         init=False, factory=dict
     )
-    """Prompts that :meth:`fetch_ahead` is to look for again, by the key of a page being fetched."""
+    """Arguments with which :meth:`fetch_ahead` is to be called again, by the key of a page that is
+    fetched.
+    """
     _waiting: set[SequenceState] = attrs.field(init=False, factory=set)
     """Sequences that wait for a transfer."""
     _fetching: set[bytes] = attrs.field(init=False, factory=set)
@@ -252,7 +254,7 @@ class FetchedPages:
         found = self._find(missing)
         key = self._first_fetched(found)
         if key:
-            self._due[key] = namespace, column, step_times
+            self._due.setdefault(key, []).append((namespace, column, step_times))
             return False
         wanted = self._want(None, missing, found, step_times)
         if wanted is not None:
@@ -367,8 +369,8 @@ class FetchedPages:
         self._evict_last(node)
         self._end_waiting(fetch.seq_state)
         for key in fetch.keys:
-            if key in self._due:
-                self.fetch_ahead(*self._due.pop(key))
+            for arguments in self._due.pop(key, ()):
+                self.fetch_ahead(*arguments)
 
     def _evict_last(self, node: Node | None) -> None:
         """Let the pages on the host on the path to ``node`` be evicted last, the deepest first."""
