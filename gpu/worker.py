@@ -5,8 +5,8 @@ exits on a Quit message, or when its standard input ends, since the parent's dea
 It ignores SIGINT and SIGTERM: service managers send them to all processes at once, and the engine
 needs its worker while it drains.
 
-Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter``, ``encode_media`` and those
-that transfer pages, in any order. All other calls are answered in order.
+Threads answer the calls ``prepare``, ``read_weights``, ``load_adapter``, ``encode_media``,
+``align_speech`` and those that transfer pages, in any order. All other calls are answered in order.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trioserve.requests.media.parts import AudioPart, ImagePart, VideoPart
     from trioserve.requests.prompts import ChatPrompt, TextPrompt, TokensPrompt
     from trioserve.requests.retention import Retention, RetentionRange
-    from trioserve.requests.speech.transcript import Segment, Transcript
+    from trioserve.requests.speech.transcript import Segment, Transcript, Word
     from trioserve.requests.stream import Chunk, TokenLogprob
 
 _HOME = {
@@ -96,6 +96,7 @@ _HOME = {
     "RetentionRange": "requests.retention",
     "Segment": "requests.speech.transcript",
     "Transcript": "requests.speech.transcript",
+    "Word": "requests.speech.transcript",
     "Chunk": "requests.stream",
     "TokenLogprob": "requests.stream",
 }
@@ -146,6 +147,7 @@ __all__ = [
     "TrioserveError",
     "Usage",
     "VideoPart",
+    "Word",
     "__version__",
     "open_engine",
     "serve",

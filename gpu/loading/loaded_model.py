@@ -74,6 +74,8 @@ class Loaded:
     """See :class:`~trioserve.protocol.wire.Ready`."""
     free_memory: int = 0
     """Bytes of GPU memory that were free before loading."""
+    calls_beside: Mapping[str, Callable[[Any], Any]] = attrs.field(factory=dict)
+    """Calls that only this model answers, as :attr:`Serving.calls_beside`."""
 
 
 @attrs.frozen(kw_only=True)

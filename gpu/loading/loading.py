@@ -101,7 +101,7 @@ def load(start: Start, on_progress: OnProgress) -> Serving:
         weights=weights,
         constraints=constraints,
         adapters=loaded.adapters,
-        calls_beside=calls_beside,
+        calls_beside={**calls_beside, **loaded.calls_beside},
         ready=ready,
     )
 

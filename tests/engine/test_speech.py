@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import re
 import signal
@@ -13,22 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
-import torch
-import transformers
 import trio
-from transformers.generation.logits_process import (
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
 
 import trioserve
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.http_stub import server_config
 from tests.support.model_server import serving_folder
-from tests.support.tiny_speech import RATE, make_speech_model, sound, wav
+from tests.support.speech_reference import Reference
+from tests.support.tiny_speech import make_speech_model, sound, wav
 from trioserve import (
     Engine,
     InvalidRequest,
@@ -38,14 +31,11 @@ from trioserve import (
 )
 from trioserve.http import create_app
 from trioserve.http.server.server import serve_app
-from trioserve.requests.speech.transcript import Segment, Transcript
+from trioserve.requests.speech.transcript import Transcript
 
 PAGE = Path(__file__).parents[2] / "docs" / "speech.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 TWO_FRONT_ENDS = ("--api-server-count", "2", "--device", "cpu", "--dtype", "float32")
-TOLERANCE = 2e-4
-LONGEST = 48
-"""Tokens of a window's output, half of the model's context."""
 CLIPS = [(1, 0.4), (2, 1.0), (3, 0.8), (1, 0.4), (4, 2.3)]
 """Numbers and seconds of clips; the last one has three windows."""
 
@@ -53,74 +43,6 @@ CLIPS = [(1, 0.4), (2, 1.0), (3, 0.8), (1, 0.4), (4, 2.3)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_speech_model(tmp_path_factory.mktemp("speech"))
-
-
-class Reference:
-    """transformers' own model and feature extractor."""
-
-    def __init__(self, folder: Path) -> None:
-        self.extractor: Any = transformers.AutoFeatureExtractor.from_pretrained(folder)
-        self.model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
-
-    def features(self, samples: np.ndarray[Any, Any]) -> torch.Tensor:
-        found = self.extractor(samples, sampling_rate=RATE, return_tensors="pt")
-        features: torch.Tensor = found["input_features"]
-        return features
-
-    def check(self, samples: np.ndarray[Any, Any], prompt: list[int], segment: Segment) -> None:
-        """Assert that a window's tokens are greedy by transformers' rules for plain text."""
-        special = self.model.generation_config
-        tokens = list(segment.token_ids)
-        most = min(LONGEST, 2 * LONGEST - len(prompt))
-        own = tokens + [special.eos_token_id] * (len(tokens) < most)
-        ids = torch.tensor([prompt + own])
-        with torch.inference_mode():
-            whole = self.model(input_features=self.features(samples), decoder_input_ids=ids).logits[
-                0
-            ]
-        silence = whole[prompt.index(special.decoder_start_token_id)].softmax(-1)
-        silence = silence[special.no_timestamps_token_id - 1]
-        assert segment.no_speech_prob == pytest.approx(float(silence), rel=TOLERANCE)
-        logits = whole[len(prompt) - 1 : -1]
-        found = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).mean()
-        assert segment.average_logprob == pytest.approx(float(found), abs=TOLERANCE)
-        begin = len(prompt)
-        rules: list[Any] = [
-            SuppressTokensAtBeginLogitsProcessor(special.begin_suppress_tokens, begin),
-            SuppressTokensLogitsProcessor(special.suppress_tokens),
-        ]
-        for index, scores in enumerate(logits):
-            row = scores[None]
-            for rule in rules:
-                row = rule(ids[:, : begin + index], row)
-            assert row.max() - row[0, own[index]] < TOLERANCE
-
-    def check_windows(
-        self, transcript: Transcript, samples: np.ndarray[Any, Any], *, is_conditioned: bool = False
-    ) -> None:
-        """Assert that a German transcript without timestamps is that of this model.
-
-        With ``is_conditioned`` the text so far precedes each window.
-        """
-        config = self.model.generation_config
-        prompt = [
-            config.decoder_start_token_id,
-            config.lang_to_id["<|de|>"],
-            config.task_to_id["transcribe"],
-            config.no_timestamps_token_id,
-        ]
-        assert transcript.duration == pytest.approx(len(samples) / RATE)
-        starts = [each.start for each in transcript.segments]
-        assert starts == list(range(math.ceil(transcript.duration)))
-        before: list[int] = []
-        for each in transcript.segments:
-            window = samples[round(each.start * RATE) :][:RATE]
-            previous = [config.no_timestamps_token_id - 2, *before[1 - LONGEST :]] if before else []
-            self.check(window, previous + prompt, each)
-            if is_conditioned:
-                before += each.token_ids
 
 
 async def transcripts(engine: Engine, **options: Any) -> list[Transcript]:
@@ -172,6 +94,7 @@ async def test_transcripts_are_those_of_transformers(
         assert (await worker_of(engine)).pid != process.pid
         await assert_idle(engine)
         await assert_detects(engine, reference)
+        await assert_times(engine, reference)
         await assert_refused(engine)
         await assert_served(engine)
         monkeypatch.setattr(
@@ -194,6 +117,27 @@ async def assert_detects(engine: Engine, reference: Reference) -> None:
     assert plain.text != (await french(task="translate")).text
     assert plain.text != (await french(prompt="Once upon")).text
     await assert_idle(engine)
+
+
+async def assert_times(engine: Engine, reference: Reference) -> None:
+    """Assert that words have the times of their tokens, and that these are transformers'."""
+    assert engine.transcriber is not None
+    config = engine.transcriber.reader.config
+    language = (config.languages["de"], config.tasks["transcribe"])
+    before = (config.start_token, *language, config.no_timestamps_token)
+    for clip in CLIPS[:3]:
+        found = await engine.transcribe(
+            wav(*clip), language="de", temperature=0, word_timestamps=True
+        )
+        (segment,) = found.segments
+        text = [token for token in segment.token_ids if token < config.end_token]
+        times = await engine.transcriber.reader.token_times(sound(*clip), 0.0, before, text, "x")
+        assert times == pytest.approx(reference.token_times(sound(*clip), before, text))
+        assert times[0] < times[-1]
+        assert "".join(word.text for word in found.words) == segment.text
+        bounds = [time for word in found.words for time in (word.start, word.end)]
+        assert bounds == sorted(bounds)
+        assert {round(time, 3) for time in times} >= set(bounds)
 
 
 async def assert_refused(engine: Engine) -> None:
@@ -237,6 +181,10 @@ async def assert_served(engine: Engine) -> None:
     assert [each.temperature for each in tried.segments] == [1.0]
     timed = await engine.transcribe(clip, language="de", timestamps=True, temperature=0)
     english = await engine.transcribe(clip, task="translate", temperature=0)
+    spoken = await engine.transcribe(
+        clip, language="de", timestamps=True, word_timestamps=True, temperature=0
+    )
+    assert len(spoken.segments) == len(timed.segments)
     times = [time for each in timed.segments for time in (each.start, each.end)]
     assert times == sorted(times)
     assert times[-1] <= timed.duration
@@ -263,6 +211,18 @@ async def assert_served(engine: Engine) -> None:
         segments = [(each.start, each.end, each.text) for each in verbose.segments or ()]
         assert segments == [(each.start, each.end, each.text) for each in timed.segments]
         assert (verbose.duration, verbose.language) == (pytest.approx(1.1), "de")
+        assert verbose.words is None
+        worded = create(
+            model=model,
+            file=file,
+            language="de",
+            response_format="verbose_json",
+            temperature=0,
+            timestamp_granularities=["word"],
+        )
+        words = [(each.start, each.end, each.word) for each in worded.words or ()]
+        assert words == [(each.start, each.end, each.text.strip()) for each in spoken.words]
+        assert (len(words) > 1, worded.segments) == (True, None)
         events: list[Any] = list(create(model=model, file=file, language="de", stream=True))
         assert events[-1].text == wanted.text
         assert "".join(each.delta for each in events[:-1]) == wanted.text
@@ -314,6 +274,9 @@ async def test_front_ends_transcribe(folder: Path) -> None:
     clip = wav(7, 1.1)
     async with open_tiny_engine(folder, dtype="float32") as engine:
         wanted = await engine.transcribe(clip, language="de", temperature=0)
+        spoken = await engine.transcribe(
+            clip, language="de", temperature=0, timestamps=True, word_timestamps=True
+        )
 
     def ask() -> None:
         with serving_folder(folder, *TWO_FRONT_ENDS) as url:
@@ -328,6 +291,19 @@ async def test_front_ends_transcribe(folder: Path) -> None:
                 assert reply.json()["text"] == wanted.text
             metrics = httpx.get(f"{url}/metrics", timeout=60).text
             assert re.search(r"^trioserve:mm_encode_seconds_count{.*} 2\.0$", metrics, re.M)
+            reply = httpx.post(
+                f"{url}/v1/audio/transcriptions",
+                files={"file": ("speech.wav", clip)},
+                data={
+                    "language": "de",
+                    "temperature": "0",
+                    "response_format": "verbose_json",
+                    "timestamp_granularities[]": "word",
+                },
+                timeout=60,
+            )
+            words = [(each["start"], each["end"]) for each in reply.json()["words"]]
+            assert words == [(each.start, each.end) for each in spoken.words]
 
     await trio.to_thread.run_sync(ask)
 

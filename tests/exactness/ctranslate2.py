@@ -59,6 +59,7 @@ def rewrite(source: Path, folder: Path) -> Path:
         no_timestamps_token_id=vocabulary - 1502,
         is_multilingual=False,
         max_initial_timestamp_index=50,
+        alignment_heads=tokens["alignment_heads"],
         max_length=448,
         return_timestamps=False,
     )

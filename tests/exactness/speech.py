@@ -1,8 +1,9 @@
 """Sentences that a Whisper model hears: ``python -m tests.exactness.speech --model FOLDER``.
 
 espeak-ng speaks them. Their transcripts have to be those of transformers' greedy decoding, token by
-token in float32; else the exit code is 1. Times are of one transcript after another, and of all at
-once. ``--ctranslate2`` is a model of English alone in that format, in place of ``--model``.
+token in float32, and the times of the tokens those of its attention; else the exit code is 1.
+Durations are of one transcript after another, of all at once, and of all times after that.
+``--ctranslate2`` is a model of English alone in that format, in place of ``--model``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import trio
 
 from bench.report import Made, markdown, script
 from tests.exactness.ctranslate2 import rewrite
+from tests.support.speech_reference import Reference
 from trioserve import Engine, open_engine
+from trioserve.requests.media.parts import AudioPart
 from trioserve.requests.speech.reader import RATE
+from trioserve.requests.speech.tasks import SpeechOptions, tokens_before
 
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -96,6 +100,27 @@ async def transcribe(engine: Engine, clips: list[bytes]) -> tuple[list[list[int]
     return first, alone, together
 
 
+async def align(
+    engine: Engine, path: Path, clips: list[bytes], tokens: list[list[int]]
+) -> tuple[list[bool], float]:
+    """Return which clips have all times of transformers, and the seconds that all times take."""
+    assert engine.transcriber is not None
+    reader = engine.transcriber.reader
+    before = tokens_before(reader.config, SpeechOptions(), "en", [])
+    samples = [await reader.read(AudioPart(clip), "audio") for clip in clips]
+    began = time.perf_counter()
+    found = [
+        await reader.token_times(samples[index], 0.0, before, text, "audio")
+        for index, text in enumerate(tokens)
+    ]
+    seconds = time.perf_counter() - began
+    reference = await trio.to_thread.run_sync(Reference, path)
+    expected = [
+        reference.token_times(samples[index], before, text) for index, text in enumerate(tokens)
+    ]
+    return [own == other for own, other in zip(found, expected, strict=True)], seconds
+
+
 @script
 async def measure(*, model: str = "", ctranslate2: str = "", num_threads: int = 2) -> Made:
     """Transcribe all sentences with both; see the module's text."""
@@ -113,14 +138,15 @@ async def measure(*, model: str = "", ctranslate2: str = "", num_threads: int = 
         ) as engine:
             found, alone, together = await transcribe(engine, clips)
             texts = [engine.tokenizer.decode(tokens) for tokens in found]
+            timed, aligning = await align(engine, path, clips, found)
     equal = [own == other for own, other in zip(found, expected, strict=True)]
     rows = [
-        (sentence, text.strip(), "equal" if same else "differs")
-        for sentence, text, same in zip(SENTENCES, texts, equal, strict=True)
+        (sentence, text.strip(), *("equal" if same else "differs" for same in both))
+        for sentence, text, *both in zip(SENTENCES, texts, equal, timed, strict=True)
     ]
-    table = markdown(("said", "heard", "transformers"), rows)
+    table = markdown(("said", "heard", "tokens of transformers", "times"), rows)
     times = markdown(
-        ("transcripts", "seconds of audio", "seconds one by one", "seconds at once"),
-        [(len(clips), f"{seconds:.1f}", f"{alone:.1f}", f"{together:.1f}")],
+        ("transcripts", "seconds of audio", "one by one", "at once", "times of tokens"),
+        [(len(clips), *(f"{each:.1f}" for each in (seconds, alone, together, aligning)))],
     )
-    return Made(f"{table}\n\n{times}", {}, 0 if all(equal) else 1)
+    return Made(f"{table}\n\n{times}", {}, 0 if all([*equal, *timed]) else 1)

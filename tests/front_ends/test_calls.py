@@ -18,6 +18,7 @@ from trioserve.front_ends.server.turns import FrontEndTurns
 from trioserve.http.api.server_api import ServerApi
 from trioserve.requests.media import encoding
 from trioserve.requests.media.encoder import WorkerMediaEncoder
+from trioserve.requests.speech import reader
 
 FOLDER = Path(trioserve.front_ends.__file__).parent
 SIDES = [
@@ -45,8 +46,8 @@ def test_each_entry_has_one_handler_with_its_signature(
 
 @pytest.mark.parametrize(("table", "parts", "callers"), SIDES)
 def test_each_entry_has_a_caller(table: type[Table], parts: tuple[type, ...], callers: str) -> None:
-    # A front end's encoding of media has the calls as its encoder.
-    files = [*(FOLDER / callers).glob("*.py"), Path(encoding.__file__)]
+    # A front end's reading of media and speech has the calls as its encoder.
+    files = [*(FOLDER / callers).glob("*.py"), Path(encoding.__file__), Path(reader.__file__)]
     text = "".join(path.read_text() for path in files)
     for call in table.entries():
         # HTTP calls the operators' part of the table, which is a base class of the remote server.

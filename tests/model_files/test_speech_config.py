@@ -32,6 +32,7 @@ GENERATION: dict[str, Any] = {
     "suppress_tokens": [1, 2, 99999],
     "begin_suppress_tokens": [220, 50257],
     "max_initial_timestamp_index": 50,
+    "alignment_heads": [[2, 3], [0, 5], [2, 3]],
 }
 
 
@@ -61,7 +62,9 @@ def test_a_multilingual_model(tmp_path: Path) -> None:
         never=(1, 2),
         never_first=(220, 50257),
         most_initial_timestamp=50,
+        alignment_heads=((2, 3), (0, 5)),
     )
+    assert found.heads_that_align() == found.alignment_heads
     assert (found.first_timestamp, found.window_seconds) == (50364, 30.0)
     assert found.numbers_of_audio == 1500 * 384
     assert task_of(tmp_path) == "transcribe"
@@ -73,8 +76,10 @@ def test_a_model_of_english_alone(tmp_path: Path) -> None:
         tmp_path,
         {},
         {**without, "is_multilingual": False, "prev_sot_token_id": 7}
-        | {"max_initial_timestamp_index": None},
+        | {"max_initial_timestamp_index": None, "alignment_heads": None},
     )
+    later = tuple((layer, head) for layer in (2, 3) for head in range(6))
+    assert (found.alignment_heads, found.heads_that_align()) == ((), later)
     assert (found.languages, found.tasks, found.never) == ({}, {}, ())
     assert (found.previous_text_token, found.most_initial_timestamp) == (7, None)
 
@@ -90,6 +95,12 @@ def test_a_model_of_english_alone(tmp_path: Path) -> None:
         ({}, {"lang_to_id": {"<|en|>": -1}}, "<|en|> = -1"),
         ({}, {"lang_to_id": 3}, "lang_to_id = 3"),
         ({}, {"max_initial_timestamp_index": -1}, "max_initial_timestamp_index = -1"),
+        ({}, {"alignment_heads": 3}, "alignment_heads = 3"),
+        ({}, {"alignment_heads": [[4, 0]]}, "alignment_heads = [[4, 0]]"),
+        ({}, {"alignment_heads": [[0, 6]]}, "alignment_heads = [[0, 6]]"),
+        ({}, {"alignment_heads": [[0, -1]]}, "alignment_heads = [[0, -1]]"),
+        ({}, {"alignment_heads": [[0, [1]]]}, "alignment_heads = [[0, [1]]]"),
+        ({}, {"alignment_heads": [0, 1]}, "alignment_heads = [0, 1]"),
         ({"d_model": None}, {}, "no d_model"),
         ({"decoder_layers": 5000}, {}, "decoder_layers = 5000"),
         ({"decoder_attention_heads": 7}, {}, "decoder_attention_heads = 7"),

@@ -11,7 +11,7 @@ from trioserve.engine.transcribing import AUDIO, OnText
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.generation import Usage
 from trioserve.requests.speech.tasks import SpeechOptions
-from trioserve.requests.speech.transcript import Segment, Transcript
+from trioserve.requests.speech.transcript import Segment, Transcript, Word
 
 __all__ = ["TRANSCRIPT", "FakeTranscriber"]
 
@@ -25,6 +25,10 @@ SEGMENTS = (
         average_logprob=-0.25,
         no_speech_prob=0.125,
         temperature=0.4,
+        words=(
+            Word(start=0.25, end=1.5, text=" Hello"),
+            Word(start=1.5, end=2.5, text=" there."),
+        ),
     ),
     Segment(
         start=3661.25,
@@ -35,6 +39,7 @@ SEGMENTS = (
         average_logprob=-0.5,
         no_speech_prob=0.25,
         temperature=0.0,
+        words=(Word(start=3661.5, end=3662.0, text=" A --> B"),),
     ),
 )
 TRANSCRIPT = Transcript(

@@ -102,6 +102,7 @@ def make_speech_model(folder: Path, *, languages: tuple[str, ...] = LANGUAGES) -
         max_initial_timestamp_index=10,
         max_length=96,
         return_timestamps=False,
+        alignment_heads=[[1, 0], [2, 1]],
     )
     if languages:
         names = [f"<|{code}|>" for code in languages]

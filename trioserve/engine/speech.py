@@ -35,6 +35,7 @@ class SpeechEngine:
         prompt: str = "",
         temperature: float | None = None,
         timestamps: bool = False,
+        word_timestamps: bool = False,
         condition_on_previous_text: bool = False,
         on_text: OnText | None = None,
         request_id: str | None = None,
@@ -79,6 +80,7 @@ class SpeechEngine:
             prompt=prompt,
             temperature=temperature,
             timestamps=timestamps,
+            word_timestamps=word_timestamps,
             condition_on_previous_text=condition_on_previous_text,
         )
         with self.pooling.open.opened(request.named()):

@@ -29,6 +29,7 @@ from trioserve.requests.speech.tasks import (
 )
 from trioserve.requests.speech.transcript import Segment, Transcript
 from trioserve.requests.speech.window_output import MOST_FOLLOWED, TEMPERATURES, WindowOutput
+from trioserve.requests.speech.words import has_spaces, with_words
 from trioserve.requests.stream import TokenLogprob
 from trioserve.text.tokenizer import Tokenizer
 
@@ -137,23 +138,25 @@ class _Running:
     _num_requests: int = attrs.field(init=False, default=0)
     _previous: list[int] = attrs.field(init=False, factory=list)
     """Tokens of the text so far that precedes the next window."""
+    _language: str = attrs.field(init=False, default="")
+    """Code of the language that is spoken, once it is known."""
 
     async def result(self) -> Transcript:
         by, options = self._by, self._options
         config, seconds = by.reader.config, len(self._samples) / RATE
         given = by.previous(options.prompt)
-        language = options.language or await self._detected()
+        self._language = options.language or await self._detected()
         start = 0.0
         while start < seconds:
             own = min(config.window_seconds, seconds - start)
             previous = [*given, *self._previous][-by.most_previous :]
-            tokens = tokens_before(config, options, language, previous)
+            tokens = tokens_before(config, options, self._language, previous)
             start += await self._window(start, own, tokens)
         text = self._text.strip()
         await self._tell(text, is_whole=True)
         return Transcript(
             text=text,
-            language=language,
+            language=self._language,
             duration=seconds,
             segments=tuple(self._segments),
             usage=self._usage,
@@ -180,23 +183,24 @@ class _Running:
         spans, step = [TokenSpan(0.0, seconds, heard.tokens)], seconds
         if options.timestamps:
             spans, step = spans_of(heard.tokens, seconds, self._by.reader.config)
-        for span in spans:
-            text = self._decoded(span.tokens)
-            if not text.strip():
-                continue
-            self._segments.append(
-                Segment(
-                    start=self._time(start + span.start),
-                    end=self._time(start + span.end),
-                    text=text,
-                    token_ids=tuple(span.tokens),
-                    window_start=start,
-                    average_logprob=heard.average_logprob,
-                    no_speech_prob=heard.no_speech_prob,
-                    temperature=heard.temperature,
-                )
+        segments = [
+            Segment(
+                start=self._time(start + span.start),
+                end=self._time(start + span.end),
+                text=text,
+                token_ids=tuple(span.tokens),
+                window_start=start,
+                average_logprob=heard.average_logprob,
+                no_speech_prob=heard.no_speech_prob,
+                temperature=heard.temperature,
             )
-            self._text += text
+            for span in spans
+            if (text := self._decoded(span.tokens)).strip()
+        ]
+        if options.word_timestamps and segments:
+            segments = await self._with_words(segments)
+        self._segments += segments
+        self._text += "".join(each.text for each in segments)
         if options.condition_on_previous_text:
             self._previous += [token for span in spans for token in span.tokens]
             if heard.temperature > MOST_FOLLOWED:
@@ -204,6 +208,22 @@ class _Running:
         if options.timestamps:
             await self._tell(self._text.strip())
         return step
+
+    async def _with_words(self, segments: list[Segment]) -> list[Segment]:
+        """Return the segments of a window with their words."""
+        by, config = self._by, self._by.reader.config
+        start = segments[0].window_start
+        text = [token for each in segments for token in each.token_ids if token < config.end_token]
+        untimed = attrs.evolve(self._options, timestamps=False)
+        before = tokens_before(config, untimed, self._language, [])
+        times = await by.reader.token_times(self._samples, start, before, text, AUDIO)
+        return with_words(
+            segments,
+            [self._time(start + each) for each in times],
+            by.tokenizer.token_bytes,
+            config,
+            is_spaced=has_spaces(self._language, self._options.task),
+        )
 
     @property
     def _streams(self) -> bool:

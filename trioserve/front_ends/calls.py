@@ -185,6 +185,7 @@ class EngineCalls(AdministrationCalls):
 
     kept_media = RemoteCall(MediaEncoder.kept_media)
     encode_media = RemoteCall(MediaEncoder.encode_media)
+    align_speech = RemoteCall(MediaEncoder.align_speech)
 
     @RemoteCall
     async def take_permit(self, number: int, key: str) -> bool:

@@ -60,6 +60,17 @@ class SpeechConfig:
     """Tokens that aren't drawn at the beginning of a transcript."""
     most_initial_timestamp: int | None = None
     """Largest number of the first timestamp; None for any."""
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layers of the decoder and their heads whose attention follows what is spoken; empty if the
+    files name none."""
+
+    def heads_that_align(self) -> tuple[tuple[int, int], ...]:
+        """Return the :attr:`alignment_heads`; without any, the published default.
+
+        These are all heads of the later half of the layers.
+        """
+        layers, heads = range(self.num_layers // 2, self.num_layers), range(self.num_heads)
+        return self.alignment_heads or tuple((layer, head) for layer in layers for head in heads)
 
     @property
     def first_timestamp(self) -> int:
@@ -158,7 +169,26 @@ def _read_tokens(folder: Path, vocab_size: int, shape: dict[str, int]) -> Speech
         most_initial_timestamp=(
             None if fields.get(initial) is None else fields.integer(initial, least=0)
         ),
+        alignment_heads=_alignment_heads(fields, shape["num_layers"], shape["num_heads"]),
     )
+
+
+def _alignment_heads(
+    fields: Fields, num_layers: int, num_heads: int
+) -> tuple[tuple[int, int], ...]:
+    name = "alignment_heads"
+    given = fields.get(name) or []
+    if not isinstance(given, list):
+        raise fields.error(name, given)
+    for each in given:
+        if not (
+            isinstance(each, list)
+            and [type(number) for number in each] == [int, int]
+            and 0 <= each[0] < num_layers
+            and 0 <= each[1] < num_heads
+        ):
+            raise fields.error(name, given)
+    return tuple(dict.fromkeys((layer, head) for layer, head in given))
 
 
 def _tokens_by_name(fields: Fields, name: str, last: int) -> dict[str, int]:

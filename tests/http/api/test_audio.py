@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from openai.types.audio import TranscriptionSegment, TranscriptionWord
 
 from tests.support.fake_transcriber import TRANSCRIPT, FakeTranscriber
 from tests.support.http_stub import http_client, server_config
@@ -72,6 +73,7 @@ async def test_formats_of_answers() -> None:
     verbose = found["verbose_json"].json()
     segments = verbose.pop("segments")
     assert verbose == {**short, "task": "transcribe", "language": "en", "duration": 3662.1}
+    assert set(segments[0]) == set(TranscriptionSegment.model_fields)
     assert segments[1]["tokens"] == [7]
     assert (segments[1]["id"], segments[1]["seek"]) == (1, 366_000)
     assert segments[0]["avg_logprob"] == -0.25
@@ -81,6 +83,29 @@ async def test_formats_of_answers() -> None:
     assert timed == [False, False, True, True, True, False]
     assert {source for source, _, _ in fake.asked} == {AUDIO}
     assert fake.asked[-1][1] == SpeechOptions(temperature=0.5)
+
+
+async def test_times_of_words() -> None:
+    fake = FakeTranscriber()
+    found: dict[str, Any] = {}
+    async with audio_client(fake) as client:
+        for kinds in ("segment", "word", "segment word"):
+            fields = [("timestamp_granularities[]", kind) for kind in kinds.split()]
+            verbose = form(("response_format", "verbose_json"), *fields)
+            found[kinds] = (await client.post(TRANSCRIPTS, files=verbose)).json()
+    assert [options.word_timestamps for _, options, _ in fake.asked] == [False, True, True]
+    assert all(options.timestamps for _, options, _ in fake.asked)
+    assert set(found["word"]["words"][0]) == set(TranscriptionWord.model_fields)
+    assert "words" not in found["segment"]
+    assert "segments" not in found["word"]
+    assert found["segment word"]["segments"] == found["segment"]["segments"]
+    assert found["segment word"]["words"] == found["word"]["words"]
+    assert found["word"]["words"] == [
+        {"word": "Hello", "start": 0.25, "end": 1.5},
+        {"word": "there.", "start": 1.5, "end": 2.5},
+        {"word": "A --> B", "start": 3661.5, "end": 3662.0},
+    ]
+    assert TRANSCRIPT.words == (*TRANSCRIPT.segments[0].words, *TRANSCRIPT.segments[1].words)
 
 
 async def test_fields_reach_the_engine() -> None:
@@ -130,7 +155,28 @@ async def test_fields_reach_the_engine() -> None:
             form(("timestamp_granularities[]", "word")),
             400,
             "timestamp_granularities",
-            "words have none",
+            "verbose_json",
+        ),
+        (
+            TRANSCRIPTS,
+            form(("timestamp_granularities[]", "sentence"), ("response_format", "verbose_json")),
+            400,
+            "timestamp_granularities[0]",
+            "sentence",
+        ),
+        (
+            TRANSCRIPTS,
+            form(("timestamp_granularities[]", "word"), ("stream", "true")),
+            400,
+            "timestamp_granularities",
+            "verbose_json",
+        ),
+        (
+            TRANSLATIONS,
+            form(("timestamp_granularities[]", "word"), ("response_format", "verbose_json")),
+            400,
+            "timestamp_granularities[]",
+            "timestamp_granularities",
         ),
         (
             TRANSCRIPTS,

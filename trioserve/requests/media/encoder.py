@@ -14,7 +14,6 @@ from trioserve.observability.metrics import Metrics
 from trioserve.protocol.embeddings import EmbeddingRows
 from trioserve.protocol.errors import EngineError, WorkerLost
 
-CALL = "encode_media"
 MAX_TRIES = 3
 """Workers that may be lost while they compute a part, before it is refused."""
 CALLS_PER_WORKER = 2
@@ -39,6 +38,24 @@ class MediaEncoder(Protocol):
 
         Raises:
             CallFailed: The model can't read it.
+            EngineError: The engine is closed, or can't compute it.
+        """
+
+    async def align_speech(
+        self, tokens: list[int], num_before: int, num_frames: int, states: EmbeddingRows
+    ) -> list[int]:
+        """Return the frames of audio at which tokens of a transcript begin.
+
+        Args:
+            tokens: Tokens in front of the text, those of the text, and that of the end.
+            num_before: Number of those in front, without the last one.
+            num_frames: Number of frames that have audio, from the first on.
+            states: Encoder states of the audio, one for each frame.
+
+        Returns:
+            The frames of the text's tokens and of its end, in order.
+
+        Raises:
             EngineError: The engine is closed, or can't compute it.
         """
 
@@ -88,26 +105,41 @@ class WorkerMediaEncoder:
         self._coming[digest] = trio.Event()
         begun = trio.current_time()
         try:
-            found = await self._compute(arrays)
+            reply = await self._ask("encode_media", msgspec.Raw(arrays))
         finally:
             self._coming.pop(digest).set()
+        found = EmbeddingRows(start=0, rows=reply["rows"], number_format=reply["number_format"])
         self.metrics.media_encode_seconds.observe(trio.current_time() - begun)
         self._keep(digest, found)
         return found
 
-    async def _compute(self, arrays: bytes) -> EmbeddingRows:
+    async def align_speech(
+        self, tokens: list[int], num_before: int, num_frames: int, states: EmbeddingRows
+    ) -> list[int]:
+        """See :meth:`MediaEncoder.align_speech`."""
+        arguments = {
+            "tokens": tokens,
+            "num_before": num_before,
+            "num_frames": num_frames,
+            "rows": states.rows,
+            "number_format": states.number_format,
+        }
+        frames: list[int] = await self._ask("align_speech", arguments)
+        return frames
+
+    async def _ask(self, name: str, arguments: object) -> Any:
+        """Call a worker, or another one if it is lost."""
         for _ in range(MAX_TRIES):
             await self.wait_attached()
             self._calls.total_tokens = CALLS_PER_WORKER * max(self.count_workers(), 1)
             try:
                 async with self._calls:
                     with trio.fail_after(PATIENCE):
-                        reply = await self.call(CALL, msgspec.Raw(arrays), one=True)
+                        return await self.call(name, arguments, one=True)
             except WorkerLost:
                 continue
             except trio.TooSlowError:
                 raise EngineError(f"a worker took more than {PATIENCE:g} s for it") from None
-            return EmbeddingRows(start=0, rows=reply["rows"], number_format=reply["number_format"])
         raise EngineError(f"{MAX_TRIES} workers were lost while they computed it")
 
     def _keep(self, digest: bytes, found: EmbeddingRows) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 
-from trioserve.model_files.speech_config import SpeechConfig
+from trioserve.model_files.speech_config import SECONDS_OF_STATE, SpeechConfig
 from trioserve.requests.embedded import SpeechPrompt
 from trioserve.requests.media.audio import DEFAULT_RATE, Samples
 from trioserve.requests.media.encoder import MediaEncoder
@@ -15,6 +17,8 @@ from trioserve.requests.media.reader import MediaReader
 
 RATE = DEFAULT_RATE
 """Samples a second, of all Whisper models."""
+SAMPLES_OF_STATE = round(RATE * SECONDS_OF_STATE)
+"""Samples for an encoder state."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -55,11 +59,46 @@ class SpeechReader:
             InvalidRequest: The audio is refused; ``param`` is ``name``.
             EngineError: The engine is closed, or can't compute it.
         """
-        begin, count = round(start * RATE), round(self.config.window_seconds * RATE)
-        window = np.ascontiguousarray(samples[begin : begin + count])
+        window = np.ascontiguousarray(self._window(samples, start))
         processed = await self.reader.read(AudioPart(DecodedAudio(window.tobytes())), name=name)
         return SpeechPrompt(
             token_ids=token_ids,
             digest=processed.digest,
             states=await embeddings_of(processed, self.encoder, name),
         )
+
+    async def token_times(
+        self,
+        samples: Samples,
+        start: float,
+        before: tuple[int, ...],
+        text: Sequence[int],
+        name: str,
+    ) -> list[float]:
+        """Return when the tokens of a window's text begin, and when it ends, in seconds.
+
+        The times are from the window's beginning on.
+
+        Args:
+            samples: Samples of the audio.
+            start: Seconds before the window.
+            before: Tokens in front of the text, of which the last asks for text without timestamps.
+            text: Tokens of the text.
+            name: Name of the audio in the request, for errors.
+
+        Raises:
+            InvalidRequest: The audio is refused; ``param`` is ``name``.
+            EngineError: The engine is closed, or can't compute it.
+        """
+        tokens = (*before, *text, self.config.end_token)
+        prompt = await self.prompt(samples, start, tokens, name)
+        num_frames = max(len(self._window(samples, start)) // SAMPLES_OF_STATE, 1)
+        frames = await self.encoder.align_speech(
+            list(tokens), len(before) - 1, num_frames, prompt.states
+        )
+        return [frame * SECONDS_OF_STATE for frame in frames]
+
+    def _window(self, samples: Samples, start: float) -> Samples:
+        """Return the samples of the window that begins after ``start`` seconds."""
+        begin, count = round(start * RATE), round(self.config.window_seconds * RATE)
+        return samples[begin : begin + count]

@@ -24,6 +24,7 @@ class SpeechOptions:
         condition_on_previous_text: True to have the text so far precede each window.
         timestamps: True for segments with their times. Windows then begin where the last segment
             ended, so none is cut.
+        word_timestamps: True for the times of words.
     """
 
     task: SpeechTask = "transcribe"
@@ -31,6 +32,7 @@ class SpeechOptions:
     prompt: str = ""
     temperature: float | None = None
     timestamps: bool = False
+    word_timestamps: bool = False
     condition_on_previous_text: bool = False
 
     def check(self, config: SpeechConfig) -> None:

@@ -16,6 +16,16 @@ def compression_ratio(text: str) -> float:
 
 
 @attrs.frozen(kw_only=True)
+class Word:
+    """A word of a transcript, with its place in the audio in seconds."""
+
+    start: float
+    end: float
+    text: str
+    """Its text with the space and the punctuation beside it."""
+
+
+@attrs.frozen(kw_only=True)
 class Segment:
     """A part of a transcript, with its place in the audio in seconds."""
 
@@ -31,6 +41,8 @@ class Segment:
     """Probability that there is no speech in the window."""
     temperature: float
     """Temperature at which the window's tokens were drawn."""
+    words: tuple[Word, ...] = ()
+    """Its words, if their times were asked for. Together they are the text."""
 
     @property
     def compression_ratio(self) -> float:
@@ -51,3 +63,8 @@ class Transcript:
     """Its parts; without timestamps, each of a whole window."""
     usage: Usage
     """Tokens of all windows."""
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """The words of all segments, if their times were asked for."""
+        return tuple(word for each in self.segments for word in each.words)

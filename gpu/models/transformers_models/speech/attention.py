@@ -11,6 +11,7 @@ import torch
 
 from gpu.models.transformers_models.attention import LayerShape, PagedLayers
 from gpu.slots import Row, Slot, SlotTable
+from trioserve.protocol.embeddings import EmbeddingRows
 
 KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer, each [heads, S, head_dim]."""
@@ -74,10 +75,15 @@ class HeardAudio:
         if not slot.embeddings:
             return torch.zeros(self._num_states, self._width)
         (given,) = slot.embeddings
-        numbers = given.numbers(self._width)
-        if given.number_format == "bfloat16":  # which torch doesn't take from NumPy
-            return torch.from_numpy(numbers.view("<i2").copy()).view(torch.bfloat16)
-        return torch.from_numpy(numbers.copy())
+        return states_in(given, self._width)
+
+
+def states_in(given: EmbeddingRows, width: int) -> torch.Tensor:
+    """Return encoder states [S, E] of the width E, as they were sent."""
+    numbers = given.numbers(width)
+    if given.number_format == "bfloat16":  # which torch doesn't take from NumPy
+        return torch.from_numpy(numbers.view("<i2").copy()).view(torch.bfloat16)
+    return torch.from_numpy(numbers.copy())
 
 
 class SpeechAttention(PagedLayers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,8 +13,27 @@ from gpu.lora.torch_adapters import TokenGroup
 from gpu.models.step_embeddings import StepEmbeddings
 from gpu.models.transformers_models.attention import LayerShape
 from gpu.models.transformers_models.interface import AttentionCall
-from gpu.models.transformers_models.speech.attention import Layers, SpeechAttention
+from gpu.models.transformers_models.speech.attention import (
+    KeysAndValues,
+    Layers,
+    SpeechAttention,
+)
 from gpu.slots import Row, SlotTable
+
+
+class DecoderAttention(Protocol):
+    """The attention of a decoder's layers over T tokens and over their audio."""
+
+    positions: torch.Tensor
+    """Positions of the tokens, [T]."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return the attention over the tokens, [T, heads, head_dim]."""
+        ...
+
+    def attend_audio(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Return that over the audio of ``query`` [heads, T, head_dim], scaled already."""
+        ...
 
 
 class SpeechDecoder:
@@ -45,19 +64,21 @@ class SpeechDecoder:
 
     def project(self, states: torch.Tensor) -> Layers:
         """Return the keys and values of encoder states [S, E] in each layer."""
+        return [self.project_in(layer, states) for layer in range(len(self._body.layers))]
+
+    def project_in(self, layer: int, states: torch.Tensor) -> KeysAndValues:
+        """Return the keys and values of encoder states [S, E] in one layer."""
+        attention = self._body.layers[layer].encoder_attn
         states = states.to(self.dtype)
-        return [
-            (
-                _heads(layer.encoder_attn, layer.encoder_attn.k_proj(states)),
-                _heads(layer.encoder_attn, layer.encoder_attn.v_proj(states)),
-            )
-            for layer in self._body.layers
-        ]
+        return (
+            _heads(attention, attention.k_proj(states)),
+            _heads(attention, attention.v_proj(states)),
+        )
 
     def forward(
         self,
         tokens: torch.Tensor,
-        attention: SpeechAttention,
+        attention: DecoderAttention,
         adapted: Sequence[TokenGroup] = (),
         embedded: StepEmbeddings | None = None,
     ) -> torch.Tensor:
@@ -103,7 +124,7 @@ def _heads(attention: Any, projected: torch.Tensor) -> torch.Tensor:
 
 
 def _over_tokens(
-    attention: Any, normed: torch.Tensor, paged: SpeechAttention, layer: int
+    attention: Any, normed: torch.Tensor, over: DecoderAttention, layer: int
 ) -> torch.Tensor:
     # Whisper scales the queries, and rounds them, before the products with the keys.
     call = AttentionCall(
@@ -117,14 +138,14 @@ def _over_tokens(
         sinks=None,
         others={},
     )
-    result: torch.Tensor = attention.out_proj(paged.attend(call).reshape(len(normed), -1))
+    result: torch.Tensor = attention.out_proj(over.attend(call).reshape(len(normed), -1))
     return result
 
 
 def _over_audio(
-    attention: Any, normed: torch.Tensor, paged: SpeechAttention, layer: int
+    attention: Any, normed: torch.Tensor, over: DecoderAttention, layer: int
 ) -> torch.Tensor:
     query = _heads(attention, attention.q_proj(normed) * attention.scaling)
-    attended = paged.attend_audio(layer, query).transpose(0, 1)
+    attended = over.attend_audio(layer, query).transpose(0, 1)
     result: torch.Tensor = attention.out_proj(attended.reshape(len(normed), -1))
     return result

@@ -1,4 +1,4 @@
-"""Loads a Whisper model, up to an executor and the call that encodes audio."""
+"""Loads a Whisper model's decoder, up to an executor and the call that aligns its text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gpu.models.linear import prepacks
 from gpu.models.transformers_models.loading import refuse_native_options, require_library
 from gpu.models.transformers_models.packing import pack
 from gpu.models.transformers_models.reading import version
+from gpu.models.transformers_models.speech.alignment import AlignSpeech
 from gpu.models.transformers_models.speech.attention import HeardAudio, SpeechAttention
 from gpu.models.transformers_models.speech.decoder import SpeechDecoder, SpeechModel
 from gpu.models.transformers_models.speech.reading import read_half
@@ -125,6 +126,7 @@ def load_speech(
         device_name=Machine().cpu_name(),
         computing=f"Whisper of transformers {version()}",
         read_weights=_refuse_other_weights,
+        calls_beside={"align_speech": AlignSpeech(decoder, speech)},
     )
 
 

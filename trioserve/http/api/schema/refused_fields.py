@@ -15,7 +15,6 @@ class Refusal(enum.Enum):
     """Reason of a refused field: a clause for the error and the documentation."""
 
     FILES = "no files are stored"
-    WORD_TIMES = "segments have times, words have none"
     VOICE_DETECTION = "windows are cut without looking for voices"
     TRANSCRIPT_LOGPROBS = "segments of verbose_json have a mean log-probability"
     KEYWORDS = "put them into the prompt"

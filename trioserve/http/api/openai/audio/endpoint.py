@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import quart
@@ -16,6 +17,7 @@ from trioserve.http.api.openai.audio.schemas import (
     TranscriptionForm,
     TranscriptReply,
     TranscriptSegment,
+    TranscriptWord,
     TranslationForm,
 )
 from trioserve.http.api.openai.audio.stream import TranscriptEvents
@@ -28,6 +30,8 @@ from trioserve.requests.speech.transcript import Transcript
 
 _TIMED = ("srt", "verbose_json", "vtt")
 """Formats with the times of segments."""
+_SEGMENTS: Collection[str] = ("segment",)
+"""Parts that have times by default."""
 
 
 class AudioEndpoints:
@@ -40,7 +44,12 @@ class AudioEndpoints:
         """Handle ``POST /v1/audio/transcriptions``."""
         service = self._service
         form = await service.read_form(TranscriptionForm)
-        arguments = {**self._arguments(form, "transcribe"), "language": form.language}
+        granularities = form.timestamp_granularities or _SEGMENTS
+        arguments = {
+            **self._arguments(form, "transcribe"),
+            "language": form.language,
+            "word_timestamps": "word" in granularities,
+        }
         format = form.response_format or "json"
         if form.timestamp_granularities and format != "verbose_json":
             raise InvalidRequest(
@@ -48,7 +57,7 @@ class AudioEndpoints:
                 param="timestamp_granularities",
             )
         if not form.stream:
-            return await self._answer(form, arguments)
+            return await self._answer(form, arguments, granularities)
         if format in _TIMED:
             raise InvalidRequest(
                 f"stream is for the formats json and text, not {format}", param="stream"
@@ -94,7 +103,12 @@ class AudioEndpoints:
         record.usage = found.usage
         return found
 
-    async def _answer(self, form: SpeechForm, arguments: dict[str, Any]) -> quart.Response:
+    async def _answer(
+        self,
+        form: SpeechForm,
+        arguments: dict[str, Any],
+        granularities: Collection[str] = _SEGMENTS,
+    ) -> quart.Response:
         found = await self._transcript(form, arguments, self._service.record)
         match form.response_format:
             case "text":
@@ -111,7 +125,12 @@ class AudioEndpoints:
         if form.response_format == "verbose_json":
             reply.task = arguments["task"]
             reply.language, reply.duration = found.language, found.duration
-            reply.segments = _segments(found)
+            if "segment" in granularities:
+                reply.segments = _segments(found)
+            if "word" in granularities:
+                reply.words = [
+                    TranscriptWord(each.text.strip(), each.start, each.end) for each in found.words
+                ]
         return json_response(reply)
 
 

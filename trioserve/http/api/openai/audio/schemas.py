@@ -60,7 +60,11 @@ class TranscriptionForm(SpeechForm):
         bool | None, about("True for events with the text as it comes, of `json` or `text`.")
     ] = None
     timestamp_granularities: Annotated[
-        list[str] | None, only(["segment"], refusal=Refusal.WORD_TIMES)
+        list[Literal["segment", "word"]] | None,
+        about(
+            "`segment` (the default), `word` or both: the parts of the text whose times "
+            "`verbose_json` has."
+        ),
     ] = None
     chunking_strategy: Annotated[Any, only(refusal=Refusal.VOICE_DETECTION)] = None
     include: Annotated[list[str] | None, only(refusal=Refusal.TRANSCRIPT_LOGPROBS)] = None
@@ -93,6 +97,14 @@ class TranscriptSegment(msgspec.Struct):
     no_speech_prob: Annotated[float, about("Probability that the window has no speech.")]
 
 
+class TranscriptWord(msgspec.Struct):
+    """A word of a transcript."""
+
+    word: Annotated[str, about("The word, with the punctuation beside it.")]
+    start: Annotated[float, about("Its beginning, in seconds.")]
+    end: Annotated[float, about("Its end, in seconds.")]
+
+
 class TranscriptReply(msgspec.Struct):
     """A transcript or a translation."""
 
@@ -106,7 +118,11 @@ class TranscriptReply(msgspec.Struct):
     ] = UNSET
     duration: Annotated[float | UnsetType, about("`verbose_json`: seconds of audio.")] = UNSET
     segments: Annotated[
-        list[TranscriptSegment] | UnsetType, about("`verbose_json`: the parts of the text.")
+        list[TranscriptSegment] | UnsetType,
+        about("`verbose_json`: the parts of the text, unless only words are asked for."),
+    ] = UNSET
+    words: Annotated[
+        list[TranscriptWord] | UnsetType, about("`verbose_json`: the words, if asked for.")
     ] = UNSET
 
 
