@@ -53,8 +53,7 @@ class SpeechEngine:
 
         Args:
             audio: Bytes of a file, its path (:class:`os.PathLike`), a URL, a data URL or base64.
-            on_text: Called with each piece of the text as soon as it is known. Together the pieces
-                are the text.
+            on_text: Called with each piece of the text as it becomes known; together they are it.
 
         Raises:
             InvalidRequest: The model doesn't transcribe, or the audio or an argument is refused.

@@ -98,7 +98,7 @@ def test_segments_get_their_words() -> None:
     ("times", "wanted"),
     [
         ([1.0, 2.25, 2.5, 3.75], [(2.0, 2.25), (2.25, 2.5), (2.5, 3.0)]),
-        ([1.5, 2.25, 2.5, 3.5], [(1.5, 2.25), (2.25, 2.5), (2.5, 3.5)]),
+        ([1.5, 2.25, 2.75, 3.5], [(1.5, 2.25), (2.25, 2.75), (2.75, 3.5)]),
         ([1.0, 2.0, 3.0, 4.0], [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]),
     ],
 )
@@ -108,6 +108,20 @@ def test_pauses_around_a_segment_are_left_out(
     segment = attrs.evolve(SEGMENT, token_ids=(1, 1, 1))
     (found,) = with_words([segment], times, lambda _: b" a", CONFIG, is_spaced=True)
     assert [(each.start, each.end) for each in found.words] == wanted
+
+
+def test_the_first_word_of_a_window_is_shortened() -> None:
+    """Its beginning isn't measured. It may have twice the time of half of the words."""
+    segment = attrs.evolve(SEGMENT, start=0.0, end=9.0, token_ids=(1, 1, 1, 1))
+    for times, start in (
+        ([0.0, 3.0, 3.25, 3.5, 3.75], 2.5),
+        ([0.0, 3.0, 6.0, 6.0, 6.0], 1.6),
+        ([2.75, 3.0, 3.25, 3.5, 3.75], 2.75),
+        ([3.0, 3.0, 3.0, 3.0, 3.0], 3.0),
+    ):
+        (found,) = with_words([segment], times, lambda _: b" a", CONFIG, is_spaced=True)
+        assert found.words[0] == Word(start=start, end=times[1], text=" a")
+        assert [each.end for each in found.words] == times[1:]
 
 
 def test_a_pause_on_both_sides_of_one_word_is_left_out() -> None:

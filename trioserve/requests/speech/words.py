@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import statistics
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -19,6 +20,8 @@ CLOSING = "\"'.\u3002,\uff0c!\uff01?\uff1f:\uff1a\u201d)]}\u3001"
 """Punctuation that belongs to the word before it; half of it is Chinese and Japanese."""
 MOST_OUTSIDE = 0.5
 """Most seconds of a word outside its segment; of a longer one they are cut off."""
+MOST_USUAL = 0.7
+"""Most seconds that count as the usual length of a word."""
 
 
 @attrs.frozen
@@ -55,7 +58,7 @@ def with_words(
         config: The model's tokens.
         is_spaced: See :func:`words_of`.
     """
-    found = []
+    words_of_segments = []
     first = 0
     for segment in segments:
         pieces = [bytes_of(token) for token in segment.token_ids if token < config.end_token]
@@ -63,15 +66,28 @@ def with_words(
             Word(start=times[first + each.begin], end=times[first + each.end], text=each.text)
             for each in words_of(pieces, is_spaced=is_spaced)
         ]
-        found.append(attrs.evolve(segment, words=_held(words, segment)))
+        words_of_segments.append(_held(words, segment))
         first += len(pieces)
-    return found
+    _shorten_first(words_of_segments)
+    return [
+        attrs.evolve(segment, words=tuple(words))
+        for segment, words in zip(segments, words_of_segments, strict=True)
+    ]
 
 
-def _held(words: list[Word], segment: Segment) -> tuple[Word, ...]:
+def _shorten_first(words_of_segments: list[list[Word]]) -> None:
+    """Shorten the first word of a window, which begins with the window whatever is spoken then."""
+    spoken = [each.end - each.start for words in words_of_segments for each in words]
+    usual = statistics.median([seconds for seconds in spoken if seconds > 0] or [0.0])
+    first = words_of_segments[0][0]
+    start = first.end - 2 * min(usual, MOST_USUAL)
+    words_of_segments[0][0] = attrs.evolve(first, start=max(first.start, round(start, 3)))
+
+
+def _held(words: list[Word], segment: Segment) -> list[Word]:
     """Return the words of a segment, without a pause before the first one or behind the last one.
 
-    A pause belongs to the word beside it, but the segment's own times leave it out.
+    A pause may belong to a word beside it, but the segment's own times leave it out.
     """
     first = words[0]
     if first.start + MOST_OUTSIDE < segment.start < first.end:
@@ -79,7 +95,7 @@ def _held(words: list[Word], segment: Segment) -> tuple[Word, ...]:
     last = words[-1]
     if last.start < segment.end < last.end - MOST_OUTSIDE:
         words[-1] = attrs.evolve(last, end=segment.end)
-    return tuple(words)
+    return words
 
 
 def words_of(pieces: Iterable[bytes], *, is_spaced: bool) -> list[TokenWord]:

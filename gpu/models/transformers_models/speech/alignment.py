@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu.models.transformers_models.interface import AttentionCall
@@ -20,6 +22,7 @@ from gpu.models.transformers_models.speech.warping import first_frames
 from trioserve.model_files.speech_config import SpeechConfig
 from trioserve.protocol.embeddings import EmbeddingRows
 
+Weights: TypeAlias = npt.NDArray[np.floating[Any]]
 FILTER_WIDTH = 7
 """Frames whose median stands for the one in their middle."""
 
@@ -62,7 +65,7 @@ class AlignSpeech:
         self._decoder.forward(tokens, attention)
         # A token's row says where the model finds the next one.
         rows = attention.mean()[arguments["num_before"] : -1]
-        return first_frames(-rows.double().numpy())
+        return first_frames(-rows.astype(np.float64))
 
 
 class AligningAttention:
@@ -87,9 +90,9 @@ class AligningAttention:
         self._heads: defaultdict[int, list[int]] = defaultdict(list)
         for layer, head in heads:
             self._heads[layer].append(head)
-        self._sum = torch.zeros(num_tokens, num_frames)
+        self._sum: Weights = np.zeros((num_tokens, num_frames), np.float32)
 
-    def mean(self) -> torch.Tensor:
+    def mean(self) -> Weights:
         """Return the mean of the heads' :func:`smoothed` weights, [T, F]."""
         return self._sum / sum(map(len, self._heads.values()))
 
@@ -105,19 +108,21 @@ class AligningAttention:
         keys, values = self._audio(layer)
         for head in self._heads.get(layer, ()):
             noted = keys[head, : self._sum.shape[1]].float()
-            self._sum += smoothed((query[head].float() @ noted.T).softmax(-1))
+            self._sum += smoothed((query[head].float() @ noted.T).softmax(-1).numpy())
         return torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
 
 
-def smoothed(weights: torch.Tensor) -> torch.Tensor:
+def smoothed(weights: Weights) -> Weights:
     """Return a head's weights [T, F], standardized over the tokens, as medians over the frames.
 
     Frames at the ends are mirrored. A frame to which all tokens attend equally has zeros.
     """
-    deviation, mean = torch.std_mean(weights, dim=0, correction=0)
-    standard = ((weights - mean) / deviation).masked_fill(deviation == 0, 0.0)
+    deviation = weights.std(0)
+    standard: Weights = (weights - weights.mean(0)) / np.where(deviation > 0, deviation, np.inf)
     border = FILTER_WIDTH // 2
     if weights.shape[1] <= border:
         return standard
-    mirrored = torch.nn.functional.pad(standard[None], (border, border), mode="reflect")[0]
-    return mirrored.unfold(1, FILTER_WIDTH, 1).sort().values[..., border]
+    mirrored = np.pad(standard, ((0, 0), (border, border)), mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(mirrored, FILTER_WIDTH, axis=1)
+    medians: Weights = np.partition(windows, border, axis=-1)[..., border]
+    return medians
