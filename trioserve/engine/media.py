@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import attrs
+import msgspec
+import trio
 
 from trioserve.config import EngineConfig
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.schedulers import Schedulers
 from trioserve.observability.metrics import Metrics
+from trioserve.protocol.media_arrays import in_argument
 from trioserve.requests.media.embedding import MediaEmbedder
 from trioserve.requests.media.encoder import MediaEncoder, WorkerMediaEncoder
+from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.reader import MediaReader, open_media_reader
 from trioserve.requests.speech.reader import SpeechReader
 from trioserve.text.tokenizer_task import EmbedMedia
@@ -26,6 +31,8 @@ class ModelMedia:
     model: LoadedModel
     metrics: Metrics
     reader: MediaReader | None = None
+    shares_memory: bool = True
+    """True if the process that has the workers is on this host."""
 
     def embedder(self, encoder: MediaEncoder) -> EmbedMedia | None:
         """Return what gives the embeddings of media in prompts; None where they aren't served."""
@@ -34,7 +41,7 @@ class ModelMedia:
             return None
         return MediaEmbedder(
             reader=self.reader,
-            encoder=encoder,
+            client=EncoderClient(encoder, self.shares_memory),
             metrics=self.metrics,
             placeholders=media.token_ids,
             texts=media.texts,
@@ -47,14 +54,22 @@ class ModelMedia:
         speech = self.model.speech
         if self.reader is None or speech is None:
             return None
-        return SpeechReader(reader=self.reader, encoder=encoder, config=speech)
+        client = EncoderClient(encoder, self.shares_memory)
+        return SpeechReader(reader=self.reader, client=client, config=speech)
 
 
 @contextlib.asynccontextmanager
 async def open_media(
-    config: EngineConfig, model: LoadedModel, path: Path, metrics: Metrics
+    config: EngineConfig,
+    model: LoadedModel,
+    path: Path,
+    metrics: Metrics,
+    *,
+    shares_memory: bool = True,
 ) -> AsyncIterator[ModelMedia]:
     """Read the media of a model in the folder ``path``, if it reads any, within the block.
+
+    ``shares_memory`` is that of :class:`ModelMedia`.
 
     Raises:
         ModelLoadError: The model's processor can't be used.
@@ -63,15 +78,24 @@ async def open_media(
         yield ModelMedia(model=model, metrics=metrics)
         return
     async with open_media_reader(config, processor_folder=path) as reader:
-        yield ModelMedia(model=model, metrics=metrics, reader=reader)
+        yield ModelMedia(model=model, metrics=metrics, reader=reader, shares_memory=shares_memory)
 
 
 def worker_encoder(
     config: EngineConfig, schedulers: Schedulers, metrics: Metrics
 ) -> WorkerMediaEncoder:
     """Return the encoder of the process that has the workers."""
+
+    async def call(name: str, arguments: object) -> Any:
+        scheduler = schedulers.in_turn()
+        if not isinstance(arguments, bytes):
+            return await scheduler.call(name, arguments)
+        is_far = scheduler.core is not None and scheduler.core.limits.is_far
+        given = await trio.to_thread.run_sync(in_argument, arguments) if is_far else arguments
+        return await scheduler.call(name, msgspec.Raw(given))
+
     return WorkerMediaEncoder(
-        call=schedulers.call,
+        call=call,
         wait_attached=schedulers.wait_attached,
         count_workers=lambda: sum(each.attached for each in schedulers),
         max_bytes=int(config.mm_processor_cache_gb * 2**30),

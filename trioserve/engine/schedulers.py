@@ -186,9 +186,13 @@ class Schedulers:
         """
         if not one:
             return (await self.call_all(name, arguments))[0]
+        return await self.in_turn().call(name, arguments)
+
+    def in_turn(self) -> Scheduler:
+        """Return one for a call to one worker: each with a worker in turn."""
         present = self._present()
         self._num_calls += 1
-        return await present[self._num_calls % len(present)].call(name, arguments)
+        return present[self._num_calls % len(present)]
 
     async def call_all(self, name: str, arguments: object = None) -> list[Any]:
         """Call every worker as :meth:`call`, and return the answers of all."""

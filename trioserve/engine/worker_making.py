@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
 import trio
 
+from trioserve._util.host_memory import host_memory
 from trioserve.config import EngineConfig
 from trioserve.engine.engine_worker import EngineWorker, MakeWorker
 from trioserve.observability.metrics import Metrics
@@ -14,7 +16,6 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.protocol.joining import WorkerRole
 from trioserve.scheduler.beams import StopStringAtEnd
 from trioserve.scheduler.siblings import Siblings
-from trioserve.workers.page_memory import page_memory
 from trioserve.workers.remote.joined import JoinedWorker
 
 MakeJoined: TypeAlias = Callable[[int, JoinedWorker], EngineWorker]
@@ -60,7 +61,9 @@ def makers(
 
     ``stop_string_at_end`` finds the stop strings of beams; None if there is no text.
     """
-    siblings = Siblings(page_memory) if config.lends_pages else None
+    siblings = (
+        Siblings(functools.partial(host_memory, "trioserve-pages")) if config.lends_pages else None
+    )
     had_grammars = trio.Event()
 
     def prepared(worker: EngineWorker) -> EngineWorker:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from gpu.models.media.tower import Arrays
 from trioserve.protocol.embeddings import NUMPY_DTYPES, NumberFormat
+from trioserve.protocol.media_arrays import read_arrays
 
 _FORMATS: dict[torch.dtype, NumberFormat] = {
     torch.float32: "float32",
@@ -40,13 +40,13 @@ class EncodeMedia:
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return ``rows``, the embeddings [n, E], and their ``number_format``.
 
-        ``arguments`` has ``arrays``: names, dtypes, shapes and bytes of what the processor gave.
+        Args:
+            arguments: Those of :mod:`trioserve.protocol.media_arrays`.
+
+        Raises:
+            ModelLoadError: The arrays aren't there any more.
         """
-        arrays = {
-            name: np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
-            for name, dtype, shape, data in arguments["arrays"]
-        }
-        embeddings = self._tower.embed(arrays).to(self._dtype).cpu().contiguous()
+        embeddings = self._tower.embed(read_arrays(arguments)).to(self._dtype).cpu().contiguous()
         kind = _FORMATS[self._dtype]
         raw = embeddings.view(torch.uint8).numpy()
         assert raw.nbytes == embeddings.numel() * NUMPY_DTYPES[kind].itemsize

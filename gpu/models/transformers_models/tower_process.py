@@ -49,7 +49,7 @@ class TowerOrder:
 
 @attrs.frozen
 class TowerAnswer:
-    """The result of a call, or the error in one line with its traceback."""
+    """The result of a call, or the error in one line, with its traceback if the tower raised it."""
 
     result: Any = None
     error: str = ""
@@ -76,7 +76,8 @@ class TowerProcess:
 
         Raises:
             TowerFailed: It raised an error, or the process ended twice.
-            ModelLoadError: The process ended, and can't be started again.
+            ModelLoadError: The process ended, and can't be started again; or the arrays aren't
+                there any more.
         """
         for _ in range(MAX_TRIES):
             try:
@@ -84,6 +85,8 @@ class TowerProcess:
             except (EOFError, BrokenPipeError):
                 self.close()
                 continue
+            if answer.error and not answer.traceback:
+                raise ModelLoadError(answer.error)
             if answer.error:
                 failure = TowerFailed(answer.error)
                 failure.add_note(answer.traceback)
@@ -150,6 +153,8 @@ def run() -> None:
             return
         try:
             answer = TowerAnswer(encode(arguments))
+        except ModelLoadError as error:
+            answer = TowerAnswer(error=str(error))
         except Exception as error:  # Towers check their inputs in many ways.
             answer = TowerAnswer(error=summarize(error), traceback=traceback.format_exc())
         write_message(target, answer)

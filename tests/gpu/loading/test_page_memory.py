@@ -13,13 +13,13 @@ import pytest
 from gpu.executor import PagedExecutor
 from gpu.loading.page_transfers import PageTransfers
 from tests.gpu.loading.test_page_files import Pages, key, page
+from trioserve._util.host_memory import host_memory
 from trioserve.protocol.errors import ModelLoadError
-from trioserve.workers.page_memory import page_memory
 
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    with page_memory() as path:
+    with host_memory("pages") as path:
         yield path
 
 
@@ -128,7 +128,7 @@ def test_a_length_beyond_the_memory_is_noticed(memory: str, tmp_path: Path) -> N
 
 
 def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    with page_memory() as path:
+    with host_memory("pages") as path:
         pass
     for function in (export, take):
         with pytest.raises(OSError, match="No such file"):
@@ -137,7 +137,7 @@ def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_the_memory() -> None:
     before = os.listdir("/proc/self/fd")
-    with page_memory() as path:
+    with host_memory("pages") as path:
         export(path, [1])
     assert os.listdir("/proc/self/fd") == before
 

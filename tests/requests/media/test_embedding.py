@@ -14,9 +14,23 @@ import trio.testing
 
 from tests.support.metric_samples import value
 from trioserve.observability.metrics import Metrics
-from trioserve.protocol.errors import CallFailed, EngineError, InvalidRequest, WorkerLost
+from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.errors import (
+    CallFailed,
+    EngineError,
+    InvalidRequest,
+    ModelLoadError,
+    WorkerLost,
+)
+from trioserve.protocol.media_arrays import read_arrays
 from trioserve.requests.media.embedding import MediaEmbedder
-from trioserve.requests.media.encoder import CALLS_PER_WORKER, MAX_TRIES, WorkerMediaEncoder
+from trioserve.requests.media.encoder import (
+    CALLS_PER_WORKER,
+    MAX_TRIES,
+    MediaEncoder,
+    WorkerMediaEncoder,
+)
+from trioserve.requests.media.encoding import INLINE_BYTES, EncoderClient
 from trioserve.requests.media.parts import ImagePart, MediaPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
@@ -41,9 +55,8 @@ class Worker:
         self.rows = np.ones((num_rows, WIDTH), np.float32).tobytes()
         self.num_calls = self.running = self.most = 0
 
-    async def call(self, name: str, arguments: msgspec.Raw, *, one: bool) -> Any:
+    async def call(self, name: str, arguments: bytes) -> Any:
         assert name == "encode_media"
-        assert one
         ((label, dtype, shape, content),) = msgspec.msgpack.decode(arguments)["arrays"]
         assert (label, dtype, shape, content) == ("x", "<f8", [3], np.ones(3).tobytes())
         self.num_calls += 1
@@ -62,12 +75,14 @@ def embedder(worker: Worker, max_bytes: int = 1000) -> MediaEmbedder:
     metrics = Metrics("m")
     return MediaEmbedder(
         reader=cast(MediaReader, Reader()),
-        encoder=WorkerMediaEncoder(
-            call=worker.call,
-            wait_attached=trio.lowlevel.checkpoint,
-            count_workers=lambda: 1,
-            max_bytes=max_bytes,
-            metrics=metrics,
+        client=EncoderClient(
+            WorkerMediaEncoder(
+                call=worker.call,
+                wait_attached=trio.lowlevel.checkpoint,
+                count_workers=lambda: 1,
+                max_bytes=max_bytes,
+                metrics=metrics,
+            )
         ),
         metrics=metrics,
         placeholders={"image": PLACEHOLDER},
@@ -101,6 +116,31 @@ async def test_the_same_content_is_computed_once(autojump_clock: trio.testing.Mo
     ):
         labels = {"kind": "image"} if "bytes" in name else {}
         assert value(media.metrics, name, **labels) == number, name
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+async def test_large_arrays_are_in_no_message_on_one_host(shares_memory: bool) -> None:
+    """They take one copy in a thread there."""
+    pixels = np.random.default_rng(4).random((INLINE_BYTES // 8 + 1, 1))
+    found: list[Any] = []
+
+    class Encoder:
+        async def kept_media(self, digest: bytes) -> None:
+            return None
+
+        async def encode_media(self, digest: bytes, arrays: bytes) -> EmbeddingRows:
+            assert (len(arrays) < 1000) == shares_memory
+            found.append(msgspec.msgpack.decode(arrays))
+            found.append(read_arrays(found[0]))
+            return EmbeddingRows(start=0, rows=b"", number_format="float32")
+
+    processed = ProcessedMedia("image", b"digest", [1], {"x": pixels}, 2, 5)
+    client = EncoderClient(cast(MediaEncoder, Encoder()), shares_memory)
+    await client.embeddings_of(processed, "part")
+    assert np.array_equal(found[1]["x"], pixels)
+    if shares_memory:  # Nothing is left of it.
+        with pytest.raises(ModelLoadError, match="isn't there any more"):
+            read_arrays(found[0])
 
 
 async def test_what_is_kept_is_bounded(autojump_clock: trio.testing.MockClock) -> None:

@@ -13,6 +13,7 @@ from tests.support.tiny_speech import CONFIG
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.errors import CallFailed, EngineError, WorkerLost
 from trioserve.requests.media.encoder import MAX_TRIES, WorkerMediaEncoder
+from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.parts import AudioPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 from trioserve.requests.speech.reader import RATE, SpeechReader
@@ -40,8 +41,7 @@ class Worker:
         self.calls: list[str] = []
         self.asked: list[Any] = []
 
-    async def call(self, name: str, arguments: Any, *, one: bool) -> Any:
-        assert one
+    async def call(self, name: str, arguments: Any) -> Any:
         self.calls.append(name)
         await trio.lowlevel.checkpoint()
         if name == "encode_media":
@@ -60,7 +60,8 @@ def speech_reader(worker: Worker, max_bytes: int = 1 << 20) -> SpeechReader:
         max_bytes=max_bytes,
         metrics=Metrics("m"),
     )
-    return SpeechReader(reader=cast(MediaReader, Reader()), encoder=encoder, config=CONFIG)
+    client = EncoderClient(encoder)
+    return SpeechReader(reader=cast(MediaReader, Reader()), client=client, config=CONFIG)
 
 
 async def test_a_worker_is_asked_for_the_text_with_what_frames_it(

@@ -130,7 +130,11 @@ class StartedFrontEnd:
             tracing = await stack.enter_async_context(
                 open_tracing(config.engine.otlp_traces_endpoint)
             )
-            media = await stack.enter_async_context(open_media(config.engine, model, path, metrics))
+            # A front end of another host has files to check.
+            shares_memory = not start.files
+            media = await stack.enter_async_context(
+                open_media(config.engine, model, path, metrics, shares_memory=shares_memory)
+            )
             engine = await stack.enter_async_context(self._run_tasks(model, remote, metrics, media))
             tracing.model_name = engine.model_name
             engine.on_request_end = tracing.request_ended

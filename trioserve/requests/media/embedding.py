@@ -13,8 +13,7 @@ from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.embedded_parts import PLURALS
 from trioserve.requests.media.content import as_media_part
-from trioserve.requests.media.encoder import MediaEncoder
-from trioserve.requests.media.encoding import embeddings_of
+from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
 
@@ -24,7 +23,7 @@ class MediaEmbedder:
 
     Args:
         reader: Reads and processes each part.
-        encoder: Computes its embeddings.
+        client: Has its embeddings computed.
         metrics: Counts.
         placeholders: Token at the positions of embeddings, by the kinds that the model reads.
         texts: Texts that stand for media in prompts, by their kinds, where they aren't those of the
@@ -35,7 +34,7 @@ class MediaEmbedder:
     """
 
     reader: MediaReader
-    encoder: MediaEncoder
+    client: EncoderClient
     metrics: Metrics
     placeholders: Mapping[str, int]
     texts: Mapping[str, str] = attrs.field(factory=dict)
@@ -66,7 +65,7 @@ class MediaEmbedder:
         return await all_together(compute, processed)
 
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
-        rows = await embeddings_of(processed, self.encoder, name)
+        rows = await self.client.embeddings_of(processed, name)
         found, wanted = len(rows.numbers(self.width)), processed.num_placeholder_tokens
         grid = _grid_of(processed, self.merge_size) if self.merge_size else None
         if found != wanted or (grid is not None and grid[0] * grid[1] != wanted):

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import attrs
-import msgspec
 import trio
 
 from trioserve.observability.metrics import Metrics
@@ -34,7 +33,7 @@ class MediaEncoder(Protocol):
 
         Args:
             digest: Digest of the content.
-            arrays: Arrays of :func:`trioserve.requests.media.embedding.encoded_arrays`.
+            arrays: Its arrays (:mod:`trioserve.protocol.media_arrays`).
 
         Raises:
             CallFailed: The model can't read it.
@@ -65,7 +64,7 @@ class WorkerMediaEncoder:
     """The encoder of the process that has the workers: a :class:`MediaEncoder`.
 
     Args:
-        call: Calls a worker by name.
+        call: Calls one of the workers by name.
         wait_attached: Blocks until there is a worker.
         count_workers: Returns the number of workers that are there.
         max_bytes: Most bytes of embeddings that are kept for parts to come.
@@ -105,7 +104,7 @@ class WorkerMediaEncoder:
         self._coming[digest] = trio.Event()
         begun = trio.current_time()
         try:
-            reply = await self._ask("encode_media", msgspec.Raw(arrays))
+            reply = await self._ask("encode_media", arrays)
         finally:
             self._coming.pop(digest).set()
         found = EmbeddingRows(start=0, rows=reply["rows"], number_format=reply["number_format"])
@@ -135,7 +134,7 @@ class WorkerMediaEncoder:
             try:
                 async with self._calls:
                     with trio.fail_after(PATIENCE):
-                        return await self.call(name, arguments, one=True)
+                        return await self.call(name, arguments)
             except WorkerLost:
                 continue
             except trio.TooSlowError:

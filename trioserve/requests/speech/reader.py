@@ -10,8 +10,7 @@ import numpy as np
 from trioserve.model_files.speech_config import SECONDS_OF_STATE, SpeechConfig
 from trioserve.requests.embedded import SpeechPrompt
 from trioserve.requests.media.audio import DEFAULT_RATE, Samples
-from trioserve.requests.media.encoder import MediaEncoder
-from trioserve.requests.media.encoding import embeddings_of
+from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.parts import AudioPart, DecodedAudio
 from trioserve.requests.media.reader import MediaReader
 
@@ -27,12 +26,12 @@ class SpeechReader:
 
     Args:
         reader: Decodes files, and computes the features of a window.
-        encoder: Computes the encoder states of features.
+        client: Has encoder states of features computed.
         config: The model.
     """
 
     reader: MediaReader
-    encoder: MediaEncoder
+    client: EncoderClient
     config: SpeechConfig
 
     async def read(self, part: AudioPart, name: str) -> Samples:
@@ -64,7 +63,7 @@ class SpeechReader:
         return SpeechPrompt(
             token_ids=token_ids,
             digest=processed.digest,
-            states=await embeddings_of(processed, self.encoder, name),
+            states=await self.client.embeddings_of(processed, name),
         )
 
     async def token_times(
@@ -93,7 +92,7 @@ class SpeechReader:
         tokens = (*before, *text, self.config.end_token)
         prompt = await self.prompt(samples, start, tokens, name)
         num_frames = max(len(self._window(samples, start)) // SAMPLES_OF_STATE, 1)
-        frames = await self.encoder.align_speech(
+        frames = await self.client.encoder.align_speech(
             list(tokens), len(before) - 1, num_frames, prompt.states
         )
         return [frame * SECONDS_OF_STATE for frame in frames]
