@@ -137,7 +137,7 @@ def _versions(results: Results) -> str:
 
 PAGES = (
     *("performance", "workers", "router", "exactness", "disaggregation", "tensor-parallel"),
-    "media",
+    *("lora", "media"),
 )
 README_MACHINES = {"amd-epyc.avx512_bf16": "AMD EPYC", "intel-r-xeon-r-processor.amx": "Xeon"}
 """Machines of the README's figures, and their names there; all of the first one's are shown."""

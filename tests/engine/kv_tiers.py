@@ -34,10 +34,12 @@ def prompts_of(lengths: Sequence[int], seed: int) -> dict[int, list[int]]:
     return {length: [numbers.choice(_VOCABULARY) for _ in range(length + 1)] for length in lengths}
 
 
-async def first_token(engine: Engine, prompt: Sequence[int]) -> tuple[float, int]:
+async def first_token(
+    engine: Engine, prompt: Sequence[int], adapter: str = ""
+) -> tuple[float, int]:
     """Return the milliseconds to the first token, and how many tokens were cached."""
     began = time.perf_counter()
-    answer = await engine.complete(list(prompt), max_tokens=1, temperature=0)
+    answer = await engine.complete(list(prompt), adapter=adapter, max_tokens=1, temperature=0)
     return 1e3 * (time.perf_counter() - began), answer.usage.cached_tokens
 
 

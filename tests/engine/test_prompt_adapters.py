@@ -110,7 +110,7 @@ async def test_virtual_tokens_are_computed_once_for_each_adapter(setting: Settin
     async with open_tiny_engine(
         setting.model, lora_modules=setting.modules, block_size=4, **COMPILED
     ) as engine:
-        for name, shared in (("tuned", 20), ("encoded", 8), ("", 0), ("lora", 0)):
+        for name, shared in (("tuned", 21), ("encoded", 10), ("", 0), ("lora", 0)):
             assert await num_cached(engine, name, first) == 0
             assert await num_cached(engine, name, second) == shared
         # Neither the tokens in the places of virtual ones nor another load of the same files.

@@ -6,9 +6,11 @@ Only here do :mod:`~trioserve.scheduler.slots`, :mod:`~trioserve.scheduler.token
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from trioserve.protocol.wire import TOKEN_BYTES
 from trioserve.requests.request import Sequence
 from trioserve.requests.retention import Retention
 from trioserve.scheduler import policy
@@ -25,6 +27,9 @@ from trioserve.scheduler.sequence_state import NO_LOGPROBS, Running, SequenceSta
 from trioserve.scheduler.slots import SlotAllocator
 from trioserve.scheduler.step_time import StepTimeModel
 from trioserve.scheduler.token_counts import Ints, TokenCounts
+
+_LOOKED_AT = 16
+"""Pages of other prompts that are looked at, the newest first, for one to be copied."""
 
 
 class Memory:
@@ -124,8 +129,9 @@ class Memory:
         seq_state.pages = shared + loaded + self.pool.allocate(missing - len(loaded))
         seq_state.cursor = match.nodes[-1] if match.nodes else None
         slot, generation = self.slots.open()
-        computed = len(match.nodes) * self.limits.page_size
-        if copied_from is not None:
+        if copied_from is None:
+            computed = self._copy_begun_page(seq_state, match)
+        else:
             computed = copied_from.computed
             for place in range(len(match.nodes), self.limits.pages_for(computed)):
                 self.prefix.copies.append((copied_from.pages[place], seq_state.pages[place]))
@@ -133,6 +139,29 @@ class Memory:
         self.counts.room[slot] = len(seq_state.pages) * self.limits.page_size
         seq_state.prompt_logprobs_from = first_logprob(seq_state.sequence)
         seq_state.missing_rows = missing_rows(seq_state.sequence)
+
+    def _copy_begun_page(self, seq_state: SequenceState, match: PrefixMatch) -> int:
+        """Copy the page in which the virtual tokens of its adapter end, if all before are matched.
+
+        It is another prompt's page, which begins with the same tokens. A page that plans in flight
+        compute is no such: its sequence may still be aborted.
+
+        Returns:
+            The number of tokens that needn't be computed.
+        """
+        start, request = len(match.nodes) * self.limits.page_size, seq_state.sequence.request
+        stop = request.num_virtual_tokens
+        is_within = start < stop < start + self.limits.page_size
+        if not is_within or seq_state.namespace is None or _most_cached(seq_state.sequence) < stop:
+            return start
+        begun = request.cache_column()[TOKEN_BYTES * start : TOKEN_BYTES * stop]
+        parent = seq_state.cursor or self.prefix.find_root(seq_state.namespace)
+        for node in () if parent is None else itertools.islice(parent.newest(), _LOOKED_AT):
+            is_there = node.plan <= self.pool.acknowledged and not self.pool.is_on_host(node.page)
+            if is_there and node.tokens.startswith(begun):
+                self.prefix.copies.append((node.page, seq_state.pages[len(match.nodes)]))
+                return stop
+        return start
 
     def change_slot(self, seq_state: SequenceState) -> None:
         """Move the sequence, which no plan in flight names, to a slot that is opened anew."""

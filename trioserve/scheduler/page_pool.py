@@ -57,7 +57,8 @@ class PagePool:
     _retiring: dict[int, None] = attrs.field(init=False)
     _idle: IdlePages = attrs.field(init=False)
     _levels: list[int] = attrs.field(init=False)
-    _acknowledged: int = attrs.field(init=False)
+    acknowledged: int = attrs.field(init=False)
+    """Last plan that is done."""
 
     def __attrs_post_init__(self) -> None:
         self.host = HostPages(self.num_pages, self.num_host_pages)
@@ -68,7 +69,7 @@ class PagePool:
         self._retiring = {}
         self._idle = IdlePages()
         self._levels = [DEFAULT_PRIORITY] * (self.num_pages + self.num_host_pages)
-        self._acknowledged = 0
+        self.acknowledged = 0
 
     @property
     def num_free(self) -> int:
@@ -156,12 +157,12 @@ class PagePool:
             self._epochs[page] = max(self._epochs[page], epoch)
             if self._holders[page] == 0:
                 self._retiring[page] = None
-                if self._epochs[page] <= self._acknowledged:
+                if self._epochs[page] <= self.acknowledged:
                     self._settle(page)
 
     def acknowledge(self, epoch: int) -> None:
         """Note that plans up to ``epoch`` are done, and settle the pages that waited for them."""
-        self._acknowledged = epoch
+        self.acknowledged = epoch
         for page in [page for page in self._retiring if self._epochs[page] <= epoch]:
             self._settle(page)
 
@@ -238,7 +239,7 @@ class PagePool:
         assert sum(map(len, places)) == len(set().union(*places)) == self.num_pages
         assert self._kept >= places[3], "an idle page is not kept"
         assert not self._kept & places[0], "a free page is kept"
-        assert all(self._epochs[page] > self._acknowledged for page in self._retiring)
+        assert all(self._epochs[page] > self.acknowledged for page in self._retiring)
         usual = {page for page, level in enumerate(self._levels) if level == DEFAULT_PRIORITY}
         assert places[0] <= usual, "a free page has a priority"
         self._idle.check(self._levels)

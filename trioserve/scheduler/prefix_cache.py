@@ -69,6 +69,10 @@ class PrefixCache:
         """Yield the root of each namespace that has pages, the newest first."""
         return reversed(self._roots.values())
 
+    def find_root(self, namespace: Namespace) -> Node | None:
+        """Return the root of ``namespace``; None if it has no pages."""
+        return self._roots.get(namespace)
+
     @property
     def num_nodes(self) -> int:
         """Number of pages in the tree, including those on the host."""
@@ -102,11 +106,10 @@ class PrefixCache:
     ) -> PrefixMatch:
         """Return the longest cached prefix of ``tokens`` that plan ``plan`` may use.
 
-        The tokens are a column as on the wire. The prefix has at most ``most`` of them. By default
-        it has any number but all, because the last token has to be computed for its logits. Nothing
-        is changed.
+        The tokens are a column as on the wire. The prefix has at most ``most`` of them, by default
+        any number but all, because the last token has to be computed for its logits.
         """
-        node = self._roots.get(namespace)
+        node = self.find_root(namespace)
         if node is None:
             return PrefixMatch()
         path: list[Node] = []
@@ -219,7 +222,7 @@ class PrefixCache:
     def path(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> list[Node]:
         """Return the nodes of the first ``num_pages`` pages of ``tokens``, as far as they exist."""
         found: list[Node] = []
-        node = self._roots.get(namespace)
+        node = self.find_root(namespace)
         for index in range(num_pages):
             node = None if node is None else node.children.get(self._key(tokens, index))
             if node is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import attrs
 
@@ -44,6 +44,10 @@ class Node:
         while node.parent is not None:
             node = node.parent
         return node
+
+    def newest(self) -> Iterator[Node]:
+        """Yield the nodes right below it, the newest first."""
+        return reversed(self.children.values())
 
     @property
     def namespace(self) -> Namespace:
