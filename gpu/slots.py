@@ -7,6 +7,7 @@ tokens so far. Nothing here touches a tensor or a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence
 
 import attrs
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from gpu._util.page_format import PageFormat
 from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid, find_misfit
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.protocol.wire import OpenSlot, Plan, ints
@@ -32,12 +34,6 @@ class PlanError(Exception):
     def __init__(self, message: str, slot: int = -1) -> None:
         super().__init__(message)
         self.slot = slot
-
-
-def summarize(error: Exception) -> str:
-    """Return the type of an exception and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -69,6 +65,8 @@ class Slot:
     the engine dropped it."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings in place of those of its tokens, in the order of their positions."""
+    prefix: Sequence[EmbeddingRows] = ()
+    """Keys and values to be written: see :class:`trioserve.protocol.wire.OpenSlot`."""
     grids: Sequence[ImageGrid] = ()
     """Images among its tokens, in the order of their positions, for a model with M-RoPE."""
     _buffer: npt.NDArray[np.int32]
@@ -206,6 +204,8 @@ class SlotTable:
         self._vocab_size = vocab_size
         self.embedding_width = embedding_width
         """Width of embeddings that stand in place of tokens; 0 if none can."""
+        self.kv_format: PageFormat | None = None
+        """Format of pages to which keys and values can be written; None if none can."""
         self.max_row_tokens = max_row_tokens
         """Most tokens that a row may bring."""
         self._slots: dict[int, Slot] = {}
@@ -309,6 +309,9 @@ class SlotTable:
         width = self.embedding_width
         if misfit := find_misfit(opened.embeddings, opened.grids, width, len(tokens)):
             raise PlanError(f"slot {number} has {misfit}", number)
+        width = 0 if self.kv_format is None else 2 * math.prod(self.kv_format.shape)
+        if misfit := find_misfit(opened.prefix, (), width, opened.computed):
+            raise PlanError(f"slot {number} has a prefix with {misfit}", number)
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
             self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
@@ -325,6 +328,7 @@ class SlotTable:
             states_from=opened.states_from,
             context_logits_from=opened.context_logits_from,
             embeddings=opened.embeddings,
+            prefix=opened.prefix,
             grids=opened.grids,
             buffer=buffer,
             length=len(tokens),

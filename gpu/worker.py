@@ -31,6 +31,7 @@ import msgspec
 import pynng
 
 from gpu._util.background import Background
+from gpu._util.errors import summarize
 from gpu._util.logs import set_up_logging
 from gpu._util.parent import exit_with_stdin
 from gpu.constraints.adjuster import Constraints
@@ -40,7 +41,7 @@ from gpu.loading.page_transfers import PageTransfers
 from gpu.loading.weight_swap import ModelWeights
 from gpu.lora.store import AdapterStore
 from gpu.runner import Runner
-from gpu.slots import PlanError, summarize
+from gpu.slots import PlanError
 from trioserve.protocol import wire
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.gc_tuning import freeze_objects

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from gpu.slots import PlanError, summarize
+from gpu._util.errors import summarize
+from gpu.slots import PlanError
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.logits_processors import LogitsProcessor, ProcessorContext, ProcessorRow
 

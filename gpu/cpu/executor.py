@@ -11,6 +11,7 @@ import numpy.typing as npt
 from gpu.cpu.model import CpuModel, CpuSampler, Floats, Hidden
 from gpu.cpu.scores import logprobs_of, score_prompt
 from gpu.executor import NO_COPIES, Content, Copies, Finished, Submission
+from gpu.models.kv_prefix import write_prefixes
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
 from gpu.sampling.drafting.drafter import DraftedStep, Drafter
 from gpu.sampling.drawn import DeviceTimes, Drawn
@@ -108,9 +109,13 @@ class CpuExecutor:
         self._model.write_page(number, content)
 
     def _begin(self, rows: Sequence[Row], copies: Copies, share: float = 1.0) -> DraftedStep:
-        """Copy pages, and add drafts; ``share`` is that of :meth:`Drafter.add_drafts`."""
+        """Copy pages, write prefixes, and add drafts.
+
+        ``share`` is that of :meth:`Drafter.add_drafts`.
+        """
         if len(copies):
             self._model.copy_pages(copies)
+        write_prefixes(rows, self._slots, self)
         if self.drafter is None:
             return DraftedStep(rows, {}, None)
         if len(copies):

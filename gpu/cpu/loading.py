@@ -13,6 +13,7 @@ from pathlib import Path
 
 import attrs
 
+from gpu._util.page_format import PageFormat
 from gpu.cpu.cache_pages import bytes_per_page, choose_cpu_pages
 from gpu.cpu.cached_model import CachedModel
 from gpu.cpu.compiled import CompiledModel
@@ -29,6 +30,7 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.library import load_library
 from gpu.cpu.memory_limit import StoredModel, stored_by_torch, within_limit
 from gpu.cpu.model import CpuSampler
+from gpu.cpu.page_format import CompiledPages
 from gpu.cpu.pipelined import PipelinedExecutor
 from gpu.cpu.rank_loading import lead_compiled, threads_of_rank
 from gpu.cpu.rank_weights import LeadingWeights
@@ -37,6 +39,7 @@ from gpu.loading.draft_files import cannot_draft, open_draft_files
 from gpu.loading.loaded_model import Loaded, OnProgress, option_that_moves_pages
 from gpu.loading.step_measuring import measure_steps
 from gpu.loading.weight_swap import ModelWeights, ReadWeights
+from gpu.models.kv_prefix import PlainPages
 from gpu.models.parallel.model_part import parts_in_words, stages_of_worker
 from gpu.models.parallel.stage_times import StageTimes
 from gpu.sampling.adjustments import Adjuster
@@ -45,6 +48,7 @@ from gpu.sampling.drafting.drafter import Drafter
 from gpu.sampling.drafting.step_times import StepTimes
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelConfig, ModelFiles
+from trioserve.protocol.embeddings import NUMPY_DTYPES
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.number_formats import ROUNDING
@@ -89,7 +93,7 @@ def load_on_cpu(
         start = within_limit(start, stored)
         whole = _by_kernels(compiled, start, files, dtype, threads, on_progress, draft_files)
     cached = whole.cached
-    slots = _slot_table(start, files, cached)
+    slots = _slot_table(start, files, whole)
     executor = _executor(whole, slots, start, files.native, adjuster)
     if start.speculative is not None:
         drafts: DraftModelSource | None = None
@@ -123,7 +127,8 @@ def _weights_type(
     return functools.partial(LeadingWeights, cached.link)
 
 
-def _slot_table(start: Start, files: ModelFiles, cached: CachedModel) -> SlotTable:
+def _slot_table(start: Start, files: ModelFiles, whole: _Whole) -> SlotTable:
+    cached = whole.cached
     slots = SlotTable(
         num_pages=cached.num_pages,
         page_size=start.page_size,
@@ -135,6 +140,8 @@ def _slot_table(start: Start, files: ModelFiles, cached: CachedModel) -> SlotTab
     )
     if cached.model.adapters is not None:
         slots.adapters = cached.model.adapters
+    if not any(files.native.windows):
+        slots.kv_format = whole.page_format
     return slots
 
 
@@ -159,6 +166,8 @@ class _Whole:
     """Field of :class:`~gpu.loading.loaded_model.Loaded`, as the next two."""
     arithmetic: str
     lends_pages: bool = True
+    page_format: PageFormat | None = None
+    """Format of the pages of one process; None if there are several."""
     warning: str = ""
     """Field of :class:`~trioserve.protocol.wire.Ready`."""
 
@@ -176,6 +185,7 @@ def _by_kernels(
     config = files.native
     library = load_library(start.cpu_isa)
     draft_bytes = 0
+    page_format: PageFormat | None = None
     if draft_files is not None:
         draft_bytes = bytes_per_page(_draft_start(start), draft_files.native, dtype)
     if start.num_ranks > 1:
@@ -186,6 +196,7 @@ def _by_kernels(
         num_pages, num_host_pages = choose_cpu_pages(start, of_page)
         give_cache(model, start, num_pages, num_host_pages)
         cached = CachedModel(model, num_pages, num_host_pages, _exchange)
+        page_format = CompiledPages(shape=config.kv_shape, page_size=start.page_size)
     slices = 0 if model.part is None else model.part.slices
     arithmetic = f"compiled kernels ({library.isa.name}), weights in {model.describe_weights()}"
     whole_experts = " of whole experts" if start.enable_expert_parallel else ""
@@ -199,6 +210,7 @@ def _by_kernels(
         ),
         computing=arithmetic + parts_in_words(start, config, slices),
         arithmetic=arithmetic + (f", {slices} slices{whole_experts}" if slices else ""),
+        page_format=page_format,
     )
 
 
@@ -229,6 +241,7 @@ def _by_torch(
     from gpu.cpu import torch_loading
 
     config = files.native
+    page_format: PageFormat | None = None
     if start.num_ranks > 1:
         of_rank = threads_of_rank(start, threads)
         cached = torch_loading.lead_torch(start, files, dtype, of_rank, on_progress)
@@ -239,12 +252,15 @@ def _by_torch(
         model = torch_loading.make_model(decoder, attention, start.max_lora_rank)
         read = torch_loading.torch_exchange(model, dtype, threads)
         cached = CachedModel(model, num_pages, num_host_pages, lambda _: read)
+        numbers = NUMPY_DTYPES["bfloat16" if dtype == "bfloat16" else "float32"]
+        page_format = PlainPages(shape=config.kv_shape, page_size=start.page_size, numbers=numbers)
     return _Whole(
         cached=cached,
         sampler=torch_loading.make_sampler(start, config.vocab_size),
         computing=computing,
         arithmetic=computing,
         lends_pages=start.num_ranks == 1,
+        page_format=page_format,
         warning=f"{_SLOWER}: {reason}" if isinstance(reason, NoKernels) else "",
     )
 
@@ -263,6 +279,7 @@ def _draft_model(
     Of several ranks, rank 0 has the draft model alone. It has the threads of a stage, because the
     other stages compute meanwhile.
     """
+    slots.kv_format = None  # It would lack an adapter's keys and values.
     threads = _threads_of_stage(start, threads)
     start = _draft_start(start)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from gpu._util.page_format import PageFormat
 from gpu.attention import CacheShape
 from gpu.attention.kv_cache import FP8, KvCache
 from gpu.cuda.adapters import CudaAdapters
@@ -24,12 +25,14 @@ from gpu.cuda.timeline import Timeline
 from gpu.kernels import KernelLoader
 from gpu.lora.adapter_slots import AdapterSlots
 from gpu.models.decoder import Decoder
+from gpu.models.kv_prefix import PlainPages
 from gpu.models.parallel.model_part import ModelPart
 from gpu.models.rope import cos_sin_table
 from gpu.models.rotary_positions import axes_of
 from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelConfig
+from trioserve.protocol.embeddings import NUMPY_DTYPES
 
 
 @attrs.frozen(kw_only=True)
@@ -125,6 +128,8 @@ def assemble(
     if slots is None:
         width = model.config.hidden_size if rank.part is None else 0
         slots = slot_table(limits, model.vocab_size, width)
+        if rank.part is None:
+            slots.kv_format = _page_format(model.config, limits, model.dtype)
     if adapter_slots is not None:
         slots.adapters = adapter_slots.store
     executor = CudaExecutor(
@@ -188,6 +193,16 @@ def slot_table(limits: ServingLimits, vocab_size: int, embedding_width: int = 0)
         num_host_pages=limits.num_host_pages,
         embedding_width=embedding_width,
     )
+
+
+def _page_format(
+    config: ModelConfig, limits: ServingLimits, dtype: torch.dtype
+) -> PageFormat | None:
+    """Return the format of the pages; None if no keys and values are taken for them."""
+    if limits.kv_cache_dtype == "fp8" or any(config.windows):
+        return None
+    numbers = {f"torch.{name}": each for name, each in NUMPY_DTYPES.items()}[str(dtype)]
+    return PlainPages(shape=config.kv_shape, page_size=limits.page_size, numbers=numbers)
 
 
 def _step_buffer(

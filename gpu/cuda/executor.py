@@ -32,6 +32,7 @@ from gpu.cuda.sampler import DeviceSampler
 from gpu.cuda.step import CudaStep, CudaSubmission, DrawReports, PackedStep
 from gpu.cuda.timeline import StepEnd, Timeline
 from gpu.executor import NO_COPIES, Content, Copies, Submission
+from gpu.models.kv_prefix import write_prefixes
 from gpu.models.rotary_positions import positions_of
 from gpu.models.step_embeddings import embeddings_of
 from gpu.sampling.adjustments import Adjuster, NoAdjuster
@@ -146,7 +147,7 @@ class CudaExecutor:
         """
         if from_host is None:
             from_host = [] if self._sampler.appends else [row for row in rows if row.count == 1]
-        rows = [each for row in rows for each in single_tokens(row)]
+        given, rows = rows, [each for row in rows for each in single_tokens(row)]
         sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
         rotary = positions_of(ordered) if self._has_mrope else None
@@ -164,6 +165,7 @@ class CudaExecutor:
             self._state.pack(ordered, self._slots, from_host)
             self._timeline.begin_step()
             self.copy_pages(copies)
+            write_prefixes(given, self._slots, self)
             if forward.adapters is not None and packed.adapted:
                 forward.adapters.pack(ordered, padded_to=size)
             reports = self._queue_forward(attrs.evolve(packed, replay=replay))

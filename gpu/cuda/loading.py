@@ -187,6 +187,7 @@ def _drafting(
     ]
     if len(models) == 1:
         return SpeculativeExecutor(executors[0], Drafter(start.speculative, times[0]), sizes[0])
+    slots.kv_format = None  # The draft model would lack an adapter's keys and values.
     draft_model, limits = CudaDraftModel(executors[1], sizes[1]), models[1].limits
     source = DraftModelSource(
         draft_model,

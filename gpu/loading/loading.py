@@ -166,6 +166,7 @@ def _ready(start: Start, files: ModelFiles, loaded: Loaded, kind: str, dtype: st
         max_row_tokens=loaded.max_row_tokens,
         num_stages=loaded.num_stages,
         embedding_width=loaded.slots.embedding_width,
+        kv_shape=list(loaded.slots.kv_format.shape) if loaded.slots.kv_format else [],
         hidden_size=_head_inputs(files),
         free_memory=loaded.free_memory,
         warning=loaded.warning,

@@ -59,7 +59,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, str]] = {
     },
     "gpu": {
         "_util": "",
-        "slots": "",
+        "slots": "_util",
         "sampling": "_util slots",
         "executor": "slots sampling",
         "attention": "slots executor",

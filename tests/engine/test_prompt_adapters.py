@@ -12,7 +12,7 @@ import trio
 
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
 from tests.support.lora_adapters import make_adapter
-from tests.support.prompt_adapters import PeftModels, save_with_peft
+from tests.support.prompt_adapters import PeftModels, save_with_peft, write_prompt_adapter
 from tests.support.tiny_models import make_tiny
 from trioserve import Engine, InvalidRequest
 
@@ -25,7 +25,7 @@ TIGHT: dict[str, Any] = {
 }
 """Virtual tokens and prompts come in chunks, and there are too few pages for all."""
 PROMPTS = [[3 + 7 * place % 200 for place in range(number)] for number in (3, 25)]
-NUM_VIRTUAL = {"": 0, "tuned": 21, "encoded": 10, "lora": 0}
+NUM_VIRTUAL = {"": 0, "tuned": 21, "encoded": 10, "prefix": 11, "lora": 0}
 
 
 class Setting:
@@ -38,6 +38,7 @@ class Setting:
         self.adapters = {
             "tuned": save_with_peft(self.model, root / "tuned", "PROMPT_TUNING", 21),
             "encoded": save_with_peft(self.model, root / "encoded", "P_TUNING", 10),
+            "prefix": save_with_peft(self.model, root / "prefix", "PREFIX_TUNING", 11),
             "lora": make_adapter(self.model, root / "lora", seed=1),
         }
         self.peft = PeftModels(self.model, self.adapters)
@@ -95,7 +96,7 @@ async def num_cached(engine: Engine, name: str, prompt: list[int]) -> int:
 async def test_the_numbers_are_peft_s(setting: Setting) -> None:
     """Alone and from cached pages; in a batch, in chunks and preempted."""
     async with open_tiny_engine(setting.model, lora_modules=setting.modules, **TIGHT) as engine:
-        for name in ("tuned", "encoded", "tuned", "encoded"):
+        for name in 2 * ("tuned", "encoded", "prefix"):
             for prompt in PROMPTS:
                 setting.check(name, prompt, await facts_of(engine, name, prompt))
         assert engine.statistics().scheduler.num_preemptions == 0
@@ -110,7 +111,7 @@ async def test_virtual_tokens_are_computed_once_for_each_adapter(setting: Settin
     async with open_tiny_engine(
         setting.model, lora_modules=setting.modules, block_size=4, **COMPILED
     ) as engine:
-        for name, shared in (("tuned", 21), ("encoded", 10), ("", 0), ("lora", 0)):
+        for name, shared in (("tuned", 21), ("encoded", 10), ("prefix", 11), ("", 0)):
             assert await num_cached(engine, name, first) == 0
             assert await num_cached(engine, name, second) == shared
         # Neither the tokens in the places of virtual ones nor another load of the same files.
@@ -143,12 +144,12 @@ async def test_a_lost_worker_changes_nothing(setting: Setting) -> None:
 
 
 async def test_what_is_refused(setting: Setting, tmp_path: Path) -> None:
-    save_with_peft(setting.model, tmp_path / "prefix", "PREFIX_TUNING", 4)
+    write_prompt_adapter(tmp_path, count=4, width=128, peft_type="CARTRIDGE")
     async with open_tiny_engine(
         setting.model, lora_modules=setting.modules, max_model_len=64, **COMPILED
     ) as engine:
-        with pytest.raises(InvalidRequest, match="peft_type = 'PREFIX_TUNING': only LORA is"):
-            await engine.load_adapter("prefix", tmp_path / "prefix")
+        with pytest.raises(InvalidRequest, match="peft_type = 'CARTRIDGE': only LORA is"):
+            await engine.load_adapter("cartridge", tmp_path)
         for fields in ({"prompt_logprobs": 1}, {"repetition_penalty": 1.1}):
             with pytest.raises(InvalidRequest, match="prompt adapter 'tuned' puts emb") as refused:
                 await facts_of(engine, "tuned", PROMPTS[0], **fields)

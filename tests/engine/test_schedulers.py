@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.support.prompt_adapters import write_prompt_adapter
+from tests.support.prompt_adapters import write_prefix_adapter, write_prompt_adapter
 from tests.support.scheduling import ABORT, make_request
 from trioserve.config import EngineConfig
 from trioserve.engine.control import Control
@@ -28,7 +28,7 @@ from trioserve.requests.request import Request, Sequence, SequenceOutput, State
 from trioserve.scheduler.scheduler import Scheduler
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import run_fake_worker
-from trioserve.testing.fake_model import EMBEDDING_WIDTH
+from trioserve.testing.fake_model import EMBEDDING_WIDTH, KV_SHAPE
 from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.supervisor import Supervisor
 
@@ -261,17 +261,22 @@ async def test_an_adapter_that_fails_in_one_is_in_none(autojump_clock: object) -
             await adapters.load("poet", "/poet")
 
 
-async def test_a_prompt_adapter_needs_embeddings_in_both(
-    tmp_path: Path, autojump_clock: object
+@pytest.mark.parametrize("what", ["embeddings", "keys and values"])
+async def test_a_prompt_adapter_needs_its_like_in_both(
+    what: str, tmp_path: Path, autojump_clock: object
 ) -> None:
-    class WithoutEmbeddings(FakeWorker):
+    class Without(FakeWorker):
         def ready(self, **changes: Any) -> wire.Ready:
-            return super().ready(**{"embedding_width": 0, **changes})
+            lacking = {"embedding_width": 0} if what == "embeddings" else {"kv_shape": []}
+            return super().ready(**{**lacking, **changes})
 
-    folder = str(write_prompt_adapter(tmp_path / "it", count=3, width=EMBEDDING_WIDTH))
+    if what == "embeddings":
+        folder = str(write_prompt_adapter(tmp_path / "it", count=3, width=EMBEDDING_WIDTH))
+    else:
+        folder = str(write_prefix_adapter(tmp_path / "it", count=3, kv_shape=KV_SHAPE))
     for first, second, told in (
-        (slow, WithoutEmbeddings, "the worker takes no embeddings"),
-        (WithoutEmbeddings, slow, "aren't served with this model"),
+        (slow, Without, f"the worker takes no {what}"),
+        (Without, slow, "aren't served with this model"),
     ):
         async with open_two(first, second) as two:
             with pytest.raises(InvalidRequest, match=told):

@@ -1,4 +1,4 @@
-"""Embeddings in place of tokens over kernels, and the rotary positions of images."""
+"""Embeddings, or keys and values, in place of tokens over kernels; rotary positions of images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.kernels.serving import Judge, Server
 from tests.support.plans import GREEDY
 from tests.support.tiny_media import make_media_model
 from tests.support.tiny_models import make_tiny
-from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
+from trioserve.model_files import open_model
+from trioserve.protocol.embeddings import NUMPY_DTYPES, EmbeddingRows, ImageGrid
 
 GRIDS = [ImageGrid(start=4, rows=3, columns=5), ImageGrid(start=21, rows=2, columns=2)]
 MARGIN = 0.1
@@ -44,6 +45,28 @@ def test_embeddings_of_tokens(folder: Path, loader: KernelLoader, graphs: bool) 
         server.maker.close(1)
     assert outputs[0] == outputs[1]
     assert server.runner.slots[1].embeddings == ()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_keys_and_values_of_tokens(folder: Path, loader: KernelLoader, graphs: bool) -> None:
+    """They are in another order, of which attention over them knows nothing."""
+    server, judge = Server.of(folder, loader, graphs=graphs), Judge(folder)
+    layers, heads, size = open_model(folder).native.kv_shape
+    server.maker.open(0, PROMPT)
+    server.maker.step({0: 27})
+    pages = [server.executor.read_page(page) for page in server.maker.slots[0].pages]
+    page_size = len(pages[0]) // (4 * layers * heads * size)
+    numbers = np.stack(pages).view(NUMPY_DTYPES["bfloat16"])
+    numbers = numbers.reshape(-1, layers, 2, heads, page_size, size).transpose(0, 4, 1, 2, 3, 5)
+    numbers = numbers.reshape(-1, 2 * layers * heads * size)[20::-1]
+    server.maker.close(0)
+    prefix = EmbeddingRows(start=0, rows=numbers.tobytes(), number_format="bfloat16")
+    server.maker.open(0, [*([0] * 21), *PROMPT[21:]], prefix=[prefix], num_prefix=21)
+    for plan in ({0: 6}, *[{0: 1}] * 5):
+        server.maker.step(plan)
+    tokens = [*PROMPT, *server.maker.slots[0].tokens[len(PROMPT) :]]
+    judge.check(tokens, len(PROMPT), GREEDY, margin=MARGIN)
+    assert server.runner.slots[0].prefix == ()
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from tests.support.lora_adapters import write_adapter
-from tests.support.prompt_adapters import write_prompt_adapter
+from tests.support.prompt_adapters import write_prefix_adapter, write_prompt_adapter
+from trioserve.model_files import prompt_adapter
 from trioserve.model_files.prompt_adapter import (
     TENSOR,
+    is_prefix,
     is_prompt_adapter,
     read_prompt_adapter,
 )
@@ -47,7 +49,7 @@ def test_embeddings_are_read_as_they_are(tmp_path: Path, kind: str, dtype: Any) 
 
 def test_other_folders_are_no_prompt_adapters(tmp_path: Path) -> None:
     assert not is_prompt_adapter(tmp_path / "missing")
-    for kind in ("LORA", "PREFIX_TUNING", None):
+    for kind in ("LORA", "CARTRIDGE", None):
         folder = write_adapter(tmp_path / "it", {"peft_type": kind}, {TENSOR: ROWS})
         assert not is_prompt_adapter(folder)
     (tmp_path / "it" / "adapter_config.json").write_text("[")
@@ -91,6 +93,29 @@ def test_tensors_that_aren_t_served(
 ) -> None:
     message = refusal(write_adapter(tmp_path / "it", FIELDS, tensors))
     assert all(word in message for word in words), message
+
+
+def test_keys_and_values_are_those_of_the_model_s_shape(tmp_path: Path) -> None:
+    shape = 3, 2, 4
+    folder = write_prefix_adapter(tmp_path / "it", count=COUNT, kv_shape=shape)
+    assert is_prompt_adapter(folder)
+    assert is_prefix(folder)
+    # The worker may take no embeddings.
+    assert read_prompt_adapter(folder, 0, 100, shape).shape == (COUNT, 48)
+    assert "prefix adapters aren't served with this model" in refusal(folder)
+    for other, word in (
+        ((4, 2, 4), "num_layers = 3: this model has 4"),
+        ((3, 4, 2), "num_attention_heads = 2: this model has 4"),
+        ((3, 2, 8), "token_dim = 8: this model has 16"),
+    ):
+        with pytest.raises(ModelLoadError, match=word):
+            read_prompt_adapter(folder, WIDTH, 100, other)
+
+
+def test_adapters_that_no_message_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_adapter(tmp_path / "it", FIELDS, {TENSOR: ROWS})
+    monkeypatch.setattr(prompt_adapter, "MOST_BYTES", ROWS.nbytes - 1)
+    assert "has more than 0 MiB of virtual tokens" in refusal(folder)
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:

@@ -13,22 +13,24 @@ import trio.testing
 from safetensors.numpy import load_file
 
 from tests.support.front_ends import open_server
-from tests.support.prompt_adapters import write_prompt_adapter
-from trioserve import AdapterNotFound, Completion, EmbeddingsPrompt, Engine
+from tests.support.prompt_adapters import write_prefix_adapter, write_prompt_adapter
+from trioserve import AdapterNotFound, Completion, EmbeddingsPrompt, Engine, InvalidRequest
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests.generation import completion_of
 from trioserve.testing import FakeWorker, WorkerDies
 from trioserve.testing.fake_engine import open_fake_engine
-from trioserve.testing.fake_model import EMBEDDING_WIDTH, embedded_token
+from trioserve.testing.fake_model import EMBEDDING_WIDTH, KV_SHAPE, embedded_token
 
-COUNTS = {"short": 5, "long": 40}
+COUNTS = {"short": 5, "long": 40, "prefix": 22}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
     return {
-        name: write_prompt_adapter(root / name, count=count, width=EMBEDDING_WIDTH, seed=count)
+        name: write_prefix_adapter(root / name, count=count, kv_shape=KV_SHAPE)
+        if name == "prefix"
+        else write_prompt_adapter(root / name, count=count, width=EMBEDDING_WIDTH, seed=count)
         for name, count in COUNTS.items()
     }
 
@@ -78,7 +80,7 @@ async def test_any_company_any_accident(folders: dict[str, Path], autojump_clock
     async with open_fake_engine(lambda: small(script=die, step_time=0.01), **options) as engine:
         async with trio.open_nursery() as nursery:
             for number in range(100):
-                nursery.start_soon(ask, engine, ("short", "long")[number % 2])
+                nursery.start_soon(ask, engine, list(COUNTS)[number % 3])
         assert sum(worker.restarts for worker in engine.workers) > 1
         assert num_shared > 50
         for name in folders:
@@ -105,6 +107,27 @@ async def test_beams_and_embeddings_behind_virtual_tokens(folders: dict[str, Pat
         assert found.prompt_hidden_states is not None
         assert expected.prompt_hidden_states is not None
         assert np.array_equal(found.prompt_hidden_states, expected.prompt_hidden_states[40:])
+
+
+async def test_keys_and_values_are_no_embeddings(folders: dict[str, Path]) -> None:
+    """There are no arrays of the whole prompt: virtual tokens aren't computed."""
+    tail = np.random.default_rng(1).normal(size=(9, EMBEDDING_WIDTH)).astype(np.float32)
+    worker = small()
+    async with open_fake_engine(lambda: worker, lora_modules=modules(folders)) as engine:
+        for fields in ({"beam_width": 3, "n": 2}, {"n": 2}):
+            options: dict[str, Any] = {"adapter": "prefix", "max_tokens": 6, "seed": 1, **fields}
+            found = await engine.complete(EmbeddingsPrompt(tail), **options)
+            again = await engine.complete(EmbeddingsPrompt(tail), **options)
+            assert again.outputs == found.outputs
+            assert again.usage.cached_tokens == 6
+        states: dict[str, Any] = {"adapter": "prefix", "max_tokens": 2}
+        found = await engine.complete([5, 6], **states, return_hidden_states="last")
+        assert found.outputs[0].hidden_states is not None
+        refused = ({"return_hidden_states": "all"}, {"return_context_logits": True})
+        for each in refused:
+            with pytest.raises(InvalidRequest, match="aren't returned with its adapter") as caught:
+                await engine.complete([5, 6], **states, **each)
+            assert caught.value.param == next(iter(each))
 
 
 async def test_unloading_waits_for_what_runs(folders: dict[str, Path]) -> None:
@@ -160,7 +183,7 @@ async def test_front_ends_know_the_lengths(tmp_path: Path, folders: dict[str, Pa
         await server.front_ends[0].server_api.load_adapter("own", str(folders["short"]))
         for front_end in server.front_ends:
             with trio.fail_after(30):
-                while len(front_end.engine.adapters) < 4:
+                while len(front_end.engine.adapters) < len(COUNTS) + 2:
                     await trio.sleep(0.001)
             for name, folder in (*folders.items(), ("own", folders["short"])):
                 found = await front_end.engine.complete(

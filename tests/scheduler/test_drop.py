@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
+import attrs
+import numpy as np
 import trio
 import trio.testing
 
-from tests.support.scheduling import ABORT, Bench
+from tests.support.scheduling import ABORT, Bench, make_request
 from trioserve.protocol import wire
+from trioserve.requests.embedded import PREFIX, ContentIds, EmbeddedSpan
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
+from trioserve.testing.fake_model import KV_SHAPE
 
 PROMPT = list(range(1, 18))
 
@@ -51,6 +57,30 @@ def test_what_another_sequence_reads_is_computed() -> None:
     side.core.abort(sequence, ABORT)
     side.drain()
     assert len(other.output_ids) == other.max_tokens
+
+
+def test_what_an_adapter_s_prefix_writes_is_written() -> None:
+    """Pages of virtual tokens count as computed at once, so others may share them."""
+    side = bench(2)
+    request = make_request(PROMPT)
+    rows = np.zeros((9, 2 * math.prod(KV_SHAPE)), dtype=np.float32)
+    request.put_in_front([attrs.evolve(EmbeddedSpan.of(0, rows, "float32"), kind=PREFIX)])
+    request.name_contents(ContentIds())
+    side.submit([7] * 12, max_tokens=3)
+    side.plan()
+    side.core.submit(request, side.now)
+    side.plan()
+    (sequence,) = request.sequences
+    assert sequence.seq_state.computed == 9
+    assert side.core.drop(sequence) is None
+    side.core.abort(sequence, ABORT)
+    side.drain()
+    again = make_request([*([0] * 9), 50, 51], max_tokens=1)
+    again.put_in_front(request.embedded)
+    again.name_contents(ContentIds())
+    side.core.submit(again, side.now)
+    side.drain()
+    assert again.num_cached_tokens == 9
 
 
 async def test_leaving_spares_the_chunk_that_waits(autojump_clock: trio.testing.MockClock) -> None:

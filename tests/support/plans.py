@@ -174,9 +174,13 @@ class PlanMaker:
         adapter: int = 0,
         embeddings: Sequence[EmbeddingRows] = (),
         grids: Sequence[ImageGrid] = (),
+        prefix: Sequence[EmbeddingRows] = (),
+        num_prefix: int = 0,
     ) -> None:
-        """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already."""
-        computed = len(shared_pages) * self._page_size
+        """Open ``slot`` in the next plan; ``shared_pages`` hold its first tokens already, or it
+        brings those of the first ``num_prefix``.
+        """
+        computed = max(len(shared_pages) * self._page_size, num_prefix)
         self.generations[slot] = self.generations.get(slot, 0) + 1
         self.slots[slot] = _Known(list(tokens), list(shared_pages), computed)
         opened = OpenSlot(
@@ -193,6 +197,7 @@ class PlanMaker:
             adapter=adapter,
             embeddings=list(embeddings),
             grids=list(grids),
+            prefix=list(prefix),
         )
         self._opened.append(opened)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.support.lora_adapters import write_adapter
 
-__all__ = ["PeftModels", "save_with_peft", "write_prompt_adapter"]
+__all__ = ["PeftModels", "save_with_peft", "write_prefix_adapter", "write_prompt_adapter"]
 
 
 def write_prompt_adapter(
@@ -20,6 +20,23 @@ def write_prompt_adapter(
     rows = np.random.default_rng(seed).standard_normal((count, width)).astype(dtype)
     fields = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": count}
     return write_adapter(folder, {**fields, **config}, {"prompt_embeddings": rows})
+
+
+def write_prefix_adapter(
+    folder: Path, *, count: int, kv_shape: Sequence[int], **options: Any
+) -> Path:
+    """Write an adapter with keys and values; ``kv_shape`` is layers, KV heads, numbers of a head.
+
+    ``options`` are those of :func:`write_prompt_adapter`.
+    """
+    layers, heads, size = kv_shape
+    return write_prompt_adapter(
+        folder,
+        count=count,
+        width=2 * layers * heads * size,
+        **{"peft_type": "PREFIX_TUNING", "num_layers": layers, "num_attention_heads": heads},
+        **{"token_dim": heads * size, **options},
+    )
 
 
 def save_with_peft(model: Path, folder: Path, kind: str, count: int) -> Path:

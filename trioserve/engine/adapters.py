@@ -9,10 +9,14 @@ import attrs
 import trio
 
 from trioserve._util.together import all_together
-from trioserve.model_files.prompt_adapter import is_prompt_adapter, read_prompt_adapter
+from trioserve.model_files.prompt_adapter import (
+    is_prefix,
+    is_prompt_adapter,
+    read_prompt_adapter,
+)
 from trioserve.protocol.errors import EngineError, InvalidRequest, ModelLoadError, WorkerLost
 from trioserve.requests.adapters import Adapter, Catalogue
-from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt
+from trioserve.requests.embedded import PREFIX, EmbeddedSpan, EmbeddingsPrompt
 from trioserve.scheduler.adapters import AdapterManager
 from trioserve.scheduler.limits import SchedulerLimits
 
@@ -52,7 +56,7 @@ class EngineAdapters:
         try:
             limits = self._managers()[0].limits
             adapter = await trio.to_thread.run_sync(
-                _with_embeddings, adapter, limits, abandon_on_cancel=True
+                _with_spans, adapter, limits, abandon_on_cancel=True
             )
             # A worker may be added meanwhile.
             while lacking := [each for each in self._managers() if not each.holds(adapter)]:
@@ -107,7 +111,9 @@ class EngineAdapters:
         return None if adapter is None else adapter.name
 
     def spans_of(self, number: int) -> Sequence[EmbeddedSpan]:
-        """Return the embeddings of the prompt adapter with that number; none if it is no such."""
+        """Return what the prompt adapter with that number has of its virtual tokens; nothing if it
+        is no such.
+        """
         adapter = self._find(number)
         return () if adapter is None else adapter.spans
 
@@ -116,8 +122,8 @@ class EngineAdapters:
         return next((adapter for adapter in found if adapter is not None), None)
 
 
-def _with_embeddings(adapter: Adapter, limits: SchedulerLimits) -> Adapter:
-    """Return a prompt adapter with its embeddings, and another one as it is.
+def _with_spans(adapter: Adapter, limits: SchedulerLimits) -> Adapter:
+    """Return a prompt adapter with the rows of its virtual tokens, and another one as it is.
 
     Raises:
         InvalidRequest: The files can't be served.
@@ -126,8 +132,12 @@ def _with_embeddings(adapter: Adapter, limits: SchedulerLimits) -> Adapter:
     if not is_prompt_adapter(folder):
         return adapter
     try:
-        rows = read_prompt_adapter(folder, limits.embedding_width, limits.max_model_len)
+        rows = read_prompt_adapter(
+            folder, limits.embedding_width, limits.max_model_len, limits.kv_shape
+        )
     except ModelLoadError as error:
         raise InvalidRequest(str(error), param="path") from error
     spans = EmbeddingsPrompt(rows).spans(0, 0, len(rows))
+    if is_prefix(folder):
+        spans = [attrs.evolve(each, kind=PREFIX) for each in spans]
     return attrs.evolve(adapter, num_virtual_tokens=len(rows), spans=tuple(spans))

@@ -123,6 +123,11 @@ class ModelConfig:
         )
         return tuple(dict.fromkeys(sizes))
 
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads and numbers of a head."""
+        return self.num_layers, self.num_kv_heads, self.head_dim
+
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None if it has one MLP."""
         has_them = self.experts is not None and self.experts.layers[layer]

@@ -121,6 +121,8 @@ class Ready:
     """The number of stages, which compute a plan one after the other, each another plan."""
     embedding_width: int = 0
     """Width of embeddings that stand in place of tokens; 0 if the worker takes none."""
+    kv_shape: list[int] = attrs.field(factory=list)
+    """Layers, KV heads and numbers of a head; empty if the worker takes no keys and values."""
     hidden_size: int = 0
     """The numbers of a hidden state; 0 if it returns no hidden states and no logits."""
     free_memory: int = 0
@@ -147,7 +149,9 @@ class OpenSlot:
     logits are; -1 for none. ``adapter`` is the number of an adapter loaded by the call
     ``load_adapter``, 0 for none. ``embeddings`` stand in place of those of the tokens, in the order
     of their positions; there are none for what is ``computed``. ``grids`` are those of all images,
-    in the order of their positions, for a model with M-RoPE.
+    in the order of their positions, for a model with M-RoPE. ``prefix`` are keys and values of the
+    last tokens of what is ``computed``, which the worker writes to their pages after the copies:
+    [n, layers, 2, KV heads, numbers of a head], where 0 is a key, as attention reads it.
     """
 
     slot: int
@@ -163,6 +167,7 @@ class OpenSlot:
     adapter: int = 0
     embeddings: list[EmbeddingRows] = attrs.field(factory=list)
     grids: list[ImageGrid] = attrs.field(factory=list)
+    prefix: list[EmbeddingRows] = attrs.field(factory=list)
 
 
 @attrs.frozen(kw_only=True)
@@ -170,12 +175,13 @@ class Plan:
     """Engine to worker: one step's work, as changes to the worker's state.
 
     A worker applies ``closed``, then ``opened``, then the cuts, then the pages, then copies, then
-    computes the rows. Row i computes the next ``row_counts[i]`` tokens of slot ``row_slots[i]``;
-    when that reaches the end of what the slot holds (its own last sampled token included), the row
-    samples one more. Rows stand in the order in which the worker may lay them out; each slot occurs
-    at most once. ``cuts`` are pairs: the block table of the slot keeps so many pages.
-    ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block table of slot i.
-    ``copies`` are pairs: whole pages are copied from the first to the second, one after the other.
+    writes prefixes, then computes the rows. Row i computes the next ``row_counts[i]`` tokens of
+    slot ``row_slots[i]``; when that reaches the end of what the slot holds (its own last sampled
+    token included), the row samples one more. Rows stand in the order in which the worker may lay
+    them out; each slot occurs at most once. ``cuts`` are pairs: the block table of the slot keeps
+    so many pages. ``page_slots`` and ``page_ids`` are parallel: page i is appended to the block
+    table of slot i. ``copies`` are pairs: whole pages are copied from the first to the second, one
+    after the other.
     Numbers from :attr:`Ready.num_pages` on are pages in the host's memory.
 
     A row of more tokens than the slot holds computes the slot's last token, and the worker drafts

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from trioserve.protocol.errors import AdapterNotFound
-from trioserve.requests.embedded import EmbeddedSpan
+from trioserve.requests.embedded import PREFIX, EmbeddedSpan
 
 NO_ADAPTER = 0
 """The number that stands for no adapter."""
@@ -26,9 +26,14 @@ class Adapter:
     path: str
     """The absolute path of its folder."""
     num_virtual_tokens: int = 0
-    """Number of embeddings that it puts in front of a prompt; 0 for a LoRA adapter."""
+    """Number of virtual tokens that it puts in front of a prompt; 0 for a LoRA adapter."""
     spans: tuple[EmbeddedSpan, ...] = attrs.field(default=(), eq=False, repr=False)
-    """Embeddings of these tokens; none in the process of a front end."""
+    """Embeddings of these tokens, or keys and values; none in the process of a front end."""
+
+    @property
+    def has_prefix(self) -> bool:
+        """True if it has keys and values."""
+        return any(span.kind == PREFIX for span in self.spans)
 
 
 THE_MODEL = Adapter(number=NO_ADAPTER, name="", path="")

@@ -26,6 +26,9 @@ END_OF_CONTENT_IDS = 1 << 31
 """The end of what fits a column of int32."""
 SPEECH = "speech"
 """Kind of a span that is the audio of a transcript."""
+PREFIX = "prefix"
+"""Kind of a span with the keys and values of an adapter's virtual tokens: see
+:class:`trioserve.protocol.wire.OpenSlot`."""
 SPAN_ROWS = 16
 """Embeddings that are named together: prompts share their pages as far as such spans are equal."""
 MAX_KNOWN_CONTENTS = 1 << 16
@@ -231,7 +234,7 @@ class EmbeddedSpan:
     number_format: NumberFormat
     kind: str = ""
     """Kind of the medium that they come from; empty if a caller gave them. For :data:`SPEECH`, all
-    later positions need them, too."""
+    later positions need them, too. Those of :data:`PREFIX` are no embeddings."""
     grid: tuple[int, int] | None = None
     """Rows and columns of an image whose tokens the positions are; None if it doesn't matter."""
 
@@ -282,7 +285,16 @@ def take_marks(ids: list[int], given: Sequence[Embedded]) -> list[EmbeddedSpan]:
 
 def rows_after(spans: Sequence[EmbeddedSpan], computed: int) -> list[EmbeddingRows]:
     """Return the embeddings that tokens behind the first ``computed`` ones need."""
-    return [span.after(computed) for span in spans if span.stop > computed or span.kind == SPEECH]
+    return [
+        span.after(computed)
+        for span in spans
+        if span.kind == SPEECH or (span.stop > computed and span.kind != PREFIX)
+    ]
+
+
+def prefix_after(spans: Sequence[EmbeddedSpan], cached: int) -> list[EmbeddingRows]:
+    """Return the keys and values of virtual tokens behind the first ``cached`` tokens."""
+    return [span.after(cached) for span in spans if span.kind == PREFIX and span.stop > cached]
 
 
 def grids_of(spans: Sequence[EmbeddedSpan]) -> list[ImageGrid]:

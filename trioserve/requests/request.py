@@ -37,7 +37,13 @@ import trio
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.protocol.wire import TensorPiece, from_ints
 from trioserve.requests.adapters import NO_ADAPTER
-from trioserve.requests.embedded import ContentIds, EmbeddedMedia, EmbeddedSpan, take_marks
+from trioserve.requests.embedded import (
+    PREFIX,
+    ContentIds,
+    EmbeddedMedia,
+    EmbeddedSpan,
+    take_marks,
+)
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.prompts import Prompt, TokenizedPrompt, embeddings_in
 from trioserve.requests.retention import Retention
@@ -199,6 +205,12 @@ class Request:
         """The ids of the prompt without virtual tokens: those that its caller is told."""
         virtual = self.num_virtual_tokens
         return self.prompt_ids[virtual:] if virtual else self.prompt_ids
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of its virtual tokens if the adapter has their keys and values, else 0."""
+        has_prefix = bool(self.embedded) and self.embedded[0].kind == PREFIX
+        return self.num_virtual_tokens if has_prefix else 0
 
     @property
     def worker_adapter(self) -> int:

@@ -72,10 +72,14 @@ class AdapterManager:
             WorkerLost: The worker was lost while it loaded them.
             EngineError: It couldn't.
         """
-        if adapter.num_virtual_tokens and not self.limits.embedding_width:
-            raise InvalidRequest(
-                f"the worker takes no embeddings, as those of {adapter.path}", param="path"
-            )
+        for needs, takes, what in (
+            (adapter.num_virtual_tokens, self.limits.embedding_width, "embeddings"),
+            (adapter.has_prefix, self.limits.kv_shape, "keys and values"),
+        ):
+            if needs and not takes:
+                raise InvalidRequest(
+                    f"the worker takes no {what}, as those of {adapter.path}", param="path"
+                )
         held = self._held[adapter.number] = HeldAdapter(adapter)
         self._begin_use(held)
         try:

@@ -37,6 +37,8 @@ class SchedulerLimits:
     """Numbers of a hidden state; 0 if the worker returns no hidden states and no logits."""
     embedding_width: int = 0
     """Width of embeddings in a prompt; 0 if the worker takes none."""
+    kv_shape: tuple[int, ...] = ()
+    """Layers, KV heads and numbers of a head; empty if the worker takes no keys and values."""
     max_output_tensor_bytes: int = 0
     num_host_pages: int = 0
     has_disk: bool = False
@@ -67,6 +69,7 @@ class SchedulerLimits:
             vocab_size=ready.vocab_size,
             hidden_size=ready.hidden_size,
             embedding_width=ready.embedding_width,
+            kv_shape=tuple(ready.kv_shape),
             max_output_tensor_bytes=config.max_output_tensor_bytes,
             page_size=ready.page_size,
             num_pages=ready.num_pages,
@@ -213,6 +216,15 @@ def tensors_for(
     if not limits.hidden_size:
         name = params.returned_tensors[0]
         raise InvalidRequest(f"{name} isn't served: this worker returns no arrays", param=name)
+    if request.num_prefix_tokens and (
+        params.return_context_logits or params.return_hidden_states == "all"
+    ):
+        name = "return_context_logits" if params.return_context_logits else "return_hidden_states"
+        raise InvalidRequest(
+            f"{name} asks for arrays of the prompt, which aren't returned with its adapter: it "
+            "has keys and values",
+            param=name,
+        )
     widths = {"hidden_size": limits.hidden_size, "vocab_size": limits.vocab_size}
     sizes = tensor_bytes(params, num_prompt, max_tokens, **widths)
     num_bytes = check_size(sizes, limits.max_output_tensor_bytes)

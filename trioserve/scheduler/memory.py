@@ -130,11 +130,12 @@ class Memory:
         seq_state.cursor = match.nodes[-1] if match.nodes else None
         slot, generation = self.slots.open()
         if copied_from is None:
-            computed = self._copy_begun_page(seq_state, match)
+            seq_state.cached = self._copy_begun_page(seq_state, match)
         else:
-            computed = copied_from.computed
-            for place in range(len(match.nodes), self.limits.pages_for(computed)):
+            seq_state.cached = copied_from.computed
+            for place in range(len(match.nodes), self.limits.pages_for(seq_state.cached)):
                 self.prefix.copies.append((copied_from.pages[place], seq_state.pages[place]))
+        computed = max(seq_state.cached, seq_state.sequence.request.num_prefix_tokens)
         seq_state.enter_slot(self.counts, slot, generation, computed)
         self.counts.room[slot] = len(seq_state.pages) * self.limits.page_size
         seq_state.prompt_logprobs_from = first_logprob(seq_state.sequence)

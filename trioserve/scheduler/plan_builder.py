@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trioserve.protocol import wire
-from trioserve.requests.embedded import grids_of, rows_after
+from trioserve.requests.embedded import grids_of, prefix_after, rows_after
 from trioserve.requests.logprobs import PromptLogprobs
 from trioserve.requests.request import Sequence, State
 from trioserve.scheduler.sequence_state import NO_LOGPROBS, SequenceState
@@ -131,7 +131,8 @@ class PlanBuilder:
         tokens = request.prompt_column() + wire.from_ints(sequence.output_ids)
         embeddings = rows_after(request.embedded, seq_state.computed)
         self._opened_bytes += len(tokens) + len(msgspec.msgpack.encode(sequence.sampler))
-        self._opened_bytes += sum(len(each.rows) for each in embeddings)
+        prefix = prefix_after(request.embedded, seq_state.cached)
+        self._opened_bytes += sum(len(each.rows) for each in (*embeddings, *prefix))
         self._opened.append(
             wire.OpenSlot(
                 slot=seq_state.slot,
@@ -147,6 +148,7 @@ class PlanBuilder:
                 adapter=seq_state.adapter,
                 embeddings=embeddings,
                 grids=grids_of(request.embedded),
+                prefix=prefix,
             )
         )
 

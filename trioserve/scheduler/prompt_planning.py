@@ -215,12 +215,12 @@ class PromptPlanner:
         """Move a waiting sequence into a slot, and give it its first row."""
         self._state.memory.enter(seq_state, match)
         self._state.counters.prefix_cache_queries += seq_state.length
-        self._state.counters.prefix_cache_hits += seq_state.computed
+        self._state.counters.prefix_cache_hits += seq_state.cached
         self._state.admit(seq_state)
         request = seq_state.sequence.request
         if request.times.first_scheduled is None:
             request.times.first_scheduled = now
-            request.num_cached_tokens = seq_state.computed
+            request.num_cached_tokens = seq_state.cached
         builder.open(seq_state)
         self.compute_next(seq_state, builder)
 

@@ -69,6 +69,8 @@ class SequenceState:
     """Number of slots that it has had."""
     pages: list[int] = attrs.field(factory=list)
     """Block table."""
+    cached: int = 0
+    """Number of tokens whose keys and values were there when it entered its slot."""
     cursor: Node | None = None
     """Deepest node of the prefix tree on the path that ``pages`` begins with."""
     _counts: TokenCounts | None = attrs.field(init=False, default=None, repr=False)
@@ -202,6 +204,7 @@ class SequenceState:
         self._left_in = self.last_plan
         counts.close(self.slot, self.sequence.sampler.stop_ids)
         self.enter_slot(counts, slot, generation, computed)
+        self.cached = computed
         counts.room[slot] = room
         self.prompt_logprobs_from = NO_LOGPROBS  # the whole prompt is computed
 

@@ -114,8 +114,14 @@ def prompt_piece(
     )
 
 
+KV_SHAPE = (2, 1, 3)
+"""Layers, KV heads and numbers of a head of the keys and values that a fake worker takes."""
+
+
 def embedded_token(row: npt.NDArray[Any]) -> int:
-    """Return the token that stands for an embedding [E]: a digest, which no vocabulary has."""
+    """Return the token that stands for an embedding [E], or for keys and values: a digest, which no
+    vocabulary has.
+    """
     return FIRST_CONTENT_ID + zlib.crc32(row.tobytes()) % FIRST_CONTENT_ID
 
 

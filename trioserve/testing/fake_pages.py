@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from trioserve.protocol.wire import OpenSlot, ints
 from trioserve.requests.embedded import FIRST_CONTENT_ID
-from trioserve.testing.fake_model import EMBEDDING_WIDTH, digests_of, embedded_token
+from trioserve.testing.fake_model import EMBEDDING_WIDTH, KV_SHAPE, digests_of, embedded_token
 
 Content = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]
 """Tokens and digests of a page."""
@@ -76,12 +77,19 @@ class FakePages:
     def _pages(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return column.reshape(-1, self._page_size)
 
-    def tokens_of(self, opened: OpenSlot) -> list[int]:
-        """Return the tokens of a sequence that begins, with those that stand for embeddings."""
+    def tokens_of(self, opened: OpenSlot, origin: np.uint64) -> list[int]:
+        """Return the tokens of a sequence that begins, with those that stand for embeddings.
+
+        Keys and values that it brings are written; ``origin`` is its initial digest.
+        """
         tokens = ints(opened.tokens).copy()
         for each in opened.embeddings:
             found = [embedded_token(row) for row in each.numbers(EMBEDDING_WIDTH)]
             tokens[each.start : each.start + len(found)] = found
+        for each in opened.prefix:
+            found = [embedded_token(row) for row in each.numbers(2 * math.prod(KV_SHAPE))]
+            stop = each.start + len(found)
+            self.write(found, self.places(ints(opened.pages).tolist(), stop), origin)
         places = self.places(ints(opened.pages).tolist(), opened.computed)
         cached = self._tokens[places]
         own = tokens[: opened.computed]

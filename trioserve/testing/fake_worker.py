@@ -36,6 +36,7 @@ from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_faults import Script, StepFails, WorkerDies
 from trioserve.testing.fake_model import (
     EMBEDDING_WIDTH,
+    KV_SHAPE,
     TokenFunction,
     adapter_shift,
     draw,
@@ -131,6 +132,7 @@ class FakeWorker:
             max_row_tokens=self.max_row_tokens,
             num_stages=self.num_stages,
             embedding_width=EMBEDDING_WIDTH,
+            kv_shape=list(KV_SHAPE),
             hidden_size=HIDDEN_SIZE,
         )
         return attrs.evolve(ready, **changes)
@@ -192,10 +194,12 @@ class FakeWorker:
         for opened in plan.opened:
             assert 0 <= opened.slot < self.max_num_seqs, f"there is no slot {opened.slot}"
             assert opened.slot not in self.slots, f"slot {opened.slot} is opened twice"
+            if opened.prefix:
+                own.add(_list(opened.pages)[opened.computed // self.page_size])
             self._pages.check_begun(_list(opened.pages), opened.computed, own)
             slot = self.slots[opened.slot] = FakeSlot(
                 generation=opened.generation,
-                tokens=self._pages.tokens_of(opened),
+                tokens=self._pages.tokens_of(opened, self._origin(opened.adapter)),
                 prompt_length=opened.prompt_length,
                 computed=opened.computed,
                 pages=_list(opened.pages),
@@ -205,6 +209,8 @@ class FakeWorker:
                 states_from=opened.states_from,
                 context_logits_from=opened.context_logits_from,
             )
+            if opened.prefix:
+                self._check_pages_written(slot, opened.prefix[0].start, opened.computed)
             assert slot.adapter == 0 or slot.adapter in self.adapters, "there is no such adapter"
             assert 0 <= slot.computed < len(slot.tokens), "nothing is left to compute"
             assert 0 < slot.prompt_length <= len(slot.tokens)
@@ -253,12 +259,12 @@ class FakeWorker:
         """Compute the tokens of ``slot`` before ``stop``; sample the next one if these are all."""
         start = slot.computed
         places = self._pages.places(slot.pages, stop)
-        self._pages.write(slot.tokens[start:stop], places, self._origin(slot))
+        self._pages.write(slot.tokens[start:stop], places, self._origin(slot.adapter))
         slot.computed = stop
         if stop < len(slot.tokens):
             return []
         assert slot.adapter == 0 or slot.adapter in self.adapters, "its adapter was unloaded"
-        context = self._pages.read(places, self._origin(slot))
+        context = self._pages.read(places, self._origin(slot.adapter))
         assert context == slot.tokens, "a page holds other tokens than its sequence"
         token = draw(self.token, context, slot.sampler, self.vocab_size)
         if slot.adapter and token >= 0:
@@ -311,9 +317,9 @@ class FakeWorker:
         """Return the duration of ``call``, in seconds."""
         return self.call_time(call) if callable(self.call_time) else self.call_time
 
-    def _origin(self, slot: FakeSlot) -> np.uint64:
+    def _origin(self, adapter: int) -> np.uint64:
         """Return the initial digest of a sequence, which depends on weights and adapter."""
-        return np.uint64(zlib.crc32(self.weights.encode()) | slot.adapter << 48)
+        return np.uint64(zlib.crc32(self.weights.encode()) | adapter << 48)
 
     def swap_weights(self, weights: str) -> None:
         """Compute with ``weights`` from the next step on."""

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
+from gpu._util.errors import summarize
 from gpu.models.parallel.stage_link import StageLink
-from gpu.slots import summarize
 from trioserve.protocol.errors import ModelLoadError
 
 EXIT_RANK_LOST = 4

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from gpu._util.errors import summarize
 from gpu.cpu.cache_pages import choose_cpu_pages
 from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.loading import refuse_cache_format
@@ -22,7 +23,7 @@ from gpu.models.transformers_models.packing import pack, record_called_linears
 from gpu.models.transformers_models.probing import probe_layers, refusal
 from gpu.models.transformers_models.reading import read_model, version
 from gpu.sampling.adjustments import Adjuster
-from gpu.slots import SlotTable, summarize
+from gpu.slots import SlotTable
 from trioserve.model_files import ModelFiles, TransformersConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice

@@ -23,9 +23,9 @@ from typing import Any
 import attrs
 import msgspec
 
+from gpu._util.errors import summarize
 from gpu._util.logs import set_up_logging
 from gpu._util.pipes import read_message, write_message
-from gpu.slots import summarize
 from trioserve.model_files import open_model
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.priority import lower_priority
