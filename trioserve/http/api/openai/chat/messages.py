@@ -53,17 +53,26 @@ class EmbedsPart(
     ]
 
 
-class ImageUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The place of an image."""
+class MediaPlace(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The place of an audio clip or a video."""
 
     url: Annotated[
         Text,
         about(
-            "A data URL, the image's base64, or an http or https URL of a host that "
-            "`--allowed-media-domains` names."
+            "A data URL, base64, or an http or https URL of a host that `--allowed-media-domains` "
+            "names."
         ),
     ]
+
+
+class ImageUrl(MediaPlace, forbid_unknown_fields=True, kw_only=True):
+    """The place of an image."""
+
     detail: Annotated[Any, hint()] = None
+
+
+def _source_of(given: MediaPlace | str) -> str:
+    return given if isinstance(given, str) else given.url
 
 
 class ImageUrlPart(
@@ -77,7 +86,7 @@ class ImageUrlPart(
     @property
     def url(self) -> str:
         """The image's URL or base64."""
-        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+        return _source_of(self.image_url)
 
 
 class NamedImage(ImageUrlPart, kw_only=True, tag="image_url"):
@@ -108,42 +117,18 @@ class InputAudioPart(
         return self.input_audio.data
 
 
-class AudioUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The place of an audio clip."""
-
-    url: Annotated[
-        Text,
-        about(
-            "A data URL, the clip's base64, or an http or https URL of a host that "
-            "`--allowed-media-domains` names."
-        ),
-    ]
-
-
 class AudioUrlPart(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="audio_url"
 ):
     """An audio clip in a user's message, in vLLM's form."""
 
-    audio_url: Annotated[AudioUrl | Text, about("The clip.")]
+    audio_url: Annotated[MediaPlace | Text, about("The clip.")]
     uuid: Annotated[Any, hint()] = None
 
     @property
     def source(self) -> str:
         """The clip's URL or base64."""
-        return self.audio_url if isinstance(self.audio_url, str) else self.audio_url.url
-
-
-class VideoUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The place of a video."""
-
-    url: Annotated[
-        Text,
-        about(
-            "A data URL, the video's base64, or an http or https URL of a host that "
-            "`--allowed-media-domains` names."
-        ),
-    ]
+        return _source_of(self.audio_url)
 
 
 class VideoUrlPart(
@@ -151,13 +136,13 @@ class VideoUrlPart(
 ):
     """A video in a user's message, in vLLM's form."""
 
-    video_url: Annotated[VideoUrl | Text, about("The video.")]
+    video_url: Annotated[MediaPlace | Text, about("The video.")]
     uuid: Annotated[Any, hint()] = None
 
     @property
     def source(self) -> str:
         """The video's URL or base64."""
-        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+        return _source_of(self.video_url)
 
 
 class MessageFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
