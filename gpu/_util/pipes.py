@@ -1,10 +1,12 @@
-"""Messages through the pipes of a child process: MessagePack with a length of four bytes before."""
+"""Messages through the pipes of a child process."""
 
 from __future__ import annotations
 
 from typing import IO, Any
 
 import msgspec
+
+from trioserve.protocol.frames import framed, read_frame
 
 
 def write_message(target: IO[bytes], message: Any) -> None:
@@ -13,9 +15,7 @@ def write_message(target: IO[bytes], message: Any) -> None:
     Raises:
         BrokenPipeError: The reader has ended.
     """
-    body = msgspec.msgpack.encode(message)
-    target.write(len(body).to_bytes(4, "little"))
-    target.write(body)
+    target.write(framed(message))
     target.flush()
 
 
@@ -25,9 +25,4 @@ def read_message(source: IO[bytes]) -> Any:
     Raises:
         EOFError: The input ends before or within it.
     """
-    head = source.read(4)
-    size = int.from_bytes(head, "little")
-    body = source.read(size)
-    if len(head) < 4 or len(body) < size:
-        raise EOFError
-    return msgspec.msgpack.decode(body)
+    return msgspec.msgpack.decode(read_frame(source))

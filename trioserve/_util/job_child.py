@@ -1,6 +1,6 @@
-"""The child's side of :mod:`~trioserve._util.job_processes`: messages, limits and forks.
+"""The child's side of :mod:`~trioserve._util.job_processes`: limits and forks.
 
-Messages are MessagePack over the standard streams; each follows its length in four bytes.
+Messages are frames (:mod:`trioserve.protocol.frames`) over the standard streams.
 """
 
 from __future__ import annotations
@@ -16,47 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NoReturn
 
-import msgspec
-
 from trioserve.protocol.priority import lower_priority
 
-HEAD = 4
-"""Size of the length in front of a message, in bytes."""
 NUM_FORK_FDS = 3
 """Descriptors that a new fork gets: its standard input, its standard output, its memory."""
 READY, FORK, FORKED = b"ready", b"fork", b"forked"
 """Packets between the server and the process that forks."""
-
-
-def framed(message: msgspec.Struct) -> bytes:
-    """Return ``message`` as bytes with its length.
-
-    Raises:
-        TypeError, ValueError, OverflowError, RecursionError: MessagePack can't encode it.
-    """
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEAD, "little") + body
-
-
-def read_message(source: IO[bytes]) -> bytes:
-    """Return the next message, without its length.
-
-    Raises:
-        EOFError: It is missing or incomplete.
-    """
-    return read_bytes(source, int.from_bytes(read_bytes(source, HEAD), "little"))
-
-
-def read_bytes(source: IO[bytes], size: int) -> bytes:
-    """Return the next ``size`` bytes.
-
-    Raises:
-        EOFError: There are fewer.
-    """
-    received = source.read(size)
-    if len(received) < size:
-        raise EOFError
-    return received
 
 
 def go_behind(niceness: int) -> None:

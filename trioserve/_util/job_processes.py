@@ -20,8 +20,8 @@ from typing import Any
 import trio
 
 from trioserve._util.child_process import end_child
-from trioserve._util.job_child import HEAD
 from trioserve.protocol.errors import EngineError
+from trioserve.protocol.frames import HEAD
 
 CHUNK = 1 << 20
 """Most bytes that are read or encoded at once."""

@@ -14,13 +14,12 @@ from typing import Any
 import msgspec
 
 from trioserve._util.job_child import (
-    framed,
     go_behind,
     limit_memory,
     limit_processor_time,
-    read_message,
 )
 from trioserve.protocol.errors import InvalidRequest, ModelLoadError
+from trioserve.protocol.frames import framed, read_frame
 from trioserve.text.chat_template import ChatTemplate
 
 NICENESS = 5
@@ -61,10 +60,10 @@ def main() -> None:
     go_behind(NICENESS)
     limit_memory(MAX_MEMORY)
     try:
-        setup = msgspec.msgpack.decode(read_message(source), type=Setup)
+        setup = msgspec.msgpack.decode(read_frame(source), type=Setup)
         template = ChatTemplate(setup.source, **setup.tokens)
         while True:
-            job = msgspec.msgpack.decode(read_message(source), type=RenderJob)
+            job = msgspec.msgpack.decode(read_frame(source), type=RenderJob)
             limit_processor_time(MAX_SECONDS)
             target.write(framed(_rendered(template, job)))
             target.flush()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from trioserve._util.job_child import framed
 from trioserve._util.job_processes import JobLost, JobProcess, JobProcesses
 from trioserve.observability.logs import get_logger
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.frames import framed
 from trioserve.text.chat_template import ChatTemplate, ConversationFields
 from trioserve.text.template_child import MAX_MEMORY, MAX_SECONDS, Rendered, RenderJob, Setup
 

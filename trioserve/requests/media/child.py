@@ -21,15 +21,13 @@ import msgspec
 import numpy as np
 
 from trioserve._util.job_child import (
-    framed,
     go_behind,
     limit_memory,
     limit_processor_time,
-    read_bytes,
-    read_message,
     serve_forks,
 )
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.protocol.frames import framed, read_bytes, read_frame
 from trioserve.requests.media.audio import DEFAULT_RATE, decode_audio
 from trioserve.requests.media.images import decode_image, image_of_pixels, import_decoders
 from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
@@ -65,7 +63,7 @@ def memory_of(setup: MediaSetup) -> int:
 def main() -> None:
     """Load what the jobs need, and fork."""
     os.dup2(2, 1)  # Nothing reads what a library prints.
-    setup = msgspec.msgpack.decode(read_message(sys.stdin.buffer), type=MediaSetup)
+    setup = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=MediaSetup)
     reader = PartReader(setup)
     go_behind(NICENESS)
     serve_forks(int(sys.argv[1]), functools.partial(answer_jobs, reader, memory_of(setup)))
@@ -86,7 +84,7 @@ def answer_jobs(
     limit_memory(max_memory)
     with contextlib.suppress(EOFError, MemoryError):
         while True:
-            job = msgspec.msgpack.decode(read_message(source), type=MediaJob)
+            job = msgspec.msgpack.decode(read_frame(source), type=MediaJob)
             payload = read_bytes(source, job.size)
             limit_processor_time(MAX_SECONDS)
             target.write(framed(reader.answer(job, payload, memory)))

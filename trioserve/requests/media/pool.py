@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import trio
 
-from trioserve._util.job_child import framed
 from trioserve._util.job_processes import JobProcess, JobProcesses
 from trioserve._util.job_server import JobServer
 from trioserve.observability.logs import get_logger
+from trioserve.protocol.frames import framed
 from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
 from trioserve.requests.media.sources import Payload
 
