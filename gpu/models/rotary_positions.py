@@ -2,8 +2,11 @@
 
 Each rotary frequency turns by one of the three, which are the same for a token of text. Those of an
 image's tokens begin at the position behind the text before it; rows and columns then count up, and
-the time stands still. The text behind an image goes on at the largest position plus one. So it
-has smaller positions than places in the sequence.
+the time stands still. In a video, the time counts up from frame to frame. The text behind either
+goes on at the largest position plus one. So it has smaller positions than places in the sequence.
+
+The models were trained so. transformers 5 leaves the time out where the text goes on, and so has
+other positions behind a video that is longer than its frames are wide.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ Positions = npt.NDArray[np.int64]
 def positions_of(rows: Sequence[Row]) -> Positions | None:
     """Return the rotary positions of the tokens of ``rows``, one row after the other.
 
-    None if they are the tokens' places in their sequences, because no row has an image.
+    None if they are the tokens' places in their sequences, because no row has an image or a video.
     """
     if not any(row.slot.grids for row in rows):
         return None
@@ -36,7 +39,7 @@ def positions_of(rows: Sequence[Row]) -> Positions | None:
 def rotary_positions(grids: Sequence[ImageGrid], start: int, stop: int) -> Positions:
     """Return the rotary positions of the tokens from ``start`` to before ``stop``.
 
-    ``grids`` are the images of their sequence, in order.
+    ``grids`` are the images and videos of their sequence, in order.
     """
     positions = np.arange(start, stop)[:, None].repeat(3, axis=1)
     for grid in grids:
@@ -47,10 +50,11 @@ def rotary_positions(grids: Sequence[ImageGrid], start: int, stop: int) -> Posit
             places = np.arange(first, last) - grid.start
             inside = positions[first - start : last - start]
             inside -= places[:, None]
-            inside[:, 1] += places // grid.columns
-            inside[:, 2] += places % grid.columns
-        num_positions = max(grid.rows, grid.columns)
-        positions[max(grid.stop - start, 0) :] += num_positions - (grid.stop - grid.start)
+            frames, rest = np.divmod(places, grid.rows * grid.columns)
+            inside[:, 0] += grid.times[frames]
+            inside[:, 1] += rest // grid.columns
+            inside[:, 2] += rest % grid.columns
+        positions[max(grid.stop - start, 0) :] += grid.num_positions - (grid.stop - grid.start)
     return positions
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,8 +19,8 @@ import transformers
 import trio
 
 from tests.engine import audio_over_http, video_over_http
+from tests.support import qwen_inputs, smolvlm_inputs
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
-from tests.support.smolvlm_inputs import NUM_FRAMES, smolvlm_inputs
 from tests.support.tiny_audio import AUDIO_FAMILIES, TOKENS, make_audio_model
 from tests.support.tiny_media import IMAGE_TEXTS, MEDIA_FAMILIES, image, make_media_model, png
 from tests.support.tiny_speech import wav
@@ -46,11 +47,10 @@ TIGHT: dict[str, Any] = {
     "max_num_batched_tokens": 16,
 }
 """Prompts are cut in the middle of media, and there are too few pages for all."""
-LIMITS: dict[str, Any] = {
-    "limit_mm_per_prompt": '{"image": 2, "audio": 2, "video": 2}',
-    "media_io_kwargs": f'{{"video": {{"num_frames": {NUM_FRAMES}}}}}',
-}
+LIMITS: dict[str, Any] = {"limit_mm_per_prompt": '{"image": 2, "audio": 2, "video": 2}'}
 TOLERANCE = 2e-4
+VIDEO_TOKEN = "<|video_pad|>"
+"""Qwen's token for videos."""
 Content = Sequence[str | bytes | PIL.Image.Image | AudioPart | VideoPart]
 CONVERSATIONS: list[Content] = [
     ["What is this?", image(1)],
@@ -71,9 +71,12 @@ FILMS: list[Content] = [
     ["What happens?", SHORT],
     [SHORT, SHORT, "twice"],
 ]
-REFUSED_FILMS: list[tuple[Content, str, str]] = [
+REFUSED_VIDEOS: list[tuple[Content, str, str]] = [
     (["see", VideoPart(b"no video")], "unknown format", "messages[0].content[1]"),
     ([SHORT, image(1), SHORT, SHORT], "--limit-mm-per-prompt", "messages[0].content[3]"),
+]
+REFUSED_FILMS: list[tuple[Content, str, str]] = [
+    *REFUSED_VIDEOS,
     (["a text with <video> in it", SHORT], "which stands for videos", "messages"),
     (["a text with <image> in it", SHORT], "stands for embeddings", "messages"),
 ]
@@ -101,6 +104,12 @@ class Model:
     """Asserts that HTTP serves the model; None if that of another one is enough."""
     text: str = ""
     """Text that the template prints for an image."""
+    frames: str = '{"video": {"num_frames": 2}}'
+    """Frames that are taken of a video."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**LIMITS, "media_io_kwargs": self.frames}
 
 
 def make_model(family: str, folder: Path) -> Model:
@@ -109,11 +118,15 @@ def make_model(family: str, folder: Path) -> Model:
         return Model(made, "<image>", FILMS, REFUSED_FILMS, 100, served)
     if family not in AUDIO_FAMILIES:
         made, text = make_media_model(family, folder), IMAGE_TEXTS[family]
-        token = "<|image_pad|>" if family.startswith("qwen") else text
         written: Content = [f"a text with {text} in it", image(1)]
-        refused = [*REFUSED_IMAGES, (written, "which stands for images", "messages")]
+        stands = (written, "which stands for images", "messages")
+        if family.startswith("qwen"):
+            frames = json.dumps({"fps": qwen_inputs.FPS, "num_frames": qwen_inputs.NUM_FRAMES})
+            refused = [*REFUSED_VIDEOS, stands]
+            sampling = f'{{"video": {frames}}}'
+            return Model(made, "<|image_pad|>", FILMS, refused, 40, text=text, frames=sampling)
         pages = 18 if family == "llava" else 32
-        return Model(made, token, CONVERSATIONS, refused, pages, text=text)
+        return Model(made, text, CONVERSATIONS, [*REFUSED_IMAGES, stands], pages, text=text)
     longest = 1.0 if family == "qwen2_audio" else 2.3
     spoken: list[Content] = [
         ["What is said?", AudioPart(wav(1, 0.7))],
@@ -166,7 +179,12 @@ class Reference:
         model_class: Any = getattr(transformers, config.architectures[0])
         self.model = model_class.from_pretrained(model.folder, dtype=torch.float32).eval()
         self.processor: Any = load_processor(model.folder)
-        self.placeholder = self.processor.tokenizer.convert_tokens_to_ids(model.token)
+        tokens = [model.token, VIDEO_TOKEN] if self.is_qwen else [model.token]
+        self.placeholders = self.processor.tokenizer.convert_tokens_to_ids(tokens)
+
+    @property
+    def is_qwen(self) -> bool:
+        return "Qwen2VL" in type(self.processor).__name__
 
     def inputs_of(self, content: Content) -> Any:
         """Return the processor's result for a conversation."""
@@ -184,8 +202,8 @@ class Reference:
         inputs = self.inputs_of(content)
         limits = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None}
         inputs.pop("token_type_ids", None)
-        suppressed = [self.placeholder]
-        found = self.model.generate(**inputs, **limits, suppress_tokens=suppressed, pad_token_id=0)
+        suppressed = {"suppress_tokens": self.placeholders}
+        found = self.model.generate(**inputs, **limits, **suppressed, pad_token_id=0)
         return found[0, inputs["input_ids"].shape[1] :].tolist()
 
     def check(self, content: Content, completion: Completion) -> None:
@@ -193,28 +211,30 @@ class Reference:
         inputs = self.inputs_of(content)
         prompt, usage = inputs["input_ids"][0].tolist(), completion.usage
         assert list(completion.prompt_token_ids) == prompt
-        assert usage.image_tokens + usage.audio_tokens == prompt.count(self.placeholder)
+        num_placeholders = sum(prompt.count(token) for token in self.placeholders)
+        assert usage.image_tokens + usage.audio_tokens == num_placeholders
         tokens = torch.tensor([completion.token_ids])
         count = inputs["input_ids"].shape[1]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        types = inputs.pop("mm_token_type_ids", None)
         inputs.pop("token_type_ids", None)
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(tokens)], 1)
+        if self.is_qwen:
+            inputs["position_ids"] = qwen_inputs.qwen_positions(self.model, inputs)
         with torch.inference_mode():
             logits = self.model(**inputs).logits[0]
         expected = logits[count - 1 : -1].log_softmax(-1)
         told = [entry.logprob for entry in completion.outputs[0].logprobs or ()]
         own = expected.gather(1, tokens[0][:, None])[:, 0]
-        expected[:, self.placeholder] = -torch.inf
+        expected[:, self.placeholders] = -torch.inf
         assert told == pytest.approx(own.tolist(), abs=TOLERANCE)
         assert (expected.max(-1).values - own).max() < TOLERANCE
 
     def _inputs(self, text: str, media: Sequence[Any]) -> Any:
         options = {"return_tensors": "pt", "add_special_tokens": False}
         if "SmolVLM" in type(self.processor).__name__:
-            return smolvlm_inputs(self.processor, text, media)
+            return smolvlm_inputs.smolvlm_inputs(self.processor, text, media)
+        if self.is_qwen:
+            return qwen_inputs.qwen_inputs(self.processor, text, media)
         clips = [each for each in media if isinstance(each, AudioPart)]
         if media and not clips:
             return self.processor(text=text, images=media, **options)
@@ -235,7 +255,8 @@ class Reference:
 
 def without_token(engine: Engine, model: Model) -> dict[str, Any]:
     """Return the fields of greedy answers without tokens of media."""
-    return {**GREEDY, "logit_bias": {engine.tokenizer.token_of(model.token): -100.0}}
+    tokens = [engine.tokenizer.token_of(token) for token in (model.token, VIDEO_TOKEN)]
+    return {**GREEDY, "logit_bias": {token: -100.0 for token in tokens if token is not None}}
 
 
 async def answers(engine: Engine, model: Model) -> list[Completion]:
@@ -260,7 +281,7 @@ async def answers(engine: Engine, model: Model) -> list[Completion]:
 async def test_answers_are_those_of_transformers(model: Model) -> None:
     """Together, in chunks and preempted, and again with cached pages."""
     reference = Reference(model)
-    options = {"num_gpu_blocks_override": model.num_pages, **TIGHT, **LIMITS}
+    options = {"num_gpu_blocks_override": model.num_pages, **TIGHT, **model.options}
     async with open_tiny_engine(model.folder, **options) as engine:
         for _ in range(2):
             found = await answers(engine, model)
@@ -280,7 +301,7 @@ async def test_answers_are_those_of_transformers(model: Model) -> None:
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl"], indirect=True)
 async def test_compiled_kernels_give_the_same_bits_whatever_happens(model: Model) -> None:
     """Alone, beside others, with cached pages, and after the worker was killed."""
-    options = {"dtype": "bfloat16", "num_threads": 2, **LIMITS}
+    options = {"dtype": "bfloat16", "num_threads": 2, **model.options}
     async with open_tiny_engine(model.folder, **options) as engine:
         await assert_refused(engine, model)
         alone = [

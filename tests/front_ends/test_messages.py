@@ -42,6 +42,7 @@ from trioserve.front_ends.wire_errors import ErrorMessage, error_of, fault_of
 from trioserve.observability.metrics import Metrics
 from trioserve.observability.metrics.snapshot import MetricsSnapshot, add_up, filled, snapshot_of
 from trioserve.protocol import errors, wire
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.errors import (
     ContextTooLong,
     EngineError,
@@ -145,11 +146,13 @@ def test_an_update_survives(
     number=numbers,
 )
 def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], number: int) -> None:
+    spans = EmbeddingsPrompt(np.ones((20, 3), np.float16)).spans(2, 0, 20)
+    grid = ImageGrid(start=2, rows=1, columns=2, frames=8, interval=0.5)
     submit = Submit(
         number=number,
         id="req-1",
         prompt_column=wire.from_ints(prompt_ids),
-        embedded=EmbeddingsPrompt(np.ones((20, 3), np.float16)).spans(2, 0, 20),
+        embedded=[attrs.evolve(spans[0], grid=grid), *spans[1:]],
         params=params,
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,

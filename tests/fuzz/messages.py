@@ -24,6 +24,7 @@ from trioserve.front_ends.messages import (
     encode,
 )
 from trioserve.protocol import wire
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.errors import WorkerLost
 from trioserve.protocol.grammar import Grammar
 from trioserve.protocol.sampling import SamplerParams, SamplingParams
@@ -70,11 +71,12 @@ def _check_front_end_message(data: bytes) -> None:
 
 
 def _front_end_messages() -> list[bytes]:
+    (embedded,) = EmbeddingsPrompt(np.ones((2, 3), np.float16)).spans(1, 0, 2)
     submit = Submit(
         number=1,
         id="req-1",
         prompt_column=wire.from_ints([5, 6, 7]),
-        embedded=EmbeddingsPrompt(np.ones((2, 3), np.float16)).spans(1, 0, 2),
+        embedded=[attrs.evolve(embedded, grid=ImageGrid(start=1, rows=1, columns=2))],
         params=SamplingParams(n=2, stop=("a",), grammar=Grammar("regex", "a+")),
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,

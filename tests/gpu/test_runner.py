@@ -218,8 +218,8 @@ def opened(**changes: Any) -> OpenSlot:
     return OpenSlot(**fields, **columns, sampler=GREEDY)
 
 
-def image(start: int, rows: int, columns: int) -> ImageGrid:
-    return ImageGrid(start=start, rows=rows, columns=columns)
+def image(start: int, rows: int, columns: int, **more: Any) -> ImageGrid:
+    return ImageGrid(start=start, rows=rows, columns=columns, **more)
 
 
 def rows(**counts: int) -> dict[str, bytes]:
@@ -247,6 +247,8 @@ class TestSlotTable:
         ("image", lambda: Plan(number=1, opened=[opened(grids=[image(3, 1, 3)])]), "an image"),
         ("images", lambda: Plan(number=1, opened=[opened(grids=[image(0, 1, 3), image(2, 1, 1)])]),
          "an image where it has no tokens"),
+        ("video", lambda: Plan(number=1, opened=[opened(
+            grids=[image(0, 1, 2, interval=4, frames=2)])]), "more positions than tokens"),
         ("page", lambda: Plan(number=1, opened=[opened(pages=[8])]), "page 8 of 8"),
         ("pages", lambda: Plan(number=1, opened=[opened(pages=[1, 2, 3, 4])]), "more pages"),
         ("stray page", lambda: Plan(number=1, page_slots=from_ints([0]), page_ids=from_ints([1])),

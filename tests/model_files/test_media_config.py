@@ -39,9 +39,12 @@ def test_fields_of_the_decoder_may_stand_where_a_decoder_has_them(
     assert nested.native.mrope_section == (8, 12, 12)
     assert nested.media is not None
     assert nested.media.merge_size == 2
+    assert nested.media.tokens_per_second == 4
+    assert nested.media.token_ids["video"] == values["video_token_id"]
     text = values.pop("text_config")
     rope = text.pop("rope_parameters")
-    del values["vision_config"]["spatial_merge_size"]
+    for name in ("spatial_merge_size", "tokens_per_second"):
+        del values["vision_config"][name]
     rope["type"] = "mrope"
     del rope["rope_type"]
     write(folder, {**text, **values, "rope_scaling": rope})

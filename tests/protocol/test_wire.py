@@ -66,7 +66,7 @@ MESSAGES: list[wire.Message] = [
                     extra_args={"target": [1, "x", None]},
                 ),
                 prompt_logprobs_from=1,
-                grids=[ImageGrid(start=0, rows=1, columns=2)],
+                grids=[ImageGrid(start=0, rows=1, columns=2, frames=3, interval=0.5)],
             )
         ],
         page_slots=wire.from_ints([1]),

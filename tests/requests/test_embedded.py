@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import random
 
+import attrs
 import numpy as np
 import pytest
 import trio
 import trio.testing
 
 from trioserve import EmbeddingsPrompt
-from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 from trioserve.protocol.sampling import SamplerParams
 from trioserve.requests import embedded
 from trioserve.requests.embedded import (
@@ -55,7 +56,11 @@ def test_equal_contents_have_equal_ids_and_others_have_others() -> None:
 
 def test_an_image_with_another_grid_is_another_content() -> None:
     rows = EmbeddingRows(start=0, rows=ROWS[:6].tobytes(), number_format="float32")
-    grids = ((2, 3), (3, 2), None)
+    grids = [
+        *(ImageGrid(start=0, rows=rows, columns=6 // rows) for rows in (2, 3)),
+        *(ImageGrid(start=0, rows=1, columns=2, frames=3, interval=i) for i in (1.0, 1.5)),
+        None,
+    ]
     images = [
         EmbeddedMedia(
             kind="image",
@@ -69,12 +74,14 @@ def test_an_image_with_another_grid_is_another_content() -> None:
     ]
     ids = [5, *(mark for index, each in enumerate(images) for mark in each.marks(index))]
     found = take_marks(ids, images)
-    assert ids == [5, *[1, *[7] * 6, 2] * 3]
-    assert [(span.start, span.stop) for span in found] == [(2, 8), (10, 16), (18, 24)]
-    assert len({span.digest for span in found}) == 3
-    assert [(each.start, each.rows, each.columns) for each in grids_of(found)] == [
-        (2, 2, 3),
-        (10, 3, 2),
+    assert ids == [5, *[1, *[7] * 6, 2] * 5]
+    starts = [2, 10, 18, 26, 34]
+    assert [(span.start, span.stop) for span in found] == [(each, each + 6) for each in starts]
+    assert len({span.digest for span in found}) == 5
+    assert grids_of(found) == [
+        attrs.evolve(grid, start=start)
+        for grid, start in zip(grids, starts, strict=True)
+        if grid is not None
     ]
 
 

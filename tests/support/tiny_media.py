@@ -80,6 +80,8 @@ def make_media_model(family: str, folder: Path) -> Path:
     if family == "qwen2_vl":
         _write_as_qwen_does(folder / "config.json")
     template = TEMPLATE.replace("<image>", IMAGE_TEXTS[family])
+    if is_qwen:
+        template = template.replace("<video>", QWEN_IMAGE.replace("image", "video"))
     (folder / "chat_template.jinja").write_text(template)
     return folder
 

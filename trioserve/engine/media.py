@@ -47,6 +47,7 @@ class ModelMedia:
             texts=media.texts,
             width=media.width,
             merge_size=media.merge_size,
+            tokens_per_second=media.tokens_per_second,
         ).embed
 
     def speech_reader(self, encoder: MediaEncoder) -> SpeechReader | None:

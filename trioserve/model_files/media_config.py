@@ -18,8 +18,11 @@ from trioserve.model_files.common_fields import architecture_of
 from trioserve.model_files.fields import Fields
 from trioserve.protocol.errors import ModelLoadError
 
-_QWEN_CLASSES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-"""Classes whose decoder rotates by the rows and columns of an image."""
+_QWEN_2_5 = "Qwen2_5_VLForConditionalGeneration"
+_QWEN_CLASSES = ("Qwen2VLForConditionalGeneration", _QWEN_2_5)
+"""Classes whose decoder rotates by the rows and columns of an image, and by a video's times."""
+_QWEN_VIDEO = 151656
+"""transformers' default of their token for videos."""
 MEDIA_CLASSES = (
     "Idefics3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -101,6 +104,8 @@ class MediaConfig:
     merge_size: int = 0
     """Number of an image's patches, down and across, that become one embedding. 0 if the decoder
     doesn't need to know how the embeddings lie in the image."""
+    tokens_per_second: int = 0
+    """Number of rotary positions for each second of a video; 0 if a frame takes one."""
 
 
 def reads_media(values: Mapping[str, Any]) -> bool:
@@ -130,17 +135,21 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     if architecture in _VIDEO_TEXTS:
         token_ids["video"] = token_ids["image"]
         texts["video"] = _VIDEO_TEXTS[architecture]
-    merge_size = 0
+    merge_size = tokens_per_second = 0
     if architecture in _QWEN_CLASSES:
         vision = values.get("vision_config")
-        given = vision if isinstance(vision, dict) else {}
-        merge_size = Fields(path, given, {}).integer("spatial_merge_size", 2)
+        of_vision = Fields(path, vision if isinstance(vision, dict) else {}, {})
+        merge_size = of_vision.integer("spatial_merge_size", 2)
+        token_ids["video"] = fields.integer("video_token_id", _QWEN_VIDEO)
+        if architecture == _QWEN_2_5:
+            tokens_per_second = of_vision.integer("tokens_per_second", 4)
     return MediaConfig(
         architecture=architecture,
         width=width,
         token_ids=token_ids,
         texts=texts,
         merge_size=merge_size,
+        tokens_per_second=tokens_per_second,
     )
 
 

@@ -1,4 +1,4 @@
-"""Embeddings in a prompt: rows that stand in place of those of its tokens, and grids of images."""
+"""Embeddings in a prompt: rows that stand in place of those of its tokens, and their grids."""
 
 from __future__ import annotations
 
@@ -38,17 +38,37 @@ class EmbeddingRows:
 
 @attrs.frozen(kw_only=True)
 class ImageGrid:
-    """Tokens of a prompt that are the rows and columns of an image, row after row."""
+    """Tokens of a prompt that are the rows and columns of an image, row after row.
+
+    Those of a video are the images of its frames, one after another.
+    """
 
     start: int
     """Position of the first one in the prompt."""
     rows: int
     columns: int
+    frames: int = 1
+    interval: float = 1.0
+    """Rotary positions from one frame to the next."""
 
     @property
     def stop(self) -> int:
         """Position behind the last one."""
-        return self.start + self.rows * self.columns
+        return self.start + self.frames * self.rows * self.columns
+
+    @property
+    def times(self) -> npt.NDArray[np.int64]:
+        """Rotary positions of the frames, from 0 on.
+
+        Models are trained with the products of float32.
+        """
+        products = np.arange(self.frames, dtype=np.float32) * np.float32(self.interval)
+        return products.astype(np.int64)
+
+    @property
+    def num_positions(self) -> int:
+        """Number of rotary positions before that of the token behind it."""
+        return max(self.rows, self.columns, int(self.times[-1]) + 1)
 
 
 def find_misfit(
@@ -58,7 +78,8 @@ def find_misfit(
 
     Args:
         embeddings: Embeddings in place of its tokens, each to be ``width`` numbers.
-        grids: Images among its tokens, to be in order.
+        grids: Images and videos among its tokens, to be in order. None may have more rotary
+            positions than tokens, so that there are angles for all of them.
     """
     for each in embeddings:
         try:
@@ -71,5 +92,7 @@ def find_misfit(
     for grid in grids:
         if not end <= grid.start < grid.stop <= num_tokens:
             return "an image where it has no tokens"
+        if grid.num_positions > grid.stop - grid.start:
+            return "an image with more positions than tokens"
         end = grid.stop
     return ""

@@ -120,8 +120,8 @@ class EmbeddedMedia:
     """Digest of its content."""
     rows: EmbeddingRows
     """Embeddings of all placeholders, in order."""
-    grid: tuple[int, int] | None = None
-    """Rows and columns of the placeholders, which are neighbors; None if it doesn't matter."""
+    grid: ImageGrid | None = None
+    """Grid of the placeholders, which are neighbors, from 0 on; None if it doesn't matter."""
     token: str = ""
     """Text that stands for it in a prompt; empty for that of the placeholder."""
     text: str = ""
@@ -152,8 +152,7 @@ class EmbeddedMedia:
     def spans(self, start: int, first: int, count: int) -> list[EmbeddedSpan]:
         """See :meth:`EmbeddingsPrompt.spans`; there is one, because media are whole."""
         width = len(self.rows.rows) // self.num_placeholders
-        numbers = (first, count, *(self.grid or ()))
-        part = self.digest + b"".join(each.to_bytes(4, "little") for each in numbers)
+        part = f"{first} {count} {self.grid}".encode() + self.digest
         return [
             EmbeddedSpan(
                 start=start,
@@ -162,7 +161,7 @@ class EmbeddedMedia:
                 rows=self.rows.rows[first * width : (first + count) * width],
                 number_format=self.rows.number_format,
                 kind=self.kind,
-                grid=self.grid,
+                grid=None if self.grid is None else attrs.evolve(self.grid, start=start),
             )
         ]
 
@@ -235,8 +234,8 @@ class EmbeddedSpan:
     kind: str = ""
     """Kind of the medium that they come from; empty if a caller gave them. For :data:`SPEECH`, all
     later positions need them, too. Those of :data:`PREFIX` are no embeddings."""
-    grid: tuple[int, int] | None = None
-    """Rows and columns of an image whose tokens the positions are; None if it doesn't matter."""
+    grid: ImageGrid | None = None
+    """Grid of an image or a video whose tokens the positions are; None if it doesn't matter."""
 
     @classmethod
     def of(
@@ -298,12 +297,8 @@ def prefix_after(spans: Sequence[EmbeddedSpan], cached: int) -> list[EmbeddingRo
 
 
 def grids_of(spans: Sequence[EmbeddedSpan]) -> list[ImageGrid]:
-    """Return the grids of images among ``spans``."""
-    return [
-        ImageGrid(start=span.start, rows=span.grid[0], columns=span.grid[1])
-        for span in spans
-        if span.grid is not None
-    ]
+    """Return the grids of images and videos among ``spans``."""
+    return [span.grid for span in spans if span.grid is not None]
 
 
 @attrs.define(eq=False)

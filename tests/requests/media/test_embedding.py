@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
@@ -14,7 +15,7 @@ import trio.testing
 
 from tests.support.metric_samples import value
 from trioserve.observability.metrics import Metrics
-from trioserve.protocol.embeddings import EmbeddingRows
+from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 from trioserve.protocol.errors import (
     CallFailed,
     EngineError,
@@ -31,7 +32,7 @@ from trioserve.requests.media.encoder import (
     WorkerMediaEncoder,
 )
 from trioserve.requests.media.encoding import INLINE_BYTES, EncoderClient
-from trioserve.requests.media.parts import ImagePart, MediaPart
+from trioserve.requests.media.parts import ImagePart, MediaPart, VideoPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 
 PLACEHOLDER, WIDTH = 7, 2
@@ -195,3 +196,34 @@ async def test_lost_workers_and_errors(autojump_clock: trio.testing.MockClock) -
         assert refused.value.param == "part 0"
     with pytest.raises(InvalidRequest, match="its processor is of another model"):
         await attrs.evolve(embedder(Worker()), merge_size=2).embed(parts(b"a"))
+
+
+async def test_the_grid_of_a_video_is_that_of_its_frames_and_seconds(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    class VideoReader:
+        """A reader of videos of three pairs of frames, each of which is half a second."""
+
+        async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+            arrays = {
+                "image_grid_thw": np.array([[3, 2, 4]]),
+                "second_per_grid_ts": np.array([0.5], np.float32),
+            }
+            return [ProcessedMedia("video", b"v", [7] * 6, arrays, 6)]
+
+    async def call(name: str, arguments: msgspec.Raw, *, one: bool) -> Any:
+        return {"rows": bytes(6 * WIDTH * 4), "number_format": "float32"}
+
+    base = embedder(cast(Worker, SimpleNamespace(call=call)))
+    media = attrs.evolve(
+        base, reader=cast(MediaReader, VideoReader()), placeholders={"video": 7}, merge_size=2
+    )
+    film = [("film", VideoPart(b"film"))]
+    wanted = ImageGrid(start=0, rows=1, columns=2, frames=3)
+    (found,) = await media.embed(film)
+    assert found.grid == wanted
+    (found,) = await attrs.evolve(media, tokens_per_second=5).embed(film)
+    assert found.grid == attrs.evolve(wanted, interval=2.5)
+    with pytest.raises(InvalidRequest, match="6 tokens are too few for the 7 positions") as refused:
+        await attrs.evolve(media, tokens_per_second=6).embed(film)
+    assert refused.value.param == "film"

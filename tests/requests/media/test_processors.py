@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.media_files import encoded, noise, tone
+from tests.support.qwen_inputs import video_inputs
 from tests.support.tiny_processors import (
     BEGINNING,
     idefics3,
@@ -110,6 +111,36 @@ def test_a_video_is_its_frames_unsplit_with_their_times(tmp_path: Path) -> None:
     )
     assert part.token_ids == direct.tokenizer(part.text, add_special_tokens=False)["input_ids"]
     assert part.num_placeholder_tokens == 12
+
+
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
+@pytest.mark.parametrize("settings", [{}, {"min_pixels": 12 * 28 * 28}])
+def test_a_video_of_qwen_s_models_is_what_transformers_makes_of_it(
+    settings: dict[str, int], tmp_path: Path
+) -> None:
+    images = qwen2_vl(tmp_path)
+    if settings:
+        written = {**settings, "video_processor_type": "Qwen2VLVideoProcessor"}
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(written))
+        images = type(images)(**settings)
+    frames = [noise(60, 90, seed=number) for number in range(5)]
+    video = Video(2.5, iter(zip((0.0, 0.5, 1.0, 1.5, 2.0), frames, strict=True)))
+    part = MediaProcessor(str(tmp_path), {}).of_video(video)
+    wanted = video_inputs(images, frames, 2.5)
+    for name, other in (
+        ("pixel_values", "pixel_values_videos"),
+        ("image_grid_thw", "video_grid_thw"),
+    ):
+        assert part.arrays[name] == pytest.approx(wanted[other].numpy(), abs=1e-6)
+    assert part.arrays["second_per_grid_ts"] == wanted["second_per_grid_ts"].numpy() == 1
+    num_tokens = wanted["video_grid_thw"].prod() // 4
+    assert (
+        len(part.token_ids) == part.num_placeholder_tokens == num_tokens == (45 if settings else 18)
+    )
+    assert len(set(part.token_ids)) == 1
+    two = Video(2.5, iter([(0.0, frames[0])]))
+    bounds = {"min_pixels": 28 * 28, "max_pixels": 28 * 28}
+    assert len(MediaProcessor(str(tmp_path), bounds).of_video(two).token_ids) == 1
 
 
 def test_videos_have_settings_of_their_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import attrs
 
 from trioserve._util.together import all_together
 from trioserve.observability.metrics import Metrics
+from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.embedded_parts import PLURALS
@@ -31,6 +32,7 @@ class MediaEmbedder:
         width: Width of an embedding.
         merge_size: Patches, down and across, that become one embedding of an image, if the decoder
             has to know how its embeddings lie; 0 if not.
+        tokens_per_second: Rotary positions for each second of a video; 0 if a frame takes one.
     """
 
     reader: MediaReader
@@ -40,6 +42,7 @@ class MediaEmbedder:
     texts: Mapping[str, str] = attrs.field(factory=dict)
     width: int
     merge_size: int = 0
+    tokens_per_second: int = 0
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
         """Return the embeddings of a prompt's media, in order.
@@ -67,11 +70,17 @@ class MediaEmbedder:
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
         rows = await self.client.embeddings_of(processed, name)
         found, wanted = len(rows.numbers(self.width)), processed.num_placeholder_tokens
-        grid = _grid_of(processed, self.merge_size) if self.merge_size else None
-        if found != wanted or (grid is not None and grid[0] * grid[1] != wanted):
+        grid = self._grid_of(processed) if self.merge_size else None
+        if found != wanted or (grid is not None and grid.stop != wanted):
             raise InvalidRequest(
                 f"{name}: the model's tower gives {found} embeddings for {wanted} tokens, so its "
                 "processor is of another model",
+                param=name,
+            )
+        if grid is not None and grid.num_positions > wanted:
+            raise InvalidRequest(
+                f"{name}: the video's {wanted} tokens are too few for the {grid.num_positions} "
+                "positions that its seconds take: --media-io-kwargs can have more frames taken",
                 param=name,
             )
         return EmbeddedMedia(
@@ -85,11 +94,19 @@ class MediaEmbedder:
             text=processed.text,
         )
 
-
-def _grid_of(processed: ProcessedMedia, merge_size: int) -> tuple[int, int]:
-    """Return the rows and columns of an image's embeddings; (0, 0) if they aren't known."""
-    patches = processed.arrays.get("image_grid_thw")
-    if patches is None or patches.shape != (1, 3):
-        return 0, 0
-    _, height, width = patches[0].tolist()
-    return height // merge_size, width // merge_size
+    def _grid_of(self, processed: ProcessedMedia) -> ImageGrid:
+        """Return the grid of a part's embeddings; an empty one if it isn't known."""
+        patches = processed.arrays.get("image_grid_thw")
+        if patches is None or patches.shape != (1, 3):
+            return ImageGrid(start=0, rows=0, columns=0)
+        frames, height, width = patches[0].tolist()
+        interval = 1.0
+        if processed.kind == "video" and self.tokens_per_second:
+            interval = float(self.tokens_per_second * processed.arrays["second_per_grid_ts"][0])
+        return ImageGrid(
+            start=0,
+            rows=height // self.merge_size,
+            columns=width // self.merge_size,
+            frames=frames,
+            interval=interval,
+        )

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from trioserve.requests.media.videos import Video
 
-_CLASS = "SmolVLMProcessor"
 _FILES = (("processor_config.json", "video_processor"), ("video_preprocessor_config.json", None))
 """Files that have the settings for videos, and the fields in which they have them, as transformers
 looks for them. Without either, the settings are those for images."""
@@ -22,12 +21,42 @@ _SETTINGS = frozenset(
     (
         *("do_resize", "size", "max_image_size", "resample", "do_rescale", "rescale_factor"),
         *("do_normalize", "image_mean", "image_std", "do_pad"),
+        *("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"),
     )
 )
 """Settings for videos that images have as well."""
 
 
-class FrameProcessor:
+class FrameProcessor(Protocol):
+    """Makes arrays and tokens of a video."""
+
+    token_kind: ClassVar[str]
+    """Kind of media whose token the embeddings of frames stand at."""
+
+    def __call__(self, video: Video) -> dict[str, Any]:
+        """Return the arrays of a video by name, its ``input_ids``, and their ``text`` if it counts.
+
+        Raises:
+            Refused: The video is damaged.
+        """
+        ...
+
+
+def frame_processor_of(
+    processor: Any, folder: Path, arguments: Mapping[str, Any]
+) -> FrameProcessor | None:
+    """Return that of a model's processor; None if the model reads no videos.
+
+    Args:
+        processor: The processor.
+        folder: Its folder.
+        arguments: Arguments for each call (``--mm-processor-kwargs``).
+    """
+    made = _CLASSES.get(type(processor).__name__)
+    return None if made is None else made(processor, folder, arguments)
+
+
+class SmolFrameProcessor:
     """Makes arrays and a text of a video for SmolVLM: each frame is an image that isn't split.
 
     Args:
@@ -36,24 +65,15 @@ class FrameProcessor:
         arguments: Arguments for each call (``--mm-processor-kwargs``).
     """
 
+    token_kind: ClassVar[str] = "image"
+
     def __init__(self, processor: Any, folder: Path, arguments: Mapping[str, Any]) -> None:
         self._processor = processor
         known = {name: value for name, value in arguments.items() if name in _SETTINGS}
         self._settings = {**_settings_in(folder), **known, "do_image_splitting": False}
 
-    @classmethod
-    def of(
-        cls, processor: Any, folder: Path, arguments: Mapping[str, Any]
-    ) -> FrameProcessor | None:
-        """Return that of a processor; None if its model reads no videos."""
-        return cls(processor, folder, arguments) if type(processor).__name__ == _CLASS else None
-
     def __call__(self, video: Video) -> dict[str, Any]:
-        """Return the arrays of a video by name, its ``text``, and the text's ``input_ids``.
-
-        Raises:
-            Refused: The video is damaged.
-        """
+        """See :meth:`FrameProcessor.__call__`."""
         from transformers.video_utils import VideoMetadata
 
         times: list[Any] = []
@@ -73,6 +93,65 @@ class FrameProcessor:
         text = self._processor.replace_video_token({**arrays, "video_metadata": [metadata]}, 0)
         ids = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {**arrays, "text": text, "input_ids": ids}
+
+
+class QwenFrameProcessor:
+    """Makes arrays of a video for Qwen2-VL and Qwen2.5-VL, whose patches are those of pairs.
+
+    The part for images makes the patches of each frame. The names of the arrays are those of
+    images, because the tower takes both alike.
+
+    Args:
+        processor: The model's processor.
+        folder: Its folder.
+        arguments: Arguments for each call (``--mm-processor-kwargs``).
+    """
+
+    token_kind: ClassVar[str] = "video"
+
+    def __init__(self, processor: Any, folder: Path, arguments: Mapping[str, Any]) -> None:
+        self._token = processor.video_token_id
+        self._arguments = dict(arguments)
+        settings = _settings_in(folder)
+        images = processor.image_processor
+        self._images = type(images)(**settings) if settings else images
+
+    def __call__(self, video: Video) -> dict[str, Any]:
+        """See :meth:`FrameProcessor.__call__`. An odd last frame comes twice."""
+        depth, pixels = self._setting("temporal_patch_size"), self._setting("patch_size") ** 2
+        alone = {**self._arguments, "temporal_patch_size": 1}
+        count = 0
+        frames: list[Any] = []  # [patches, channels, pixels] of each, those of one pair
+        pairs = []
+        for _, image in video.frames:
+            found = self._images(images=[image], return_tensors="np", **alone)
+            grid, patches = found["image_grid_thw"], found["pixel_values"]
+            frames.append(patches.reshape(len(patches), -1, pixels))
+            count += 1
+            if len(frames) == depth:
+                pairs.append(np.stack(frames, axis=2))
+                frames.clear()
+        if frames:
+            frames += frames[-1:] * (depth - len(frames))
+            pairs.append(np.stack(frames, axis=2))
+        grid[0, 0] = len(pairs)
+        num_tokens = int(grid.prod()) // self._setting("merge_size") ** 2
+        return {
+            "pixel_values": np.concatenate(pairs).reshape(len(pairs) * len(patches), -1),
+            "image_grid_thw": grid,
+            "second_per_grid_ts": np.array([depth * video.duration / count], np.float32),
+            "input_ids": [self._token] * num_tokens,
+        }
+
+    def _setting(self, name: str) -> int:
+        return int(self._arguments.get(name, getattr(self._images, name)))
+
+
+_CLASSES: Mapping[str, type[SmolFrameProcessor] | type[QwenFrameProcessor]] = {
+    "SmolVLMProcessor": SmolFrameProcessor,
+    "Qwen2VLProcessor": QwenFrameProcessor,
+    "Qwen2_5_VLProcessor": QwenFrameProcessor,
+}
 
 
 def _settings_in(folder: Path) -> dict[str, Any]:

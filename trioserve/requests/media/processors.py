@@ -16,7 +16,7 @@ import numpy as np
 
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.requests.media.audio import DEFAULT_RATE, Samples
-from trioserve.requests.media.frames import FrameProcessor
+from trioserve.requests.media.frames import frame_processor_of
 from trioserve.requests.media.processor_loading import load_processor
 from trioserve.requests.media.refusals import Refused
 from trioserve.requests.media.videos import Video
@@ -81,7 +81,7 @@ class MediaProcessor:
         self.reads_images = hasattr(self._processor, "image_processor") or hasattr(
             self._processor, "image_mean"
         )
-        self._frames = FrameProcessor.of(self._processor, Path(folder), arguments)
+        self._frames = frame_processor_of(self._processor, Path(folder), arguments)
         if not self.reads_images and self._extractor is None:
             raise ModelLoadError(f"the processor in {folder} is none of images or audio")
         self._check_arguments()
@@ -136,7 +136,7 @@ class MediaProcessor:
         frames = self._frames
         if frames is None:
             raise Refused("the model reads no videos")
-        return self._result(lambda: frames(video), "video")
+        return self._result(lambda: frames(video), "video", frames.token_kind)
 
     def _call(self, kind: str, media: dict[str, Any], more: dict[str, Any]) -> ProcessedPart:
         tokenizer = getattr(self._processor, "tokenizer", None)
@@ -150,7 +150,7 @@ class MediaProcessor:
             raise Refused(f"the {kind} is too short or too small for the model")
         return found
 
-    def _result(self, call: Any, kind: str) -> ProcessedPart:
+    def _result(self, call: Any, kind: str, token_kind: str = "") -> ProcessedPart:
         try:
             found = call()
             ids = [int(each) for each in np.asarray(found.get("input_ids", ())).reshape(-1)]
@@ -164,8 +164,7 @@ class MediaProcessor:
         for name, array in arrays.items():
             if array.dtype.kind not in "fiub":
                 raise Refused(f"the model's processor gives no numbers for {name}")
-        # Frames of a video are images.
-        token = self._placeholder_id("image" if kind == "video" else kind)
+        token = self._placeholder_id(token_kind or kind)
         return ProcessedPart(ids, ids.count(token), arrays, found.get("text", ""))
 
     def _placeholder_id(self, kind: str) -> int:
