@@ -47,6 +47,8 @@ TIGHT: dict[str, Any] = {
     "max_num_batched_tokens": 16,
 }
 """Prompts are cut in the middle of media, and there are too few pages for all."""
+TOGETHER: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 19, "max_num_seqs": 4}
+"""A step has just room for the 16 tokens of an image that come together, beside decodes."""
 LIMITS: dict[str, Any] = {"limit_mm_per_prompt": '{"image": 2, "audio": 2, "video": 2}'}
 TOLERANCE = 2e-4
 VIDEO_TOKEN = "<|video_pad|>"
@@ -107,6 +109,9 @@ class Model:
     frames: str = '{"video": {"num_frames": 2}}'
     """Frames that are taken of a video."""
 
+    tight: dict[str, Any] = TIGHT
+    """Options with which prompts are cut into chunks."""
+
     @property
     def options(self) -> dict[str, Any]:
         return {**LIMITS, "media_io_kwargs": self.frames}
@@ -125,6 +130,12 @@ def make_model(family: str, folder: Path) -> Model:
             refused = [*REFUSED_VIDEOS, stands]
             sampling = f'{{"video": {frames}}}'
             return Model(made, "<|image_pad|>", FILMS, refused, 40, text=text, frames=sampling)
+        if family == "gemma3":
+            soft: Content = ["a text with <image_soft_token> in it", image(1)]
+            refused = [*REFUSED_IMAGES, stands, (soft, "stands for embeddings", "messages")]
+            return Model(
+                *(made, "<image_soft_token>", CONVERSATIONS, refused, 9), text=text, tight=TOGETHER
+            )
         pages = 18 if family == "llava" else 32
         return Model(made, text, CONVERSATIONS, [*REFUSED_IMAGES, stands], pages, text=text)
     longest = 1.0 if family == "qwen2_audio" else 2.3
@@ -186,6 +197,10 @@ class Reference:
     def is_qwen(self) -> bool:
         return "Qwen2VL" in type(self.processor).__name__
 
+    @property
+    def is_gemma(self) -> bool:
+        return "Gemma" in type(self.processor).__name__
+
     def inputs_of(self, content: Content) -> Any:
         """Return the processor's result for a conversation."""
         template = self.processor.tokenizer.chat_template or self.processor.chat_template
@@ -201,7 +216,8 @@ class Reference:
         """Return the greedy output, without tokens of media."""
         inputs = self.inputs_of(content)
         limits = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None}
-        inputs.pop("token_type_ids", None)
+        if not self.is_gemma:
+            inputs.pop("token_type_ids", None)
         suppressed = {"suppress_tokens": self.placeholders}
         found = self.model.generate(**inputs, **limits, **suppressed, pad_token_id=0)
         return found[0, inputs["input_ids"].shape[1] :].tolist()
@@ -217,7 +233,9 @@ class Reference:
         count = inputs["input_ids"].shape[1]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        inputs.pop("token_type_ids", None)
+        types = inputs.pop("token_type_ids", None)
+        if self.is_gemma and types is not None:
+            inputs["token_type_ids"] = torch.cat([types, torch.zeros_like(tokens)], 1)
         if self.is_qwen:
             inputs["position_ids"] = qwen_inputs.qwen_positions(self.model, inputs)
         with torch.inference_mode():
@@ -281,7 +299,7 @@ async def answers(engine: Engine, model: Model) -> list[Completion]:
 async def test_answers_are_those_of_transformers(model: Model) -> None:
     """Together, in chunks and preempted, and again with cached pages."""
     reference = Reference(model)
-    options = {"num_gpu_blocks_override": model.num_pages, **TIGHT, **model.options}
+    options = {"num_gpu_blocks_override": model.num_pages, **model.tight, **model.options}
     async with open_tiny_engine(model.folder, **options) as engine:
         for _ in range(2):
             found = await answers(engine, model)
@@ -290,12 +308,24 @@ async def test_answers_are_those_of_transformers(model: Model) -> None:
         if model.conversations is CONVERSATIONS:
             assert list(found[1].token_ids) == reference.generate(CONVERSATIONS[1], 20)
         assert engine.statistics().scheduler.num_preemptions > 0
+        if reference.is_gemma:
+            await check_prefix_within_image(engine, model, reference)
         if model.served is not None:
             tokens = await tokens_of_a_killed_worker(engine, model, without_token(engine, model))
             assert tokens == found[1].token_ids
             await assert_refused(engine, model)
             await model.served(engine)
         await assert_idle(engine)
+
+
+async def check_prefix_within_image(engine: Engine, model: Model, reference: Reference) -> None:
+    """Assert that an answer is right whose cached prefix ends within an image."""
+    for question in ("What is this?", "Another question"):
+        content = [image(4), question]
+        completion = await engine.complete(messages_of(content), **without_token(engine, model))
+        reference.check(content, completion)
+    first = list(completion.prompt_token_ids).index(reference.placeholders[0])
+    assert first < completion.usage.cached_tokens < first + 16
 
 
 @pytest.mark.parametrize("model", ["llava", "qwen2_5_vl"], indirect=True)

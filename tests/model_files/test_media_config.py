@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_media import make_media_model
-from trioserve.model_files import open_model
+from trioserve.model_files import TransformersConfig, open_model
 from trioserve.model_files.media_config import text_tensor
 from trioserve.protocol.errors import ModelLoadError
 
@@ -80,6 +80,27 @@ def test_sections_that_cannot_be_are_refused(
     write(folder, values)
     with pytest.raises(ModelLoadError, match=told):
         open_model(folder)
+
+
+def test_fields_of_gemma_3_may_be_missing(tmp_path: Path) -> None:
+    make_media_model("gemma3", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    text = values["text_config"]
+    for name in ("vocab_size", "max_position_embeddings", "eos_token_id", "architectures"):
+        text.pop(name, None)
+    del values["mm_tokens_per_image"]
+    write(tmp_path, {**values, "eos_token_id": [1, 106]})
+    files = open_model(tmp_path)
+    assert isinstance(files.config, TransformersConfig)
+    assert files.config.architecture == "Gemma3ForCausalLM"
+    assert (files.config.vocab_size, files.config.max_position_embeddings) == (262208, 131072)
+    assert {1, 106} <= set(files.config.eos_token_ids)
+    media = files.media
+    assert media is not None
+    assert (media.tokens_together, media.width) == (256, 256)
+    assert (media.token_ids, media.texts) == ({"image": 258}, {"image": "<start_of_image>"})
+    with pytest.raises(ModelLoadError, match="Gemma3ForCausalLM isn't served"):
+        open_model(tmp_path, "native")
 
 
 def test_names_of_the_decoder_s_tensors() -> None:

@@ -51,14 +51,24 @@ _QWEN_TEXT: dict[str, Any] = {
         "mrope_section": [8, 12, 12],
     },
 }
+_GEMMA_TEXT: dict[str, Any] = {
+    **DECODER,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 12,
+    "initializer_range": 0.02,
+}
+"""Its window is shorter than an image. With larger embeddings it would predict its last token."""
 _CONFIGS = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}
-MEDIA_FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl")
+MEDIA_FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "gemma3")
 IMAGE_TEXTS = {
     "llava": "<image>",
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
+    "gemma3": "<start_of_image>",
 }
 """Text that the template of each family prints for an image."""
 
@@ -87,10 +97,19 @@ def make_media_model(family: str, folder: Path) -> Path:
 
 
 def _config(family: str, folder: Path) -> Any:
-    """Write the processor of LLaVA, Idefics 3 or SmolVLM, and return the model's configuration."""
+    """Write the processor of a family but Qwen's, and return the model's configuration."""
     import transformers
 
     processor = getattr(tiny_processors, family)(folder)
+    if family == "gemma3":
+        return transformers.Gemma3Config(
+            text_config=_GEMMA_TEXT,
+            vision_config={**_TOWER, "image_size": 32, "patch_size": 4},
+            mm_tokens_per_image=16,
+            image_token_index=processor.tokenizer.image_token_id,
+            boi_token_index=processor.tokenizer.boi_token_id,
+            eoi_token_index=processor.tokenizer.eoi_token_id,
+        )
     token = processor.tokenizer.convert_tokens_to_ids("<image>")
     if family == "llava":
         vision: dict[str, Any] = {**_TOWER, "image_size": 28, "patch_size": 14}

@@ -16,8 +16,11 @@ IDEFICS_TOKENS = (
 QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-def tokenizer(*special_tokens: str) -> Any:
-    """Return a tokenizer of bytes that puts ``<s>`` in front of a text."""
+def tokenizer(*special_tokens: str, **named_tokens: str) -> Any:
+    """Return a tokenizer of bytes that puts ``<s>`` in front of a text.
+
+    A processor knows ``named_tokens``, in place of the other special tokens, by their names.
+    """
     import transformers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -32,7 +35,7 @@ def tokenizer(*special_tokens: str) -> Any:
         tokenizer_object=inner,
         bos_token=BEGINNING,
         pad_token=BEGINNING,
-        additional_special_tokens=list(special_tokens),
+        extra_special_tokens=named_tokens or list(special_tokens),
     )
 
 
@@ -61,6 +64,21 @@ def smolvlm(folder: Path) -> Any:
     config = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
     (folder / "processor_config.json").write_text(json.dumps(config))
     return load_processor(folder)
+
+
+def gemma3(folder: Path) -> Any:
+    """Write a processor that puts line breaks around an image, and return it."""
+    import transformers
+
+    words = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>"}
+    words["eoi_token"] = "<end_of_image>"
+    made = transformers.Gemma3Processor(
+        transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        tokenizer(**words),
+        image_seq_length=16,
+    )
+    made.save_pretrained(folder)
+    return made
 
 
 def llava(folder: Path, side: int = 28, patch: int = 14) -> Any:

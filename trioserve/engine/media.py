@@ -48,6 +48,7 @@ class ModelMedia:
             width=media.width,
             merge_size=media.merge_size,
             tokens_per_second=media.tokens_per_second,
+            tokens_together=media.tokens_together,
         ).embed
 
     def speech_reader(self, encoder: MediaEncoder) -> SpeechReader | None:

@@ -26,7 +26,7 @@ from trioserve.model_files.config import (
 from trioserve.model_files.experts import read_experts
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_file, read_object
-from trioserve.model_files.media_config import HEADS, reads_media, text_values
+from trioserve.model_files.media_config import HEADS, other_decoder, reads_media, text_values
 from trioserve.model_files.native import refused_by_tokenizers
 from trioserve.model_files.sentence_modules import MODULES
 from trioserve.model_files.shards import read_shards
@@ -129,7 +129,7 @@ def has_family(values: Mapping[str, Any]) -> bool:
     """Return True if trioserve itself implements the family in config.json."""
     architecture = architecture_of(values)
     if reads_media(values):
-        return True
+        return other_decoder(values) is None
     if architecture is None:
         return values.get("model_type") in FAMILIES.values()
     return architecture in FAMILIES or architecture in _BARE_MODELS

@@ -1,4 +1,5 @@
-"""Models that read images or audio: a tower of transformers' before a decoder of this project.
+"""Models that read images or audio: a tower of transformers' before a decoder of this project, or
+before one of transformers.
 
 config.json has the decoder's fields in ``text_config``, and the decoder's tensors have a prefix
 that tells them from the tower's. transformers has changed the prefixes over time. Older files of
@@ -23,7 +24,11 @@ _QWEN_CLASSES = ("Qwen2VLForConditionalGeneration", _QWEN_2_5)
 """Classes whose decoder rotates by the rows and columns of an image, and by a video's times."""
 _QWEN_VIDEO = 151656
 """transformers' default of their token for videos."""
+_GEMMA = "Gemma3ForConditionalGeneration"
+_OTHER_DECODERS = {_GEMMA: "Gemma3ForCausalLM"}
+"""transformers' classes of decoders that transformers computes, by the classes of whole models."""
 MEDIA_CLASSES = (
+    _GEMMA,
     "Idefics3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     *_QWEN_CLASSES,
@@ -34,6 +39,8 @@ AUDIO_CLASSES = ("AudioFlamingo3ForConditionalGeneration", "Qwen2AudioForConditi
 """Classes whose tower gives embeddings for the placeholder tokens of an audio clip."""
 _VIDEO_TEXTS = {"SmolVLMForConditionalGeneration": "<video>"}
 """Texts that stand for videos, by the classes whose tower takes their frames as images."""
+_GEMMA_IMAGE = "<start_of_image>"
+"""Text that stands for an image with Gemma 3."""
 _VIDEO_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -45,6 +52,8 @@ _VIDEO_TEMPLATE = (
 """transformers' chat template for SmolVLM's conversations with videos."""
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that hold for the decoder."""
+_ENDS = ("bos_token_id", "eos_token_id")
+"""Fields of the whole model that hold for a decoder that transformers computes."""
 _LLAMA = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -80,7 +89,9 @@ _QWEN2 = {
     "vocab_size": 151936,
 }
 """transformers' defaults, which files of Qwen2-Audio leave out."""
-_DEFAULTS = {"llama": _LLAMA, "qwen2": _QWEN2}
+_GEMMA3 = {"hidden_size": 2304, "max_position_embeddings": 131072, "vocab_size": 262208}
+"""transformers' defaults, which files of Gemma 3 leave out."""
+_DEFAULTS = {"llama": _LLAMA, "qwen2": _QWEN2, "gemma3_text": _GEMMA3}
 _TEXT_PREFIXES = re.compile(
     r"(?:language_model\.model|model\.language_model|model\.text_model|"
     r"language_model|text_model|model)\.(?=embed_tokens|layers|norm)"
@@ -106,11 +117,19 @@ class MediaConfig:
     doesn't need to know how the embeddings lie in the image."""
     tokens_per_second: int = 0
     """Number of rotary positions for each second of a video; 0 if a frame takes one."""
+    tokens_together: int = 0
+    """Number of an image's tokens, if each of them sees all others, so that one step has to compute
+    them. 0 if each sees those before it only."""
 
 
 def reads_media(values: Mapping[str, Any]) -> bool:
     """Return True if config.json is that of a model with a tower."""
     return architecture_of(values) in (*MEDIA_CLASSES, *AUDIO_CLASSES)
+
+
+def other_decoder(values: Mapping[str, Any]) -> str | None:
+    """Return the class of a decoder behind a tower that transformers computes; None for others."""
+    return _OTHER_DECODERS.get(architecture_of(values) or "")
 
 
 def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> MediaConfig | None:
@@ -135,6 +154,8 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     if architecture in _VIDEO_TEXTS:
         token_ids["video"] = token_ids["image"]
         texts["video"] = _VIDEO_TEXTS[architecture]
+    if architecture == _GEMMA:
+        texts["image"] = _GEMMA_IMAGE
     merge_size = tokens_per_second = 0
     if architecture in _QWEN_CLASSES:
         vision = values.get("vision_config")
@@ -150,6 +171,9 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
         texts=texts,
         merge_size=merge_size,
         tokens_per_second=tokens_per_second,
+        tokens_together=(
+            fields.integer("mm_tokens_per_image", 256) if architecture == _GEMMA else 0
+        ),
     )
 
 
@@ -180,6 +204,9 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if is_qwen:
         return {**_QWEN2_VL, **of_both, **own, "model_type": "qwen2", **_qwen_rope(own)}
     defaults = _DEFAULTS.get(text.get("model_type", ""), {})
+    if (other := other_decoder(values)) is not None:
+        of_both |= {name: values[name] for name in _ENDS if name in values}
+        own["architectures"] = [other]
     return {**defaults, **of_both, **own}
 
 

@@ -22,6 +22,7 @@ from trioserve.model_files.common_fields import (
 from trioserve.model_files.config import MAX_LAYERS
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
+from trioserve.model_files.media_config import other_decoder, text_values
 from trioserve.protocol.errors import ModelLoadError
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
@@ -46,7 +47,7 @@ class TransformersConfig:
     """A decoder that transformers computes. Fields are as in :class:`ModelConfig`."""
 
     architecture: str
-    """Class name in transformers, such as ``GPTNeoXForCausalLM``."""
+    """Class name of the decoder in transformers, such as ``GPTNeoXForCausalLM``."""
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
@@ -65,7 +66,7 @@ class TransformersConfig:
 
 def is_other_decoder(values: Mapping[str, Any]) -> bool:
     """Return True if config.json names a decoder's class, known or unknown."""
-    architecture = architecture_of(values) or ""
+    architecture = other_decoder(values) or architecture_of(values) or ""
     return architecture.endswith(_ENDINGS) and not values.get("is_encoder_decoder")
 
 
@@ -77,6 +78,8 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     """
     path = folder / "config.json"
     values = read_object(path)
+    if other_decoder(values) is not None:
+        values = text_values(path, values)
     fields = Fields(path, values, {})
     architecture = architecture_of(values)
     if architecture is None or not is_other_decoder(values):

@@ -124,6 +124,8 @@ class EmbeddedMedia:
     """Grid of the placeholders, which are neighbors, from 0 on; None if it doesn't matter."""
     token: str = ""
     """Text that stands for it in a prompt; empty for that of the placeholder."""
+    is_together: bool = False
+    """True if each of the placeholders sees all others, so that one step computes them."""
     text: str = ""
     """Text of :attr:`token_ids`, which is encoded together with what stands beside it; empty if the
     tokens stay as they are."""
@@ -162,6 +164,7 @@ class EmbeddedMedia:
                 number_format=self.rows.number_format,
                 kind=self.kind,
                 grid=None if self.grid is None else attrs.evolve(self.grid, start=start),
+                is_together=self.is_together,
             )
         ]
 
@@ -236,6 +239,8 @@ class EmbeddedSpan:
     later positions need them, too. Those of :data:`PREFIX` are no embeddings."""
     grid: ImageGrid | None = None
     """Grid of an image or a video whose tokens the positions are; None if it doesn't matter."""
+    is_together: bool = False
+    """True if each position sees all others, so that one step computes those that aren't cached."""
 
     @classmethod
     def of(
@@ -294,6 +299,20 @@ def rows_after(spans: Sequence[EmbeddedSpan], computed: int) -> list[EmbeddingRo
 def prefix_after(spans: Sequence[EmbeddedSpan], cached: int) -> list[EmbeddingRows]:
     """Return the keys and values of virtual tokens behind the first ``cached`` tokens."""
     return [span.after(cached) for span in spans if span.kind == PREFIX and span.stop > cached]
+
+
+def count_uncut(spans: Sequence[EmbeddedSpan], start: int, count: int, most: int) -> int:
+    """Return about ``count`` tokens from ``start`` on that don't end within what comes together.
+
+    It is 0 if the next ones come together and are more than ``most``.
+    """
+    stop = start + count
+    for span in spans:
+        if span.is_together and span.start < stop < span.stop:
+            if span.start > start:
+                return span.start - start
+            return span.stop - start if span.stop - start <= most else 0
+    return count
 
 
 def grids_of(spans: Sequence[EmbeddedSpan]) -> list[ImageGrid]:

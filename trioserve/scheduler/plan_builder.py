@@ -96,6 +96,7 @@ class PlanBuilder:
 
     number: int
     budget: int
+    _most: int = attrs.field(init=False)
     _num_decodes: int = attrs.field(init=False, default=0)
     _num_tokens: int = attrs.field(init=False, default=0)
     """Number of tokens, with drafted ones."""
@@ -113,6 +114,15 @@ class PlanBuilder:
     _singles: list[Row] = attrs.field(init=False, factory=list)
     _chunks: list[Row] = attrs.field(init=False, factory=list)
     _pieces: dict[int, DuePiece] = attrs.field(init=False, factory=dict)
+
+    @_most.default
+    def _most_tokens(self) -> int:
+        return self.budget
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that the worker can still take, which may be more than the budget."""
+        return self._most - self._num_tokens
 
     @property
     def may_open(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
+from trioserve.requests.embedded import count_uncut
 from trioserve.requests.request import State
 from trioserve.scheduler import policy
 from trioserve.scheduler.adapter_residency import Pass
@@ -174,6 +175,9 @@ class PromptPlanner:
             admissions.rows_are_over |= not has_room_for_rows(seq_state, self._state.running)
             if admissions.rows_are_over:
                 return
+        start = len(match.nodes) * self._state.limits.page_size
+        if not _count_next(seq_state, start, seq_state.sequence.num_tokens - start, builder):
+            return
         if not self._state.memory.fits(seq_state, match, self._state.running.slots):
             admissions.is_over = True
             return
@@ -227,8 +231,13 @@ class PromptPlanner:
     # ---- rows
 
     def compute_next(self, seq_state: SequenceState, builder: PlanBuilder) -> None:
-        """Add a row of as many tokens as the sequence has left, within the plan's budget."""
-        self.compute(seq_state, min(seq_state.remaining, builder.budget), builder)
+        """Add a row of as many tokens as the sequence has left, within the plan's budget.
+
+        There is none if the next tokens come together and don't fit.
+        """
+        count = _count_next(seq_state, seq_state.planned, seq_state.remaining, builder)
+        if count:
+            self.compute(seq_state, count, builder)
 
     def compute(self, seq_state: SequenceState, count: int, builder: PlanBuilder) -> None:
         """Add a row of ``count`` tokens."""
@@ -245,6 +254,21 @@ class PromptPlanner:
                     self._state.leaving[seq_state.sequence.request] = None
             elif hands_over:
                 self._state.chunks.append(seq_state)
+
+
+def _count_next(seq_state: SequenceState, start: int, remaining: int, builder: PlanBuilder) -> int:
+    """Return the number of tokens from ``start`` on that a plan computes, of ``remaining``.
+
+    The first prompt of a plan may exceed the budget for an image whose tokens come together, so
+    that there is always progress.
+    """
+    is_first = not builder.load.prompt_tokens
+    return count_uncut(
+        seq_state.sequence.request.embedded,
+        start,
+        min(remaining, builder.budget),
+        builder.room if is_first else builder.budget,
+    )
 
 
 @attrs.define(eq=False)

@@ -9,6 +9,8 @@ one sequence, with a position for each token.
 - :mod:`~gpu.models.transformers_models.probing`: finds the shape of each layer's attention by
   running three tokens, and refuses what isn't supported.
 - :mod:`~gpu.models.transformers_models.attention`: the paged cache, for layers of different shapes.
+- :mod:`~gpu.models.transformers_models.images`: the part of it for images whose tokens see each
+  other.
 - :mod:`~gpu.models.transformers_models.decoder`: the model's interface to the executor.
 - :mod:`~gpu.models.transformers_models.check`: refuses a model with other results than with
   transformers' attention.

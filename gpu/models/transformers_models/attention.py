@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
 
 from gpu.attention import CacheShape, StepLayout
 from gpu.attention.scores import ScoreRule
-from gpu.attention.torch_cpu import TorchCpuAttention
 from gpu.executor import Copies
+from gpu.models.transformers_models.images import ImageAttention
 from gpu.models.transformers_models.interface import AttentionCall
+from trioserve.protocol.embeddings import ImageGrid
 
 
 @attrs.frozen(kw_only=True)
@@ -40,8 +41,8 @@ class LayerShape:
 class PagedLayers:
     """The paged attention of all layers: a :class:`~.interface.ModelBackend`.
 
-    Layers of equal shape share one :class:`~gpu.attention.torch_cpu.TorchCpuAttention`. A page has
-    the same number in all of them.
+    Layers of equal shape share one :class:`~.images.ImageAttention`. A page has the same number in
+    all of them.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class PagedLayers:
         for index, layer in enumerate(layers):
             shape = (layer.num_heads, layer.num_kv_heads, layer.cache_dim)
             alike.setdefault(shape, []).append(index)
-        self._parts: list[TorchCpuAttention] = []
-        self._part_of: dict[int, tuple[TorchCpuAttention, int]] = {}
+        self._parts: list[ImageAttention] = []
+        self._part_of: dict[int, tuple[ImageAttention, int]] = {}
         """By layer: its part, and its index in it."""
         for (num_heads, num_kv_heads, cache_dim), indices in alike.items():
             shape_of_part = CacheShape(
@@ -66,7 +67,7 @@ class PagedLayers:
                 device=torch.device("cpu"),
             )
             windows = [layers[index].window for index in indices]
-            part = TorchCpuAttention(shape_of_part, num_heads, None, windows)
+            part = ImageAttention(shape_of_part, num_heads, None, windows)
             self._parts.append(part)
             self._part_of.update({index: (part, at) for at, index in enumerate(indices)})
 
@@ -78,6 +79,11 @@ class PagedLayers:
     def page(self, number: int) -> list[torch.Tensor]:
         """See :meth:`gpu.attention.Attention.page`."""
         return [tensor for part in self._parts for tensor in part.page(number)]
+
+    def see_images(self, images: Mapping[int, Sequence[ImageGrid]]) -> None:
+        """Let the tokens of images see each other in the next step; they are by slot."""
+        for part in self._parts:
+            part.images = images
 
     def begin(self, layout: StepLayout) -> None:
         """See :meth:`gpu.attention.Attention.begin`."""

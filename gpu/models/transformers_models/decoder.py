@@ -6,13 +6,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from gpu.cpu.torch_model import TorchModel
 from gpu.lora.updates import ProductUpdates
 from gpu.models.decoder import put_embeddings
 from gpu.models.step_embeddings import StepEmbeddings
 from gpu.models.transformers_models.attention import PagedLayers
 from gpu.models.transformers_models.interface import using_backend
+from gpu.slots import Row, SlotTable
 
 
 class _BodyOutput(tuple[torch.Tensor]):
@@ -24,6 +28,17 @@ class _BodyOutput(tuple[torch.Tensor]):
 
     def __getattr__(self, name: str) -> None:
         """Return None for every other field, such as router logits."""
+
+
+class ImageModel(TorchModel[PagedLayers]):
+    """:class:`gpu.cpu.model.CpuModel` of a decoder that sees whole images."""
+
+    def forward(
+        self, rows: Sequence[Row], slots: SlotTable
+    ) -> tuple[torch.Tensor, npt.NDArray[np.integer]]:
+        """See :meth:`gpu.cpu.model.CpuModel.forward`."""
+        self._attention.see_images({row.slot.number: row.slot.grids for row in rows})
+        return super().forward(rows, slots)
 
 
 class TransformersDecoder:

@@ -18,13 +18,14 @@ from gpu.loading.weight_swap import ReadWeights
 from gpu.models.transformers_models import interface
 from gpu.models.transformers_models.attention import LayerShape, PagedLayers
 from gpu.models.transformers_models.check import check_against_plain
-from gpu.models.transformers_models.decoder import TransformersDecoder
+from gpu.models.transformers_models.decoder import ImageModel, TransformersDecoder
 from gpu.models.transformers_models.packing import pack, record_called_linears
 from gpu.models.transformers_models.probing import probe_layers, refusal
 from gpu.models.transformers_models.reading import read_model, version
 from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelFiles, TransformersConfig
+from trioserve.model_files.media_config import MediaConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine, extra_advice
 from trioserve.protocol.wire import Start
@@ -48,6 +49,8 @@ def load_through_transformers(
     config = files.config
     assert isinstance(config, TransformersConfig)
     refuse_native_options(start, device, config)
+    if files.media is not None:
+        refuse_small_steps(start, files.media)
     require_library(config)
     torch.set_num_threads(choose_num_threads(start.num_threads))
     torch.set_float32_matmul_precision("highest")
@@ -60,7 +63,7 @@ def load_through_transformers(
         num_pages=num_pages + num_host_pages,
         dtype=decoder.dtype,
     )
-    model = TorchModel(decoder, attention)
+    model = (TorchModel if files.media is None else ImageModel)(decoder, attention)
     slots = SlotTable(
         num_pages=num_pages,
         page_size=start.page_size,
@@ -101,6 +104,21 @@ def refuse_native_options(start: Start, device: str, config: TransformersConfig)
     refuse_cache_format(start)
 
 
+def refuse_small_steps(start: Start, media: MediaConfig) -> None:
+    """Refuse steps without room for an image whose tokens come together.
+
+    Raises:
+        ModelLoadError: An image doesn't fit beside a token of each other sequence.
+    """
+    least = media.tokens_together + start.max_num_seqs - 1
+    if media.tokens_together and start.max_num_batched_tokens < least:
+        raise ModelLoadError(
+            f"--max-num-batched-tokens {start.max_num_batched_tokens} must be at least {least}: a "
+            f"step computes all {media.tokens_together} tokens of an image, beside a token of each "
+            f"other sequence (--max-num-seqs {start.max_num_seqs})"
+        )
+
+
 def require_library(config: TransformersConfig) -> None:
     """Refuse a model without the library that computes it, and prepare the library.
 
@@ -127,7 +145,10 @@ def _load(
     assert isinstance(config, TransformersConfig)
     name = config.architecture
     try:
-        model = read_model(files.path, name, getattr(torch, dtype), on_progress)
+        has_tower = files.media is not None
+        model = read_model(
+            files.path, name, getattr(torch, dtype), on_progress, has_tower=has_tower
+        )
         on_progress("check", 0, 1)
         decoder = TransformersDecoder(model)
         layers = probe_layers(decoder.body, name, model.config.get_text_config().num_hidden_layers)

@@ -15,12 +15,19 @@ import torch
 from gpu.loading.loaded_model import OnProgress
 from gpu.models.transformers_models import interface
 from gpu.models.transformers_models.probing import refusal
+from trioserve.model_files.media_config import text_tensor
 from trioserve.model_files.shards import read_shards
 from trioserve.protocol.errors import ModelLoadError
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Supported kinds of layers, by their names in configurations."""
 LOOK_SECONDS = 0.5
+_BEHIND_TOWER = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+}
+"""Names of a decoder's tensors behind a tower, and those without one."""
 
 
 def version() -> str:
@@ -30,8 +37,17 @@ def version() -> str:
     return str(transformers.__version__)
 
 
-def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress: OnProgress) -> Any:
+def read_model(
+    folder: Path,
+    architecture: str,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+    *,
+    has_tower: bool = False,
+) -> Any:
     """Return the model in evaluation mode. Code in its folder is never run.
+
+    With ``has_tower``, the folder's model is another class that has a tower before this one.
 
     Raises:
         ModelLoadError: transformers doesn't have the class, the class isn't supported, or the files
@@ -50,6 +66,8 @@ def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress:
         raise refusal(architecture, f"comes with an adapter in {folder}: merge the two")
     safely = {"local_files_only": True, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(folder, **safely)
+    if has_tower:
+        config = config.get_text_config()
     _refuse_class(model_class, config)
     numbers = sum(
         math.prod(shape) for each in read_shards(folder) for shape in each.shapes.values()
@@ -62,10 +80,11 @@ def read_model(folder: Path, architecture: str, dtype: torch.dtype, on_progress:
             attn_implementation=interface.NAME,
             use_safetensors=True,
             output_loading_info=True,
+            key_mapping=_BEHIND_TOWER if has_tower else None,
             **safely,
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, found[kind]))
+        names = sorted(name for name in map(str, found[kind]) if not has_tower or text_tensor(name))
         if names:
             raise ModelLoadError(
                 f"{folder} doesn't fit {architecture} of transformers {version()}: "

@@ -16,6 +16,7 @@ from tests.support.media_files import encoded, noise, tone
 from tests.support.qwen_inputs import video_inputs
 from tests.support.tiny_processors import (
     BEGINNING,
+    gemma3,
     idefics3,
     llava,
     qwen2_vl,
@@ -63,6 +64,23 @@ def test_an_image_is_what_transformers_makes_of_it(
         processor.of_audio(np.zeros(10, np.float32))
     with pytest.raises(Refused, match="the model reads no videos"):
         processor.of_video(Video(0.0, iter([(0.0, noise())])))
+
+
+def test_line_breaks_around_an_image_are_part_of_its_text(tmp_path: Path) -> None:
+    direct = gemma3(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    image = noise(90, 30)
+    part = processor.of_image(image)
+    wanted = dict(direct(text="<start_of_image>", images=[image], return_tensors="np"))
+    del wanted["token_type_ids"]
+    check_same(part, wanted, direct.tokenizer.convert_tokens_to_ids(BEGINNING))
+    assert part.text == direct.full_image_sequence
+    assert part.num_placeholder_tokens == 16
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
+    part = MediaProcessor(str(tmp_path), crops).of_image(image)
+    assert part.text.count(direct.full_image_sequence) == 4
+    assert part.arrays["pixel_values"].shape == (4, 3, 32, 32)
+    assert part.num_placeholder_tokens == 4 * 16
 
 
 @pytest.mark.parametrize(

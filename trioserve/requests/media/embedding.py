@@ -33,6 +33,7 @@ class MediaEmbedder:
         merge_size: Patches, down and across, that become one embedding of an image, if the decoder
             has to know how its embeddings lie; 0 if not.
         tokens_per_second: Rotary positions for each second of a video; 0 if a frame takes one.
+        tokens_together: Tokens of an image, if each of them sees all others; 0 if not.
     """
 
     reader: MediaReader
@@ -43,6 +44,7 @@ class MediaEmbedder:
     width: int
     merge_size: int = 0
     tokens_per_second: int = 0
+    tokens_together: int = 0
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
         """Return the embeddings of a prompt's media, in order.
@@ -70,8 +72,8 @@ class MediaEmbedder:
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
         rows = await self.client.embeddings_of(processed, name)
         found, wanted = len(rows.numbers(self.width)), processed.num_placeholder_tokens
-        grid = self._grid_of(processed) if self.merge_size else None
-        if found != wanted or (grid is not None and grid.stop != wanted):
+        grid = self._grid_of(processed)
+        if found != wanted or (self.merge_size and grid is not None and grid.stop != wanted):
             raise InvalidRequest(
                 f"{name}: the model's tower gives {found} embeddings for {wanted} tokens, so its "
                 "processor is of another model",
@@ -90,12 +92,17 @@ class MediaEmbedder:
             digest=processed.digest,
             rows=rows,
             grid=grid,
+            is_together=self.tokens_together > 0,
             token=self.texts.get(processed.kind, ""),
             text=processed.text,
         )
 
-    def _grid_of(self, processed: ProcessedMedia) -> ImageGrid:
-        """Return the grid of a part's embeddings; an empty one if it isn't known."""
+    def _grid_of(self, processed: ProcessedMedia) -> ImageGrid | None:
+        """Return the grid of a part's embeddings; an empty one if it isn't known, None without."""
+        if self.tokens_together:
+            return ImageGrid(start=0, rows=1, columns=self.tokens_together)
+        if not self.merge_size:
+            return None
         patches = processed.arrays.get("image_grid_thw")
         if patches is None or patches.shape != (1, 3):
             return ImageGrid(start=0, rows=0, columns=0)

@@ -145,6 +145,9 @@ class MediaProcessor:
         if tokenizer is None or token is None:
             return self._result(lambda: self._processor(**given), kind)
         given |= {"text": token, "add_special_tokens": False}
+        if hasattr(self._processor, "full_image_sequence"):
+            # Gemma 3 has line breaks around an image, which become tokens with what is beside them.
+            given["return_text_replacement_offsets"] = True
         found = self._result(lambda: self._processor(**given), kind)
         if not found.num_placeholder_tokens:
             raise Refused(f"the {kind} is too short or too small for the model")
@@ -165,7 +168,9 @@ class MediaProcessor:
             if array.dtype.kind not in "fiub":
                 raise Refused(f"the model's processor gives no numbers for {name}")
         token = self._placeholder_id(token_kind or kind)
-        return ProcessedPart(ids, ids.count(token), arrays, found.get("text", ""))
+        replaced = found.get("text_replacement_offsets")
+        text = replaced[0][0]["replacement"] if replaced else found.get("text", "")
+        return ProcessedPart(ids, ids.count(token), arrays, text)
 
     def _placeholder_id(self, kind: str) -> int:
         """Return the token whose embeddings come from the arrays, -1 without one."""

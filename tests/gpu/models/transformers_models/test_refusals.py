@@ -18,7 +18,7 @@ from gpu.loading.loaded_model import unseen
 from gpu.loading.loading import load
 from gpu.models.transformers_models import check
 from gpu.models.transformers_models.attention import PagedLayers
-from gpu.models.transformers_models.loading import load_through_transformers
+from gpu.models.transformers_models.loading import load_through_transformers, refuse_small_steps
 from gpu.sampling.adjustments import NoAdjuster
 from gpu.weights.replacement import weights_for
 from tests.gpu.models.transformers_models.models import FAMILIES, UNSERVED, make_other
@@ -27,6 +27,7 @@ from tests.support.tiny_models import make_tiny
 from trioserve import EngineConfig
 from trioserve.engine.worker_start import start_message
 from trioserve.model_files import TransformersConfig, open_model
+from trioserve.model_files.media_config import MediaConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import extra_advice
 
@@ -77,6 +78,16 @@ def test_families(family: str, tmp_path: Path) -> None:
 )
 def test_options(neox: Path, options: dict[str, Any], said: str) -> None:
     assert said in refusal(neox, **options)
+
+
+def test_steps_without_room_for_an_image(neox: Path) -> None:
+    media = MediaConfig(architecture="A", width=8, token_ids={"image": 1}, tokens_together=16)
+    config = EngineConfig(str(neox), max_num_seqs=2, max_num_batched_tokens=16)
+    start = start_message(config, neox)
+    with pytest.raises(ModelLoadError, match="--max-num-batched-tokens 16 must be at least 17"):
+        refuse_small_steps(start, media)
+    refuse_small_steps(attrs.evolve(start, max_num_batched_tokens=17), media)
+    refuse_small_steps(start, attrs.evolve(media, tokens_together=0))
 
 
 def test_a_gpu(neox: Path) -> None:
