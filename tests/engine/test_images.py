@@ -136,7 +136,7 @@ def make_model(family: str, folder: Path) -> Model:
             return Model(
                 *(made, "<image_soft_token>", CONVERSATIONS, refused, 9), text=text, tight=TOGETHER
             )
-        pages = 18 if family == "llava" else 32
+        pages = {"llava": 18, "llava_onevision": 48}.get(family, 32)
         return Model(made, text, CONVERSATIONS, [*REFUSED_IMAGES, stands], pages, text=text)
     longest = 1.0 if family == "qwen2_audio" else 2.3
     spoken: list[Content] = [

@@ -152,7 +152,7 @@ def test_a_request_survives(params: SamplingParams, prompt_ids: list[int], numbe
         number=number,
         id="req-1",
         prompt_column=wire.from_ints(prompt_ids),
-        embedded=[attrs.evolve(spans[0], grid=grid), *spans[1:]],
+        embedded=[attrs.evolve(spans[0], grid=grid, is_together=True), *spans[1:]],
         params=params,
         sampler=SamplerParams(seed=2**64 - 1, stop_ids=[1, 2], bad_words=[[3], [4, 5]]),
         arrived=1.25,

@@ -61,9 +61,13 @@ _GEMMA_TEXT: dict[str, Any] = {
 }
 """Its window is shorter than an image. With larger embeddings it would predict its last token."""
 _CONFIGS = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}
-MEDIA_FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "gemma3")
+MEDIA_FAMILIES = (
+    *("llava", "llava_onevision", "idefics3", "smolvlm"),
+    *("qwen2_vl", "qwen2_5_vl", "gemma3"),
+)
 IMAGE_TEXTS = {
     "llava": "<image>",
+    "llava_onevision": "<image>",
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "qwen2_vl": QWEN_IMAGE,
@@ -111,8 +115,17 @@ def _config(family: str, folder: Path) -> Any:
             eoi_token_index=processor.tokenizer.eoi_token_id,
         )
     token = processor.tokenizer.convert_tokens_to_ids("<image>")
+    if family == "llava_onevision":
+        vision = {**_TOWER, "image_size": 32, "patch_size": 8, "vision_use_head": False}
+        return transformers.LlavaOnevisionConfig(
+            text_config={"model_type": "qwen2", **DECODER},
+            vision_config={**vision, "model_type": "siglip_vision_model"},
+            image_token_index=token,
+            video_token_index=processor.tokenizer.convert_tokens_to_ids("<video>"),
+            image_grid_pinpoints=tiny_processors.ONEVISION_GRIDS,
+        )
     if family == "llava":
-        vision: dict[str, Any] = {**_TOWER, "image_size": 28, "patch_size": 14}
+        vision = {**_TOWER, "image_size": 28, "patch_size": 14}
         return transformers.LlavaConfig(
             text_config=_TEXT,
             vision_config={**vision, "model_type": "clip_vision_model", "projection_dim": 32},

@@ -13,6 +13,8 @@ IDEFICS_TOKENS = (
     *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
+ONEVISION_GRIDS = [[32, 32], [32, 64], [64, 32], [64, 64]]
+"""Heights and widths of an image's tiles together, as LLaVA-OneVision may cut it."""
 QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
@@ -97,6 +99,25 @@ def llava(folder: Path, side: int = 28, patch: int = 14) -> Any:
     )
     made.save_pretrained(folder)
     return made
+
+
+def llava_onevision(folder: Path) -> Any:
+    """Write a processor that cuts an image into tiles of 16 tokens, and return it."""
+    import transformers
+
+    from trioserve.requests.media.processor_loading import load_processor
+
+    tokenizer("<image>", "<video>").save_pretrained(folder)
+    transformers.LlavaOnevisionImageProcessorPil(
+        size={"height": 32, "width": 32}, image_grid_pinpoints=ONEVISION_GRIDS
+    ).save_pretrained(folder)
+    config = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": 16,
+        "vision_feature_select_strategy": "full",
+    }
+    (folder / "processor_config.json").write_text(json.dumps(config))
+    return load_processor(folder)
 
 
 def qwen2_vl(folder: Path, fewest_tokens: int = 1) -> Any:

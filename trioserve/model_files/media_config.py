@@ -31,6 +31,7 @@ MEDIA_CLASSES = (
     _GEMMA,
     "Idefics3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     *_QWEN_CLASSES,
     "SmolVLMForConditionalGeneration",
 )
