@@ -211,7 +211,7 @@ async def test_the_grid_of_a_video_is_that_of_its_frames_and_seconds(
             }
             return [ProcessedMedia("video", b"v", [7] * 6, arrays, 6)]
 
-    async def call(name: str, arguments: msgspec.Raw, *, one: bool) -> Any:
+    async def call(name: str, arguments: msgspec.Raw) -> Any:
         return {"rows": bytes(6 * WIDTH * 4), "number_format": "float32"}
 
     base = embedder(cast(Worker, SimpleNamespace(call=call)))
