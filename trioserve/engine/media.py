@@ -89,12 +89,14 @@ def worker_encoder(
     """Return the encoder of the process that has the workers."""
 
     async def call(name: str, arguments: object) -> Any:
-        scheduler = schedulers.in_turn()
-        if not isinstance(arguments, bytes):
-            return await scheduler.call(name, arguments)
-        is_far = scheduler.core is not None and scheduler.core.limits.is_far
-        given = await trio.to_thread.run_sync(in_argument, arguments) if is_far else arguments
-        return await scheduler.call(name, msgspec.Raw(given))
+        async def given(is_far: bool) -> object:
+            if not isinstance(arguments, bytes):
+                return arguments
+            if is_far:
+                return msgspec.Raw(await trio.to_thread.run_sync(in_argument, arguments))
+            return msgspec.Raw(arguments)
+
+        return await schedulers.call(name, given, one=True)
 
     return WorkerMediaEncoder(
         call=call,

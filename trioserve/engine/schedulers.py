@@ -177,7 +177,8 @@ class Schedulers:
 
         Args:
             name: Name of the operation.
-            arguments: Arguments of MessagePack's types.
+            arguments: Arguments of MessagePack's types; with ``one`` also an async function that
+                returns them, called with True for a worker of another host.
             one: True to call only one of them, each in turn.
 
         Raises:
@@ -186,13 +187,13 @@ class Schedulers:
         """
         if not one:
             return (await self.call_all(name, arguments))[0]
-        return await self.in_turn().call(name, arguments)
-
-    def in_turn(self) -> Scheduler:
-        """Return one for a call to one worker: each with a worker in turn."""
         present = self._present()
         self._num_calls += 1
-        return present[self._num_calls % len(present)]
+        scheduler = present[self._num_calls % len(present)]
+        if callable(arguments):
+            core = scheduler.core
+            arguments = await arguments(core is not None and core.limits.is_far)
+        return await scheduler.call(name, arguments)
 
     async def call_all(self, name: str, arguments: object = None) -> list[Any]:
         """Call every worker as :meth:`call`, and return the answers of all."""
