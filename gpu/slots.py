@@ -65,8 +65,6 @@ class Slot:
     the engine dropped it."""
     embeddings: Sequence[EmbeddingRows] = ()
     """Embeddings in place of those of its tokens, in the order of their positions."""
-    prefix: Sequence[EmbeddingRows] = ()
-    """Keys and values to be written: see :class:`trioserve.protocol.wire.OpenSlot`."""
     grids: Sequence[ImageGrid] = ()
     """Images among its tokens, in the order of their positions, for a model with M-RoPE."""
     _buffer: npt.NDArray[np.int32]
@@ -206,6 +204,8 @@ class SlotTable:
         """Width of embeddings that stand in place of tokens; 0 if none can."""
         self.kv_format: PageFormat | None = None
         """Format of pages to which keys and values can be written; None if none can."""
+        self.prefixes: list[tuple[int, EmbeddingRows]] = []
+        """Keys and values to be written for slots that were opened, by their numbers."""
         self.max_row_tokens = max_row_tokens
         """Most tokens that a row may bring."""
         self._slots: dict[int, Slot] = {}
@@ -232,6 +232,7 @@ class SlotTable:
         """Forget every slot."""
         self._slots.clear()
         self._dropped.clear()
+        self.prefixes.clear()
 
     def drop(self, number: int, generation: int, plan: int) -> None:
         """Stop a sequence after ``plan``, whether its slot is open or a later plan opens it."""
@@ -312,6 +313,7 @@ class SlotTable:
         width = 0 if self.kv_format is None else 2 * math.prod(self.kv_format.shape)
         if misfit := find_misfit(opened.prefix, (), width, opened.computed):
             raise PlanError(f"slot {number} has a prefix with {misfit}", number)
+        self.prefixes += [(number, each) for each in opened.prefix]
         if number >= len(self.block_tables):
             missing = max(number + 1, 2 * len(self.block_tables)) - len(self.block_tables)
             self.block_tables = np.pad(self.block_tables, ((0, missing), (0, 0)))
@@ -328,7 +330,6 @@ class SlotTable:
             states_from=opened.states_from,
             context_logits_from=opened.context_logits_from,
             embeddings=opened.embeddings,
-            prefix=opened.prefix,
             grids=opened.grids,
             buffer=buffer,
             length=len(tokens),

@@ -115,7 +115,7 @@ class CpuExecutor:
         """
         if len(copies):
             self._model.copy_pages(copies)
-        write_prefixes(rows, self._slots, self)
+        write_prefixes(self._slots, self)
         if self.drafter is None:
             return DraftedStep(rows, {}, None)
         if len(copies):

@@ -98,7 +98,7 @@ class CudaExecutor:
     def submit(self, rows: Sequence[Row], copies: Copies = NO_COPIES) -> Submission:
         """See :meth:`gpu.executor.Executor.submit`."""
         if not rows:
-            self.copy_pages(copies)
+            self._change_pages(copies)
             return CudaSubmission(CudaStep(), self.draw, self._timeline.skip_step())
         step = self.begin(rows, copies)
         submission = CudaSubmission(step, self.draw)
@@ -111,6 +111,10 @@ class CudaExecutor:
         with self._rank.in_step():
             self._rank.copy_pages(copies)
             self._forward.attention.copy_pages(copies)
+
+    def _change_pages(self, copies: Copies) -> None:
+        self.copy_pages(copies)
+        write_prefixes(self._slots, self)
 
     def begin_transfer(self, written: Sequence[int]) -> None:
         """See :meth:`gpu.executor.PagedExecutor.begin_transfer`."""
@@ -147,7 +151,7 @@ class CudaExecutor:
         """
         if from_host is None:
             from_host = [] if self._sampler.appends else [row for row in rows if row.count == 1]
-        given, rows = rows, [each for row in rows for each in single_tokens(row)]
+        rows = [each for row in rows for each in single_tokens(row)]
         sampling = [row for row in rows if row.samples]
         ordered = in_layout_order(rows)
         rotary = positions_of(ordered) if self._has_mrope else None
@@ -164,8 +168,7 @@ class CudaExecutor:
             places = np.array([place_of[row.slot.number, row.end] for row in sampling], np.int64)
             self._state.pack(ordered, self._slots, from_host)
             self._timeline.begin_step()
-            self.copy_pages(copies)
-            write_prefixes(given, self._slots, self)
+            self._change_pages(copies)
             if forward.adapters is not None and packed.adapted:
                 forward.adapters.pack(ordered, padded_to=size)
             reports = self._queue_forward(attrs.evolve(packed, replay=replay))

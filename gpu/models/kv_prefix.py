@@ -1,12 +1,11 @@
 """Keys and values that a sequence brings with it, written to its pages.
 
 An adapter of prefix tuning has them for its virtual tokens. Each executor writes them at the start
-of the step that opens the sequence, behind the copies of pages.
+of the step that opens the sequence, behind the copies of pages, whether or not it has a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from gpu._util.page_format import PageFormat
 from gpu.executor import Content, PagedExecutor
-from gpu.slots import Row, SlotTable
+from gpu.slots import SlotTable
 from trioserve.protocol.embeddings import EmbeddingRows
 
 
@@ -38,14 +37,12 @@ class PlainPages:
         places[:, :, :, first : first + len(numbers)] = np.moveaxis(numbers, 0, 3)
 
 
-def write_prefixes(rows: Iterable[Row], slots: SlotTable, executor: PagedExecutor) -> None:
-    """Write the keys and values that the slots of ``rows`` bring, and forget them."""
-    for slot in [row.slot for row in rows if row.slot.prefix]:
+def write_prefixes(slots: SlotTable, executor: PagedExecutor) -> None:
+    """Write the keys and values that slots have brought, and forget them."""
+    for number, given in slots.prefixes:
         assert slots.kv_format is not None
-        pages = slots.block_tables[slot.number]
-        for given in slot.prefix:
-            _write(given, pages, slots.kv_format, executor)
-        slot.prefix = ()
+        _write(given, slots.block_tables[number], slots.kv_format, executor)
+    slots.prefixes.clear()
 
 
 def _write(

@@ -66,7 +66,7 @@ def test_keys_and_values_of_tokens(folder: Path, loader: KernelLoader, graphs: b
         server.maker.step(plan)
     tokens = [*PROMPT, *server.maker.slots[0].tokens[len(PROMPT) :]]
     judge.check(tokens, len(PROMPT), GREEDY, margin=MARGIN)
-    assert server.runner.slots[0].prefix == ()
+    assert server.runner.slots.prefixes == []
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -12,6 +12,7 @@ import trio.testing
 from tests.support.scheduling import ABORT, Bench, make_request
 from trioserve.protocol import wire
 from trioserve.requests.embedded import PREFIX, ContentIds, EmbeddedSpan
+from trioserve.requests.request import Sequence
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_engine import open_fake_engine
 from trioserve.testing.fake_model import KV_SHAPE
@@ -60,27 +61,36 @@ def test_what_another_sequence_reads_is_computed() -> None:
 
 
 def test_what_an_adapter_s_prefix_writes_is_written() -> None:
-    """Pages of virtual tokens count as computed at once, so others may share them."""
+    """Pages of virtual tokens count as computed, though no row of their sequence is."""
     side = bench(2)
-    request = make_request(PROMPT)
     rows = np.zeros((9, 2 * math.prod(KV_SHAPE)), dtype=np.float32)
-    request.put_in_front([attrs.evolve(EmbeddedSpan.of(0, rows, "float32"), kind=PREFIX)])
-    request.name_contents(ContentIds())
-    side.submit([7] * 12, max_tokens=3)
+    spans = [attrs.evolve(EmbeddedSpan.of(0, rows, "float32"), kind=PREFIX)]
+    contents = ContentIds()
+
+    def submit(prompt: list[int]) -> Sequence:
+        request = make_request([*([0] * 9), *prompt], max_tokens=3)
+        request.put_in_front(spans)
+        request.name_contents(contents)
+        side.core.submit(request, side.now)
+        return request.sequences[0]
+
+    other = side.submit([7] * 8)
     side.plan()
-    side.core.submit(request, side.now)
-    side.plan()
-    (sequence,) = request.sequences
-    assert sequence.seq_state.computed == 9
-    assert side.core.drop(sequence) is None
-    side.core.abort(sequence, ABORT)
+    dropped = submit(PROMPT)
+    plan = side.core.next_plan(side.now)
+    assert plan is not None
+    drop = side.core.drop(dropped)
+    assert drop is not None
+    side.worker.drop(drop)
+    result = side.worker.step(plan)
+    assert isinstance(result, wire.StepResult)
+    side.results.append(result)
+    side.core.abort(dropped, ABORT)
+    again = submit(PROMPT)
     side.drain()
-    again = make_request([*([0] * 9), 50, 51], max_tokens=1)
-    again.put_in_front(request.embedded)
-    again.name_contents(ContentIds())
-    side.core.submit(again, side.now)
-    side.drain()
-    assert again.num_cached_tokens == 9
+    assert again.request.num_cached_tokens == 8
+    assert len(again.output_ids) == 3
+    assert len(other.output_ids) == other.max_tokens
 
 
 async def test_leaving_spares_the_chunk_that_waits(autojump_clock: trio.testing.MockClock) -> None:

@@ -150,8 +150,9 @@ class OpenSlot:
     ``load_adapter``, 0 for none. ``embeddings`` stand in place of those of the tokens, in the order
     of their positions; there are none for what is ``computed``. ``grids`` are those of all images,
     in the order of their positions, for a model with M-RoPE. ``prefix`` are keys and values of the
-    last tokens of what is ``computed``, which the worker writes to their pages after the copies:
-    [n, layers, 2, KV heads, numbers of a head], where 0 is a key, as attention reads it.
+    last tokens of what is ``computed``, which the worker writes to their pages after the copies,
+    even if no row follows: [n, layers, 2, KV heads, numbers of a head], where 0 of 2 is a key, as
+    attention reads it.
     """
 
     slot: int

@@ -110,12 +110,10 @@ class SchedulerCore(SchedulerState):
         """Return a message that spares the worker the rows of ``sequence``, about to be aborted.
 
         The result is None if nothing can be spared. The oldest plan may be running, so its rows
-        can't be dropped. Nor can rows be dropped if another sequence reads their KV, or may read
-        what an adapter's prefix writes before them.
+        can't be dropped. Nor can rows be dropped if another sequence reads their KV.
         """
         seq_state = sequence.seq_state
-        has_prefix = sequence.request.num_prefix_tokens > 0
-        if not seq_state.holds_slot or not self.in_flight or has_prefix:
+        if not seq_state.holds_slot or not self.in_flight:
             return None
         oldest = self.in_flight[0].number
         if seq_state.last_plan <= oldest or not self.memory.retract(seq_state, oldest):

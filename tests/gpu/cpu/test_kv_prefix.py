@@ -55,20 +55,28 @@ def exact(path: Path, page_size: int) -> TorchModel:
     return TorchModel(model, make_attention(model, page_size=page_size, num_pages=NUM_PAGES))
 
 
+def runner_of(
+    model: CpuModel, slots: SlotTable, page_size: int
+) -> tuple[RecordingSampler, Runner, PlanMaker]:
+    sampler = RecordingSampler(300, "cpu")
+    sampler.seen = {}
+    executor = CpuExecutor(model, TorchSampler(sampler), slots)
+    runner = Runner(executor, slots, max_num_batched_tokens=MAX_TOKENS)
+    maker = PlanMaker(runner.step, page_size=page_size, num_pages=NUM_PAGES)
+    return sampler, runner, maker
+
+
 def logits_of(
     model: CpuModel, slots: SlotTable, page_size: int, prefixes: list[list[EmbeddingRows]]
 ) -> list[torch.Tensor]:
     """Return the logits behind the prompt with each of ``prefixes``, all in one batch."""
-    sampler = RecordingSampler(300, "cpu")
-    executor = CpuExecutor(model, TorchSampler(sampler), slots)
-    runner = Runner(executor, slots, max_num_batched_tokens=MAX_TOKENS)
-    maker = PlanMaker(runner.step, page_size=page_size, num_pages=NUM_PAGES)
+    sampler, _, maker = runner_of(model, slots, page_size)
     found = []
     for slot, prefix in enumerate(prefixes):
         sampler.seen = {}
         maker.open(slot, PROMPT, SCORED, prefix=prefix, num_prefix=COUNT)
         maker.step({slot: 10})
-        assert slots[slot].prefix == ()
+        assert slots.prefixes == []
         maker.step({slot: len(PROMPT) - COUNT - 10})
         found.append(sampler.seen[tuple(PROMPT)])
         maker.close(slot)
@@ -104,6 +112,26 @@ def test_a_prefix_is_read_as_torch_reads_it(tiny: Path, page_size: int) -> None:
     for one, other in zip(found, expected, strict=True):
         assert distance(one, other) < 0.05
     assert distance(found[0], expected[1]) > 0.2
+
+
+def test_a_prefix_is_written_without_a_row(tiny: Path) -> None:
+    """Its sequence is dropped, and another one goes on with its pages."""
+    shape, page_size = open_model(tiny).native.kv_shape, 3
+    slots = SlotTable(num_pages=NUM_PAGES, page_size=page_size, max_model_len=256, vocab_size=300)
+    slots.kv_format = CompiledPages(shape=shape, page_size=page_size)
+    model, prefix = compiled(tiny, page_size), rows_of(shape, 1)
+    (expected,) = logits_of(model, slots, page_size, [prefix])
+    slots.clear()
+    for page in range(NUM_PAGES):
+        model.write_page(page, np.zeros_like(model.read_page(page)))
+    sampler, runner, maker = runner_of(model, slots, page_size)
+    maker.open(0, PROMPT, prefix=prefix, num_prefix=COUNT)
+    runner.drop(0, 1, plan=0)
+    assert maker.step({0: 10}) == {0: []}
+    shared = maker.slots[0].pages[: COUNT // page_size]
+    maker.open(1, PROMPT, SCORED, shared_pages=shared)
+    maker.step({1: len(PROMPT) - COUNT})
+    assert torch.equal(sampler.seen[tuple(PROMPT)], expected)
 
 
 def test_a_prefix_of_another_model_is_refused(tiny: Path) -> None:
