@@ -93,10 +93,7 @@ ALLOWED = {
     "gpu/models/transformers_models/reading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),
-    "gpu/models/transformers_models/speech/reading.py from_pretrained": (
-        "the operator's model, from its folder alone, without code of its own"
-    ),
-    "gpu/models/media/tower.py from_pretrained": (
+    "gpu/models/part_reading.py from_pretrained": (
         "the operator's model, from its folder alone, without code of its own"
     ),
     "trioserve/model_files/locate.py huggingface_hub.snapshot_download": "the operator's model",

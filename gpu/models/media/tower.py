@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from gpu.models.media.qwen2_audio import qwen2_audio_features
+from gpu.models.part_reading import read_part
 from trioserve.model_files import ModelFiles
-from trioserve.protocol.errors import ModelLoadError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -40,34 +40,12 @@ class MediaTower:
         Raises:
             ModelLoadError: transformers can't load it.
         """
-        import transformers
-
-        # Each tensor of the decoder would be reported: the decoder isn't loaded by transformers.
-        logging: Any = transformers.utils.logging
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         assert files.media is not None
-        try:
-            config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
-            config.text_config.num_hidden_layers = 0
-            model_class = getattr(transformers, files.media.architecture)
-            model, report = model_class.from_pretrained(
-                files.path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # transformers raises many kinds for damaged files
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise ModelLoadError(
-                f"the tower in {files.path} can't be loaded: {lines[0]}"
-            ) from error
-        missing = [name for name in report["missing_keys"] if not name.endswith("lm_head.weight")]
-        if missing:
-            raise ModelLoadError(f"{files.path} has no tensor {missing[0]}: fetch the model again")
+        model = read_part(
+            files, files.media.architecture, dtype, without="text_config.num_hidden_layers"
+        )
         _drop_decoder(model)
-        return cls(model.eval().to(device), device)
+        return cls(model.to(device), device)
 
     @torch.inference_mode()
     def embed(self, arrays: Arrays) -> torch.Tensor:

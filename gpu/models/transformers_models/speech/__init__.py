@@ -1,6 +1,5 @@
 """Whisper models: transformers' encoder of audio, and its decoder with paged attention.
 
-- ``reading``: loads one half of a model.
 - ``encoder``: audio to states, in a process beside the worker.
 - ``decoder``: the decoder's layers.
 - ``attention``: that over the KV cache, and over each slot's audio.

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu.models.transformers_models.speech.reading import read_half
+from gpu.models.part_reading import read_part
 from trioserve.model_files import ModelFiles
+from trioserve.model_files.speech_config import ARCHITECTURE
 
 
 class SpeechEncoder:
@@ -32,7 +33,7 @@ class SpeechEncoder:
         Raises:
             ModelLoadError: transformers can't load it.
         """
-        return cls(read_half(files, "encoder", torch.float32))
+        return cls(read_part(files, ARCHITECTURE, torch.float32, without="decoder_layers"))
 
     @torch.inference_mode()
     def embed(self, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:

@@ -13,17 +13,17 @@ from gpu.cpu.executor import CpuExecutor
 from gpu.cpu.torch_loading import make_sampler
 from gpu.loading.loaded_model import Loaded, OnProgress, choose_num_threads
 from gpu.models.linear import prepacks
+from gpu.models.part_reading import read_part
 from gpu.models.transformers_models.loading import refuse_native_options, require_library
 from gpu.models.transformers_models.packing import pack
 from gpu.models.transformers_models.reading import version
 from gpu.models.transformers_models.speech.alignment import AlignSpeech
 from gpu.models.transformers_models.speech.attention import HeardAudio, SpeechAttention
 from gpu.models.transformers_models.speech.decoder import SpeechDecoder, SpeechModel
-from gpu.models.transformers_models.speech.reading import read_half
 from gpu.sampling.adjustments import Adjuster
 from gpu.slots import SlotTable
 from trioserve.model_files import ModelFiles, TransformersConfig
-from trioserve.model_files.speech_config import SpeechConfig
+from trioserve.model_files.speech_config import ARCHITECTURE, SpeechConfig
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.protocol.machine import Machine
 from trioserve.protocol.wire import Start
@@ -89,7 +89,7 @@ def load_speech(
     torch.set_num_threads(choose_num_threads(start.num_threads))
     torch.set_float32_matmul_precision("highest")
     on_progress("weights", 0, 1)
-    model = read_half(files, "decoder", getattr(torch, dtype))
+    model = read_part(files, ARCHITECTURE, getattr(torch, dtype), without="encoder_layers")
     for module in list(model.modules()):
         if type(module) is torch.nn.Linear and prepacks(module.weight.dtype, module.weight.device):
             pack(module)
