@@ -5,18 +5,24 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import trio
-
-from tests.support.http_stub import http_client, server_config
+from tests.engine.media_over_http import (
+    CHAT,
+    FIRST,
+    NATIVE,
+    SAMPLING,
+    Posted,
+    Refused,
+    assert_answered,
+    assert_refused,
+    chat,
+    serving,
+)
 from tests.support.metric_samples import value
 from tests.support.tiny_audio import TOKENS
 from tests.support.tiny_media import png
 from tests.support.tiny_speech import wav
 from trioserve import AudioPart, Engine
-from trioserve.http import create_app
-from trioserve.http.server.server import serve_app
 
-CHAT, NATIVE = "/v1/chat/completions", "/generate"
 SPEECH = base64.b64encode(wav(9, 0.2)).decode()
 PICTURE = base64.b64encode(png(1)).decode()
 DATA_URL = f"data:audio/wav;base64,{SPEECH}"
@@ -25,27 +31,20 @@ NUM_TOKENS = 5
 TEXT = {"type": "text", "text": "What is said?"}
 CLIP = {"type": "input_audio", "input_audio": {"data": SPEECH, "format": "wav"}}
 PROMPT = f"user:{TOKENS['qwen2_audio']} What is said?assistant:"
-SAMPLING = {"max_new_tokens": 6, "temperature": 0}
-FIRST = "messages[0].content[0]"
-
-
-def chat(*content: Any, role: str = "user") -> dict[str, Any]:
-    messages = [{"role": role, "content": list(content)}]
-    return {"messages": messages, "max_tokens": 6, "temperature": 0}
 
 
 def url(place: Any) -> dict[str, Any]:
     return {"type": "audio_url", "audio_url": place}
 
 
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
+REQUESTS: list[Posted] = [
     (CHAT, chat(CLIP, TEXT)),
     (CHAT, chat(url({"url": DATA_URL}), TEXT)),
     (CHAT, chat(url(SPEECH), TEXT)),
     (NATIVE, {"text": PROMPT, "audio_data": DATA_URL, "sampling_params": SAMPLING}),
     (NATIVE, {"text": [PROMPT], "audio_data": [[SPEECH]], "sampling_params": SAMPLING}),
 ]
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+REFUSED: list[Refused] = [
     (CHAT, chat({"type": "image_url", "image_url": PICTURE}), FIRST, "reads no images"),
     (CHAT, chat(url("http://a/b")), FIRST, "--allowed-media-domains"),
     (CHAT, chat(TEXT, CLIP, CLIP, CLIP), "messages[0].content[3]", "--limit-mm-per-prompt"),
@@ -57,19 +56,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-def assert_same(reply: Any, text: str) -> None:
-    """Assert that a reply has that text, and that a chat's usage counts the tokens of audio."""
-    if isinstance(reply, list):
-        (reply,) = reply
-    if "choices" not in reply:
-        assert reply["text"] == text
-        return
-    assert reply["choices"][0]["message"]["content"] == text
-    details = reply["usage"]["prompt_tokens_details"]
-    assert details["audio_tokens"] == NUM_TOKENS
-    assert "image_tokens" not in details
-
-
 async def assert_served(engine: Engine) -> None:
     """Assert that an engine of Qwen2-Audio, with at most two clips in a prompt, serves them."""
     name, model = "mm_encode_seconds_count", engine.model_name
@@ -78,23 +64,11 @@ async def assert_served(engine: Engine) -> None:
     messages = [{"role": "user", "content": content}]
     expected = await engine.complete(messages, max_tokens=6, temperature=0)
     assert expected.usage.audio_tokens == NUM_TOKENS
-    config = server_config()
-    async with trio.open_nursery() as nursery:
-        (address,) = await nursery.start(serve_app, create_app(engine, config), config)
-        async with http_client(address) as client:
-            about = (await client.get("/model_info")).json()
-            assert about["has_audio_understanding"]
-            assert not about["has_image_understanding"]
-            for path, body in REQUESTS:
-                response = await client.post(path, json=body)
-                assert response.status_code == 200, (path, response.text)
-                assert_same(response.json(), expected.text)
-            for path, body, param, told in REFUSED:
-                response = await client.post(path, json=body)
-                assert response.status_code == 400, (path, response.text)
-                error = response.json()["error"]
-                assert error["param"] == param
-                assert told in error["message"]
-        nursery.cancel_scope.cancel()
+    async with serving(engine) as client:
+        about = (await client.get("/model_info")).json()
+        assert about["has_audio_understanding"]
+        assert not about["has_image_understanding"]
+        await assert_answered(client, REQUESTS, expected.text, audio_tokens=NUM_TOKENS)
+        await assert_refused(client, REFUSED)
     # The same clip was computed once.
     assert value(engine.metrics, name, model_name=model) == computed + 1

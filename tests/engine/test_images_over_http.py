@@ -9,17 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-import trio
 
+from tests.engine.media_over_http import CHAT, NATIVE, chat, serving
 from tests.support.engines import open_tiny_engine
-from tests.support.http_stub import http_client, server_config
 from tests.support.model_server import serving_folder
 from tests.support.tiny_media import image, make_media_model, png
-from trioserve.http import create_app
-from trioserve.http.server.server import serve_app
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-OLLAMA, GENERATE, NATIVE = "/api/chat", "/api/generate", "/generate"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
 PICTURE = base64.b64encode(png(1)).decode()
 DATA_URL = f"data:image/png;base64,{PICTURE}"
 TEXT = {"type": "text", "text": "What is this?"}
@@ -27,11 +24,6 @@ URL = {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "low"}}
 PROMPT = "user:<image> What is this?assistant:"
 NATIVE_SAMPLING = {"max_new_tokens": 6, "temperature": 0}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": PICTURE}
-
-
-def chat(*content: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": list(content)}]
-    return {"messages": messages, "max_tokens": 6, "temperature": 0}
 
 
 def said(reply: Any) -> str:
@@ -137,22 +129,18 @@ async def test_every_api_reads_images(folder: Path) -> None:
             [{"role": "user", "content": content}], max_tokens=6, temperature=0
         )
         assert expected.usage.cached_tokens == 0
-        config = server_config()
-        async with trio.open_nursery() as nursery:
-            (url,) = await nursery.start(serve_app, create_app(engine, config), config)
-            async with http_client(url) as client:
-                about = (await client.get("/model_info")).json()
-                assert about["has_image_understanding"]
-                for path, body in REQUESTS:
-                    named = body if path == NATIVE else {"model": "llava", **body}
-                    response = await client.post(path, json=named)
-                    assert response.status_code == 200, (path, response.text)
-                    assert said(response.json()) == expected.text, path
-                for path, body, status, param in REFUSED:
-                    response = await client.post(path, json=body)
-                    assert response.status_code == status, (path, response.text)
-                    assert response.json()["error"]["param"].startswith(param)
-            nursery.cancel_scope.cancel()
+        async with serving(engine) as client:
+            about = (await client.get("/model_info")).json()
+            assert about["has_image_understanding"]
+            for path, body in REQUESTS:
+                named = body if path == NATIVE else {"model": "llava", **body}
+                response = await client.post(path, json=named)
+                assert response.status_code == 200, (path, response.text)
+                assert said(response.json()) == expected.text, path
+            for path, body, status, param in REFUSED:
+                response = await client.post(path, json=body)
+                assert response.status_code == status, (path, response.text)
+                assert response.json()["error"]["param"].startswith(param)
 
 
 def test_front_ends_read_images_and_share_their_embeddings(folder: Path) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import trio
-
-from tests.support.http_stub import http_client, server_config
+from tests.engine.media_over_http import (
+    CHAT,
+    FIRST,
+    NATIVE,
+    SAMPLING,
+    Posted,
+    Refused,
+    assert_answered,
+    assert_refused,
+    chat,
+    serving,
+)
 from tests.support.metric_samples import value
 from tests.support.tiny_media import png
 from tests.support.video_files import hostile_videos, video
 from trioserve import Engine, VideoPart
-from trioserve.http import create_app
-from trioserve.http.server.server import serve_app
 
-CHAT, NATIVE = "/v1/chat/completions", "/generate"
 DATA = video(num_frames=17)
 FILM = base64.b64encode(DATA).decode()
 DATA_URL = f"data:video/mp4;base64,{FILM}"
@@ -24,13 +30,6 @@ NUM_TOKENS = 2 * 4
 TEXT = {"type": "text", "text": "What happens?"}
 IMAGE = {"type": "image_url", "image_url": base64.b64encode(png(1)).decode()}
 PROMPT = "user:<video> What happens?assistant:"
-SAMPLING = {"max_new_tokens": 6, "temperature": 0}
-FIRST = "messages[0].content[0]"
-
-
-def chat(*content: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": list(content)}]
-    return {"messages": messages, "max_tokens": 6, "temperature": 0}
 
 
 def url(given: Any) -> dict[str, Any]:
@@ -41,13 +40,13 @@ def encoded(data: bytes) -> dict[str, Any]:
     return url({"url": f"data:video/mp4;base64,{base64.b64encode(data).decode()}"})
 
 
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
+REQUESTS: list[Posted] = [
     (CHAT, chat(url({"url": DATA_URL}), TEXT)),
     (CHAT, chat(url(FILM), TEXT)),
     (NATIVE, {"text": PROMPT, "video_data": DATA_URL, "sampling_params": SAMPLING}),
     (NATIVE, {"text": [PROMPT], "video_data": [[FILM]], "sampling_params": SAMPLING}),
 ]
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+REFUSED: list[Refused] = [
     (CHAT, chat(url("http://a/b")), FIRST, "--allowed-media-domains"),
     (CHAT, chat(TEXT, *[url(FILM)] * 3), "messages[0].content[3]", "--limit-mm-per-prompt"),
     (NATIVE, {"text": PROMPT, "video_data": ["x"]}, "video_data[0]", "base64"),
@@ -68,31 +67,12 @@ async def assert_served(engine: Engine) -> None:
     messages = [{"role": "user", "content": [{"type": "video", "video": VideoPart(DATA)}, TEXT]}]
     expected = await engine.complete(messages, max_tokens=6, temperature=0)
     assert expected.usage.image_tokens == NUM_TOKENS
-    config = server_config()
-    async with trio.open_nursery() as nursery:
-        (address,) = await nursery.start(serve_app, create_app(engine, config), config)
-        async with http_client(address) as client:
-            for path, body in REQUESTS:
-                response = await client.post(path, json=body)
-                assert response.status_code == 200, (path, response.text)
-                reply = response.json()
-                if path == CHAT:
-                    assert reply["choices"][0]["message"]["content"] == expected.text
-                    details = reply["usage"]["prompt_tokens_details"]
-                    assert details["image_tokens"] == NUM_TOKENS
-                else:
-                    (reply,) = reply if isinstance(reply, list) else [reply]
-                    assert reply["text"] == expected.text
-            # The same video was computed once.
-            assert sample("mm_encode_seconds_count") == computed + 1
-            assert sample("mm_input_bytes_total", kind="video") > read + 5 * len(DATA)
-            for path, body, param, told in REFUSED:
-                response = await client.post(path, json=body)
-                assert response.status_code == 400, (path, response.text)
-                error = response.json()["error"]
-                assert error["param"] == param
-                assert told in error["message"]
-            mixed = await client.post(CHAT, json=chat(url(FILM), IMAGE, TEXT))
-            details = mixed.json()["usage"]["prompt_tokens_details"]
-            assert details["image_tokens"] > NUM_TOKENS
-        nursery.cancel_scope.cancel()
+    async with serving(engine) as client:
+        await assert_answered(client, REQUESTS, expected.text, image_tokens=NUM_TOKENS)
+        # The same video was computed once.
+        assert sample("mm_encode_seconds_count") == computed + 1
+        assert sample("mm_input_bytes_total", kind="video") > read + 5 * len(DATA)
+        await assert_refused(client, REFUSED)
+        mixed = await client.post(CHAT, json=chat(url(FILM), IMAGE, TEXT))
+        details = mixed.json()["usage"]["prompt_tokens_details"]
+        assert details["image_tokens"] > NUM_TOKENS
