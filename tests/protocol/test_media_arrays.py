@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import numpy as np
 import pytest
@@ -56,6 +58,19 @@ def test_memory_that_is_gone_is_noticed(others: bool) -> None:
             write_arrays(ARRAYS, DIGEST[::-1], again)
         with pytest.raises(ModelLoadError, match="isn't there any more"):
             same(argument)
+
+
+def test_a_pipe_with_the_path_of_memory_is_not_read() -> None:
+    with host_memory("test") as path:
+        argument = write_arrays(ARRAYS, DIGEST, path)
+    read, write = os.pipe()
+    try:
+        assert path.endswith(f"/{read}")
+        with pytest.raises(ModelLoadError, match="isn't there any more"):
+            same(argument)
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_memory_that_is_too_short_is_noticed() -> None:

@@ -15,13 +15,18 @@ from trioserve.config import EngineConfig
 from trioserve.engine.loaded_model import LoadedModel
 from trioserve.engine.schedulers import Schedulers
 from trioserve.observability.metrics import Metrics
+from trioserve.protocol.errors import EngineError, ModelLoadError
 from trioserve.protocol.media_arrays import in_argument
+from trioserve.protocol.wire import MAX_MESSAGE_BYTES
 from trioserve.requests.media.embedding import MediaEmbedder
 from trioserve.requests.media.encoder import MediaEncoder, WorkerMediaEncoder
 from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.reader import MediaReader, open_media_reader
 from trioserve.requests.speech.reader import SpeechReader
 from trioserve.text.tokenizer_task import EmbedMedia
+
+_MOST_SENT = MAX_MESSAGE_BYTES // 2
+"""Most bytes of a part's arrays in a message."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -93,7 +98,16 @@ def worker_encoder(
             if not isinstance(arguments, bytes):
                 return arguments
             if is_far:
-                return msgspec.Raw(await trio.to_thread.run_sync(in_argument, arguments))
+                try:
+                    sent = await trio.to_thread.run_sync(in_argument, arguments)
+                except ModelLoadError as error:
+                    raise EngineError(str(error)) from None
+                if len(sent) > _MOST_SENT:
+                    raise EngineError(
+                        f"its {len(sent) >> 20} MiB are too many for a worker of another host, "
+                        f"which gets {_MOST_SENT >> 20} MiB at most"
+                    )
+                return msgspec.Raw(sent)
             return msgspec.Raw(arguments)
 
         return await schedulers.call(name, given, one=True)

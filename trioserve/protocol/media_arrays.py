@@ -6,7 +6,10 @@ stand behind the digest of their content.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,7 @@ def read_arrays(argument: Mapping[str, Any]) -> dict[str, Array]:
             for name, dtype, shape, content in argument["arrays"]
         }
     try:
-        with Path(argument["memory"]).open("rb") as memory:
+        with _opened(argument["memory"]) as memory:
             is_there = memory.read(len(argument["digest"])) == argument["digest"]
             arrays = {
                 name: np.empty(shape, np.dtype(dtype))
@@ -67,6 +70,19 @@ def read_arrays(argument: Mapping[str, Any]) -> dict[str, Array]:
     if not is_there:
         raise ModelLoadError("the memory with the arrays isn't there any more")
     return arrays
+
+
+def _opened(path: str) -> BufferedReader:
+    """Open memory for reading.
+
+    Raises:
+        OSError: There is none. A pipe that has the path now is none either, and isn't read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no file")
+    return open(descriptor, "rb")
 
 
 def in_argument(argument: bytes) -> bytes:

@@ -30,8 +30,8 @@ MAX_LATENESS = 1.0
 """
 
 IN_THREADS = frozenset(
-    {"export_pages", "import_pages", "load_adapter", "prepare", "read_pages", "read_weights"}
-    | {"write_pages"}
+    {"align_speech", "encode_media", "export_pages", "import_pages", "load_adapter", "prepare"}
+    | {"read_pages", "read_weights", "write_pages"}
 )
 """Calls that the worker's threads answer, beside its steps."""
 BYTES_PER_SECOND = {"read_weights": 10e6, "swap_weights": 100e6}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,8 @@ from trioserve.protocol.errors import (
     WorkerLost,
 )
 from trioserve.protocol.media_arrays import read_arrays
-from trioserve.requests.media.embedding import MediaEmbedder
+from trioserve.requests.media import encoding
+from trioserve.requests.media.embedding import MAX_EMBEDDING_BYTES, MediaEmbedder
 from trioserve.requests.media.encoder import (
     CALLS_PER_WORKER,
     MAX_TRIES,
@@ -142,6 +144,39 @@ async def test_large_arrays_are_in_no_message_on_one_host(shares_memory: bool) -
     if shares_memory:  # Nothing is left of it.
         with pytest.raises(ModelLoadError, match="isn't there any more"):
             read_arrays(found[0])
+
+
+async def test_arrays_go_in_messages_where_memory_has_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: str) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(encoding, "host_memory", fail)
+    sent: list[bytes] = []
+
+    class Encoder:
+        async def kept_media(self, digest: bytes) -> None:
+            return None
+
+        async def encode_media(self, digest: bytes, arrays: bytes) -> EmbeddingRows:
+            sent.append(arrays)
+            return EmbeddingRows(start=0, rows=b"", number_format="float32")
+
+    pixels = np.zeros(INLINE_BYTES + 1, np.uint8)
+    processed = ProcessedMedia("image", b"digest", [1], {"x": pixels}, 2, 5)
+    await EncoderClient(cast(MediaEncoder, Encoder())).embeddings_of(processed, "part")
+    assert [len(each) > INLINE_BYTES for each in sent] == [True]
+
+
+async def test_more_tokens_than_a_message_takes_are_refused() -> None:
+    """Before anything is computed: the second part is too much."""
+    worker = Worker()
+    media = attrs.evolve(embedder(worker), width=MAX_EMBEDDING_BYTES // 4 // 3)
+    with pytest.raises(InvalidRequest, match=r"part 1: .* 4 tokens so far, and 3 of") as caught:
+        await media.embed(parts(b"a", b"b"))
+    assert caught.value.param == "part 1"
+    assert worker.num_calls == 0
 
 
 async def test_what_is_kept_is_bounded(autojump_clock: trio.testing.MockClock) -> None:

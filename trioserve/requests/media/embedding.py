@@ -6,16 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import trio
 
 from trioserve._util.together import all_together
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.embeddings import ImageGrid
 from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.wire import MAX_MESSAGE_BYTES
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.embedded_parts import PLURALS
 from trioserve.requests.media.content import as_media_part
 from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
+
+MAX_EMBEDDING_BYTES = MAX_MESSAGE_BYTES // 2
+"""Most bytes of embeddings in a prompt, in float32."""
+MAX_PROMPTS = 64
+"""Most prompts whose media are read and encoded at a time; what was read is in memory meanwhile."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -45,6 +52,9 @@ class MediaEmbedder:
     merge_size: int = 0
     tokens_per_second: int = 0
     tokens_together: int = 0
+    _prompts: trio.CapacityLimiter = attrs.field(
+        init=False, factory=lambda: trio.CapacityLimiter(MAX_PROMPTS)
+    )
 
     async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
         """Return the embeddings of a prompt's media, in order.
@@ -60,14 +70,34 @@ class MediaEmbedder:
         for name, part in given:
             if part.kind not in self.placeholders:
                 raise InvalidRequest(f"{name}: the model reads no {PLURALS[part.kind]}", param=name)
-        processed = await self.reader.read_all(given)
-        for each in processed:
-            self.metrics.media_bytes[each.kind] += each.num_bytes
 
         async def compute(index: int, each: ProcessedMedia) -> EmbeddedMedia:
             return await self._embedded(each, given[index][0])
 
-        return await all_together(compute, processed)
+        async with self._prompts:
+            processed = await self.reader.read_all(given)
+            for each in processed:
+                self.metrics.media_bytes[each.kind] += each.num_bytes
+            self._refuse_many_tokens(processed, [name for name, _ in given])
+            return await all_together(compute, processed)
+
+    def _refuse_many_tokens(
+        self, processed: Sequence[ProcessedMedia], names: Sequence[str]
+    ) -> None:
+        """Refuse media whose embeddings don't fit into a message.
+
+        Raises:
+            InvalidRequest: ``param`` is the first part that doesn't.
+        """
+        most, num_tokens = MAX_EMBEDDING_BYTES // (4 * self.width), 0
+        for each, name in zip(processed, names, strict=True):
+            num_tokens += each.num_placeholder_tokens
+            if num_tokens > most:
+                raise InvalidRequest(
+                    f"{name}: the prompt's media have {num_tokens} tokens so far, and {most} of "
+                    "this model can be sent: smaller media, or fewer frames, have fewer",
+                    param=name,
+                )
 
     async def _embedded(self, processed: ProcessedMedia, name: str) -> EmbeddedMedia:
         rows = await self.client.embeddings_of(processed, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import attrs
 import trio
 
@@ -14,6 +16,9 @@ from trioserve.requests.media.reader import ProcessedMedia
 
 INLINE_BYTES = 1 << 20
 """Most bytes of arrays that are copied on the event loop, in less than a millisecond."""
+MAX_MEMORIES = 64
+"""Most memories at a time, each of which is an open file. Further arrays wait, as they do for the
+encoder."""
 
 
 @attrs.frozen(eq=False)
@@ -23,6 +28,9 @@ class EncoderClient:
     encoder: MediaEncoder
     shares_memory: bool = True
     """True if it is on this host, so that large arrays go through memory."""
+    _memories: trio.CapacityLimiter = attrs.field(
+        init=False, factory=lambda: trio.CapacityLimiter(MAX_MEMORIES)
+    )
 
     async def embeddings_of(self, processed: ProcessedMedia, name: str) -> EmbeddingRows:
         """Return the embeddings of a part; ``name`` is its name in the request.
@@ -47,9 +55,11 @@ class EncoderClient:
         digest, arrays = processed.digest, processed.arrays
         if sum(array.nbytes for array in arrays.values()) <= INLINE_BYTES:
             return await self.encoder.encode_media(digest, encoded_arrays(arrays))
-        if not self.shares_memory:
-            argument = await trio.to_thread.run_sync(encoded_arrays, arrays)
-            return await self.encoder.encode_media(digest, argument)
-        with host_memory("trioserve-media") as path:
-            argument = await trio.to_thread.run_sync(write_arrays, arrays, digest, path)
-            return await self.encoder.encode_media(digest, argument)
+        if self.shares_memory:
+            async with self._memories:
+                # Without room, or descriptors, the arrays go the other way.
+                with contextlib.suppress(OSError), host_memory("trioserve-media") as path:
+                    argument = await trio.to_thread.run_sync(write_arrays, arrays, digest, path)
+                    return await self.encoder.encode_media(digest, argument)
+        argument = await trio.to_thread.run_sync(encoded_arrays, arrays)
+        return await self.encoder.encode_media(digest, argument)
