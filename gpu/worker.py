@@ -237,7 +237,12 @@ class Worker:
         self, threads: Background, call: wire.Call, function: Callable[[Any], Any]
     ) -> None:
         """Answer a call in a thread, as soon as it can be, also in the middle of a step."""
-        threads.start(lambda: self._send(_reply(call, function)))
+
+        def answer() -> None:
+            with contextlib.suppress(pynng.Closed):  # The loop has ended.
+                self._send(_reply(call, function))
+
+        threads.start(answer)
 
     def _transfer(self, call: wire.Call, transfers: PageTransfers) -> None:
         """Run a transfer of pages in a thread."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+_log = logging.getLogger("gpu.worker")
 
 
 class Background:
@@ -19,11 +23,18 @@ class Background:
         return len(self._unfinished)
 
     def start(self, work: Callable[[], object]) -> None:
-        """Run ``work`` in a thread."""
+        """Run ``work`` in a thread. An exception ends the process, as one of the loop does."""
         future = self._threads.submit(work)
         self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
+        future.add_done_callback(self._end)
 
     def close(self) -> None:
         """Cancel queued functions. Running ones go on until they finish or the process exits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, future: Future[object]) -> None:
+        self._unfinished.discard(future)
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            _log.error("a thread of the worker failed", exc_info=error)
+            os._exit(1)
