@@ -660,7 +660,7 @@ def _not_held(original: Any) -> Any:
     def begin(self: Lending, nodes: Any) -> Lent:
         lent: Lent = original(self, nodes)
         self.end(lent)
-        return Lent(lent.pages, [], [])
+        return attrs.evolve(lent, held=[], locked=[])
 
     return begin
 
@@ -675,7 +675,7 @@ def _in_wrong_order(original: Any) -> Any:
 
     def begin(self: Lending, nodes: Any) -> Lent:
         lent: Lent = original(self, nodes)
-        return Lent(lent.pages[::-1], lent.held, lent.locked)
+        return attrs.evolve(lent, pages=lent.pages[::-1])
 
     return begin
 

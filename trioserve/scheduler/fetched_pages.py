@@ -226,8 +226,10 @@ class FetchedPages:
         column = seq_state.known_column()[: TOKEN_BYTES * stop]
         missing = Missing(namespace, match, column, self._prefix.page_size)
         found = self._find(missing)
-        if self._first_fetched(found):
-            return True  # They are fetched for another one or ahead: it finds them on the host.
+        key = self._first_fetched(found)
+        if key is not None:  # They are fetched for another one or ahead: it finds them on the host.
+            self._hurry(key, seq_state)
+            return True
         seq_state.asked_elsewhere = True
         wanted = self._want(seq_state, missing, found, step_times)
         if wanted is None:
@@ -269,6 +271,15 @@ class FetchedPages:
         """Return the key of the first page if it is fetched already, otherwise None."""
         keys = (each.keys[0] for each in found)
         return next((key for key in keys if key in self._fetching), None)
+
+    def _hurry(self, key: bytes, seq_state: SequenceState) -> None:
+        """Let the sequence wait for pages that are still to be fetched ahead."""
+        for wanted in self._wanted_ahead:
+            if key in wanted.found.keys:
+                self._wanted_ahead.remove(wanted)
+                self._wanted.append(attrs.evolve(wanted, seq_state=seq_state))
+                self._waiting.add(seq_state)
+                return
 
     def _want(
         self,
@@ -325,7 +336,10 @@ class FetchedPages:
             places: list[int] = []
             while len(places) < len(found.keys) and self._make_room():
                 places.append(self._prefix.pool.host.reserve())
-            self._fetching.difference_update(found.keys[len(places) :])
+            left = found.keys[len(places) :]
+            self._fetching.difference_update(left)
+            for key in left:
+                self._due.pop(key, None)
             if places:
                 self._num_transfers += 1
                 return Fetch(

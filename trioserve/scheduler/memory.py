@@ -208,7 +208,9 @@ class Memory:
         """Return and clear the copies of pages that ``plan`` begins with."""
         if self.disk is not None:
             self.disk.note_plan(plan)
-        return self.prefix.take_copies()
+        copies = self.prefix.take_copies()
+        self.lending.note_copies(plan, copies)
+        return copies
 
     def take_cuts(self) -> list[tuple[int, int]]:
         """Return and clear the slots whose block tables a plan cuts, and the pages they keep."""
@@ -301,6 +303,7 @@ class Memory:
     def acknowledge(self, plan: int) -> None:
         """Note that plan ``plan`` is done, so that what only it and earlier ones named is free."""
         self.pool.acknowledge(plan)
+        self.lending.acknowledge(plan)
         if self.disk is not None:
             self.disk.acknowledge(plan)
         self.slots.acknowledge(plan)

@@ -7,7 +7,7 @@ place on the host is not freed.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -25,6 +25,8 @@ class Lent:
     """Pages on the device, also those before, the deepest first."""
     locked: list[int]
     """Places on the host."""
+    plan: int
+    """Last plan that computes the pages, or copies them to where they are."""
 
 
 @attrs.define(eq=False)
@@ -34,6 +36,17 @@ class Lending:
     _prefix: PrefixCache
     held: collections.Counter[int] = attrs.field(init=False, factory=collections.Counter)
     """Number of transfers that hold each page on the device."""
+    _copied: dict[int, int] = attrs.field(init=False, factory=dict)
+    """Plans in flight that copy something to a page, by the page."""
+
+    def note_copies(self, plan: int, copies: Iterable[tuple[int, int]]) -> None:
+        """Note the copies that ``plan`` begins with."""
+        self._copied.update((page, plan) for _, page in copies)
+
+    def acknowledge(self, plan: int) -> None:
+        """Note that plan ``plan`` is done."""
+        if self._copied:
+            self._copied = {page: each for page, each in self._copied.items() if each > plan}
 
     def begin(self, nodes: Sequence[Node]) -> Lent:
         """Hold the first of ``nodes``, one below the other, whose content can be read now.
@@ -42,8 +55,11 @@ class Lending:
         place, nor a place on the host that another transfer reads.
         """
         pool, copied = self._prefix.pool, {place for _, place in self._prefix.copies}
-        lent = Lent([], [], [])
+        pages: list[int] = []
+        locked: list[int] = []
+        held: list[int] = []
         last: Node | None = None
+        plan = 0
         for node in nodes:
             page = node.page
             if not self._prefix.has(node) or page in copied:
@@ -51,18 +67,21 @@ class Lending:
             if pool.is_on_host(page):
                 if pool.host.is_locked(page):
                     break
-                lent.locked.append(page)
+                locked.append(page)
             else:
                 last = node
-            lent.pages.append(page)
+                # A sequence that has left may have brought what a plan in flight writes.
+                plan = max(plan, pool.epoch(page))
+            pages.append(page)
+            plan = max(plan, node.plan, self._copied.get(page, 0))
         while last is not None and last.parent is not None:
-            lent.held.append(last.page)
+            held.append(last.page)
             last = last.parent
-        pool.share(lent.held)
-        self.held.update(lent.held)
-        for place in lent.locked:
+        pool.share(held)
+        self.held.update(held)
+        for place in locked:
             pool.host.lock(place)
-        return lent
+        return Lent(pages, held, locked, plan)
 
     def end(self, lent: Lent) -> None:
         """End the holding of pages."""

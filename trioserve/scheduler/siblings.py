@@ -112,11 +112,8 @@ class Sibling:
     async def _write(self, export: _Export, arguments: dict[str, object]) -> bytes | None:
         memory = self.memory()
         lent = memory.lending.begin(export.nodes)
-        arguments |= {
-            "keys": export.keys[: len(lent.pages)],
-            "pages": lent.pages,
-            "plan": max((each.plan for each in export.nodes), default=0),
-        }
+        keys = export.keys[: len(lent.pages)]
+        arguments |= {"keys": keys, "pages": lent.pages, "plan": lent.plan}
         try:
             found = await self.call("export_pages", arguments)
         except (CallFailed, WorkerLost):

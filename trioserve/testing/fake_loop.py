@@ -47,7 +47,8 @@ async def _answer_messages(worker: FakeWorker, link: MemoryLink, nursery: trio.N
                     if isinstance(message, wire.Drop):
                         worker.drop(message)
                     elif _overtakes(message, plan) and not worker.calls_in_turn:
-                        nursery.start_soon(late.answer, message)
+                        # It may read the pages before the plan changes any.
+                        nursery.start_soon(late.answer, message, worker.answer(message))
                     else:
                         ahead.append(message)
                 answer = worker.step(plan)
@@ -91,8 +92,8 @@ class _LateAnswers:
     _transfers: dict[trio.Event, trio.Event] = attrs.field(init=False, factory=dict)
     """Events that end each transfer of pages at once, and that tell its end."""
 
-    async def answer(self, call: wire.Call) -> None:
-        """Answer a call after its time."""
+    async def answer(self, call: wire.Call, reply: wire.Reply | None = None) -> None:
+        """Answer a call after its time, with ``reply`` if that is known."""
         if not call.name.endswith("_pages"):
             await trio.sleep(self._worker.seconds_for_call(call))
             await self._link.send(self._worker.answer(call))
@@ -101,7 +102,7 @@ class _LateAnswers:
         self._transfers[hurry] = ended
         with trio.move_on_after(self._worker.seconds_for_call(call)):
             await hurry.wait()
-        await self._link.send(self._worker.answer(call))
+        await self._link.send(reply or self._worker.answer(call))
         del self._transfers[hurry]
         ended.set()
 

@@ -99,6 +99,34 @@ async def test_pages_go_ahead_of_the_last_chunk(
         engine.check_integrity()
 
 
+async def test_no_prompt_waits_for_the_pages_of_another_one(autojump_clock: Clock) -> None:
+    """Pages that would go ahead behind those of a slow worker are fetched as they are needed."""
+    disk, made = FakeDisk(), list[FakeWorker]()
+
+    def is_slow(worker: FakeWorker) -> bool:
+        return any(slot.tokens[0] == prompt(0)[0] for slot in worker.slots.values())
+
+    def make() -> FakeWorker:
+        defaults = {**SMALL, "token": next_token, "max_num_batched_tokens": 8}
+        worker = FakeWorker(
+            disk=disk, step_time=lambda _: 10.0 if is_slow(worker) else 0.1, **defaults
+        )
+        made.append(worker)
+        return worker
+
+    roles = ("prefill", "prefill", "decode")
+    options: dict[str, Any] = {"data_parallel_size": 3, "disaggregation": roles}
+    async with open_fake_engine(make, routing_policy="round_robin", **options) as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, 0)
+            await trio.sleep(1)
+            began = trio.current_time()
+            await ask(engine, 1)
+            assert trio.current_time() - began < 3
+            assert sum(map(is_slow, made)) == 1, "the other prompt is still computed"
+        engine.check_integrity()
+
+
 async def test_what_went_ahead_is_free_once_the_client_has_left(autojump_clock: Clock) -> None:
     make = workers(max_num_batched_tokens=8, call_time=0.3)
     async with open_fake_engine(make, **APART) as engine:
