@@ -70,9 +70,10 @@ async def test_transcripts_are_those_of_transformers(
     reference = Reference(folder)
     options = {"block_size": 4, "max_num_batched_tokens": 8, "num_gpu_blocks_override": 30}
     async with open_tiny_engine(folder, **options) as engine:
-        # Their encoder states are there then, so that the windows come together.
-        await transcripts(engine, language="de", temperature=0)
         first = await transcripts(engine, language="de", temperature=0)
+        if not engine.statistics().scheduler.num_preemptions:
+            # The encoder states came one by one. They are kept, so now the windows come together.
+            first = await transcripts(engine, language="de", temperature=0)
         for clip, transcript in zip(CLIPS, first, strict=True):
             reference.check_windows(transcript, sound(*clip))
         assert engine.statistics().scheduler.num_preemptions > 0
