@@ -2,7 +2,7 @@
 //
 // A layer's cache is [num_pages][num_kv_heads][2 * page_size * head_dim]: of each page and head the keys,
 // and right behind them the values, so that memory is read in long pieces. What stands where inside of
-// them is for the kernels' good, and known to this file alone:
+// them is for the kernels' good, and known to this file and gpu/cpu/page_format.py alone:
 //   keys    16 tokens at a time, by pairs of numbers: [page_size / 16][head_dim / 2][16][2], so
 //           that one load holds the same pair of 16 keys, and a query's pair is multiplied with
 //           all. Of pages that aren't a multiple of 16 tokens, 8, 4, 2 or 1 stand together.
