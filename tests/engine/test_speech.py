@@ -203,26 +203,16 @@ async def assert_served(engine: Engine) -> None:
         assert found.text == tried.text
         found = create(model=model, file=file, language="de", temperature=0)
         assert found.text == wanted.text
-        verbose = create(
-            model=model,
-            file=file,
-            language="de",
-            response_format="verbose_json",
-            temperature=0,
-            timestamp_granularities=["segment"],
-        )
+        asked: dict[str, Any] = {
+            **{"model": model, "file": file, "language": "de", "temperature": 0},
+            "response_format": "verbose_json",
+        }
+        verbose = create(**asked, timestamp_granularities=["segment"])
         segments = [(each.start, each.end, each.text) for each in verbose.segments or ()]
         assert segments == [(each.start, each.end, each.text) for each in timed.segments]
         assert (verbose.duration, verbose.language) == (pytest.approx(1.1), "de")
         assert verbose.words is None
-        worded = create(
-            model=model,
-            file=file,
-            language="de",
-            response_format="verbose_json",
-            temperature=0,
-            timestamp_granularities=["word"],
-        )
+        worded = create(**asked, timestamp_granularities=["word"])
         words = [(each.start, each.end, each.word) for each in worded.words or ()]
         assert words == [(each.start, each.end, each.text.strip()) for each in spoken.words]
         assert (len(words) > 1, worded.segments) == (True, None)

@@ -94,7 +94,7 @@ class Placement:
         """
         core = holder.core
         assert core is not None
-        able = tuple(each for each in self._able(holder, request) if self._decodes(each))
+        able = self._able_to_decode(holder, request)
         if request in core.fault_isolation.suspects or not any(each.attached for each in able):
             return False
         vacate(core, request)
@@ -105,8 +105,7 @@ class Placement:
     def send_ahead(self, holder: Scheduler, seq_state: SequenceState) -> None:
         """Have pages of a prompt fetched by the worker that will probably go on with it."""
         request, siblings = seq_state.sequence.request, holder.feeds.siblings
-        able = [each for each in self._able(holder, request) if self._decodes(each)]
-        able = [each for each in able if each.attached]
+        able = [each for each in self._able_to_decode(holder, request) if each.attached]
         if siblings is None or seq_state.namespace is None or not able:
             return
         other = self._router.foresee(request, able)
@@ -124,6 +123,9 @@ class Placement:
 
     def _able(self, holder: Scheduler, request: Request) -> tuple[Scheduler, ...]:
         return tuple(each for each in self.schedulers if self._may_take(each, holder, request))
+
+    def _able_to_decode(self, holder: Scheduler, request: Request) -> tuple[Scheduler, ...]:
+        return tuple(each for each in self._able(holder, request) if self._decodes(each))
 
     def _move(self, request: Request, holder: Scheduler, able: tuple[Scheduler, ...]) -> None:
         """Move a movable request from ``holder`` to one of those that may take it."""

@@ -132,9 +132,11 @@ class Router:
 
     def foresee(self, request: Request, among: Seq[Scheduler]) -> Scheduler | None:
         """Return the scheduler that :meth:`place` will probably return; None if that is open."""
+        if len(among) == 1:
+            return among[0]
         self._update()
-        if len(among) == 1 or not all(each in self._numbers for each in among):
-            return among[0] if len(among) == 1 else None
+        if not all(each in self._numbers for each in among):
+            return None
         prefix, _ = self._prefix_of(request, namespace_of(request.cache_salt, request.adapter))
         asked = (self._loads, len(request.prompt_ids), prefix, self._mask(among))
         number = self._policy.foresee(*asked)
