@@ -40,8 +40,8 @@ class Feeds:
     returns False if none can.
     """
     on_chunk: Callable[[SequenceState], None] | None = attrs.field(init=False, default=None)
-    """Called with a sequence whose prompt is computed for another worker, after a plan has some of
-    its tokens and not the last.
+    """Called with a sequence whose prompt is computed for another worker, once a plan has some of
+    its tokens.
     """
 
     def __attrs_post_init__(self) -> None:

@@ -2,8 +2,10 @@
 
 A sequence that is to be computed elsewhere gets its first token here, and no further row. When all
 sequences of its request have come so far, the request moves to another worker
-(:mod:`~trioserve.scheduler.moving`), which fetches its pages. If none can take it, it stays. While
-the last chunk of a long prompt is computed, the other worker fetches the pages of those before.
+(:mod:`~trioserve.scheduler.moving`), which fetches its pages. If none can take it, it stays. The
+other worker asks for the pages of each chunk while that is computed, and gets them with its end:
+those of a long prompt come while the next chunk is computed, and those of the last one while the
+request moves.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def hand_over(state: SchedulerState) -> None:
 
 
 def send_ahead(state: SchedulerState) -> None:
-    """Let other workers fetch what the latest plan computes of prompts before their last chunk."""
+    """Let other workers fetch what the latest plan computes of prompts."""
     chunks, state.chunks = state.chunks, []
     if state.feeds.on_chunk is not None:
         for seq_state in chunks:

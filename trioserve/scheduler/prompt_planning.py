@@ -247,13 +247,13 @@ class PromptPlanner:
         if seq_state.sequence.state is State.PREFILL:
             self._state.memory.publish(seq_state, builder.number)
             hands_over = seq_state.sequence.request.hands_over
+            if hands_over and seq_state.sequence.max_tokens > 1:
+                self._state.chunks.append(seq_state)
             if samples:
                 self._state.move(seq_state.sequence, State.DECODE)
                 self._state.groups.on_prompt_planned(seq_state)
                 if hands_over:
                     self._state.leaving[seq_state.sequence.request] = None
-            elif hands_over:
-                self._state.chunks.append(seq_state)
 
 
 def _count_next(seq_state: SequenceState, start: int, remaining: int, builder: PlanBuilder) -> int:

@@ -52,7 +52,7 @@ class SchedulerState:
         self.leaving: dict[Request, None] = {}
         """Requests that another worker goes on with, once all their prompts are computed."""
         self.chunks: list[SequenceState] = []
-        """Sequences of such requests with tokens in the latest plan, before the last."""
+        """Sequences of such requests with tokens of their prompts in the latest plan."""
         self.in_flight: deque[InFlight] = deque()
         self.residency = Residency(limits.max_cpu_loras, limits.max_loras)
         """Adapters that the worker holds."""

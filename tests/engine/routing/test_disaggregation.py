@@ -24,6 +24,7 @@ from trioserve.engine.worker_making import check_role
 from trioserve.engine.worker_start import start_message
 from trioserve.protocol import wire
 from trioserve.protocol.errors import EngineError, InvalidRequest
+from trioserve.scheduler.sequence_state import SequenceState
 from trioserve.testing import FakeWorker
 from trioserve.testing.fake_disk import FakeDisk
 from trioserve.testing.fake_engine import open_fake_engine
@@ -96,6 +97,29 @@ async def test_pages_go_ahead_of_the_last_chunk(
                     at_first_token = imported(engine) - before
         assert at_first_token == 2 * 8 // PAGE
         assert imported(engine) - before <= 22 // PAGE  # None came twice.
+        engine.check_integrity()
+
+
+async def test_every_chunk_goes_ahead_unless_the_first_token_is_the_last(
+    autojump_clock: Clock,
+) -> None:
+    """The pages of the last chunk are asked for while it is computed, too."""
+    planned: list[int] = []
+    async with open_fake_engine(workers(max_num_batched_tokens=8), **APART) as engine:
+        feeds = engine.schedulers[0].feeds
+        send_ahead = feeds.on_chunk
+        assert send_ahead is not None
+
+        def on_chunk(seq_state: SequenceState) -> None:
+            planned.append(seq_state.planned)
+            send_ahead(seq_state)
+
+        feeds.on_chunk = on_chunk
+        await ask(engine, 0, 8)
+        assert planned == [8, 16, 22]
+        await ask(engine, 1, 1)
+        assert len(planned) == 3
+        assert engine.statistics().scheduler.pages_imported == 22 // PAGE
         engine.check_integrity()
 
 
