@@ -31,7 +31,7 @@ Decoder::Decoder(const DecoderShape& given)
                given.normalizes_experts != 0},
       pool_(given.threads),
       weights_(Pages::kLarge),
-      cache_(Pages::kSmall),
+      cache_(Pages::kLarge),
       scratch_(Pages::kSmall) {}
 
 void Decoder::finish(const DecoderLimits& limits, const float* cos_sin, const RanksShape* ranks) {
