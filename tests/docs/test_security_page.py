@@ -40,7 +40,12 @@ from trioserve.protocol.sampling import MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_STR
 from trioserve.protocol.wire import MAX_MESSAGE_BYTES
 from trioserve.requests.media.child import MAX_SECONDS, memory_of
 from trioserve.requests.media.fetching import FETCH_SECONDS
-from trioserve.requests.media.reader import setup_of
+from trioserve.requests.media.reader import MAX_ARRAY_BYTES, setup_of
+from trioserve.requests.media_arguments import (
+    MAX_ARGUMENT_BYTES,
+    MAX_ARGUMENT_DEPTH,
+    MAX_ARGUMENTS,
+)
 from trioserve.text import template_child
 from trioserve.text.guarded import CHARACTERS_PER_TOKEN, FEWEST_MAX_CHARACTERS
 from trioserve.text.stop_regex import MAX_EXPANDED_CHARACTERS, MAX_PATTERN_CHARACTERS
@@ -117,6 +122,12 @@ def bound_of(what: str) -> str:
         (
             "Reading one",
             f"{MAX_SECONDS} s of processor time, {memory_of(setup_of(MEDIA)) >> 20} MiB",
+        ),
+        (
+            "[Arguments of a request](media.md#arguments-of-one-request) for its media, as JSON; "
+            "arrays made with them",
+            f"{MAX_ARGUMENTS}, {MAX_ARGUMENT_BYTES >> 10} KiB, {MAX_ARGUMENT_DEPTH} levels; "
+            f"{MAX_ARRAY_BYTES >> 20} MiB for a prompt",
         ),
         ("[Fetching one](media.md#urls)", f"{FETCH_SECONDS:g} s, public addresses"),
         ("A message between the processes", f"{MAX_MESSAGE_BYTES >> 20} MiB"),

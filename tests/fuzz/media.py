@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -28,6 +29,11 @@ from trioserve.requests.media.public_addresses import is_public
 from trioserve.requests.media.refusals import Refused
 from trioserve.requests.media.sources import payload_of
 from trioserve.requests.media.videos import decode_video
+from trioserve.requests.media_arguments import (
+    MAX_ARGUMENT_BYTES,
+    MAX_ARGUMENTS,
+    as_processor_arguments,
+)
 
 __all__ = ["TARGETS"]
 
@@ -117,6 +123,17 @@ def _check_source(text: str) -> None:
     assert len(sent) == payload.size <= 1400
 
 
+def _check_arguments(given: object) -> None:
+    try:
+        found = as_processor_arguments(given)
+    except InvalidRequest:
+        return
+    assert len(found) <= MAX_ARGUMENTS
+    assert len(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()) <= (
+        MAX_ARGUMENT_BYTES
+    )
+
+
 _PIECES: Callable[..., st.SearchStrategy[str]] = lambda *pieces: st.lists(  # noqa: E731
     st.sampled_from(pieces) | st.text(max_size=3), max_size=12
 ).map("".join)
@@ -129,10 +146,20 @@ _SOURCES = _PIECES(
     *("http://", "file:///", base64.b64encode(b"abc").decode(), "\0", "ä", "\ud800"),
 )
 
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+    ),
+)
+
 TARGETS = (
     Target("image_file", _check_image, seeds=_images),
     Target("audio_file", _check_audio, seeds=_clips),
     Target("video_file", _check_video, seeds=_videos),
     Target("media_url", _check_url, _URLS),
     Target("media_source", _check_source, _SOURCES),
+    Target("media_arguments", _check_arguments, _VALUES),
 )

@@ -217,6 +217,21 @@ async def test_bad_prompts_are_rejected_and_the_next_goes_through(
     assert not good.admitted.is_set()
 
 
+async def test_arguments_for_media_are_refused_where_none_are_read(tokenizer: Tokenizer) -> None:
+    given: list[dict[str, Any]] = [
+        {"mm_processor_kwargs": {"url": "x"}},
+        {"media_io_kwargs": {"video": {"fps": 1}}},
+    ]
+    requests = [make_request(TextPrompt("a", **fields)) for fields in given]
+    last = make_request(TextPrompt("a", mm_processor_kwargs={}, media_io_kwargs={}))
+    assert await prepare(tokenizer, *requests, last) == [last]
+    for fields, request in zip(given, requests, strict=True):
+        (name,) = fields
+        assert isinstance(request.rejection, InvalidRequest)
+        assert request.rejection.param == name
+        assert str(request.rejection).startswith(f"{name} isn't served")
+
+
 async def test_a_chat_is_rendered_as_it_is_encoded(tokenizer: Tokenizer) -> None:
     assert await tokenizer.render(user("hi")) == "<s>user: hi"
     rendered = tokenizer.encode("<s>user: hi", add_special_tokens=False)

@@ -15,9 +15,11 @@ MEDIA_KINDS = ("image", "audio", "video")
 DEFAULT_COUNTS: Mapping[str, int] = {"image": 8, "audio": 8, "video": 1}
 """Most parts of each kind in a prompt, where ``--limit-mm-per-prompt`` doesn't say."""
 _COUNTS = "limit_mm_per_prompt"
-_ARGUMENTS = "mm_processor_kwargs"
-_READING = "media_io_kwargs"
-_READING_EXAMPLE = '{"video": {"fps": 2, "num_frames": 32}}'
+PROCESSOR_ARGUMENTS = "mm_processor_kwargs"
+READING_ARGUMENTS = "media_io_kwargs"
+"""Names of the arguments of processors and of reading, as options and as fields of requests."""
+PROCESSOR_EXAMPLE = '{"do_image_splitting": false}'
+READING_EXAMPLE = '{"video": {"fps": 2, "num_frames": 32}}'
 MAX_FPS = 1000.0
 MAX_FRAMES = 1024
 
@@ -30,6 +32,34 @@ class FrameSampling:
     """Most frames for each second."""
     num_frames: int = 32
     """Most frames."""
+
+    def with_arguments(self, given: Mapping[str, Any]) -> FrameSampling:
+        """Return this sampling with what ``media_io_kwargs`` of an option or a request say.
+
+        Raises:
+            InvalidRequest: They say something else, or a number is out of its range.
+        """
+        unknown = sorted(given.keys() - {"video"})
+        if unknown:
+            raise _refuse(f"{READING_ARGUMENTS} has {', '.join(unknown)}; it takes video")
+        video = given.get("video", {})
+        if not isinstance(video, dict) or video.keys() - {"fps", "num_frames"}:
+            raise _refuse(
+                f"{READING_ARGUMENTS}: video must be an object with fps and num_frames, "
+                f"got {video!r}"
+            )
+        found = attrs.evolve(self, **video)
+        if not _is_number(found.fps) or not 0 < found.fps <= MAX_FPS:
+            raise _refuse(
+                f"{READING_ARGUMENTS}: fps must be a number above 0 and at most {MAX_FPS:g}, "
+                f"got {found.fps!r}"
+            )
+        if type(found.num_frames) is not int or not 1 <= found.num_frames <= MAX_FRAMES:
+            raise _refuse(
+                f"{READING_ARGUMENTS}: num_frames must be a whole number from 1 to {MAX_FRAMES}, "
+                f"got {found.num_frames!r}"
+            )
+        return found
 
 
 @attrs.frozen(kw_only=True)
@@ -94,8 +124,7 @@ class MediaOptions:
     )
     mm_processor_kwargs: str | None = option(
         None,
-        "arguments of the model's processor of media: a JSON object, as in "
-        '{"do_image_splitting": false}',
+        f"arguments of the model's processor of media: a JSON object, as in {PROCESSOR_EXAMPLE}",
         unset="the model's own",
         group="media",
         page="media#The processor",
@@ -104,7 +133,7 @@ class MediaOptions:
     media_io_kwargs: str | None = option(
         None,
         "frames that are taken of a video, evenly: fps for each second, and num_frames at most; a "
-        f"JSON object, as in {_READING_EXAMPLE}",
+        f"JSON object, as in {READING_EXAMPLE}",
         unset="2 a second, 32 at most",
         group="media",
         page="media#Videos",
@@ -145,33 +174,19 @@ class MediaOptions:
         text = self.mm_processor_kwargs
         if text is None:
             return {}
-        return parse_json_object(_ARGUMENTS, text, None, '{"do_image_splitting": false}')
+        return parse_json_object(PROCESSOR_ARGUMENTS, text, None, PROCESSOR_EXAMPLE)
 
     def frame_sampling(self) -> FrameSampling:
         """Return which frames of a video are taken."""
         text = self.media_io_kwargs
         if text is None:
             return FrameSampling()
-        given = parse_json_object(_READING, text, ("video",), _READING_EXAMPLE).get("video", {})
-        if not isinstance(given, dict) or given.keys() - {"fps", "num_frames"}:
-            raise InvalidRequest(
-                f"{_READING}: video must be an object with fps and num_frames, got {given!r}",
-                param=_READING,
-            )
-        found = FrameSampling(**given)
-        if not _is_number(found.fps) or not 0 < found.fps <= MAX_FPS:
-            raise InvalidRequest(
-                f"{_READING}: fps must be a number above 0 and at most {MAX_FPS:g}, "
-                f"got {found.fps!r}",
-                param=_READING,
-            )
-        if type(found.num_frames) is not int or not 1 <= found.num_frames <= MAX_FRAMES:
-            raise InvalidRequest(
-                f"{_READING}: num_frames must be a whole number from 1 to {MAX_FRAMES}, "
-                f"got {found.num_frames!r}",
-                param=_READING,
-            )
-        return found
+        given = parse_json_object(READING_ARGUMENTS, text, None, READING_EXAMPLE)
+        return FrameSampling().with_arguments(given)
+
+
+def _refuse(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param=READING_ARGUMENTS)
 
 
 def _is_number(value: object) -> bool:

@@ -23,7 +23,7 @@ from trioserve.requests.media.encoder import MediaEncoder, WorkerMediaEncoder
 from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.reader import MediaReader, open_media_reader
 from trioserve.requests.speech.reader import SpeechReader
-from trioserve.text.tokenizer_task import EmbedMedia
+from trioserve.text.tokenizer_task import PromptMedia
 
 _MOST_SENT = MAX_MESSAGE_BYTES // 2
 """Most bytes of a part's arrays in a message."""
@@ -39,8 +39,8 @@ class ModelMedia:
     shares_memory: bool = True
     """True if the process that has the workers is on this host."""
 
-    def embedder(self, encoder: MediaEncoder) -> EmbedMedia | None:
-        """Return what gives the embeddings of media in prompts; None where they aren't served."""
+    def embedder(self, encoder: MediaEncoder) -> PromptMedia | None:
+        """Return what makes embeddings of media in prompts; None where they aren't served."""
         media = self.model.media
         if self.reader is None or media is None:
             return None
@@ -54,7 +54,7 @@ class ModelMedia:
             merge_size=media.merge_size,
             tokens_per_second=media.tokens_per_second,
             tokens_together=media.tokens_together,
-        ).embed
+        )
 
     def speech_reader(self, encoder: MediaEncoder) -> SpeechReader | None:
         """Return what reads speech; None for a model that doesn't transcribe."""

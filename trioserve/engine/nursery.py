@@ -44,7 +44,7 @@ from trioserve.protocol.errors import EngineError
 from trioserve.requests.request import Finish, Request, Sequence, SequenceOutput
 from trioserve.requests.stream import StreamBudget
 from trioserve.text.detokenizer import Detokenizer
-from trioserve.text.tokenizer_task import EmbedMedia, TokenizerTask
+from trioserve.text.tokenizer_task import PromptMedia, TokenizerTask
 from trioserve.text.worker_validation import WorkerValidation
 from trioserve.workers.life import OnProgress
 from trioserve.workers.remote.port import WorkersPort
@@ -165,7 +165,7 @@ async def run_engine(
         validation=WorkerValidation(
             schedulers, timeout=config.grammar_timeout, observe_grammar=metrics.observe_grammar
         ),
-        embed_media=media.embedder(media_encoder),
+        prompt_media=media.embedder(media_encoder),
         asked_workers=schedulers if asks_idle_worker else None,
     ) as engine:
         schedulers.notify_idle(engine.on_none_open)
@@ -238,7 +238,7 @@ async def run_tasks(
     make_engine: Callable[..., _Engine],
     *,
     validation: WorkerValidation | None,
-    embed_media: EmbedMedia | None = None,
+    prompt_media: PromptMedia | None = None,
     asked_workers: AskedWorkers | None = None,
     output_buffer: float = math.inf,
     place: Place = Place(),
@@ -247,7 +247,7 @@ async def run_tasks(
 
     ``open_backend`` starts the tasks that the backend needs, and says what its worker can hold.
     ``make_engine`` gets the fields that are made here. ``validation`` is the task between
-    tokenizer and backend; None in a front end. ``embed_media`` is None where media aren't served.
+    tokenizer and backend; None in a front end. ``prompt_media`` is None where media aren't served.
     ``asked_workers`` are asked if they hold nothing while idle. At most ``output_buffer`` batches
     of outputs wait for the detokenizer.
     """
@@ -264,7 +264,7 @@ async def run_tasks(
     to_detokenizer, detokenizer_inbox = trio.open_memory_channel[_Outputs](output_buffer)
     detokenizer = Detokenizer(model.tokenizer, backend.abort, on_delivered)
     async with open_tasks(on_failure) as tasks:
-        to_tokenizer, backend_inbox = _start_preparing(tasks, model, embed_media, validation)
+        to_tokenizer, backend_inbox = _start_preparing(tasks, model, prompt_media, validation)
         tasks.start_soon(backend.run, backend_inbox, to_detokenizer)
         tasks.start_soon(detokenizer.run, detokenizer_inbox)
         ready = await open_backend(tasks)
@@ -294,13 +294,13 @@ async def run_tasks(
 def _start_preparing(
     tasks: EngineTasks,
     model: LoadedModel,
-    embed_media: EmbedMedia | None,
+    prompt_media: PromptMedia | None,
     validation: WorkerValidation | None,
 ) -> tuple[trio.MemorySendChannel[Request], trio.MemoryReceiveChannel[Request]]:
     """Start the tasks before the back end; return the first one's channel and the back end's."""
     to_tokenizer, tokenizer_inbox = trio.open_memory_channel[Request](math.inf)
     to_backend, backend_inbox = trio.open_memory_channel[Request](math.inf)
-    tokenizer = TokenizerTask(model.tokenizer, embed_media)
+    tokenizer = TokenizerTask(model.tokenizer, prompt_media)
     if validation is None:
         tasks.start_soon(tokenizer.run, tokenizer_inbox, to_backend)
     else:

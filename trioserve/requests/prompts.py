@@ -11,6 +11,12 @@ import attrs
 from trioserve.protocol.errors import InvalidRequest
 from trioserve.requests.embedded import EmbeddedSpan, EmbeddingsPrompt, SpeechPrompt
 from trioserve.requests.embedded_parts import MEDIA_TYPES, OtherParts, take_out_parts
+from trioserve.requests.media_arguments import (
+    NO_ARGUMENTS,
+    MediaArguments,
+    as_processor_arguments,
+    as_reading_arguments,
+)
 
 
 def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -54,18 +60,29 @@ def _check_mapping(_: object, attribute: attrs.Attribute[Any], value: object) ->
 # A prompt is checked where it is made: further in, a wrong type would fail all requests.
 
 
+def _processor_arguments() -> Any:
+    return attrs.field(converter=as_processor_arguments, factory=dict, hash=False)
+
+
+def _reading_arguments() -> Any:
+    return attrs.field(converter=as_reading_arguments, factory=dict, hash=False)
+
+
 @attrs.frozen
 class TextPrompt:
     """Text to be continued.
 
     ``media`` are images, audio clips and videos in place of the texts of the model's media tokens,
     those of each kind in order: parts as in a chat's messages, :class:`~trioserve.ImagePart`,
-    :class:`~trioserve.AudioPart` or :class:`~trioserve.VideoPart`.
+    :class:`~trioserve.AudioPart` or :class:`~trioserve.VideoPart`. ``mm_processor_kwargs`` and
+    ``media_io_kwargs`` are laid over the options of these names.
     """
 
     text: str = attrs.field(validator=_check_text)
     add_special_tokens: bool = True
     media: tuple[Mapping[str, Any], ...] = attrs.field(converter=_as_parts, default=())
+    mm_processor_kwargs: Mapping[str, Any] = _processor_arguments()
+    media_io_kwargs: Mapping[str, Any] = _reading_arguments()
 
 
 @attrs.frozen
@@ -82,6 +99,7 @@ class ChatPrompt:
     ``messages`` are the OpenAI API's: maps with ``role`` and ``content``: a string, or a list of
     text parts, of ``{"type": "prompt_embeds", "prompt_embeds": array}``, and of media
     (:func:`.media.content.as_media_part`). The template gets ``template_arguments`` as they are.
+    ``mm_processor_kwargs`` and ``media_io_kwargs`` are laid over the options of these names.
     """
 
     messages: tuple[dict[str, Any], ...] = attrs.field(converter=_as_messages)
@@ -90,6 +108,8 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_arguments: dict[str, Any] = attrs.field(factory=dict, validator=_check_mapping)
+    mm_processor_kwargs: Mapping[str, Any] = _processor_arguments()
+    media_io_kwargs: Mapping[str, Any] = _reading_arguments()
 
     def __attrs_post_init__(self) -> None:
         messages, others = take_out_parts(self.messages)
@@ -115,6 +135,13 @@ def media_in(prompt: Prompt) -> Sequence[tuple[str, Any]]:
             (part.get("name") or f"media[{index}]", part) for index, part in enumerate(prompt.media)
         ]
     return prompt.others.media if isinstance(prompt, ChatPrompt) else ()
+
+
+def media_arguments_of(prompt: Prompt) -> MediaArguments:
+    """Return what a prompt says about its media."""
+    if isinstance(prompt, TextPrompt | ChatPrompt):
+        return MediaArguments(processor=prompt.mm_processor_kwargs, reading=prompt.media_io_kwargs)
+    return NO_ARGUMENTS
 
 
 class TokenizedPrompt(NamedTuple):

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import trio
 
@@ -23,12 +23,14 @@ from trioserve._util.channels import forward, receive_waiting
 from trioserve.protocol.errors import EngineError, InvalidRequest, QueueFull
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.embedded_parts import MEDIA_TYPES
+from trioserve.requests.media_arguments import NO_ARGUMENTS, MediaArguments
 from trioserve.requests.prompt_size import characters_of
 from trioserve.requests.prompts import (
     ChatPrompt,
     TextPrompt,
     TokenizedPrompt,
     embeddings_in,
+    media_arguments_of,
     media_in,
 )
 from trioserve.requests.request import Request, State
@@ -48,19 +50,39 @@ IdsOrError = list[int] | InvalidRequest | BeyondBounds
 PromptOrError = TokenizedPrompt | InvalidRequest | BeyondBounds
 
 
-EmbedMedia = Callable[[Sequence[tuple[str, Any]]], Awaitable[list[EmbeddedMedia]]]
-"""Function that returns the embeddings of a prompt's media, given their names and parts."""
+class PromptMedia(Protocol):
+    """Makes embeddings of the media in prompts."""
+
+    def check(self, arguments: MediaArguments) -> None:
+        """Refuse a request's arguments for its media.
+
+        Raises:
+            InvalidRequest: The model's processor doesn't take one; ``param`` is the field.
+        """
+
+    async def embed(
+        self,
+        parts: Sequence[tuple[str, Any]],
+        arguments: MediaArguments = NO_ARGUMENTS,
+        max_tokens: int | None = None,
+    ) -> list[EmbeddedMedia]:
+        """Return the embeddings of a prompt's media, given their names and parts.
+
+        Raises:
+            InvalidRequest: One is refused, or they have more than ``max_tokens``.
+            EngineError: They can't be computed.
+        """
 
 
 class TokenizerTask:
     """Task that tokenizes requests with ``tokenizer``, and runs its template processes.
 
-    ``embed_media`` gives the embeddings of media in prompts; None if they aren't served.
+    ``media`` makes the embeddings of media in prompts; None if they aren't served.
     """
 
-    def __init__(self, tokenizer: Tokenizer, embed_media: EmbedMedia | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, media: PromptMedia | None = None) -> None:
         self._tokenizer = tokenizer
-        self._embed_media = embed_media
+        self._media = media
 
     async def run(
         self,
@@ -79,7 +101,7 @@ class TokenizerTask:
             async with trio.open_nursery() as nursery:
                 async for first in requests:
                     arrived = [first, *receive_waiting(requests)]
-                    started = [request for request in arrived if _start(request)]
+                    started = [each for each in arrived if _start(each) and self._takes(each)]
                     with_media = [request for request in started if media_in(request.prompt)]
                     for request in with_media:
                         nursery.start_soon(self._prepare_alone, request, submit, limiter)
@@ -93,6 +115,25 @@ class TokenizerTask:
                         else:
                             await _forward(request, prompt, submit)
             owner.cancel_scope.cancel()
+
+    def _takes(self, request: Request) -> bool:
+        """Reject a request whose arguments for media can't be served; return True otherwise."""
+        arguments = media_arguments_of(request.prompt)
+        if not arguments:
+            return True
+        try:
+            if self._media is None:
+                raise InvalidRequest(
+                    f"{arguments.param} isn't served: this model reads no media, or not with these "
+                    "options",
+                    param=arguments.param,
+                    code="unsupported_parameter",
+                )
+            self._media.check(arguments)
+        except InvalidRequest as error:
+            request.reject(error)
+            return False
+        return True
 
     async def _prepare_in_thread(
         self,
@@ -154,7 +195,7 @@ class TokenizerTask:
         given = media_in(prompt)
         if not given:
             return []
-        if self._embed_media is None:
+        if self._media is None:
             name, part = given[0]
             kind = MEDIA_TYPES[part["type"]]
             raise InvalidRequest(
@@ -162,7 +203,8 @@ class TokenizerTask:
                 "options",
                 param=name,
             )
-        return await self._embed_media(given)
+        max_tokens = self._tokenizer.encoder.max_model_len
+        return await self._media.embed(given, media_arguments_of(prompt), max_tokens)
 
     def _encode_all(self, requests: Sequence[Request]) -> list[PromptOrError]:
         together = self._ids_of_batch(requests) if len(requests) > 1 else {}

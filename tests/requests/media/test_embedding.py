@@ -19,6 +19,7 @@ from trioserve.observability.metrics import Metrics
 from trioserve.protocol.embeddings import EmbeddingRows, ImageGrid
 from trioserve.protocol.errors import (
     CallFailed,
+    ContextTooLong,
     EngineError,
     InvalidRequest,
     ModelLoadError,
@@ -26,7 +27,11 @@ from trioserve.protocol.errors import (
 )
 from trioserve.protocol.media_arrays import read_arrays
 from trioserve.requests.media import encoding
-from trioserve.requests.media.embedding import MAX_EMBEDDING_BYTES, MediaEmbedder
+from trioserve.requests.media.embedding import (
+    MAX_EMBEDDING_BYTES,
+    MAX_PROMPTS_WITH_ARGUMENTS,
+    MediaEmbedder,
+)
 from trioserve.requests.media.encoder import (
     CALLS_PER_WORKER,
     MAX_TRIES,
@@ -36,6 +41,7 @@ from trioserve.requests.media.encoder import (
 from trioserve.requests.media.encoding import INLINE_BYTES, EncoderClient
 from trioserve.requests.media.parts import ImagePart, MediaPart, VideoPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
+from trioserve.requests.media_arguments import MediaArguments
 
 PLACEHOLDER, WIDTH = 7, 2
 
@@ -43,7 +49,9 @@ PLACEHOLDER, WIDTH = 7, 2
 class Reader:
     """A reader whose images have their own bytes as content, and two placeholders."""
 
-    async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+    async def read_all(
+        self, parts: Sequence[tuple[str, MediaPart]], arguments: MediaArguments
+    ) -> list[ProcessedMedia]:
         return [
             ProcessedMedia("image", cast(bytes, part.source), [1, 7, 7], {"x": np.ones(3)}, 2, 5)
             for _, part in parts
@@ -179,6 +187,56 @@ async def test_more_tokens_than_a_message_takes_are_refused() -> None:
     assert worker.num_calls == 0
 
 
+async def test_more_tokens_than_a_prompt_may_have_are_refused(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Before anything is computed; tokens beside the embeddings count."""
+    worker = Worker()
+    media = embedder(worker)
+    with pytest.raises(ContextTooLong, match=r"part 1: .* 6 tokens so far: .* is 5 tokens"):
+        await media.embed(parts(b"a", b"b"), max_tokens=5)
+    assert worker.num_calls == 0
+    assert len(await media.embed(parts(b"a", b"b"), max_tokens=6)) == 2
+
+
+async def test_an_error_names_the_arguments_of_the_request() -> None:
+    media = attrs.evolve(embedder(Worker()), merge_size=2)
+    arguments = MediaArguments(processor={"size": 1})
+    with pytest.raises(
+        InvalidRequest, match=r"^part 0: .*with mm_processor_kwargs \(size\)$"
+    ) as told:
+        await media.embed(parts(b"a"), arguments)
+    assert told.value.param == "mm_processor_kwargs"
+
+
+async def test_few_prompts_with_arguments_are_read_at_a_time() -> None:
+    running = most = 0
+
+    class SlowReader(Reader):
+        async def read_all(
+            self, parts: Sequence[tuple[str, MediaPart]], arguments: MediaArguments
+        ) -> list[ProcessedMedia]:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await trio.sleep(1)
+            running -= 1
+            return await super().read_all(parts, arguments)
+
+    media = attrs.evolve(embedder(Worker()), reader=cast(MediaReader, SlowReader()))
+    async with trio.open_nursery() as nursery:
+        for number in range(2 * MAX_PROMPTS_WITH_ARGUMENTS):
+            content = parts(bytes([number]))
+            nursery.start_soon(media.embed, content, MediaArguments(processor={"size": 1}))
+        await trio.testing.wait_all_tasks_blocked()
+        assert running == MAX_PROMPTS_WITH_ARGUMENTS
+        nursery.start_soon(media.embed, parts(b"plain"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert running == MAX_PROMPTS_WITH_ARGUMENTS + 1
+        nursery.cancel_scope.cancel()
+    assert most == MAX_PROMPTS_WITH_ARGUMENTS + 1
+
+
 async def test_what_is_kept_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
     worker = Worker()
     media = embedder(worker, max_bytes=2 * 16)
@@ -239,7 +297,9 @@ async def test_the_grid_of_a_video_is_that_of_its_frames_and_seconds(
     class VideoReader:
         """A reader of videos of three pairs of frames, each of which is half a second."""
 
-        async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+        async def read_all(
+            self, parts: Sequence[tuple[str, MediaPart]], arguments: MediaArguments
+        ) -> list[ProcessedMedia]:
             arrays = {
                 "image_grid_thw": np.array([[3, 2, 4]]),
                 "second_per_grid_ts": np.array([0.5], np.float32),

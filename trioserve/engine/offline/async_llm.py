@@ -122,6 +122,8 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         **options: Any,
     ) -> list[Completion]:
@@ -132,6 +134,8 @@ class AsyncLLM:
             chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            mm_processor_kwargs=mm_processor_kwargs,
+            media_io_kwargs=media_io_kwargs,
         )
         return await self.generate(chats, params, progress=progress, **options)
 

@@ -122,6 +122,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
         **options: Any,
     ) -> list[Completion]:
@@ -134,6 +136,8 @@ class LLM:
             chat_template_kwargs: Further arguments of the chat template.
             add_generation_prompt: Let the template begin the assistant's message.
             continue_final_message: Go on with the last message instead.
+            mm_processor_kwargs: Arguments of the model's processor of media, over the option's.
+            media_io_kwargs: Frames that are taken of videos, over those of the option.
 
         Raises:
             InvalidRequest: A message or a parameter can't be served.
@@ -145,6 +149,8 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            mm_processor_kwargs=mm_processor_kwargs,
+            media_io_kwargs=media_io_kwargs,
         )
         return self.generate(chats, params, progress=progress, **options)
 

@@ -176,7 +176,7 @@ class StartedFrontEnd:
                 speech=media.speech_reader(remote.calls),
             ),
             validation=None,
-            embed_media=media.embedder(remote.calls),
+            prompt_media=media.embedder(remote.calls),
             output_buffer=0,
             place=Place(index=start.index, count=start.count),
         )

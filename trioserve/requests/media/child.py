@@ -31,8 +31,9 @@ from trioserve.protocol.frames import framed, read_bytes, read_frame
 from trioserve.requests.media.audio import DEFAULT_RATE, decode_audio
 from trioserve.requests.media.images import decode_image, image_of_pixels, import_decoders
 from trioserve.requests.media.messages import ArrayLayout, MediaAnswer, MediaJob, MediaSetup
-from trioserve.requests.media.processors import Arrays, MediaProcessor, ProcessedPart
-from trioserve.requests.media.refusals import Refused
+from trioserve.requests.media.processor_arguments import Arrays, OwnArguments
+from trioserve.requests.media.processors import MediaProcessor, ProcessedPart
+from trioserve.requests.media.refusals import ArgumentsRefused, Refused
 from trioserve.requests.media.videos import decode_video
 
 MAX_SECONDS = 20
@@ -118,11 +119,13 @@ class PartReader:
             MemoryError: There isn't enough memory.
         """
         if self._failure or not job.kind:
-            return MediaAnswer(failure=self._failure)
+            names = () if self._processor is None else self._processor.argument_names
+            return MediaAnswer(failure=self._failure, argument_names=sorted(names))
         try:
             digest, part = self._read(job, payload)
         except Refused as refusal:
-            return MediaAnswer(error=str(refusal))
+            is_about_arguments = isinstance(refusal, ArgumentsRefused)
+            return MediaAnswer(error=str(refusal), is_about_arguments=is_about_arguments)
         return MediaAnswer(
             digest=digest,
             token_ids=part.token_ids,
@@ -133,50 +136,51 @@ class PartReader:
 
     def _read(self, job: MediaJob, payload: bytes) -> tuple[bytes, ProcessedPart]:
         processor, setup = self._processor if job.is_processed else None, self._setup
+        own = OwnArguments(given=job.arguments, max_array_bytes=job.max_array_bytes)
+        if processor is not None:
+            processor.check(own)
         if job.kind == "audio":
             rate = DEFAULT_RATE if self._processor is None else self._processor.sample_rate
             if job.encoding == "samples":
                 samples = np.frombuffer(payload, np.float32)
             else:
                 samples = decode_audio(self._file(job, payload), rate, setup.max_seconds)
-            digest = self._digest(job.kind, [rate], samples.data)
+            digest = self._digest(job, [rate], samples.data)
             if processor is None:
                 return digest, ProcessedPart([], 0, {"samples": samples})
-            return digest, processor.of_audio(samples)
+            return digest, processor.of_audio(samples, own)
         if job.kind == "video":
-            return self._read_video(self._file(job, payload), processor)
+            return self._read_video(job, self._file(job, payload), processor, own)
         if job.encoding == "pixels":
             image = image_of_pixels(job.mode, job.width, job.height, payload, setup.max_pixels)
         else:
             image = decode_image(self._file(job, payload), setup.max_pixels)
-        digest = self._digest(job.kind, image.size, image.tobytes())
+        digest = self._digest(job, image.size, image.tobytes())
         if processor is None:
             return digest, ProcessedPart([], 0, {"pixels": np.asarray(image)})
-        return digest, processor.of_image(image)
+        return digest, processor.of_image(image, own)
 
     def _read_video(
-        self, file: bytes, processor: MediaProcessor | None
+        self, job: MediaJob, file: bytes, processor: MediaProcessor | None, own: OwnArguments
     ) -> tuple[bytes, ProcessedPart]:
-        setup = self._setup
         video = decode_video(
             file,
-            max_pixels=setup.max_pixels,
-            max_seconds=setup.max_seconds,
-            fps=setup.fps,
-            num_frames=setup.num_frames,
+            max_pixels=self._setup.max_pixels,
+            max_seconds=self._setup.max_seconds,
+            fps=job.fps,
+            num_frames=job.num_frames,
         )
-        digest = self._digest("video", [setup.fps, setup.num_frames], file)
+        digest = self._digest(job, [job.fps, job.num_frames], file)
         if processor is not None:
-            return digest, processor.of_video(video)
+            return digest, processor.of_video(video, own)
         times, images = zip(*video.frames, strict=True)
         arrays = {"seconds": np.array(times), "pixels": np.stack(images)}
         return digest, ProcessedPart([], 0, arrays)
 
-    def _digest(self, kind: str, numbers: Any, content: bytes | memoryview) -> bytes:
+    def _digest(self, job: MediaJob, numbers: Any, content: bytes | memoryview) -> bytes:
         """Return the hash of a content, its kind and the processor's arguments."""
-        about = json.dumps(
-            [kind, *numbers, self._setup.processor_arguments], sort_keys=True
-        ).encode()
+        arguments = {**self._setup.processor_arguments, **job.arguments}
+        about = json.dumps([job.kind, *numbers, arguments], sort_keys=True).encode()
         found = hashlib.blake2b(len(about).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
         found.update(about)
         found.update(content)

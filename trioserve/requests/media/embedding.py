@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,18 +12,21 @@ import trio
 from trioserve._util.together import all_together
 from trioserve.observability.metrics import Metrics
 from trioserve.protocol.embeddings import ImageGrid
-from trioserve.protocol.errors import InvalidRequest
+from trioserve.protocol.errors import ContextTooLong, InvalidRequest
 from trioserve.protocol.wire import MAX_MESSAGE_BYTES
 from trioserve.requests.embedded import EmbeddedMedia
 from trioserve.requests.embedded_parts import PLURALS
 from trioserve.requests.media.content import as_media_part
 from trioserve.requests.media.encoding import EncoderClient
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
+from trioserve.requests.media_arguments import NO_ARGUMENTS, MediaArguments
 
 MAX_EMBEDDING_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of embeddings in a prompt, in float32."""
 MAX_PROMPTS = 64
 """Most prompts whose media are read and encoded at a time; what was read is in memory meanwhile."""
+MAX_PROMPTS_WITH_ARGUMENTS = 8
+"""Most of them whose requests have arguments, by which a small file can take much memory."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -55,15 +59,34 @@ class MediaEmbedder:
     _prompts: trio.CapacityLimiter = attrs.field(
         init=False, factory=lambda: trio.CapacityLimiter(MAX_PROMPTS)
     )
+    _prompts_with_arguments: trio.CapacityLimiter = attrs.field(
+        init=False, factory=lambda: trio.CapacityLimiter(MAX_PROMPTS_WITH_ARGUMENTS)
+    )
 
-    async def embed(self, parts: Sequence[tuple[str, Any]]) -> list[EmbeddedMedia]:
+    def check(self, arguments: MediaArguments) -> None:
+        """Refuse a request's arguments of names that the model's processor doesn't take.
+
+        Raises:
+            InvalidRequest: There is one; ``param`` is the request's field.
+        """
+        self.reader.check_arguments(arguments)
+
+    async def embed(
+        self,
+        parts: Sequence[tuple[str, Any]],
+        arguments: MediaArguments = NO_ARGUMENTS,
+        max_tokens: int | None = None,
+    ) -> list[EmbeddedMedia]:
         """Return the embeddings of a prompt's media, in order.
 
         Args:
             parts: The name in the request of each part, and the part as the request has it.
+            arguments: The request's arguments for them.
+            max_tokens: Most tokens of a prompt; None for any number.
 
         Raises:
-            InvalidRequest: A part is refused; ``param`` is its name.
+            InvalidRequest: A part is refused; ``param`` is its name, or the field of the arguments
+                if they are the reason.
             EngineError: The engine is closed, or can't compute them.
         """
         given = [(name, as_media_part(value, name)) for name, value in parts]
@@ -72,30 +95,48 @@ class MediaEmbedder:
                 raise InvalidRequest(f"{name}: the model reads no {PLURALS[part.kind]}", param=name)
 
         async def compute(index: int, each: ProcessedMedia) -> EmbeddedMedia:
-            return await self._embedded(each, given[index][0])
+            try:
+                return await self._embedded(each, given[index][0])
+            except InvalidRequest as error:
+                if not arguments.processor:
+                    raise
+                raise InvalidRequest(f"{error}, with {arguments}", param=arguments.param) from None
 
-        async with self._prompts:
-            processed = await self.reader.read_all(given)
+        async with self._permits_of(arguments), self._prompts:
+            processed = await self.reader.read_all(given, arguments)
             for each in processed:
                 self.metrics.media_bytes[each.kind] += each.num_bytes
-            self._refuse_many_tokens(processed, [name for name, _ in given])
+            self._refuse_many_tokens(processed, [name for name, _ in given], max_tokens)
             return await all_together(compute, processed)
 
+    def _permits_of(
+        self, arguments: MediaArguments
+    ) -> contextlib.AbstractAsyncContextManager[object]:
+        return self._prompts_with_arguments if arguments else contextlib.nullcontext()
+
     def _refuse_many_tokens(
-        self, processed: Sequence[ProcessedMedia], names: Sequence[str]
+        self, processed: Sequence[ProcessedMedia], names: Sequence[str], max_tokens: int | None
     ) -> None:
-        """Refuse media whose embeddings don't fit into a message.
+        """Refuse media that are longer than a prompt, or whose embeddings don't fit into a message.
 
         Raises:
-            InvalidRequest: ``param`` is the first part that doesn't.
+            ContextTooLong: They are too long; ``param`` is the first part with which they are.
+            InvalidRequest: They don't fit.
         """
-        most, num_tokens = MAX_EMBEDDING_BYTES // (4 * self.width), 0
+        most, num_tokens, num_embeddings = MAX_EMBEDDING_BYTES // (4 * self.width), 0, 0
         for each, name in zip(processed, names, strict=True):
-            num_tokens += each.num_placeholder_tokens
-            if num_tokens > most:
+            num_embeddings += each.num_placeholder_tokens
+            num_tokens += len(each.token_ids)
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise ContextTooLong(
+                    f"{name}: the prompt's media have {num_tokens} tokens so far: this model's "
+                    f"maximum context length is {max_tokens} tokens",
+                    param=name,
+                )
+            if num_embeddings > most:
                 raise InvalidRequest(
-                    f"{name}: the prompt's media have {num_tokens} tokens so far, and {most} of "
-                    "this model can be sent: smaller media, or fewer frames, have fewer",
+                    f"{name}: the prompt's media have {num_embeddings} tokens so far, and {most} "
+                    "of this model can be sent: smaller media, or fewer frames, have fewer",
                     param=name,
                 )
 

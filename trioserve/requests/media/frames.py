@@ -33,8 +33,12 @@ class FrameProcessor(Protocol):
     token_kind: ClassVar[str]
     """Kind of media whose token the embeddings of frames stand at."""
 
-    def __call__(self, video: Video) -> dict[str, Any]:
+    def __call__(self, video: Video, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arrays of a video by name, its ``input_ids``, and their ``text`` if it counts.
+
+        Args:
+            video: The video.
+            arguments: Arguments of the processor.
 
         Raises:
             Refused: The video is damaged.
@@ -42,18 +46,10 @@ class FrameProcessor(Protocol):
         ...
 
 
-def frame_processor_of(
-    processor: Any, folder: Path, arguments: Mapping[str, Any]
-) -> FrameProcessor | None:
-    """Return that of a model's processor; None if the model reads no videos.
-
-    Args:
-        processor: The processor.
-        folder: Its folder.
-        arguments: Arguments for each call (``--mm-processor-kwargs``).
-    """
+def frame_processor_of(processor: Any, folder: Path) -> FrameProcessor | None:
+    """Return that of the processor in a model's folder; None if the model reads no videos."""
     made = _CLASSES.get(type(processor).__name__)
-    return None if made is None else made(processor, folder, arguments)
+    return None if made is None else made(processor, folder)
 
 
 class SmolFrameProcessor:
@@ -62,28 +58,26 @@ class SmolFrameProcessor:
     Args:
         processor: The model's processor.
         folder: Its folder.
-        arguments: Arguments for each call (``--mm-processor-kwargs``).
     """
 
     token_kind: ClassVar[str] = "image"
 
-    def __init__(self, processor: Any, folder: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, processor: Any, folder: Path) -> None:
         self._processor = processor
-        known = {name: value for name, value in arguments.items() if name in _SETTINGS}
-        self._settings = {**_settings_in(folder), **known, "do_image_splitting": False}
+        self._settings = _settings_in(folder)
 
-    def __call__(self, video: Video) -> dict[str, Any]:
+    def __call__(self, video: Video, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """See :meth:`FrameProcessor.__call__`."""
         from transformers.video_utils import VideoMetadata
 
+        known = {name: value for name, value in arguments.items() if name in _SETTINGS}
+        settings = {**self._settings, **known, "do_image_splitting": False}
         times: list[Any] = []
         frames = []
         for seconds, image in video.frames:
             times.append(seconds)
             frames.append(
-                self._processor.image_processor(
-                    images=[[image]], return_tensors="np", **self._settings
-                )
+                self._processor.image_processor(images=[[image]], return_tensors="np", **settings)
             )
         arrays = {name: np.concatenate([each[name] for each in frames], 1) for name in frames[0]}
         # At one frame for each second, the frames' numbers are their times.
@@ -104,29 +98,30 @@ class QwenFrameProcessor:
     Args:
         processor: The model's processor.
         folder: Its folder.
-        arguments: Arguments for each call (``--mm-processor-kwargs``).
     """
 
     token_kind: ClassVar[str] = "video"
 
-    def __init__(self, processor: Any, folder: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, processor: Any, folder: Path) -> None:
         self._token = processor.video_token_id
-        self._arguments = dict(arguments)
         settings = _settings_in(folder)
         images = processor.image_processor
         self._images = type(images)(**settings) if settings else images
 
-    def __call__(self, video: Video) -> dict[str, Any]:
+    def __call__(self, video: Video, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """See :meth:`FrameProcessor.__call__`. An odd last frame comes twice."""
-        depth, pixels = self._setting("temporal_patch_size"), self._setting("patch_size") ** 2
-        alone = {**self._arguments, "temporal_patch_size": 1}
+        depth, patch_size, merge_size = (
+            int(arguments.get(name, getattr(self._images, name)))
+            for name in ("temporal_patch_size", "patch_size", "merge_size")
+        )
+        alone = {**arguments, "temporal_patch_size": 1}
         count = 0
         frames: list[Any] = []  # [patches, channels, pixels] of each, those of one pair
         pairs = []
         for _, image in video.frames:
             found = self._images(images=[image], return_tensors="np", **alone)
             grid, patches = found["image_grid_thw"], found["pixel_values"]
-            frames.append(patches.reshape(len(patches), -1, pixels))
+            frames.append(patches.reshape(len(patches), -1, patch_size**2))
             count += 1
             if len(frames) == depth:
                 pairs.append(np.stack(frames, axis=2))
@@ -135,16 +130,13 @@ class QwenFrameProcessor:
             frames += frames[-1:] * (depth - len(frames))
             pairs.append(np.stack(frames, axis=2))
         grid[0, 0] = len(pairs)
-        num_tokens = int(grid.prod()) // self._setting("merge_size") ** 2
+        num_tokens = int(grid.prod()) // merge_size**2
         return {
             "pixel_values": np.concatenate(pairs).reshape(len(pairs) * len(patches), -1),
             "image_grid_thw": grid,
             "second_per_grid_ts": np.array([depth * video.duration / count], np.float32),
             "input_ids": [self._token] * num_tokens,
         }
-
-    def _setting(self, name: str) -> int:
-        return int(self._arguments.get(name, getattr(self._images, name)))
 
 
 _CLASSES: Mapping[str, type[SmolFrameProcessor] | type[QwenFrameProcessor]] = {

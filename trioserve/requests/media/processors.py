@@ -5,7 +5,6 @@ It runs in a child process, which alone imports transformers.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,17 +13,25 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from trioserve.config.media import PROCESSOR_ARGUMENTS
 from trioserve.protocol.errors import ModelLoadError
 from trioserve.requests.media.audio import DEFAULT_RATE, Samples
 from trioserve.requests.media.frames import frame_processor_of
+from trioserve.requests.media.processor_arguments import (
+    ArrayForms,
+    Arrays,
+    KnownArguments,
+    OwnArguments,
+    shown_error,
+    unknown_arguments,
+)
 from trioserve.requests.media.processor_loading import load_processor
-from trioserve.requests.media.refusals import Refused
+from trioserve.requests.media.refusals import ArgumentsRefused, Refused
 from trioserve.requests.media.videos import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_OPTION = "mm_processor_kwargs"
 _OF_TEXT = frozenset(
     (
         "input_ids",
@@ -36,11 +43,8 @@ _OF_TEXT = frozenset(
     )
 )
 """Entries of a processor's result that belong to the text."""
-_OWN_ARGUMENTS = frozenset(("self", "return_tensors", "sampling_rate", "device", "raw_speech"))
-"""Arguments that only this module gives."""
 _TRIAL_SIZE = (64, 64)
-
-Arrays = dict[str, np.ndarray[Any, Any]]
+NONE = OwnArguments()
 
 
 @attrs.frozen
@@ -81,10 +85,14 @@ class MediaProcessor:
         self.reads_images = hasattr(self._processor, "image_processor") or hasattr(
             self._processor, "image_mean"
         )
-        self._frames = frame_processor_of(self._processor, Path(folder), arguments)
+        self._frames = frame_processor_of(self._processor, Path(folder))
         if not self.reads_images and self._extractor is None:
             raise ModelLoadError(f"the processor in {folder} is none of images or audio")
-        self._check_arguments()
+        self._known = KnownArguments(self._processor, self.reads_images, self._extractor)
+        if error := unknown_arguments(arguments, self._known.names):
+            raise ModelLoadError(error)
+        self._forms: dict[str, ArrayForms] = {}
+        """Forms of the arrays of each kind of media."""
         self._try(folder)
 
     @property
@@ -92,7 +100,20 @@ class MediaProcessor:
         """Sample rate of audio that the processor takes, in Hz."""
         return int(getattr(self._extractor, "sampling_rate", DEFAULT_RATE))
 
-    def of_image(self, image: Image) -> ProcessedPart:
+    @property
+    def argument_names(self) -> frozenset[str]:
+        """Names of the arguments that a request may give."""
+        return self._known.request_names
+
+    def check(self, own: OwnArguments) -> None:
+        """Refuse a request's arguments of unknown names or wrong types.
+
+        Raises:
+            ArgumentsRefused: One is such.
+        """
+        self._known.check_values(own.given)
+
+    def of_image(self, image: Image, own: OwnArguments = NONE) -> ProcessedPart:
         """Return the result for an RGB image.
 
         Raises:
@@ -100,9 +121,9 @@ class MediaProcessor:
         """
         if not self.reads_images:
             raise Refused("the model reads no images")
-        return self._call("image", {"images": [image]}, {})
+        return self._call("image", {"images": [image]}, {}, own)
 
-    def of_audio(self, samples: Samples) -> ProcessedPart:
+    def of_audio(self, samples: Samples, own: OwnArguments = NONE) -> ProcessedPart:
         """Return the result for samples of :attr:`sample_rate`.
 
         Raises:
@@ -112,13 +133,15 @@ class MediaProcessor:
             raise Refused("the model reads no audio")
         rate = {"sampling_rate": self.sample_rate}
         if getattr(self._processor, "audio_token", None) is None:
+            given = {**self._arguments, **own.given}
             return self._result(
-                lambda: self._extractor(samples, return_tensors="np", **rate, **self._arguments),
+                lambda: self._extractor(samples, return_tensors="np", **rate, **given),
                 "audio",
+                own,
             )
         self._check_seconds(len(samples) / self.sample_rate)
         # The processors of some families make torch's tensors only.
-        return self._call("audio", {"audio": [samples]}, {**rate, "return_tensors": "pt"})
+        return self._call("audio", {"audio": [samples]}, {**rate, "return_tensors": "pt"}, own)
 
     def _check_seconds(self, seconds: float) -> None:
         """Refuse a clip that the processor would cut."""
@@ -127,7 +150,7 @@ class MediaProcessor:
         if seconds > most:
             raise Refused(f"the audio has {seconds:.1f} seconds, and the model hears {most:g}")
 
-    def of_video(self, video: Video) -> ProcessedPart:
+    def of_video(self, video: Video, own: OwnArguments = NONE) -> ProcessedPart:
         """Return the result for a video.
 
         Raises:
@@ -136,24 +159,29 @@ class MediaProcessor:
         frames = self._frames
         if frames is None:
             raise Refused("the model reads no videos")
-        return self._result(lambda: frames(video), "video", frames.token_kind)
+        given = {**self._arguments, **own.given}
+        return self._result(lambda: frames(video, given), "video", own, frames.token_kind)
 
-    def _call(self, kind: str, media: dict[str, Any], more: dict[str, Any]) -> ProcessedPart:
+    def _call(
+        self, kind: str, media: dict[str, Any], more: dict[str, Any], own: OwnArguments
+    ) -> ProcessedPart:
         tokenizer = getattr(self._processor, "tokenizer", None)
-        given = {**media, "return_tensors": "np", **more, **self._arguments}
+        given = {**media, "return_tensors": "np", **more, **self._arguments, **own.given}
         token = getattr(self._processor, f"{kind}_token", None)
         if tokenizer is None or token is None:
-            return self._result(lambda: self._processor(**given), kind)
+            return self._result(lambda: self._processor(**given), kind, own)
         given |= {"text": token, "add_special_tokens": False}
         if hasattr(self._processor, "full_image_sequence"):
             # Gemma 3 has line breaks around an image, which become tokens with what is beside them.
             given["return_text_replacement_offsets"] = True
-        found = self._result(lambda: self._processor(**given), kind)
+        found = self._result(lambda: self._processor(**given), kind, own)
         if not found.num_placeholder_tokens:
             raise Refused(f"the {kind} is too short or too small for the model")
         return found
 
-    def _result(self, call: Any, kind: str, token_kind: str = "") -> ProcessedPart:
+    def _result(
+        self, call: Any, kind: str, own: OwnArguments, token_kind: str = ""
+    ) -> ProcessedPart:
         try:
             found = call()
             ids = [int(each) for each in np.asarray(found.get("input_ids", ())).reshape(-1)]
@@ -163,10 +191,15 @@ class MediaProcessor:
         except (MemoryError, Refused):
             raise
         except Exception as error:  # Processors check their inputs in many ways.
-            raise Refused(f"the model's processor refuses the {kind}: {error}") from error
+            reason = f"the model's processor refuses the {kind}"
+            if own.given:
+                raise ArgumentsRefused(f"{reason} with {own}: {shown_error(error)}") from error
+            raise Refused(f"{reason}: {error}") from error
         for name, array in arrays.items():
             if array.dtype.kind not in "fiub":
                 raise Refused(f"the model's processor gives no numbers for {name}")
+        if own:
+            self._forms[kind].check(arrays, own)
         token = self._placeholder_id(token_kind or kind)
         replaced = found.get("text_replacement_offsets")
         text = replaced[0][0]["replacement"] if replaced else found.get("text", "")
@@ -182,46 +215,25 @@ class MediaProcessor:
                 return int(found)
         return -1
 
-    def _check_arguments(self) -> None:
-        names = self._argument_names()
-        unknown = sorted(set(self._arguments) - names)
-        if unknown:
-            raise ModelLoadError(
-                f"{_OPTION} has {', '.join(unknown)}; the model's processor takes "
-                f"{', '.join(sorted(names))}"
-            )
-
-    def _argument_names(self) -> set[str]:
-        kinds = getattr(
-            getattr(self._processor, "valid_processor_kwargs", None), "__annotations__", {}
-        )
-        typed = [kinds.get(f"{kind}_kwargs") for kind in ("images", "audio")]
-        image_processor = getattr(self._processor, "image_processor", self._processor)
-        typed += [
-            getattr(each, "valid_kwargs", None) for each in (image_processor, self._extractor)
-        ]
-        names = {name for each in typed for name in getattr(each, "__annotations__", ())}
-        if self._extractor is not None:
-            names |= {
-                name
-                for name, each in inspect.signature(self._extractor.__call__).parameters.items()
-                if each.kind is not inspect.Parameter.VAR_KEYWORD
-            }
-        return names - _OWN_ARGUMENTS
-
     def _try(self, folder: str) -> None:
-        """Process something small, so that arguments of wrong types are found at once."""
+        """Process something small of each kind, so that arguments of wrong types are found at once.
+
+        The forms of its arrays are kept.
+        """
         import PIL.Image
 
+        image = PIL.Image.new("RGB", _TRIAL_SIZE)
+        found = {}
         try:
             if self.reads_images:
-                image = PIL.Image.new("RGB", _TRIAL_SIZE)
-                self.of_image(image)
-                if self._frames is not None:
-                    self.of_video(Video(0.0, iter([(0.0, image)])))
-            else:
-                self.of_audio(np.zeros(self.sample_rate, np.float32))
+                found["image"] = self.of_image(image)
+            if self._frames is not None:
+                found["video"] = self.of_video(Video(0.0, iter([(0.0, image)])))
+            if self._extractor is not None:
+                found["audio"] = self.of_audio(np.zeros(self.sample_rate, np.float32))
         except Refused as error:
             raise ModelLoadError(
-                f"the processor in {folder} fails with {_OPTION} {self._arguments}: {error}"
+                f"the processor in {folder} fails with {PROCESSOR_ARGUMENTS} {self._arguments}: "
+                f"{error}"
             ) from error
+        self._forms = {kind: ArrayForms.of(part.arrays) for kind, part in found.items()}

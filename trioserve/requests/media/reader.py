@@ -19,10 +19,15 @@ from trioserve.requests.media.fetching import MediaFetcher
 from trioserve.requests.media.messages import MediaJob, MediaSetup
 from trioserve.requests.media.parts import URL_BEGINNINGS, MediaPart
 from trioserve.requests.media.pool import Array, MediaProcesses
+from trioserve.requests.media.processor_arguments import unknown_arguments
 from trioserve.requests.media.sources import Payload, payload_of
+from trioserve.requests.media_arguments import NO_ARGUMENTS, MediaArguments
 
 MAX_READS = 16
 """Most parts that are fetched or read at a time; further ones wait."""
+MAX_ARRAY_BYTES = 512 << 20
+"""Most bytes of the arrays of a prompt's media that are made with the request's arguments. Each
+part has an equal share of them."""
 
 
 @attrs.frozen(eq=False)
@@ -73,49 +78,64 @@ class MediaReader:
         self._processes = processes
         self._fetcher = fetcher
         self._most = options.most_media()
+        self._sampling = options.frame_sampling()
+        self._argument_names: frozenset[str] = frozenset()
+        """Names of the arguments that the processor takes."""
         self._setup = setup
         self._reads = trio.CapacityLimiter(MAX_READS)
 
+    def check_arguments(self, arguments: MediaArguments) -> None:
+        """Refuse a request's arguments of names that the processor doesn't take.
+
+        Raises:
+            InvalidRequest: There is one; ``param`` is the request's field.
+        """
+        error = unknown_arguments(arguments.processor, self._argument_names)
+        if error:
+            raise InvalidRequest(error, param=arguments.param)
+
     async def read(
-        self, part: MediaPart, *, name: str, is_processed: bool = True
+        self,
+        part: MediaPart,
+        *,
+        name: str,
+        is_processed: bool = True,
+        arguments: MediaArguments = NO_ARGUMENTS,
+        max_array_bytes: int = 0,
     ) -> ProcessedMedia:
         """Return ``part`` as the model takes it. Cancelling ends the process that reads it.
 
         Args:
             part: Image, audio or video.
-            is_processed: False to return what is decoded, as without a processor.
             name: Its place in the request, such as ``messages[0].content[1]``; errors begin with
                 it, and it is their ``param``.
+            is_processed: False to return what is decoded, as without a processor.
+            arguments: The request's arguments for its media.
+            max_array_bytes: Most bytes of arrays that are made with them.
 
         Raises:
-            InvalidRequest: The part can't be fetched or decoded, or is beyond a limit.
+            InvalidRequest: The part can't be fetched or decoded, or is beyond a limit. ``param`` is
+                the field of the arguments if they are the reason.
             EngineError: The reader is closed, or no process can be started.
         """
         async with self._reads:
             payload = await self._payload(part, name)
-            pixels = payload.pixels
-            job = MediaJob(
-                kind=part.kind,
-                encoding=payload.encoding,
-                is_processed=is_processed,
-                size=payload.size,
-                mode="" if pixels is None else pixels.mode,
-                width=0 if pixels is None else pixels.width,
-                height=0 if pixels is None else pixels.height,
-            )
+            job = self._job(part.kind, payload, is_processed, arguments, max_array_bytes)
             try:
                 found = await self._processes.read(job, payload)
             except JobLost:
                 raise InvalidRequest(
                     f"{name}: the {part.kind} takes more than {MAX_SECONDS} s or "
-                    f"{memory_of(self._setup) >> 20} MiB to read",
-                    param=name,
+                    f"{memory_of(self._setup) >> 20} MiB to read"
+                    f"{f' with {arguments}' if arguments else ''}",
+                    param=arguments.param if arguments else name,
                 ) from None
         answer = found.answer
         if answer.failure:
             raise EngineError(answer.failure)
         if answer.error:
-            raise InvalidRequest(f"{name}: {answer.error}", param=name)
+            param = arguments.param if answer.is_about_arguments else name
+            raise InvalidRequest(f"{name}: {answer.error}", param=param)
         return ProcessedMedia(
             part.kind,
             answer.digest,
@@ -126,11 +146,38 @@ class MediaReader:
             answer.text,
         )
 
-    async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+    def _job(
+        self,
+        kind: str,
+        payload: Payload,
+        is_processed: bool,
+        arguments: MediaArguments,
+        max_array_bytes: int,
+    ) -> MediaJob:
+        pixels = payload.pixels
+        sampling = self._sampling.with_arguments(arguments.reading)
+        return MediaJob(
+            kind=kind,
+            encoding=payload.encoding,
+            is_processed=is_processed,
+            size=payload.size,
+            arguments=dict(arguments.processor),
+            max_array_bytes=max_array_bytes,
+            fps=sampling.fps,
+            num_frames=sampling.num_frames,
+            mode="" if pixels is None else pixels.mode,
+            width=0 if pixels is None else pixels.width,
+            height=0 if pixels is None else pixels.height,
+        )
+
+    async def read_all(
+        self, parts: Sequence[tuple[str, MediaPart]], arguments: MediaArguments = NO_ARGUMENTS
+    ) -> list[ProcessedMedia]:
         """Return the parts of a prompt, in order; several are read at a time.
 
         Args:
             parts: The name and the part of each; see :meth:`read`.
+            arguments: The request's arguments for all of them.
 
         Raises:
             InvalidRequest: There are too many, or one is refused. The others are cancelled.
@@ -147,8 +194,14 @@ class MediaReader:
                     param=name,
                 )
 
+        # The arguments of an operator make arrays as large as the operator knows. Those of a client
+        # can make them as large as the memory of the processes.
+        most_bytes = MAX_ARRAY_BYTES // max(len(parts), 1) if arguments else 0
+
         async def read(index: int, item: tuple[str, MediaPart]) -> ProcessedMedia:
-            return await self.read(item[1], name=item[0])
+            return await self.read(
+                item[1], name=item[0], arguments=arguments, max_array_bytes=most_bytes
+            )
 
         return await all_together(read, parts)
 
@@ -164,6 +217,7 @@ class MediaReader:
             raise ModelLoadError("the process that reads media ended at its start") from error
         if found.answer.failure:
             raise ModelLoadError(found.answer.failure)
+        self._argument_names = frozenset(found.answer.argument_names)
 
     async def _payload(self, part: MediaPart, name: str) -> Payload:
         source = part.source
@@ -174,13 +228,11 @@ class MediaReader:
 
 def setup_of(options: MediaOptions, processor_folder: Path | None = None) -> MediaSetup:
     """Return the limits and the processor as the processes get them."""
-    sampling = options.frame_sampling()
     return MediaSetup(
         max_bytes=options.limit_mm_bytes,
         max_pixels=options.limit_mm_pixels,
         max_seconds=options.limit_mm_seconds,
-        fps=sampling.fps,
-        num_frames=sampling.num_frames,
+        num_frames=options.frame_sampling().num_frames,
         processor_folder="" if processor_folder is None else str(processor_folder),
         processor_arguments=options.processor_arguments(),
     )

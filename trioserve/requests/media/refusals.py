@@ -9,6 +9,10 @@ class Refused(Exception):
     """A part that can't be read; the text says why, and follows the part's name."""
 
 
+class ArgumentsRefused(Refused):
+    """A part that can't be read with the arguments that its request has for it."""
+
+
 def check_seconds(kind: str, seconds: float, max_seconds: float) -> None:
     """Refuse a part of more than ``max_seconds``.
 

@@ -16,6 +16,7 @@ from trioserve.http.api.schema.reading import Count, Salt, Seconds, about
 from trioserve.http.api.schema.retention import KvCacheRetentionConfig
 from trioserve.protocol.checks import MAX_LOGIT_BIAS
 from trioserve.protocol.sampling import MAX_EXTRA_ARGS, MAX_STOP_STRINGS, MAX_STRING_CHARACTERS
+from trioserve.requests.media_arguments import MAX_ARGUMENTS
 
 Model = Annotated[str | None, about("A name out of `/v1/models`; the first of them by default.")]
 
@@ -73,6 +74,21 @@ Seed = Annotated[
 ProcessorArguments = Annotated[
     Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_EXTRA_ARGS)] | None,
     about("Parameters for the server's own logits processors (`--logits-processors`)."),
+]
+
+MediaProcessorArguments = Annotated[
+    Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_ARGUMENTS)] | None,
+    about(
+        "Arguments of the model's processor of media for this request, over those of "
+        "`--mm-processor-kwargs`. Without media they have no effect."
+    ),
+]
+MediaReadingArguments = Annotated[
+    Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_ARGUMENTS)] | None,
+    about(
+        "Frames that are taken of this request's videos, over those of `--media-io-kwargs`: "
+        '`{"video": {"fps": …, "num_frames": …}}`.'
+    ),
 ]
 
 _ShortString = Annotated[str, msgspec.Meta(max_length=MAX_STRING_CHARACTERS)]

@@ -60,6 +60,8 @@ def chat_prompt(
         add_generation_prompt=_add_generation_prompt(request),
         continue_final_message=bool(request.continue_final_message),
         template_arguments=arguments,
+        mm_processor_kwargs=request.mm_processor_kwargs or {},
+        media_io_kwargs=request.media_io_kwargs or {},
     )
 
 

@@ -116,6 +116,9 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
         ),
     ] = None
 
+    mm_processor_kwargs: fields.MediaProcessorArguments = None
+    media_io_kwargs: fields.MediaReadingArguments = None
+
     session_params: Annotated[Any, only({}, refusal=Refusal.PROMPT_PARTS)] = None
     store: Annotated[Any, only(False, refusal=Refusal.STORED_CHATS)] = None
     modalities: Annotated[Any, only(["text"], refusal=Refusal.MEDIA)] = None
@@ -123,8 +126,6 @@ class ChatCompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_on
     use_audio_in_video: Annotated[Any, only(False, refusal=Refusal.MEDIA)] = None
     max_dynamic_patch: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
     min_dynamic_patch: Annotated[Any, only(refusal=Refusal.MEDIA)] = None
-    media_io_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
-    mm_processor_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
     web_search_options: Annotated[Any, only(refusal=Refusal.WEB_SEARCH)] = None
     verbosity: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None
     task: Annotated[Any, only(refusal=Refusal.TEMPLATE_ARGUMENT)] = None

@@ -61,7 +61,7 @@ _SAME = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "ignore_eos"),
     *("skip_special_tokens", "include_stop_str_in_output", "vllm_xargs", "structured_outputs"),
     *("parallel_tool_calls", "chat_template_kwargs", "priority", "cache_salt", "extra_key"),
-    *("timeout", "top_logprobs"),
+    *("timeout", "top_logprobs", "mm_processor_kwargs", "media_io_kwargs"),
 )
 """Fields that a chat has, too."""
 WORDS = FieldNames(

@@ -207,6 +207,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     parallel_tool_calls: fields.ParallelToolCalls = None
     reasoning: Annotated[ReasoningOptions | None, about("Reasoning settings.")] = None
     chat_template_kwargs: fields.ChatTemplateArguments = None
+    mm_processor_kwargs: fields.MediaProcessorArguments = None
+    media_io_kwargs: fields.MediaReadingArguments = None
 
     priority: fields.Priority = None
     request_id: Annotated[
@@ -234,8 +236,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     moderation: Annotated[Any, only(refusal=Refusal.MODERATION)] = None
     access_programs: Annotated[Any, only({}, refusal=Refusal.OTHERS_THAN_FUNCTIONS)] = None
     image: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
-    media_io_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
-    mm_processor_kwargs: Annotated[Any, only({}, refusal=Refusal.MEDIA)] = None
     enable_response_messages: Annotated[Any, only(False, refusal=Refusal.INCLUDED_INPUT)] = None
     previous_input_messages: Annotated[Any, only([], refusal=Refusal.PREVIOUS_MESSAGES)] = None
     ngram_corpus_id: Annotated[Any, only(refusal=Refusal.DRAFT_CORPORA)] = None
