@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,14 @@ _NEEDED = {"avx2_words": "avx2", "avx2_vnni_twin": "avx512", "amx_emulated": "av
 
 def isas(*, twins: bool = False) -> list[str]:
     """Return the instruction sets that this machine can run; none where nothing is compiled."""
-    if compiler_version() is None:
-        return []
-    there = Machine().kernel_isas()
-    return there + [name for name, needed in _NEEDED.items() if twins and needed in there]
+    there = _isas_here()
+    return [*there, *(name for name, needed in _NEEDED.items() if twins and needed in there)]
+
+
+@cache
+def _isas_here() -> tuple[str, ...]:
+    """Return the instruction sets; once, since it starts the compiler and collection asks often."""
+    return () if compiler_version() is None else tuple(Machine().kernel_isas())
 
 
 def kernels_of_each_isa(names: Sequence[str]) -> list[object]:
