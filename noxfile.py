@@ -87,7 +87,7 @@ def lint(session: nox.Session) -> None:
     python = development(session)
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
-    session.run(python, "-m", "mypy")
+    session.run(python, "-m", "mypy", "--num-workers", "auto")
 
 
 @nox.session
