@@ -140,7 +140,7 @@ def _slot_table(start: Start, files: ModelFiles, whole: _Whole) -> SlotTable:
     )
     if cached.model.adapters is not None:
         slots.adapters = cached.model.adapters
-    if not any(files.native.windows):
+    if files.native.takes_keys:
         slots.kv_format = whole.page_format
     return slots
 

@@ -199,7 +199,7 @@ def _page_format(
     config: ModelConfig, limits: ServingLimits, dtype: torch.dtype
 ) -> PageFormat | None:
     """Return the format of the pages; None if no keys and values are taken for them."""
-    if limits.kv_cache_dtype == "fp8" or any(config.windows):
+    if limits.kv_cache_dtype == "fp8" or not config.takes_keys:
         return None
     numbers = {f"torch.{name}": each for name, each in NUMPY_DTYPES.items()}[str(dtype)]
     return PlainPages(shape=config.kv_shape, page_size=limits.page_size, numbers=numbers)

@@ -16,6 +16,7 @@ import attrs
 from gpu.lora.config import LoraConfig
 from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers
 from gpu.weights.expected import expected_tensors
+from gpu.weights.fused import FUSED_MODULES, in_rotated_order
 from gpu.weights.packed_modules import PACKED_MODULES
 from gpu.weights.reading import check_finite, read_bytes
 from trioserve.model_files import ModelConfig
@@ -28,12 +29,16 @@ from trioserve.model_files.shards import Shard
 from trioserve.protocol.errors import ModelLoadError
 
 _NAME = re.compile(
-    r"base_model\.model\.(model\.layers\.(\d{1,6})\.(self_attn\.[qkvo]_proj|"
-    r"mlp\.(?:gate|up|down)_proj))\.lora_([AB])\.weight",
+    r"base_model\.model\.(model\.layers\.(\d{1,6})\.(self_attn\.(?:[qkvo]|qkv)_proj|"
+    r"mlp\.(?:gate|up|down|gate_up)_proj))\.lora_([AB])\.weight",
     re.ASCII,
 )
 _OF_EXPERTS = re.compile(r"\.(block_sparse_moe|mlp\.experts|mlp\.gate)\.")
-_SERVED = tuple(part.rpartition(".")[2] for parts in PACKED_MODULES.values() for part in parts)
+_SERVED = tuple(
+    part.rpartition(".")[2] for parts in (*PACKED_MODULES.values(), FUSED_MODULES) for part in parts
+)
+_SPLIT = {part for parts in FUSED_MODULES.values() for part in parts}
+"""Parts of a layer that have one matrix together in Phi 3."""
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 
 
@@ -81,16 +86,26 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> LoraWeight
     found: dict[tuple[int, str], dict[str, Numbers]] = {}
     for (layer, part, letter), numbers in _read(shard, parts, digest.update):
         found.setdefault((layer, part), {})[letter] = numbers
-    updates = {
-        (layer, part): LowRankUpdate(
-            both["A"], both["B"], lora.scale_of(f"model.layers.{layer}.{part}")
-        )
-        for (layer, part), both in sorted(found.items())
-    }
+    updates: dict[tuple[int, str], LowRankUpdate] = {}
+    model = expected_tensors(config)
+    for (layer, part), both in sorted(found.items()):
+        stem = f"model.layers.{layer}."
+        scale = lora.scale_of(stem + part)
+        first = 0
+        for module, outputs in _modules_of(part, stem, model).items():
+            b = in_rotated_order(f"{module}.", both["B"][first : first + outputs], config)
+            updates[layer, module] = LowRankUpdate(both["A"], b, scale)
+            first += outputs
     return LoraWeights(updates=updates, checksum=digest.hexdigest())
 
 
 _Key = tuple[int, str, str]
+
+
+def _modules_of(part: str, stem: str, model: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the modules that a part of a layer consists of, and the rows of each."""
+    modules = FUSED_MODULES.get(part, (part,))
+    return {module: model[f"{stem}{module}.weight"][0] for module in modules}
 
 
 def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Key]:
@@ -110,17 +125,24 @@ def _check(shard: Shard, lora: LoraConfig, config: ModelConfig) -> dict[str, _Ke
                 f"{', '.join(_SERVED)} are"
             )
         module, layer, part, letter = match.groups()
-        if f"{module}.weight" not in model and int(layer) < config.num_layers:
+        if part in (_SPLIT if config.family == "phi3" else FUSED_MODULES):
+            raise ModelLoadError(
+                f"{shard.path} holds {name}, but a {config.family} model has no such matrix: "
+                "they don't belong together"
+            )
+        own = f"{module.removesuffix(part)}{FUSED_MODULES.get(part, (part,))[0]}.weight"
+        if own not in model and int(layer) < config.num_layers:
             raise ModelLoadError(
                 f"{shard.path} holds {name}, but that layer of the model has experts: "
                 "they don't belong together"
             )
-        if f"{module}.weight" not in model:
+        if own not in model:
             raise ModelLoadError(
                 f"{shard.path} holds {name}, but the model has {config.num_layers} layers: "
                 "they don't belong together"
             )
-        outputs, inputs = model[f"{module}.weight"]
+        inputs = model[own][1]
+        outputs = sum(_modules_of(part, module.removesuffix(part), model).values())
         rank = lora.rank_of(module)
         expected = (rank, inputs) if letter == "A" else (outputs, rank)
         if shape != expected:

@@ -1,4 +1,5 @@
-"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Mixtral, Qwen 2, 2.5, 3 and 3 MoE.
+"""A llama-like decoder: Llama 2 and 3, SmolLM 2 and 3, Mistral, Mixtral, Phi 3, Qwen 2, 2.5, 3
+and 3 MoE.
 
 :class:`~trioserve.model_files.ModelConfig` has all differences between the families: biases, a norm
 on queries and keys (Qwen 3), layers without rotary embedding (SmolLM 3), sliding windows (Mistral,

@@ -17,6 +17,7 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
     "llama": Decoder,
     "mistral": Decoder,
     "mixtral": Decoder,
+    "phi3": Decoder,
     "qwen2": Decoder,
     "qwen3": Decoder,
     "qwen3_moe": Decoder,

@@ -2,6 +2,10 @@
 
 In a head of ``head_dim`` numbers, pair i is number i and number ``i + head_dim / 2``. At position p
 it is rotated by ``p * inverse_frequencies[i]`` radians (Su et al. 2021, arXiv:2104.09864).
+
+In a head of which only ``rotary_dim`` numbers are rotated, the last pairs stay as they are. Files
+have other pairs, number i and number ``i + rotary_dim / 2``: :mod:`gpu.weights.fused` puts the rows
+of queries and keys in this order. Products of queries and keys don't depend on it.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ Floats = npt.NDArray[np.float32]
 def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> Floats:
     """Return cosines and sines of positions 0 to ``rows - 1``: [rows, head_dim] float32.
 
-    Row p holds head_dim / 2 cosines, then head_dim / 2 sines, both multiplied by YaRN's attention
-    factor. ``length`` is the longest sequence served, and the default of ``rows``; fewer rows
-    suffice if the cache has no room for such a sequence.
+    Row p holds head_dim / 2 cosines, then head_dim / 2 sines, both multiplied by the attention
+    factor of YaRN or LongRoPE. Pairs that aren't rotated have ones and zeros. ``length`` is the
+    longest sequence served, and the default of ``rows``; fewer rows suffice if the cache has no
+    room for such a sequence.
 
     Raises:
         ModelLoadError: the kind of scaling is unknown.
@@ -30,9 +35,9 @@ def cos_sin_table(config: ModelConfig, length: int, rows: int | None = None) -> 
     frequencies, attention_factor = inverse_frequencies(config, length)
     positions = np.arange(length if rows is None else rows, dtype=np.float32)
     angles = np.outer(positions, frequencies)
-    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
-    table *= np.float32(attention_factor)
-    return table
+    cosines, sines = (each(angles) * np.float32(attention_factor) for each in (np.cos, np.sin))
+    still = np.zeros((len(positions), (config.head_dim - config.rotary_dim) // 2), np.float32)
+    return np.concatenate([cosines, still + 1, sines, still], axis=-1)
 
 
 def cos_sin_table_for(config: ModelConfig, length: int, cache_tokens: int) -> Floats:
@@ -41,7 +46,7 @@ def cos_sin_table_for(config: ModelConfig, length: int, cache_tokens: int) -> Fl
 
 
 def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
-    """Return radians per position, [head_dim / 2] float32, and a factor on cosines and sines.
+    """Return radians per position, [rotary_dim / 2] float32, and a factor on cosines and sines.
 
     Dynamic scaling depends on ``length``, the longest sequence served. It is fixed, so that a
     token's rotation depends on its position alone.
@@ -51,12 +56,13 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float
     """
     scaling = config.rope_scaling
     if scaling is None:
-        return _plain(config.rope_theta, config.head_dim), 1.0
+        return _plain(config.rope_theta, config.rotary_dim), 1.0
     if scaling.kind == "linear":
         return _plain(config.rope_theta, config.head_dim) / scaling.factor, 1.0
-    if scaling.kind == "factors":
+    if scaling.kind in ("factors", "longrope"):
         divisors = np.array(scaling.frequency_factors, dtype=np.float32)
-        return _plain(config.rope_theta, config.head_dim) / divisors, 1.0
+        frequencies = _plain(config.rope_theta, config.rotary_dim) / divisors
+        return frequencies, scaling.attention_factor or 1.0
     if scaling.kind == "dynamic":
         return _dynamic(config, scaling, length), 1.0
     if scaling.kind == "llama3":

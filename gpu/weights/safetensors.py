@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from gpu.weights.blocks import BFLOAT16, FLOAT16, FLOAT32, Numbers, Weight
 from gpu.weights.expected import check_tensors, expected_tensors
 from gpu.weights.experts import split_experts, with_common_name
+from gpu.weights.fused import in_rotated_order, split_fused
 from gpu.weights.reading import check_finite, read_bytes
 from trioserve.model_files import ModelConfig, ModelFiles
 from trioserve.model_files.media_config import text_tensor
@@ -41,7 +43,7 @@ def load(
         name = with_common_name(name)
         return None if _is_left_out(name, config) else name
 
-    return load_folder(
+    loaded = load_folder(
         files.path,
         expected,
         name_of,
@@ -51,6 +53,8 @@ def load(
         only_finite=files.only_finite,
         wanted=wanted,
     )
+    for name, numbers in loaded:
+        yield name, in_rotated_order(name, numbers, config)
 
 
 def load_folder(
@@ -70,7 +74,7 @@ def load_folder(
         folder: the model's folder.
         expected: the shape of each tensor, by name.
         name_of: maps a stored name to a name in ``expected``, or to None to skip the tensor.
-            Stacked experts are yielded one matrix at a time.
+            Stacked experts and fused matrices are yielded one matrix at a time.
         family: the model's family, for errors.
         dtype: see :func:`gpu.weights.read_weights`.
         progress: see :func:`gpu.weights.read_weights`.
@@ -82,7 +86,7 @@ def load_folder(
             file is damaged, or a number isn't finite.
     """
     shards = read_shards(folder)
-    names, found = _find_tensors(folder, shards, expected, name_of)
+    names, found = _find_tensors(folder, shards, expected, name_of, family)
     check_tensors(expected, found, folder, family)
     total = sum(shard.num_bytes[name] for shard in shards for name in shard.shapes if name in names)
     done = 0
@@ -91,17 +95,20 @@ def load_folder(
             with shard.path.open("rb", buffering=0) as file:
                 for stored in shard.shapes:
                     parts = names.get(stored, [])
-                    for index, name in enumerate(parts):
-                        num_bytes = shard.num_bytes[stored] // len(parts)
+                    size = math.prod(shard.shapes[stored])
+                    offset = shard.offsets[stored]
+                    for name in parts:
+                        share = math.prod(found[name])
+                        num_bytes = shard.num_bytes[stored] * share // max(size, 1)
                         done += num_bytes
                         if wanted(name):
-                            offset = shard.offsets[stored] + index * num_bytes
                             raw = read_bytes(shard.path, file, offset, num_bytes)
                             tensor = raw.view(_DTYPES[shard.dtypes[stored]]).reshape(found[name])
                             if only_finite:
                                 check_finite(shard.path, name, tensor)
                             kind = dtype or _unrounded(tensor.dtype)
                             yield name, tensor.astype(kind, copy=False)
+                        offset += num_bytes
                         progress(done, total)
         except OSError as error:
             raise ModelLoadError(f"{shard.path} can't be read: {error.strerror}") from error
@@ -110,8 +117,9 @@ def load_folder(
 def _find_tensors(
     folder: Path,
     shards: Sequence[Shard],
-    expected: Container[str],
+    expected: Mapping[str, tuple[int, ...]],
     name_of: Callable[[str], str | None],
+    family: str,
 ) -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
     """Return the names of each stored tensor's matrices, and the shape of each matrix by name."""
     names: dict[str, list[str]] = {}
@@ -121,8 +129,12 @@ def _find_tensors(
             name = name_of(stored)
             if name is None:
                 continue
-            names[stored], part_shape = split_experts(name, shape, expected)
-            for part in names[stored]:
+            parts = split_fused(name, shape, expected) if family == "phi3" else {name: shape}
+            if name in parts:
+                matrices, part_shape = split_experts(name, shape, expected)
+                parts = dict.fromkeys(matrices, part_shape)
+            names[stored] = list(parts)
+            for part, part_shape in parts.items():
                 if part in found:
                     raise ModelLoadError(f"{folder} holds {part} twice: fetch it again")
                 found[part] = part_shape

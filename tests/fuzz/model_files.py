@@ -177,16 +177,16 @@ _EXTRA_TENSORS = st.none() | st.sampled_from(
 _ROPE_FIELDS = (
     *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-    *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"),
+    *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "short_factor"),
 )
-_KINDS = st.sampled_from(("linear", "dynamic", "llama3", "yarn", "default"))
+_KINDS = st.sampled_from(("linear", "dynamic", "llama3", "yarn", "longrope", "default"))
 _ROPE = st.fixed_dictionaries(
     {"rope_type": _KINDS},
     optional={name: NUMBERS | JSON for name in _ROPE_FIELDS if name != "rope_type"},
 )
 _FAMILIES = st.sampled_from(
-    ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-) | st.just("SmolLM3ForCausalLM")
+    ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM")
+) | st.sampled_from(("Qwen3ForCausalLM", "SmolLM3ForCausalLM"))
 _CONFIG_FIELDS = (
     *CONFIG,
     *("quantization_config", "hidden_act", "attention_bias", "mlp_bias", "no_rope_layers"),

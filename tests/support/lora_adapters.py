@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from gpu.slots import Row, SlotTable
 from gpu.weights.expected import expected_tensors
+from gpu.weights.fused import FUSED_MODULES
 from gpu.weights.packed_modules import PACKED_MODULES
 from tests.support.plans import GREEDY
 from trioserve.model_files import open_model
@@ -20,6 +21,8 @@ from trioserve.protocol.wire import OpenSlot, Plan, from_ints
 __all__ = ["ALL_PARTS", "OF_ATTENTION", "make_adapter", "merge", "rows_of", "write_adapter"]
 
 ALL_PARTS = tuple(part for parts in PACKED_MODULES.values() for part in parts)
+FUSED_PARTS = (*FUSED_MODULES, "self_attn.o_proj", "mlp.down_proj")
+"""Parts of a layer of Phi 3."""
 OF_ATTENTION = tuple(part for part in ALL_PARTS if part.startswith("self_attn."))
 
 
@@ -42,6 +45,9 @@ def make_adapter(
     """
     shape_of_model = open_model(model).config
     shapes = expected_tensors(shape_of_model)
+    if shape_of_model.family == "phi3":
+        shapes = _fused(shapes)
+        parts = parts or FUSED_PARTS
     if parts is None:
         parts = ALL_PARTS if shape_of_model.experts is None else OF_ATTENTION
     draw = np.random.default_rng(seed)
@@ -67,6 +73,16 @@ def make_adapter(
         **config,
     }
     return write_adapter(folder, fields, tensors)
+
+
+def _fused(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors as files of Phi 3 have them."""
+    fused = dict(shapes)
+    for whole, modules in FUSED_MODULES.items():
+        for name in [each for each in shapes if f"{modules[0]}." in each]:
+            parts = [fused.pop(name.replace(modules[0], module)) for module in modules]
+            fused[name.replace(modules[0], whole)] = (sum(each[0] for each in parts), parts[0][1])
+    return fused
 
 
 def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:

@@ -49,7 +49,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def _rope(kind: str = "default", theta: float = 10000.0, **fields: float) -> dict[str, Any]:
+def _rope(kind: str = "default", theta: float = 10000.0, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **fields}}
 
 
@@ -96,6 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {**_rope(theta=1000000.0), "head_dim": 32, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"sliding_window": 48, "pad_token_id": 0}),
     "mixtral": (
         "Mixtral",
         {**_rope(theta=1000000.0), "num_local_experts": 5, "num_experts_per_tok": 2},
@@ -130,7 +131,10 @@ def make_tiny(
     import transformers
 
     prefix, fields = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SIZES, **fields, **overrides})
+    fields = {**_SIZES, **fields, **overrides}
+    if family == "phi3":
+        fields |= _phi3_fields(**fields)
+    config = getattr(transformers, f"{prefix}Config")(**fields)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.float32)
@@ -147,6 +151,28 @@ def make_tiny(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder
+
+
+def _phi3_fields(
+    hidden_size: int, num_attention_heads: int, head_dim: int = 0, **_: Any
+) -> dict[str, Any]:
+    """Return the heads and the rotation of a model whose head size is given by their number."""
+    head_dim = head_dim or hidden_size // num_attention_heads
+    num_heads = hidden_size // head_dim
+    num_frequencies = int(head_dim * 0.75) // 2
+    rope = _rope(
+        "longrope",
+        partial_rotary_factor=0.75,
+        short_factor=[1.0 + number / 8 for number in range(num_frequencies)],
+        long_factor=[2.0 + number for number in range(num_frequencies)],
+    )
+    return {
+        **rope,
+        "original_max_position_embeddings": 256,
+        "head_dim": head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(num_heads // 2, 1),
+    }
 
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:

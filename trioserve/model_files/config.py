@@ -23,10 +23,11 @@ MAX_NUMBER = 1e15
 class RopeScaling:
     """The scaling of rotary frequencies beyond the training length.
 
-    ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``factors``. Fields that a kind
-    doesn't use keep their defaults. ``llama3`` follows Llama 3's reference code; ``yarn`` follows
-    Peng et al. 2023 (arXiv:2309.00071). ``factors`` is GGUF's form: each of the ``head_dim // 2``
-    inverse frequencies is divided by its entry in ``frequency_factors``.
+    ``kind`` is ``linear``, ``dynamic``, ``llama3``, ``yarn``, ``longrope`` or ``factors``. Fields
+    that a kind doesn't use keep their defaults. ``llama3`` follows Llama 3's reference code;
+    ``yarn`` follows Peng et al. 2023 (arXiv:2309.00071). ``factors`` is GGUF's form: each of the
+    inverse frequencies is divided by its entry in ``frequency_factors``. ``longrope`` is that of
+    Ding et al. 2024 (arXiv:2402.13753) up to the training length, with its factors for that.
     """
 
     kind: str
@@ -43,7 +44,13 @@ class RopeScaling:
     frequency_factors: tuple[float, ...] = ()
 
     def stretched(self, max_positions: int) -> int:
-        """Return the number of positions; YaRN may have more than the file's ``max_positions``."""
+        """Return the number of positions; YaRN may have more than the file's ``max_positions``.
+
+        Beyond the training length, LongRoPE rotates a whole sequence by other angles, which cached
+        keys don't have.
+        """
+        if self.kind == "longrope":
+            return min(max_positions, self.original_max_position_embeddings)
         if self.kind != "yarn":
             return max_positions
         stretched = int(self.factor * self.original_max_position_embeddings)
@@ -80,7 +87,8 @@ class ModelConfig:
     """
 
     family: str
-    """``llama``, ``mistral``, ``mixtral``, ``qwen2``, ``qwen3``, ``qwen3_moe`` or ``smollm3``."""
+    """``llama``, ``mistral``, ``mixtral``, ``phi3``, ``qwen2``, ``qwen3``, ``qwen3_moe`` or
+    ``smollm3``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -92,6 +100,8 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None = None
+    rotary_part: float = 1.0
+    """Part of each head that is rotated, from its first number on."""
     mrope_section: tuple[int, ...] = ()
     """Numbers of rotary frequencies that turn by a token's time, row and column: M-RoPE (Wang et
     al. 2024, arXiv:2409.12191). Empty if all turn by its position."""
@@ -115,6 +125,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.head_dim * self.rotary_part)
+
+    @property
     def mlp_sizes(self) -> tuple[int, ...]:
         """Intermediate sizes of MLPs and experts, without duplicates."""
         sizes = (
@@ -127,6 +142,11 @@ class ModelConfig:
     def kv_shape(self) -> tuple[int, int, int]:
         """Layers, KV heads and numbers of a head."""
         return self.num_layers, self.num_kv_heads, self.head_dim
+
+    @property
+    def takes_keys(self) -> bool:
+        """True if adapters may bring keys and values: no windows, no heads in another order."""
+        return not any(self.windows) and self.rotary_part == 1.0
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None if it has one MLP."""
@@ -145,6 +165,9 @@ def check_config(config: ModelConfig, path: Path) -> None:
         raise _contradiction(path, f"{heads} heads can't share {kv_heads} heads of keys and values")
     if head_dim % 2 or head_dim <= 2:
         raise _contradiction(path, f"heads of {head_dim} numbers can't be rotated in pairs")
+    rotary_dim = config.rotary_dim
+    if rotary_dim % 2 or not 2 < rotary_dim <= head_dim:
+        raise _contradiction(path, f"{rotary_dim} of a head's {head_dim} numbers can't be rotated")
     section = config.mrope_section
     if section and (len(section) != 3 or sum(section) != head_dim // 2):
         raise _contradiction(
@@ -163,8 +186,8 @@ def check_config(config: ModelConfig, path: Path) -> None:
     if scaling is None:
         return
     factors = scaling.frequency_factors
-    if scaling.kind == "factors" and len(factors) != head_dim // 2:
-        raise _contradiction(path, f"{len(factors)} factors for {head_dim // 2} frequencies")
+    if scaling.kind in ("factors", "longrope") and len(factors) != rotary_dim // 2:
+        raise _contradiction(path, f"{len(factors)} factors for {rotary_dim // 2} frequencies")
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise _contradiction(path, "a factor of a frequency isn't a positive number")
     if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:

@@ -6,6 +6,7 @@ by side and ``torch_dtype``; transformers 5 writes ``rope_parameters`` and ``dty
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -53,6 +55,7 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
@@ -66,7 +69,9 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 _MAX_TOKENIZER_BYTES = 256 << 20
 """Largest tokenizer.json: several times the size of the largest vocabularies."""
 
-_ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn")
+_ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+_PARTIAL_KINDS = ("default", "longrope")
+"""Kinds of RoPE that may rotate a part of each head."""
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -89,7 +94,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
     if scaling is not None:
         max_positions = scaling.stretched(max_positions)
     rope_layers = _rope_layers(fields, family, num_layers)
-    attention_bias = fields.flag("attention_bias") and family not in ("mistral", "mixtral")
+    attention_bias = fields.flag("attention_bias") and family not in ("mistral", "mixtral", "phi3")
     has_head = _has_head(folder, values)
     is_tied = fields.flag("tie_word_embeddings")
     if reads_media(whole):
@@ -107,6 +112,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_part=_rotary_part(fields, family),
         mrope_section=_mrope_section(fields) if reads_media(whole) else (),
         tie_word_embeddings=is_tied or not has_head,
         has_head=has_head,
@@ -173,15 +179,9 @@ def _refuse_unserved(fields: Fields) -> None:
 
 def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None]:
     """Return the base frequency and the scaling, from either spelling."""
-    written = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(written, dict) or any(isinstance(value, dict) for value in written.values()):
-        raise ModelLoadError(f"{fields.path}: RoPE that differs from layer to layer isn't served")
-    rope = Fields(fields.path, written, {})
+    rope = _rope_fields(fields)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelLoadError(f"{fields.path}: RoPE over a part of each head isn't served")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _rope_kind(rope)
     if kind in ("default", "mrope"):
         return theta, None
     if kind not in _ROPE_KINDS:
@@ -194,9 +194,11 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
         original = rope.integer("original_max_position_embeddings", outer)
     factor = None if rope.get("factor") is None else rope.number("factor", 1.0)
     if factor is None:
-        if kind != "yarn":
+        if kind not in ("yarn", "longrope"):
             raise rope.error("factor", None)
         factor = max_positions / original
+    if kind == "longrope":
+        return theta, _longrope(rope, factor, original)
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = (
         rope.number(name, 1.0) if rope.get(name) else 0.0 for name in ("mscale", "mscale_all_dim")
@@ -213,6 +215,48 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
         mscale=mscale,
         mscale_all_dim=mscale_all_dim,
         truncate=rope.get("truncate") is not False,
+    )
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """Return the fields of RoPE that are together, in either spelling."""
+    written = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(written, dict) or any(isinstance(value, dict) for value in written.values()):
+        raise ModelLoadError(f"{fields.path}: RoPE that differs from layer to layer isn't served")
+    return Fields(fields.path, written, {})
+
+
+def _rope_kind(rope: Fields) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    # Old files of Phi 3 call it so.
+    return "longrope" if kind == "su" else str(kind)
+
+
+def _rotary_part(fields: Fields, family: str) -> float:
+    """Return the part of each head that is rotated."""
+    rope = _rope_fields(fields)
+    part = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if part != 1.0 and (family != "phi3" or _rope_kind(rope) not in _PARTIAL_KINDS):
+        raise ModelLoadError(f"{fields.path}: RoPE over a part of each head isn't served")
+    return part
+
+
+def _longrope(rope: Fields, factor: float, original: int) -> RopeScaling:
+    """Return LongRoPE up to the training length."""
+    factors = rope.get("short_factor")
+    if not isinstance(factors, list) or not all(type(each) in (int, float) for each in factors):
+        raise rope.error("short_factor", factors)
+    attention_factor = 1.0
+    if factor > 1 and original > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    if rope.get("attention_factor") is not None:
+        attention_factor = rope.number("attention_factor", 1.0)
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        frequency_factors=tuple(map(float, factors)),
     )
 
 
@@ -245,8 +289,11 @@ def _windows(
     none: tuple[int | None, ...] = (None,) * num_layers
     if family == "llama" or fields.get("sliding_window") is None:
         return none
-    if family in ("mistral", "mixtral"):
-        return (fields.integer("sliding_window"),) * num_layers
+    if family in ("mistral", "mixtral", "phi3"):
+        window = fields.integer("sliding_window")
+        if family == "phi3" and window >= fields.integer("max_position_embeddings"):
+            return none  # Phi 4's is one that no sequence reaches.
+        return (window,) * num_layers
     if not fields.flag("use_sliding_window"):
         return none
     window = fields.integer("sliding_window")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -302,6 +303,23 @@ def test_table_holds_cosines_then_sines() -> None:
             assert table[position, 16 + pair] == pytest.approx(math.sin(angle) * factor, abs=1e-6)
 
 
+def test_pairs_that_are_not_rotated_stay_as_they_are() -> None:
+    """Those that are have LongRoPE's factors."""
+    scaling = RopeScaling(
+        kind="longrope", attention_factor=1.5, frequency_factors=tuple(range(1, 13))
+    )
+    config = attrs.evolve(config_with(scaling), rotary_part=0.75)
+    table = cos_sin_table(config, 6)
+    assert (table.shape, table.dtype) == ((6, 32), np.float32)
+    for position in range(6):
+        for pair in range(12):
+            angle = position / (pair + 1) / 10000 ** (pair / 12)
+            assert table[position, pair] == pytest.approx(1.5 * math.cos(angle), abs=1e-6)
+            assert table[position, 16 + pair] == pytest.approx(1.5 * math.sin(angle), abs=1e-6)
+    assert (table[:, 12:16] == 1).all()
+    assert (table[:, 28:] == 0).all()
+
+
 def test_unknown_scaling_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="longrope"):
-        cos_sin_table(config_with(RopeScaling(kind="longrope")), 4)
+    with pytest.raises(ModelLoadError, match="other"):
+        cos_sin_table(config_with(RopeScaling(kind="other")), 4)

@@ -186,6 +186,17 @@ def test_torch_gives_peft_s_logits(family: str, tmp_path: Path) -> None:
         assert distance(all_logits(model, prompt, 0), exact) > 0.3  # else this would say nothing
 
 
+def test_torch_gives_peft_s_logits_with_phi_3(tmp_path: Path) -> None:
+    path = make_tiny("phi3", tmp_path / "model")
+    adapter = make_adapter(path, tmp_path / "adapter", seed=1)
+    model = with_torch(path)
+    load(model, adapter)
+    prompt = prompt_of(70)
+    exact = exact_logits(path, adapter, prompt)
+    assert np.abs(all_logits(model, prompt, 1) - exact).max() < room(path, prompt, exact)
+    assert distance(all_logits(model, prompt, 0), exact) > 0.3  # else this would say nothing
+
+
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 0, 2, 1, 1], [2, 2, 1], [1], [0, 0]])
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("compiled", marks=needs_kernels)])
 def test_together_is_as_alone(kernels: str, numbers: list[int], tmp_path: Path) -> None:

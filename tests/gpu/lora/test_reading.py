@@ -24,6 +24,7 @@ from trioserve.model_files import ModelConfig, open_model, shards
 from trioserve.protocol.errors import ModelLoadError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+_FUSED = Q.replace("q_proj", "qkv_proj")
 _OF_EXPERT = Q.replace("self_attn.q_proj", "mlp.experts.3.up_proj")
 
 
@@ -127,6 +128,7 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set(Q.replace("layers.0", "layers.2"), np.ones((4, 64), np.float32)), ["has 2 layers"]),
         (_set(Q.replace("layers.0", "layers.00"), np.ones((4, 64), np.float32)), ["layers.00"]),
         (_set(_OF_EXPERT, np.ones((4, 64), np.float32)), [_OF_EXPERT, "experts", "attention are"]),
+        (_set(_FUSED, np.ones((4, 64), np.float32)), [_FUSED, "a llama model has no such matrix"]),
         (_set(Q, np.ones((4, 65), np.float32)), [Q, "[4, 65]", "[4, 64]"]),
         (_set(Q, np.ones((4, 64), np.int8)), [Q, "I8"]),
         (lambda tensors: tensors.pop(Q), ["lora_B.weight without its lora_A"]),
@@ -142,6 +144,30 @@ def test_tensors_that_aren_t_served(
     change_tensors(adapter, change)
     message = refusal(adapter, config)
     assert all(word in message for word in words), message
+
+
+def test_fused_matrices_of_phi_3(tmp_path: Path) -> None:
+    """Queries and keys have the first of a head's rotated numbers in its first half."""
+    path = make_tiny("phi3", tmp_path / "model")
+    config = open_model(path).native
+    adapter = make_adapter(path, tmp_path / "adapter")
+    found = read_adapter(adapter, config, 4)
+    assert set(found.updates) == {(layer, part) for layer in (0, 1) for part in ALL_PARTS}
+    tensors = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
+    a, b = (
+        tensors[f"base_model.model.model.layers.1.self_attn.qkv_proj.lora_{letter}.weight"]
+        for letter in "AB"
+    )
+    parts = [found.updates[1, f"self_attn.{name}_proj"] for name in "qkv"]
+    assert all(np.array_equal(part.a, a) for part in parts)
+    assert [part.b.shape for part in parts] == [(64, 4), (32, 4), (32, 4)]
+    rows = [*range(6), 12, 13, *range(6, 12), 14, 15]  # of 16, of which 12 are rotated
+    first, second = parts[0].b[16:32], parts[1].b[:16]
+    assert np.array_equal(first, b[[16 + row for row in rows]])
+    assert np.array_equal(second, b[[64 + row for row in rows]])
+    assert np.array_equal(parts[2].b, b[96:])
+    change_tensors(adapter, _set(Q, np.ones((4, 64), np.float32)))
+    assert f"{Q}, but a phi3 model has no such matrix" in refusal(adapter, config)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

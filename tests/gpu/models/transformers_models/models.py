@@ -72,7 +72,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "persimmon": ("Persimmon", {}),
     "phi": ("Phi", {**_GROUPED, "partial_rotary_factor": 0.5}),
-    "phi3": ("Phi3", {**_GROUPED, "sliding_window": 8}),
     "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "moe_intermediate_size": 48}),
     "starcoder2": ("Starcoder2", {**_GROUPED, "sliding_window": 8}),
 }

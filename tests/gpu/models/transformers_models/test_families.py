@@ -108,7 +108,7 @@ def test_tokens_and_logits_are_those_of_transformers(
         torch.testing.assert_close(seen, wanted, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("family", ["qwen2_window", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2_window", "phi3", "mixtral", "qwen3_moe"])
 def test_a_native_family_gives_the_same_either_way(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path)
     native = serving(folder)
