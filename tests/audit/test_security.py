@@ -72,6 +72,7 @@ ALLOWED = {
     "trioserve/requests/media/images.py PIL.ImageOps": DECODER,
     "trioserve/requests/media/images.py PIL.TiffImagePlugin": DECODER,
     "trioserve/requests/media/images.py PIL.WebPImagePlugin": DECODER,
+    "trioserve/requests/media/phi4_images.py PIL.Image": DECODER,
     "trioserve/requests/media/processors.py PIL.Image": DECODER,
     "trioserve/requests/media/processors.py PIL.Image.Image": DECODER,
     "trioserve/requests/media/child.py av": DECODER,

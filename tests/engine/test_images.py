@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import peft
 import PIL.Image
 import pytest
 import soundfile
@@ -21,8 +22,16 @@ import trio
 from tests.engine import audio_over_http, video_over_http
 from tests.support import qwen_inputs, smolvlm_inputs
 from tests.support.engines import assert_idle, open_tiny_engine, worker_of
+from tests.support.lora_adapters import make_adapter
 from tests.support.tiny_audio import AUDIO_FAMILIES, TOKENS, make_audio_model
-from tests.support.tiny_media import IMAGE_TEXTS, MEDIA_FAMILIES, image, make_media_model, png
+from tests.support.tiny_media import (
+    IMAGE_TEXTS,
+    MEDIA_FAMILIES,
+    PHI4_AUDIO,
+    image,
+    make_media_model,
+    png,
+)
 from tests.support.tiny_speech import wav
 from tests.support.video_files import video
 from trioserve import (
@@ -51,8 +60,8 @@ TOGETHER: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 19, "max
 """A step has just room for the 16 tokens of an image that come together, beside decodes."""
 LIMITS: dict[str, Any] = {"limit_mm_per_prompt": '{"image": 2, "audio": 2, "video": 2}'}
 TOLERANCE = 2e-4
-VIDEO_TOKEN = "<|video_pad|>"
-"""Qwen's token for videos."""
+OTHER_TOKENS = ("<|video_pad|>", PHI4_AUDIO)
+"""Tokens of further media: Qwen's for videos, and Phi-4's for audio."""
 Content = Sequence[str | bytes | PIL.Image.Image | AudioPart | VideoPart]
 CONVERSATIONS: list[Content] = [
     ["What is this?", image(1)],
@@ -90,6 +99,23 @@ REFUSED_AUDIO: list[tuple[Content, str, str]] = [
     ([AudioPart(wav(1, 0.001))], "too short", "messages[0].content[0]"),
     (["a <|AUDIO|> in it", AudioPart(wav(1, 0.1))], "stands for audio clips", "messages"),
 ]
+PHI4_CLIPS = AudioPart(wav(1, 0.7)), AudioPart(wav(2, 0.7))
+PHI4_CONVERSATIONS: list[Content] = [
+    ["What is this?", image(1, (500, 30))],
+    [image(2, (4, 40)), "and", PHI4_CLIPS[0], "and", image(3, (40, 4)), "differ?"],
+    ["no picture at all"],
+    [*PHI4_CLIPS, "twice"],
+    [PHI4_CLIPS[0], "and", image(3, (40, 4))],
+]
+"""Images have some 300 tokens. A clip has other embeddings beside them."""
+REFUSED_PHI4: list[tuple[Content, str, str]] = [
+    *REFUSED_IMAGES[:2],
+    ([image(1, (1, 90))], "aspect ratio of 1 x 90 pixels is too extreme", "messages[0].content[0]"),
+    ([VideoPart(b"x")], "reads no videos", "messages[0].content[0]"),
+    (["hear", AudioPart(b"no audio")], "messages[0].content[1]", "messages[0].content[1]"),
+    (["an <|audio|>", PHI4_CLIPS[0]], "stands for audio clips", "messages"),
+    (["an <|image|>", image(1, (40, 4))], "stands for images", "messages"),
+]
 
 
 @attrs.frozen
@@ -104,6 +130,8 @@ class Model:
     """Pages that are too few for all conversations at a time."""
     served: Callable[[Engine], Awaitable[None]] | None = None
     """Asserts that HTTP serves the model; None if that of another one is enough."""
+    is_killed: bool = False
+    """True if its worker is killed as well."""
     text: str = ""
     """Text that the template prints for an image."""
     frames: str = '{"video": {"num_frames": 2}}'
@@ -120,7 +148,7 @@ class Model:
 def make_model(family: str, folder: Path) -> Model:
     if family == "smolvlm":
         made, served = make_media_model(family, folder), video_over_http.assert_served
-        return Model(made, "<image>", FILMS, REFUSED_FILMS, 100, served)
+        return Model(made, "<image>", FILMS, REFUSED_FILMS, 100, served, is_killed=True)
     if family not in AUDIO_FAMILIES:
         made, text = make_media_model(family, folder), IMAGE_TEXTS[family]
         written: Content = [f"a text with {text} in it", image(1)]
@@ -130,6 +158,12 @@ def make_model(family: str, folder: Path) -> Model:
             refused = [*REFUSED_VIDEOS, stands]
             sampling = f'{{"video": {frames}}}'
             return Model(made, "<|image_pad|>", FILMS, refused, 40, text=text, frames=sampling)
+        if family == "phi4":
+            tight: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64}
+            tight["enable_lora"] = True
+            return Model(
+                *(made, text, PHI4_CONVERSATIONS, REFUSED_PHI4, 50), is_killed=True, tight=tight
+            )
         if family == "gemma3":
             soft: Content = ["a text with <image_soft_token> in it", image(1)]
             refused = [*REFUSED_IMAGES, stands, (soft, "stands for embeddings", "messages")]
@@ -147,7 +181,8 @@ def make_model(family: str, folder: Path) -> Model:
     ]
     made, pages = make_audio_model(family, folder), 32 if longest == 1 else 40
     served = audio_over_http.assert_served if family == "qwen2_audio" else None
-    return Model(made, TOKENS[family], spoken, REFUSED_AUDIO, pages, served)
+    is_killed = served is not None
+    return Model(made, TOKENS[family], spoken, REFUSED_AUDIO, pages, served, is_killed)
 
 
 @pytest.fixture(scope="module", params=[*MEDIA_FAMILIES, *AUDIO_FAMILIES])
@@ -190,12 +225,17 @@ class Reference:
         model_class: Any = getattr(transformers, config.architectures[0])
         self.model = model_class.from_pretrained(model.folder, dtype=torch.float32).eval()
         self.processor: Any = load_processor(model.folder)
-        tokens = [model.token, VIDEO_TOKEN] if self.is_qwen else [model.token]
+        vocabulary = self.processor.tokenizer.get_vocab()
+        tokens = [token for token in (model.token, *OTHER_TOKENS) if token in vocabulary]
         self.placeholders = self.processor.tokenizer.convert_tokens_to_ids(tokens)
 
     @property
     def is_qwen(self) -> bool:
         return "Qwen2VL" in type(self.processor).__name__
+
+    @property
+    def is_phi4(self) -> bool:
+        return "Phi4" in type(self.processor).__name__
 
     @property
     def is_gemma(self) -> bool:
@@ -248,32 +288,44 @@ class Reference:
         assert (expected.max(-1).values - own).max() < TOLERANCE
 
     def _inputs(self, text: str, media: Sequence[Any]) -> Any:
-        options = {"return_tensors": "pt", "add_special_tokens": False}
+        options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False}
         if "SmolVLM" in type(self.processor).__name__:
             return smolvlm_inputs.smolvlm_inputs(self.processor, text, media)
         if self.is_qwen:
             return qwen_inputs.qwen_inputs(self.processor, text, media)
-        clips = [each for each in media if isinstance(each, AudioPart)]
-        if media and not clips:
-            return self.processor(text=text, images=media, **options)
+        clips = [samples_of(each) for each in media if isinstance(each, AudioPart)]
+        images = [each for each in media if not isinstance(each, AudioPart)]
+        if images and not clips:
+            return self.processor(text=text, images=images, **options)
+        options["sampling_rate"] = 16_000
+        if self.is_phi4:
+            given = {"images": images or None, "audio": clips or None}
+            return self.processor(text=text, **given, **options)
         # Some processors take one clip for a text.
         parts: list[Any] = []
-        for clip in clips:
-            assert isinstance(clip.source, bytes)
-            samples, rate = soundfile.read(io.BytesIO(clip.source), dtype="float32")
+        for samples in clips:
             token = self.processor.audio_token
-            parts.append(self.processor(text=token, audio=samples, sampling_rate=rate, **options))
+            parts.append(self.processor(text=token, audio=samples, **options))
             text = text.replace(token, "\0" * parts[-1]["input_ids"].shape[1], 1)
         if clips:
             text = text.replace("\0", self.processor.audio_token)
         names = [name for name in (parts[0] if clips else ()) if "feature" in name]
         features = {name: torch.cat([part[name] for part in parts]) for name in names}
+        del options["sampling_rate"]
         return {**self.processor.tokenizer(text, **options), **features}
+
+
+def samples_of(clip: AudioPart) -> Any:
+    """Return the samples of a clip of 16 kHz."""
+    assert isinstance(clip.source, bytes)
+    samples, rate = soundfile.read(io.BytesIO(clip.source), dtype="float32")
+    assert rate == 16_000
+    return samples
 
 
 def without_token(engine: Engine, model: Model) -> dict[str, Any]:
     """Return the fields of greedy answers without tokens of media."""
-    tokens = [engine.tokenizer.token_of(token) for token in (model.token, VIDEO_TOKEN)]
+    tokens = [engine.tokenizer.token_of(token) for token in (model.token, *OTHER_TOKENS)]
     return {**GREEDY, "logit_bias": {token: -100.0 for token in tokens if token is not None}}
 
 
@@ -310,12 +362,32 @@ async def test_answers_are_those_of_transformers(model: Model) -> None:
         assert engine.statistics().scheduler.num_preemptions > 0
         if reference.is_gemma:
             await check_prefix_within_image(engine, model, reference)
-        if model.served is not None:
+        if reference.is_phi4:
+            await check_adapter(engine, model, reference)
+        if model.is_killed:
             tokens = await tokens_of_a_killed_worker(engine, model, without_token(engine, model))
             assert tokens == found[1].token_ids
             await assert_refused(engine, model)
+        if model.served is not None:
             await model.served(engine)
         await assert_idle(engine)
+
+
+async def check_adapter(engine: Engine, model: Model, reference: Reference) -> None:
+    """Assert that an adapter of the decoder changes the answer about an image, as PEFT's does."""
+    content = model.conversations[4]
+    fields = without_token(engine, model)
+    plain = await engine.complete(messages_of(content), **fields)
+    # The towers have modules of the same names.
+    modules = {"target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj"}
+    folder = make_adapter(model.folder, model.folder / "vision-lora", rank=2, alpha=2, **modules)
+    await engine.load_adapter("vision", folder)
+    completion = await engine.complete(messages_of(content), adapter="vision", **fields)
+    assert completion.token_ids != plain.token_ids
+    adapted = peft.PeftModel.from_pretrained(reference.model, folder)
+    reference.check(content, completion)
+    adapted.unload()
+    reference.check(content, plain)
 
 
 async def check_prefix_within_image(engine: Engine, model: Model, reference: Reference) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_media import make_media_model
-from trioserve.model_files import TransformersConfig, open_model
+from trioserve.model_files import ModelConfig, TransformersConfig, open_model
 from trioserve.model_files.media_config import text_tensor
 from trioserve.protocol.errors import ModelLoadError
 
@@ -103,9 +103,34 @@ def test_fields_of_gemma_3_may_be_missing(tmp_path: Path) -> None:
         open_model(tmp_path, "native")
 
 
+def test_fields_of_phi_4_may_be_missing(tmp_path: Path) -> None:
+    make_media_model("phi4", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    media = open_model(tmp_path).media
+    assert media is not None
+    assert media.token_ids == {"image": 257, "audio": 258}
+    names = ("vocab_size", "max_position_embeddings", "original_max_position_embeddings")
+    for name in (*names, "bos_token_id", "eos_token_id", "vision_config"):
+        values.pop(name, None)
+    del values["audio_config"]["audio_token_id"]
+    values["rope_parameters"].pop("original_max_position_embeddings", None)
+    write(tmp_path, {**values, "sliding_window": 262144})
+    files = open_model(tmp_path)
+    config = files.config
+    assert isinstance(config, ModelConfig)
+    assert (config.windows, config.takes_keys) == ((None, None), False)
+    # Beyond its training length, LongRoPE would turn cached keys by other angles.
+    assert (config.vocab_size, config.max_position_embeddings) == (200064, 4096)
+    assert (config.bos_token_id, {199999, 200020} <= set(config.eos_token_ids)) == (199999, True)
+    assert files.media is not None
+    assert files.media.token_ids == {"image": 200010, "audio": 200011}
+    assert (files.media.width, files.media.hears_beside_images) == (256, True)
+
+
 def test_names_of_the_decoder_s_tensors() -> None:
     for prefix in ("model.", "model.language_model.", "language_model.model.", "model.text_model."):
         assert text_tensor(f"{prefix}layers.3.x") == "model.layers.3.x"
     for name in ("visual.blocks.0.x", "model.visual.blocks.0.x", "model.vision_tower.layers.0.x"):
         assert text_tensor(name) is None
+    assert text_tensor("model.embed_tokens_extend.image_embed.x") is None
     assert text_tensor("model.lm_head.weight") == "lm_head.weight"

@@ -60,10 +60,33 @@ _GEMMA_TEXT: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 """Its window is shorter than an image. With larger embeddings it would predict its last token."""
+_PHI4_TEXT: dict[str, Any] = {
+    **DECODER,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 2048,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + number / 24 for number in range(24)],
+        "long_factor": [2.0 + number for number in range(24)],
+    },
+}
+_PHI4_HEARING: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_blocks": 2,
+    "num_attention_heads": 2,
+    "ext_pw_out_channel": 32,
+    "depthwise_separable_out_channel": 32,
+    "nemo_conv_channels": 8,
+}
+PHI4_AUDIO = "<|audio|>"
+"""Text that the template prints for a clip."""
 _CONFIGS = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}
 MEDIA_FAMILIES = (
     *("llava", "llava_onevision", "idefics3", "smolvlm"),
-    *("qwen2_vl", "qwen2_5_vl", "gemma3"),
+    *("qwen2_vl", "qwen2_5_vl", "gemma3", "phi4"),
 )
 IMAGE_TEXTS = {
     "llava": "<image>",
@@ -73,6 +96,7 @@ IMAGE_TEXTS = {
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
     "gemma3": "<start_of_image>",
+    "phi4": "<|image|>",
 }
 """Text that the template of each family prints for an image."""
 
@@ -85,15 +109,23 @@ def make_media_model(family: str, folder: Path) -> Path:
     is_qwen = family.startswith("qwen")
     config = _qwen_config(family, folder) if is_qwen else _config(family, folder)
     torch.manual_seed(5)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    if family == "phi4":
+        model: Any = transformers.Phi4MultimodalForCausalLM(config)
+    else:
+        model = transformers.AutoModelForImageTextToText.from_config(config)
     for name, parameter in model.named_parameters():
         # As initialized, the towers' features would drown in the embeddings of text.
-        if "projector" in name or "connector" in name or "merger" in name:
+        if any(each in name for each in ("projector", "connector", "merger", "projection_down")):
+            parameter.data.normal_(0, 0.3)
+        if "feature_extensor" in name or "down_proj_for" in name:
             parameter.data.normal_(0, 0.3)
     model.save_pretrained(folder)
     if family == "qwen2_vl":
         _write_as_qwen_does(folder / "config.json")
     template = TEMPLATE.replace("<image>", IMAGE_TEXTS[family])
+    if family == "phi4":
+        template = template.replace("part.type == 'video'", "'audio' in part")
+        template = template.replace("<video>", PHI4_AUDIO)
     if is_qwen:
         template = template.replace("<video>", QWEN_IMAGE.replace("image", "video"))
     (folder / "chat_template.jinja").write_text(template)
@@ -113,6 +145,13 @@ def _config(family: str, folder: Path) -> Any:
             image_token_index=processor.tokenizer.image_token_id,
             boi_token_index=processor.tokenizer.boi_token_id,
             eoi_token_index=processor.tokenizer.eoi_token_id,
+        )
+    if family == "phi4":
+        tokens = processor.tokenizer
+        vision: dict[str, Any] = {**_TOWER, "image_token_id": tokens.image_token_id}
+        hearing = {**_PHI4_HEARING, "audio_token_id": tokens.audio_token_id}
+        return transformers.Phi4MultimodalConfig(
+            **_PHI4_TEXT, vision_config=vision, audio_config=hearing
         )
     token = processor.tokenizer.convert_tokens_to_ids("<image>")
     if family == "llava_onevision":

@@ -135,6 +135,21 @@ def qwen2_vl(folder: Path, fewest_tokens: int = 1) -> Any:
     return made
 
 
+def phi4(folder: Path) -> Any:
+    """Write a processor of images and audio, and return it without torchvision."""
+    import transformers
+
+    from trioserve.requests.media.phi4_images import image_processor_class
+
+    made = transformers.Phi4MultimodalProcessor(
+        image_processor_class()(),
+        transformers.Phi4MultimodalFeatureExtractor(),
+        tokenizer(image_token="<|image|>", audio_token="<|audio|>"),
+    )
+    made.save_pretrained(folder)
+    return made
+
+
 def whisper(folder: Path) -> Any:
     """Write a feature extractor of audio, and return it."""
     import transformers

@@ -3,7 +3,8 @@ before one of transformers.
 
 config.json has the decoder's fields in ``text_config``, and the decoder's tensors have a prefix
 that tells them from the tower's. transformers has changed the prefixes over time. Older files of
-Qwen2-VL and Qwen2.5-VL have the decoder's fields and tensors where a decoder alone has them.
+Qwen2-VL and Qwen2.5-VL, and all of Phi-4, have the decoder's fields and tensors where a decoder
+alone has them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ _QWEN_CLASSES = ("Qwen2VLForConditionalGeneration", _QWEN_2_5)
 _QWEN_VIDEO = 151656
 """transformers' default of their token for videos."""
 _GEMMA = "Gemma3ForConditionalGeneration"
+_PHI4 = "Phi4MultimodalForCausalLM"
+_PHI4_TOKENS = {"image": 200010, "audio": 200011}
+"""transformers' defaults of Phi-4's tokens."""
+FLAT_CLASSES = (_PHI4,)
+"""Classes whose configuration in transformers has the decoder's fields beside the towers'."""
 _OTHER_DECODERS = {_GEMMA: "Gemma3ForCausalLM"}
 """transformers' classes of decoders that transformers computes, by the classes of whole models."""
 MEDIA_CLASSES = (
@@ -33,6 +39,7 @@ MEDIA_CLASSES = (
     "LlavaForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     *_QWEN_CLASSES,
+    _PHI4,
     "SmolVLMForConditionalGeneration",
 )
 """Classes whose tower gives embeddings for the placeholder tokens of an image."""
@@ -92,10 +99,23 @@ _QWEN2 = {
 """transformers' defaults, which files of Qwen2-Audio leave out."""
 _GEMMA3 = {"hidden_size": 2304, "max_position_embeddings": 131072, "vocab_size": 262208}
 """transformers' defaults, which files of Gemma 3 leave out."""
+_PHI4_DECODER = {
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "bos_token_id": 199999,
+    "eos_token_id": [199999, 200020],
+}
+"""transformers' defaults, which files of Phi-4 leave out."""
 _DEFAULTS = {"llama": _LLAMA, "qwen2": _QWEN2, "gemma3_text": _GEMMA3}
 _TEXT_PREFIXES = re.compile(
     r"(?:language_model\.model|model\.language_model|model\.text_model|"
-    r"language_model|text_model|model)\.(?=embed_tokens|layers|norm)"
+    r"language_model|text_model|model)\.(?=embed_tokens\.|layers\.|norm\.)"
 )
 HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 """Names of the output matrix."""
@@ -121,6 +141,8 @@ class MediaConfig:
     tokens_together: int = 0
     """Number of an image's tokens, if each of them sees all others, so that one step has to compute
     them. 0 if each sees those before it only."""
+    hears_beside_images: bool = False
+    """True if audio has other embeddings in a prompt with images."""
 
 
 def reads_media(values: Mapping[str, Any]) -> bool:
@@ -146,6 +168,8 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     fields = Fields(path, dict(values), {})
     architecture = architecture_of(values)
     assert architecture is not None
+    if architecture == _PHI4:
+        return _read_phi4(fields, width)
     kind = "audio" if architecture in AUDIO_CLASSES else "image"
     name = f"{kind}_token_id"
     if values.get(name) is None:
@@ -178,6 +202,18 @@ def read_media_config(path: Path, values: Mapping[str, Any], width: int) -> Medi
     )
 
 
+def _read_phi4(fields: Fields, width: int) -> MediaConfig:
+    """Return the towers of Phi-4."""
+    token_ids = {}
+    for kind, tower in (("image", "vision_config"), ("audio", "audio_config")):
+        written = fields.get(tower)
+        of_tower = Fields(fields.path, written if isinstance(written, dict) else {}, {})
+        token_ids[kind] = of_tower.integer(f"{kind}_token_id", _PHI4_TOKENS[kind])
+    return MediaConfig(
+        architecture=_PHI4, width=width, token_ids=token_ids, hears_beside_images=True
+    )
+
+
 def template_with_videos(media: MediaConfig | None, template: str | None) -> str | None:
     """Return a model's chat template, or another one if its own one prints no videos.
 
@@ -195,6 +231,9 @@ def text_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """
     if not reads_media(values):
         return values
+    if architecture_of(values) == _PHI4:
+        family = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+        return {**_PHI4_DECODER, **values, **family}
     is_qwen = architecture_of(values) in _QWEN_CLASSES
     text = values.get("text_config", values if is_qwen else None)
     if not isinstance(text, dict):

@@ -22,7 +22,7 @@ from trioserve.model_files.common_fields import (
 from trioserve.model_files.config import MAX_LAYERS
 from trioserve.model_files.fields import Fields
 from trioserve.model_files.jsonfile import read_object
-from trioserve.model_files.media_config import other_decoder, text_values
+from trioserve.model_files.media_config import other_decoder, reads_media, text_values
 from trioserve.protocol.errors import ModelLoadError
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
@@ -66,6 +66,8 @@ class TransformersConfig:
 
 def is_other_decoder(values: Mapping[str, Any]) -> bool:
     """Return True if config.json names a decoder's class, known or unknown."""
+    if reads_media(values) and other_decoder(values) is None:
+        return False
     architecture = other_decoder(values) or architecture_of(values) or ""
     return architecture.endswith(_ENDINGS) and not values.get("is_encoder_decoder")
 

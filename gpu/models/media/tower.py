@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu.models.media.phi4 import phi4_features
 from gpu.models.media.qwen2_audio import qwen2_audio_features
 from gpu.models.part_reading import read_part
 from trioserve.model_files import ModelFiles
+from trioserve.model_files.media_config import FLAT_CLASSES
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -41,9 +43,11 @@ class MediaTower:
             ModelLoadError: transformers can't load it.
         """
         assert files.media is not None
-        model = read_part(
-            files, files.media.architecture, dtype, without="text_config.num_hidden_layers"
-        )
+        architecture = files.media.architecture
+        layers = "num_hidden_layers"
+        if architecture not in FLAT_CLASSES:
+            layers = f"text_config.{layers}"
+        model = read_part(files, architecture, dtype, without=layers)
         _drop_decoder(model)
         return cls(model.to(device), device)
 
@@ -69,6 +73,8 @@ class MediaTower:
 
 def _features_of(model: Any) -> Callable[..., Any]:
     """Return the function of a model without its head that computes embeddings of a medium."""
+    if hasattr(model, "embed_tokens_extend"):
+        return functools.partial(phi4_features, model)
     for name in ("get_image_features", "get_audio_features"):
         if hasattr(model, name):
             found: Callable[..., Any] = getattr(model, name)
@@ -78,7 +84,7 @@ def _features_of(model: Any) -> Callable[..., Any]:
 
 def _drop_decoder(model: Any) -> None:
     """Free what is left of the decoder: its embeddings and its head."""
-    for name in ("language_model", "text_model"):
+    for name in ("language_model", "text_model", "embed_tokens"):
         if hasattr(model.model, name):
             setattr(model.model, name, None)
     model.lm_head = None

@@ -39,7 +39,7 @@ from trioserve.requests.media.encoder import (
     WorkerMediaEncoder,
 )
 from trioserve.requests.media.encoding import INLINE_BYTES, EncoderClient
-from trioserve.requests.media.parts import ImagePart, MediaPart, VideoPart
+from trioserve.requests.media.parts import AudioPart, ImagePart, MediaPart, VideoPart
 from trioserve.requests.media.reader import MediaReader, ProcessedMedia
 from trioserve.requests.media_arguments import MediaArguments
 
@@ -289,6 +289,47 @@ async def test_lost_workers_and_errors(autojump_clock: trio.testing.MockClock) -
         assert refused.value.param == "part 0"
     with pytest.raises(InvalidRequest, match="its processor is of another model"):
         await attrs.evolve(embedder(Worker()), merge_size=2).embed(parts(b"a"))
+
+
+async def test_a_clip_may_have_other_embeddings_beside_images(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It is computed apart for such prompts, and keeps its embeddings in others."""
+
+    class AnyReader:
+        """A reader of images and clips whose content is their source."""
+
+        async def read_all(self, parts: Sequence[tuple[str, MediaPart]]) -> list[ProcessedMedia]:
+            return [
+                ProcessedMedia(part.kind, cast(bytes, part.source), [7, 7], {}, 2)
+                for _, part in parts
+            ]
+
+    calls: list[list[str]] = []
+
+    async def call(name: str, arguments: bytes) -> Any:
+        calls.append([each[0] for each in msgspec.msgpack.decode(arguments)["arrays"]])
+        return {"rows": bytes(2 * WIDTH * 4), "number_format": "float32"}
+
+    media = attrs.evolve(
+        embedder(cast(Worker, SimpleNamespace(call=call))),
+        reader=cast(MediaReader, AnyReader()),
+        placeholders={"image": 7, "audio": 8},
+        hears_beside_images=True,
+    )
+    clip, image = ("clip", AudioPart(b"clip")), ("image", ImagePart(b"image"))
+    (alone,) = await media.embed([clip])
+    beside, seen = await media.embed([clip, image])
+    assert sorted(calls) == [[], [], ["is_beside_images"]]
+    assert (alone.digest, seen.digest) == (b"clip", b"image")
+    assert beside.digest not in (alone.digest, seen.digest)
+    assert len(beside.digest) == len(alone.digest)
+    assert [each.digest for each in await media.embed([clip, clip])] == [b"clip", b"clip"]
+    (_, again) = await media.embed([image, clip])
+    assert again.digest == beside.digest
+    assert len(calls) == 3
+    (found, _) = await attrs.evolve(media, hears_beside_images=False).embed([clip, image])
+    assert found.digest == alone.digest
 
 
 async def test_the_grid_of_a_video_is_that_of_its_frames_and_seconds(

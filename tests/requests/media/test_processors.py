@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support import phi4_images
 from tests.support.media_files import encoded, noise, tone
 from tests.support.qwen_inputs import video_inputs
 from tests.support.tiny_processors import (
@@ -19,6 +20,7 @@ from tests.support.tiny_processors import (
     gemma3,
     idefics3,
     llava,
+    phi4,
     qwen2_vl,
     smolvlm,
     tokenizer,
@@ -81,6 +83,64 @@ def test_line_breaks_around_an_image_are_part_of_its_text(tmp_path: Path) -> Non
     assert part.text.count(direct.full_image_sequence) == 4
     assert part.arrays["pixel_values"].shape == (4, 3, 32, 32)
     assert part.num_placeholder_tokens == 4 * 16
+
+
+def test_images_of_phi_4_are_what_transformers_makes_of_them_by_torchvision(tmp_path: Path) -> None:
+    """Pixels of a resized image may be rounded otherwise."""
+    direct = phi4(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    known = json.loads(phi4_images.FILE.read_text())
+    for (image, arguments), wanted in zip(phi4_images.pictures(), known, strict=True):
+        if arguments:
+            processor = MediaProcessor(str(tmp_path), arguments)
+        part = processor.of_image(image)
+        assert part.token_ids == [direct.image_token_id] * wanted["num_tokens"]
+        assert part.num_placeholder_tokens == wanted["num_tokens"]
+        facts = phi4_images.facts_of(part.arrays)
+        pixels, others = (np.array(each.pop("pixels")) for each in (facts, wanted))
+        assert pixels == pytest.approx(others, abs=2.5 / 255)
+        assert (np.abs(pixels - others) < 1e-3).mean() > 0.95
+        assert facts.pop("means") == pytest.approx(wanted.pop("means"), abs=1e-3)
+        del wanted["num_tokens"]
+        assert facts == wanted
+
+
+def test_smaller_images_of_phi_4_are_padded_beside_larger_ones(tmp_path: Path) -> None:
+    direct = phi4(tmp_path).image_processor
+    images = [noise(500, 300), noise(40, 30)]
+    both = direct(images, return_tensors="np")
+    for number, image in enumerate(images):
+        alone = direct([image], return_tensors="np")
+        count = alone["image_pixel_values"].shape[1]
+        assert both["image_pixel_values"].shape[1] == 3 >= count
+        for name, filled in (("image_pixel_values", 0), ("image_attention_mask", 1)):
+            assert np.array_equal(both[name][number, :count], alone[name][0])
+            assert (both[name][number, count:] == filled).all()
+        for name in ("image_sizes", "num_img_tokens"):
+            assert np.array_equal(both[name][number], alone[name][0])
+
+
+def test_images_that_phi_4_cannot_take_are_refused(tmp_path: Path) -> None:
+    phi4(tmp_path)
+    with pytest.raises(Refused, match="aspect ratio of 2 x 300 pixels is too extreme"):
+        MediaProcessor(str(tmp_path), {}).of_image(noise(2, 300))
+    with pytest.raises(ModelLoadError, match="the size has to be a square"):
+        MediaProcessor(str(tmp_path), {"size": {"height": 448, "width": 224}})
+
+
+def test_audio_of_phi_4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    direct = phi4(tmp_path)
+    processor = MediaProcessor(str(tmp_path), {})
+    samples = tone(rate=16_000).astype(np.float32)
+    part = processor.of_audio(samples)
+    wanted = direct.audio_processor(samples, sampling_rate=16_000, return_tensors="np")
+    assert part.arrays.keys() == wanted.keys() == {"audio_input_features", "audio_embed_sizes"}
+    for name, array in part.arrays.items():
+        assert np.array_equal(array, wanted[name])
+    assert part.token_ids == [direct.audio_token_id] * 6
+    assert part.num_placeholder_tokens == 6
+    with pytest.raises(Refused, match="the model's processor refuses the audio"):
+        processor.of_audio(samples[:100])
 
 
 @pytest.mark.parametrize(

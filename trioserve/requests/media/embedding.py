@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import trio
 
 from trioserve._util.together import all_together
@@ -45,6 +47,7 @@ class MediaEmbedder:
             has to know how its embeddings lie; 0 if not.
         tokens_per_second: Rotary positions for each second of a video; 0 if a frame takes one.
         tokens_together: Tokens of an image, if each of them sees all others; 0 if not.
+        hears_beside_images: True if audio has other embeddings in a prompt with images.
     """
 
     reader: MediaReader
@@ -56,6 +59,7 @@ class MediaEmbedder:
     merge_size: int = 0
     tokens_per_second: int = 0
     tokens_together: int = 0
+    hears_beside_images: bool = False
     _prompts: trio.CapacityLimiter = attrs.field(
         init=False, factory=lambda: trio.CapacityLimiter(MAX_PROMPTS)
     )
@@ -104,6 +108,8 @@ class MediaEmbedder:
 
         async with self._permits_of(arguments), self._prompts:
             processed = await self.reader.read_all(given, arguments)
+            if self.hears_beside_images and any(each.kind == "image" for each in processed):
+                processed = [_beside_images(each) for each in processed]
             for each in processed:
                 self.metrics.media_bytes[each.kind] += each.num_bytes
             self._refuse_many_tokens(processed, [name for name, _ in given], max_tokens)
@@ -188,3 +194,12 @@ class MediaEmbedder:
             frames=frames,
             interval=interval,
         )
+
+
+def _beside_images(processed: ProcessedMedia) -> ProcessedMedia:
+    """Return a part as it is in a prompt with images: a clip has a digest of its own there."""
+    if processed.kind != "audio":
+        return processed
+    digest = hashlib.blake2b(processed.digest, digest_size=len(processed.digest), person=b"images")
+    arrays = {**processed.arrays, "is_beside_images": np.ones(1, np.int64)}
+    return attrs.evolve(processed, digest=digest.digest(), arrays=arrays)

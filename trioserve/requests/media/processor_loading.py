@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trioserve.protocol.errors import ModelLoadError
+from trioserve.requests.media.phi4_images import image_processor_class
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -15,6 +16,8 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 """Files of processors; without one of them, transformers would find a tokenizer at most."""
+_PHI4 = "Phi4MultimodalProcessor"
+"""Class of Phi-4's processor, whose part for images needs torchvision."""
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -31,6 +34,8 @@ def load_processor(folder: Path) -> Any:
     try:
         import transformers
 
+        if _class_name(folder) == _PHI4:
+            return _load_phi4(folder)
         auto: Any = transformers.AutoProcessor
         try:
             return auto.from_pretrained(folder, **_SAFELY)
@@ -73,6 +78,24 @@ def _load_without_videos(folder: Path) -> Any:
     made: Any = type(base.__name__, (base,), {"check_argument_for_proper_class": check})
     config, _ = base.get_processor_dict(folder, **_SAFELY)
     return made.from_args_and_dict(parts, config)
+
+
+def _load_phi4(folder: Path) -> Any:
+    """Return Phi-4's processor with a part for images that doesn't need torchvision.
+
+    It is taken where torchvision is installed, too, so that an image has the same tokens anywhere.
+    """
+    import transformers
+
+    base: Any = transformers.Phi4MultimodalProcessor
+    audio: Any = transformers.AutoFeatureExtractor
+    config, _ = base.get_processor_dict(folder, **_SAFELY)
+    parts = [
+        image_processor_class().from_pretrained(folder, **_SAFELY),
+        audio.from_pretrained(folder, **_SAFELY),
+        transformers.AutoTokenizer.from_pretrained(folder, **_SAFELY),
+    ]
+    return base.from_args_and_dict(parts, config)
 
 
 def _class_name(folder: Path) -> str:

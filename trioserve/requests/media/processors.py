@@ -80,6 +80,8 @@ class MediaProcessor:
         self._arguments = dict(arguments)
         self._processor = load_processor(Path(folder))
         self._extractor: Any = getattr(self._processor, "feature_extractor", None)
+        if self._extractor is None:
+            self._extractor = getattr(self._processor, "audio_processor", None)
         if self._extractor is None and hasattr(self._processor, "sampling_rate"):
             self._extractor = self._processor
         self.reads_images = hasattr(self._processor, "image_processor") or hasattr(
