@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import math
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from typing import Any, cast
 
 import attrs
@@ -332,8 +334,15 @@ async def running(stub: StubEngine, **options: Any) -> AsyncIterator[Running]:
 
 
 def http_client(url: str, **options: Any) -> httpx.AsyncClient:
-    """Yield a client of a real server."""
+    """Return a client of a real server."""
+    options = {"verify": _authorities(), **options}
     return httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, **options)
+
+
+@cache
+def _authorities() -> ssl.SSLContext:
+    """Return the context that each client would make, which takes it 17 ms."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 class _Capture(logging.Handler):
