@@ -10,7 +10,7 @@ import attrs
 import httpx
 import trio
 
-from tests.support.http_stub import server_config
+from tests.support.http_stub import http_client, server_config
 from trioserve.config.router import RouterConfig
 from trioserve.engine.engine import Engine
 from trioserve.http import create_app
@@ -84,7 +84,7 @@ class Routed:
     num_cut: list[int]
 
     def client(self, **options: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=60, **options)
+        return http_client(self.url, **options)
 
     def served(self) -> list[int]:
         """Return how many requests each server has finished."""
