@@ -98,6 +98,16 @@ async def test_a_prompt_that_is_cut_is_not_refused_for_its_length(autojump_clock
         await settle(engine)
 
 
+async def test_a_prompt_with_an_image_is_not_cut(autojump_clock: Clock) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+    async with open_fake_engine(FakeWorker) as engine:
+        chat = [{"role": "user", "content": [part]}]
+        with pytest.raises(InvalidRequest, match="isn't served in a prompt with images") as refused:
+            await engine.complete(chat, max_tokens=1, truncate_prompt_tokens=-1)
+        assert refused.value.param == "truncate_prompt_tokens"
+        await settle(engine)
+
+
 # ---- verdicts
 
 

@@ -11,6 +11,7 @@ import trio
 from trioserve.config import EngineConfig
 from trioserve.engine.validation import (
     check_embeddings,
+    check_media,
     check_params,
     check_prediction,
     check_prompt,
@@ -25,7 +26,7 @@ from trioserve.protocol.sampling import SamplerParams, SamplingParams
 from trioserve.requests.adapters import THE_MODEL, Adapter
 from trioserve.requests.embedded import PLACEHOLDER
 from trioserve.requests.options import RequestOptions
-from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in
+from trioserve.requests.prompts import Prompt, TokensPrompt, embeddings_in, media_in
 from trioserve.requests.request import Request, Sequence, Times
 from trioserve.requests.stream import Stream, StreamBudget
 from trioserve.text.tokenizer import Tokenizer
@@ -83,6 +84,8 @@ class RequestMaker:
                 params = attrs.evolve(params, prediction="")  # it needn't be encoded
         if embeddings_in(prompt):
             check_embeddings(prompt, params, self.embedding_width)
+        if media_in(prompt):
+            check_media(params)
         params = limit_output(params, self.generation.most_tokens)
         num_virtual_tokens = adapter.num_virtual_tokens
         if num_virtual_tokens:

@@ -182,6 +182,19 @@ def check_embeddings(prompt: Prompt, params: SamplingParams, width: int) -> None
         raise _needs_tokens("truncate_prompt_tokens", why)
 
 
+def check_media(params: SamplingParams) -> None:
+    """Refuse to truncate a prompt with media, of which a part would be left out.
+
+    Raises:
+        InvalidRequest: ``param`` names the field.
+    """
+    if params.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens isn't served in a prompt with images, audio or videos",
+            param="truncate_prompt_tokens",
+        )
+
+
 def check_prompt_adapter(name: str, params: SamplingParams) -> None:
     """Refuse parameters that need a prompt's tokens, with the prompt adapter of that name.
 
