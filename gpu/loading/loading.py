@@ -30,6 +30,7 @@ from gpu.loading.loaded_model import (
 )
 from gpu.loading.page_transfers import PageTransfers
 from gpu.mock import MockExecutor, mock_num_pages, mock_text
+from gpu.models.rope import inverse_frequencies
 from gpu.runner import Runner
 from gpu.slots import SlotTable
 from gpu.weights.replacement import open_files, weights_for
@@ -193,8 +194,12 @@ def _open_transfers(
     """
     if not loaded.num_host_pages or not loaded.lends_pages:
         return None
+    config, rotation = files.config, b""
+    if isinstance(config, ModelConfig):  # It may depend on the longest sequence.
+        rotation = inverse_frequencies(config, start.max_model_len)[0].tobytes()
     # What decides the bits of a page, besides weights and tokens.
-    parts = (files.config, loaded.arithmetic, ready.dtype, start.kv_cache_dtype, start.page_size)
+    numbers = (ready.dtype, start.kv_cache_dtype, start.page_size)
+    parts = (config, rotation, loaded.arithmetic, *numbers)
     transfers = PageTransfers(
         executor=loaded.executor,
         parts=parts,
@@ -385,6 +390,8 @@ def choose_max_model_len(asked: int, config: ModelConfig | TransformersConfig) -
     scaling = config.rope_scaling if isinstance(config, ModelConfig) else None
     if scaling is not None and scaling.kind == "dynamic":
         longest = int(longest * scaling.factor)
+    if scaling is not None and scaling.kind == "longrope":
+        longest = scaling.long_positions
     if asked > longest:
         raise ModelLoadError(
             f"--max-model-len {asked} is more than this model's {longest} positions: lower it"

@@ -48,8 +48,8 @@ def cos_sin_table_for(config: ModelConfig, length: int, cache_tokens: int) -> Fl
 def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
     """Return radians per position, [rotary_dim / 2] float32, and a factor on cosines and sines.
 
-    Dynamic scaling depends on ``length``, the longest sequence served. It is fixed, so that a
-    token's rotation depends on its position alone.
+    Dynamic scaling and LongRoPE depend on ``length``, the longest sequence served. It is fixed, so
+    that a token's rotation depends on its position alone.
 
     Raises:
         ModelLoadError: the kind of scaling is unknown.
@@ -60,7 +60,9 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float
     if scaling.kind == "linear":
         return _plain(config.rope_theta, config.head_dim) / scaling.factor, 1.0
     if scaling.kind in ("factors", "longrope"):
-        divisors = np.array(scaling.frequency_factors, dtype=np.float32)
+        is_long = bool(scaling.long_factors) and length > scaling.original_max_position_embeddings
+        factors = scaling.long_factors if is_long else scaling.frequency_factors
+        divisors = np.array(factors, dtype=np.float32)
         frequencies = _plain(config.rope_theta, config.rotary_dim) / divisors
         return frequencies, scaling.attention_factor or 1.0
     if scaling.kind == "dynamic":

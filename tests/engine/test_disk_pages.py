@@ -180,6 +180,20 @@ async def test_pages_of_other_settings_are_not_found(folder: Path, tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 2
 
 
+async def test_pages_that_are_rotated_in_another_way_are_not_found(tmp_path: Path) -> None:
+    """LongRoPE has other angles where sequences beyond the training length are served."""
+    folder, files = make_tiny("phi3", tmp_path / "model"), tmp_path / "kv"
+    options: dict[str, Any] = {**SMALL, "kv_offloading_dir": str(files)}
+    async with open_tiny_engine(folder, **options) as engine:
+        await ask_all(engine)
+        await until_written(engine)
+    options |= {"max_model_len": 300, "num_gpu_blocks_override": 80}
+    async with open_tiny_engine(folder, **options) as engine:
+        _, found = await ask_all(engine)
+        assert found == 0
+    assert len(list(files.iterdir())) == 2
+
+
 async def test_other_weights_have_other_files(folder: Path, tmp_path: Path) -> None:
     other = make_tiny("llama3", tmp_path / "other", seed=5, head_dim=32)
     files = tmp_path / "kv"

@@ -447,3 +447,9 @@ def test_max_model_len(folder: Path) -> None:
     assert choose_max_model_len(0, dynamic) == 512
     with pytest.raises(ModelLoadError, match="1025"):
         choose_max_model_len(1025, dynamic)
+    scaling = RopeScaling(kind="longrope", long_positions=4096)
+    longrope = attrs.evolve(config, rope_scaling=scaling)
+    assert choose_max_model_len(4096, longrope) == 4096
+    assert choose_max_model_len(0, longrope) == 512
+    with pytest.raises(ModelLoadError, match="4097 is more than this model's 4096"):
+        choose_max_model_len(4097, longrope)

@@ -112,6 +112,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             original_max_position_embeddings=256,
             attention_factor=1.125**0.5,
             frequency_factors=(1.0, 1.125, 1.25, 1.375, 1.5, 1.625),
+            long_factors=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
+            long_positions=512,
         ),
         "rotary_part": 0.75,
         "windows": (48, 48),

@@ -27,7 +27,8 @@ class RopeScaling:
     that a kind doesn't use keep their defaults. ``llama3`` follows Llama 3's reference code;
     ``yarn`` follows Peng et al. 2023 (arXiv:2309.00071). ``factors`` is GGUF's form: each of the
     inverse frequencies is divided by its entry in ``frequency_factors``. ``longrope`` is that of
-    Ding et al. 2024 (arXiv:2402.13753) up to the training length, with its factors for that.
+    Ding et al. 2024 (arXiv:2402.13753): ``frequency_factors`` hold up to the training length, and
+    ``long_factors`` where longer sequences are served.
     """
 
     kind: str
@@ -42,12 +43,15 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     frequency_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long_positions: int = 0
+    """Number of positions with ``long_factors``."""
 
     def stretched(self, max_positions: int) -> int:
-        """Return the number of positions; YaRN may have more than the file's ``max_positions``.
+        """Return the number of positions unless more are asked for.
 
-        Beyond the training length, LongRoPE rotates a whole sequence by other angles, which cached
-        keys don't have.
+        YaRN may have more than the file's ``max_positions``. LongRoPE has the training length,
+        because more of them rotate short sequences by other angles, too.
         """
         if self.kind == "longrope":
             return min(max_positions, self.original_max_position_embeddings)
@@ -185,11 +189,14 @@ def check_config(config: ModelConfig, path: Path) -> None:
     scaling = config.rope_scaling
     if scaling is None:
         return
-    factors = scaling.frequency_factors
-    if scaling.kind in ("factors", "longrope") and len(factors) != rotary_dim // 2:
-        raise _contradiction(path, f"{len(factors)} factors for {rotary_dim // 2} frequencies")
-    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
-        raise _contradiction(path, "a factor of a frequency isn't a positive number")
+    all_factors = [scaling.frequency_factors]
+    if scaling.kind == "longrope":
+        all_factors.append(scaling.long_factors)
+    for factors in all_factors:
+        if scaling.kind in ("factors", "longrope") and len(factors) != rotary_dim // 2:
+            raise _contradiction(path, f"{len(factors)} factors for {rotary_dim // 2} frequencies")
+        if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+            raise _contradiction(path, "a factor of a frequency isn't a positive number")
     if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:
         raise _contradiction(path, "low_freq_factor and high_freq_factor of RoPE are the same")
     if scaling.kind == "yarn" and config.rope_theta == 1.0:

@@ -198,7 +198,7 @@ def _rope(fields: Fields, max_positions: int) -> tuple[float, RopeScaling | None
             raise rope.error("factor", None)
         factor = max_positions / original
     if kind == "longrope":
-        return theta, _longrope(rope, factor, original)
+        return theta, _longrope(rope, factor, original, max_positions)
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = (
         rope.number(name, 1.0) if rope.get(name) else 0.0 for name in ("mscale", "mscale_all_dim")
@@ -241,11 +241,8 @@ def _rotary_part(fields: Fields, family: str) -> float:
     return part
 
 
-def _longrope(rope: Fields, factor: float, original: int) -> RopeScaling:
-    """Return LongRoPE up to the training length."""
-    factors = rope.get("short_factor")
-    if not isinstance(factors, list) or not all(type(each) in (int, float) for each in factors):
-        raise rope.error("short_factor", factors)
+def _longrope(rope: Fields, factor: float, original: int, max_positions: int) -> RopeScaling:
+    """Return LongRoPE, for the training length and for more."""
     attention_factor = 1.0
     if factor > 1 and original > 1:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
@@ -256,8 +253,17 @@ def _longrope(rope: Fields, factor: float, original: int) -> RopeScaling:
         factor=factor,
         original_max_position_embeddings=original,
         attention_factor=attention_factor,
-        frequency_factors=tuple(map(float, factors)),
+        frequency_factors=_factors(rope, "short_factor"),
+        long_factors=_factors(rope, "long_factor"),
+        long_positions=max(max_positions, original),
     )
+
+
+def _factors(rope: Fields, name: str) -> tuple[float, ...]:
+    factors = rope.get(name)
+    if not isinstance(factors, list) or not all(type(each) in (int, float) for each in factors):
+        raise rope.error(name, factors)
+    return tuple(map(float, factors))
 
 
 def _mrope_section(fields: Fields) -> tuple[int, ...]:

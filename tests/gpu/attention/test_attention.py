@@ -280,6 +280,40 @@ def test_frequencies_equal_the_reference(kind: str, fields: dict[str, Any], leng
     assert factor == pytest.approx(wanted_factor)
 
 
+@pytest.mark.parametrize("length", [512, 513])
+def test_longrope_has_other_factors_for_long_sequences(length: int) -> None:
+    """They hold for all sequences where any may be longer than the training length."""
+    numbers = range(1, 17)
+    factors = {
+        "short_factor": [1 + number / 16 for number in numbers],
+        "long_factor": [1.0 + number for number in numbers],
+    }
+    theirs = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 512,
+            **factors,
+        },
+    )
+    wanted, wanted_factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, CPU, seq_len=length)
+    scaling = RopeScaling(
+        kind="longrope",
+        original_max_position_embeddings=512,
+        attention_factor=wanted_factor,
+        frequency_factors=tuple(factors["short_factor"]),
+        long_factors=tuple(factors["long_factor"]),
+        long_positions=2048,
+    )
+    got, factor = inverse_frequencies(config_with(scaling), length)
+    torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-6, atol=0)
+    assert factor == wanted_factor
+
+
 def test_frequency_factors_divide() -> None:
     factors = tuple(float(i + 1) for i in range(16))
     plain, _ = inverse_frequencies(config_with(None), 10)

@@ -12,6 +12,7 @@ import transformers
 
 from gpu.models.linear import Linear
 from gpu.models.registry import build_model
+from gpu.weights.tensors import load_weights
 from tests.support.plans import PlanMaker, load_tiny, make_runner, prompt_logits
 from tests.support.rounding import apart, sum_error, terms_of_folder
 from tests.support.tiny_models import FAMILIES, make_tiny
@@ -61,6 +62,16 @@ def test_logits_of_a_whole_prompt(tiny: Any, family: str) -> None:
     logits = prompt_logits(load_tiny(folder), tokens)
     assert logits.dtype == torch.float32
     assert_near(logits, reference_logits(folder, tokens), folder)
+
+
+def test_logits_of_a_prompt_beyond_the_training_length(tiny: Any) -> None:
+    folder, tokens = tiny("phi3"), random_tokens(300, 1)
+    files = open_model(folder)
+    scaling = files.config.rope_scaling
+    assert scaling.original_max_position_embeddings < len(tokens) < scaling.long_positions
+    config = attrs.evolve(files.config, max_position_embeddings=scaling.long_positions)
+    model = build_model(config, load_weights(files, torch.float32, lambda done, total: None))
+    assert_near(prompt_logits(model, tokens), reference_logits(folder, tokens), folder)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
