@@ -338,7 +338,7 @@ def test_table_holds_cosines_then_sines() -> None:
 
 
 def test_pairs_that_are_not_rotated_stay_as_they_are() -> None:
-    """Those that are have LongRoPE's factors."""
+    """Rotated ones have the factors of LongRoPE."""
     scaling = RopeScaling(
         kind="longrope", attention_factor=1.5, frequency_factors=tuple(range(1, 13))
     )
